@@ -1,0 +1,3 @@
+from kvsidecar.cli import main
+
+main(prog_name="kvsidecar")

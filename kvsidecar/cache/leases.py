@@ -1,0 +1,104 @@
+"""The live leases, by id, by owner and by expiry. What a lease pins is the cache's business."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush
+
+from kvsidecar.cache.block import Block, Lease
+
+
+class LeaseTable:
+    """Live leases. Times are seconds on one clock of the caller's.
+
+    Args:
+        next_id: source of lease ids; one that is still in use is not given again. Default: 0, 1, 2, ...
+    """
+
+    def __init__(self, next_id: Callable[[], int] | None = None) -> None:
+        self._next_id = next_id or itertools.count().__next__
+        self._leases: dict[int, Lease] = {}
+        self._by_owner: dict[Hashable, dict[int, Lease]] = {}
+        self._expiries: list[tuple[float, int]] = []
+        """Heap of (expires_at, id). A renewed or released lease leaves its old entries behind."""
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def all(self) -> list[Lease]:
+        return list(self._leases.values())
+
+    def add(self, owner: Hashable, chains: list[list[Block]], expires_at: float) -> Lease:
+        lease_id = self._next_id()
+        while lease_id in self._leases:
+            lease_id = self._next_id()
+        lease = Lease(lease_id, owner, chains, expires_at)
+        self._leases[lease_id] = lease
+        self._by_owner.setdefault(owner, {})[lease_id] = lease
+        self._note_expiry(lease)
+        return lease
+
+    def get(self, lease_id: int, now: float) -> Lease | None:
+        """The lease, or None if it was released or its time is over (whether or not `pop_expired` came by)."""
+        lease = self._leases.get(lease_id)
+        return lease if lease is not None and now < lease.expires_at else None
+
+    def renew(self, lease_id: int, now: float, expires_at: float) -> bool:
+        """Set a new expiry. False if the lease is not alive."""
+        lease = self.get(lease_id, now)
+        if lease is None:
+            return False
+        lease.expires_at = expires_at
+        self._note_expiry(lease)
+        return True
+
+    def pop(self, lease_id: int) -> Lease | None:
+        """Remove the lease; None if there is none (any more)."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            of_owner = self._by_owner[lease.owner]
+            del of_owner[lease_id]
+            if not of_owner:
+                del self._by_owner[lease.owner]
+        return lease
+
+    def pop_expired(self, now: float) -> list[Lease]:
+        """Remove and return the leases whose time is over."""
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, lease_id = heappop(self._expiries)
+            lease = self._leases.get(lease_id)
+            if lease is not None and lease.expires_at <= now:
+                self.pop(lease_id)
+                expired.append(lease)
+        return expired
+
+    def pop_owner(self, owner: Hashable) -> list[Lease]:
+        """Remove and return the leases of one owner."""
+        leases = list(self._by_owner.get(owner, {}).values())
+        for lease in leases:
+            self.pop(lease.id)
+        return leases
+
+    def next_expiry(self) -> float | None:
+        """No lease ends before this time; None if there is none. A renewed one may end later."""
+        return self._expiries[0][0] if self._expiries else None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the three views differ."""
+        by_owner = {lease_id: lease for leases in self._by_owner.values() for lease_id, lease in leases.items()}
+        assert by_owner == self._leases, "leases by owner and by id differ"
+        assert all(self._by_owner.values()), "an owner without leases was kept"
+        entries = set(self._expiries)
+        for lease_id, lease in self._leases.items():
+            assert lease.id == lease_id, f"lease {lease.id} is filed as {lease_id}"
+            assert (lease.expires_at, lease_id) in entries, f"lease {lease_id} would never expire"
+
+    def _note_expiry(self, lease: Lease) -> None:
+        if len(self._expiries) > 2 * len(self._leases) + 64:
+            # Old entries go when their time comes; if that is far off they must not pile up.
+            self._expiries = [(lease.expires_at, lease.id) for lease in self._leases.values()]
+            heapify(self._expiries)
+        else:
+            heappush(self._expiries, (lease.expires_at, lease.id))

@@ -1,0 +1,81 @@
+"""The engine's KV buffers as the daemon can open them."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One allocation to share, named by exactly one of the two."""
+
+    size: int
+    """Bytes."""
+    cuda_ipc_handle: bytes | None = None
+    """64 bytes of ``cuIpcGetMemHandle`` on the allocation's base."""
+    fd: int | None = None
+    """A memfd, sealed against shrinking; stays the caller's."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVBuffers:
+    """The memory of one rank: where it is, and every allocation once. Regions index ``allocations``."""
+
+    device: str
+    """``GPU-...`` as NVML prints it, or ``host``."""
+    allocations: tuple[Allocation, ...]
+
+
+class HostBuffer:
+    """Host memory that can be shared with the daemon: a sealed memfd, mapped here.
+
+    Args:
+        nbytes: size; the memory is zero at first.
+        name: shown in /proc/PID/maps.
+    """
+
+    _open: ClassVar[dict[int, HostBuffer]] = {}
+
+    def __init__(self, nbytes: int, name: str = "kvsidecar-kv") -> None:
+        if nbytes <= 0:
+            raise ValueError(f"a buffer of {nbytes} bytes cannot be shared")
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, nbytes)
+        # Without the seal a client could truncate the file under the daemon's copy: SIGBUS in the daemon.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._map = mmap.mmap(self.fd, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._open[self.address] = self
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The bytes; supports the buffer protocol, so ``numpy.frombuffer`` and ``torch.frombuffer`` see them."""
+        return self._map
+
+    def kv_buffers(self) -> KVBuffers:
+        """This buffer as the only allocation of a rank on the host device."""
+        return KVBuffers("host", (Allocation(self.nbytes, fd=self.fd),))
+
+    @classmethod
+    def holding(cls, address: int) -> HostBuffer | None:
+        """The open buffer that contains this address, or None."""
+        for buffer in cls._open.values():
+            if buffer.address <= address < buffer.address + buffer.nbytes:
+                return buffer
+        return None
+
+    def close(self) -> None:
+        """Give back descriptor and mapping.
+
+        Raises:
+            BufferError: arrays or tensors made of `memory` are still alive; nothing was given back.
+        """
+        self._map.close()
+        self._open.pop(self.address, None)
+        os.close(self.fd)

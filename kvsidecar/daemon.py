@@ -1,0 +1,289 @@
+"""The daemon: builds every part, starts them in order, serves, and stops them in the opposite order.
+
+Start: lock -> driver -> RPC, attach socket and HTTP listen -> pin in a thread -> self-test -> ready.
+Stop: not ready -> refuse new jobs -> finish running ones -> unmap -> unpin -> exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvsidecar import __version__, log
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.config import Settings
+from kvsidecar.device.base import PITCHED_COPY, CopyPlan, Platform
+from kvsidecar.device.hub import DeviceHub
+from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused
+from kvsidecar.http import Probes
+from kvsidecar.instances import ID_BITS, Instances, Peer
+from kvsidecar.lookups import Lookups
+from kvsidecar.metrics import Metrics
+from kvsidecar.pool import HostPool, PinProgress
+from kvsidecar.readiness import Readiness, Snapshot
+from kvsidecar.rpc.attach_socket import AttachSocket
+from kvsidecar.rpc.endpoint import Endpoint
+from kvsidecar.rpc.report import Report
+from kvsidecar.rpc.server import RpcServer
+from kvsidecar.rpc.service import Service
+from kvsidecar.tasks import TaskSet
+from kvsidecar.transfers import Transfers
+from kvsidecar.types import Direction
+
+TICK_SECONDS = 0.25
+"""How often leases are expired and the loop's lag is measured."""
+
+SELF_TEST_BYTES = 64 * 1024
+
+_log = log.get("daemon")
+
+
+class Daemon:
+    """One run of the daemon.
+
+    Args:
+        settings: checked.
+        platform: the devices.
+        pool: not pinned yet.
+        slab_bytes: unit in which the pool is handed to blocks of one size.
+        on_state: told every change of readiness, for a person at a terminal.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        platform: Platform,
+        pool: HostPool,
+        slab_bytes: int,
+        *,
+        on_state: Callable[[Snapshot], None] | None = None,
+    ) -> None:
+        clock = time.monotonic
+        self._settings = settings
+        self._platform = platform
+        self._pool = pool
+        self._stop = asyncio.Event()
+        self._stop_pinning = threading.Event()
+        self._exit_code = 0
+        self.epoch = secrets.randbits(ID_BITS) | 1
+        self.readiness = Readiness(pool.nbytes)
+        self._metrics = Metrics(platform.name)
+        self._tasks = TaskSet(self._task_failed)
+        self._hub = DeviceHub(platform, self._worker_failed_in_thread)
+        self._cache = BlockCache(
+            SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
+            next_id=lambda: secrets.randbits(ID_BITS) | 1,
+        )
+        self._instances = Instances(self._cache, self._hub, clock, self._task_failed)
+        self._transfers = Transfers(self._cache, self._hub, self.readiness, self._metrics, clock, slab_bytes=slab_bytes)
+        self._lookups = Lookups(self._cache, self.readiness, self._metrics, clock, lease_max=settings.lease_max)
+        self._report = Report(
+            epoch=self.epoch,
+            backend=platform.name,
+            cache=self._cache,
+            hub=self._hub,
+            instances=self._instances,
+            transfers=self._transfers,
+            readiness=self.readiness,
+            metrics=self._metrics,
+            clock=clock,
+        )
+        self._metrics.read_gauges_from(self._report.gauges)
+        self._endpoint = Endpoint(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
+        self._attach = AttachSocket(
+            self._endpoint.attach_path,
+            mode=self._endpoint.mode,
+            gid=self._endpoint.gid,
+            epoch=self.epoch,
+            instances=self._instances,
+            on_gone=self._peer_gone,
+            tasks=self._tasks,
+        )
+        service = Service(
+            epoch=self.epoch,
+            instances=self._instances,
+            transfers=self._transfers,
+            lookups=self._lookups,
+            readiness=self.readiness,
+            metrics=self._metrics,
+            tasks=self._tasks,
+            status=self._report.reply,
+            drain=lambda: self.readiness.drain("an operator asked to drain"),
+        )
+        self._rpc = RpcServer(self._endpoint, service, self.readiness, self._tasks)
+        self._probes = Probes(
+            readiness=self.readiness, metrics=self._metrics, stuck=self._stuck, status=self._report.json
+        )
+        if on_state is not None:
+            self.readiness.listen(on_state)
+
+    async def run(self) -> int:
+        """Start, serve until told to stop, shut down. Returns the exit code.
+
+        Raises:
+            SocketInUse, ConfigError: the daemon cannot start; nothing is left behind.
+        """
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        try:
+            await self._start()
+            await self._stop.wait()
+        finally:
+            await self._shut_down()
+        return self._exit_code
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._endpoint.acquire()
+        await self._rpc.start()
+        self._attach.start()
+        self._endpoint.secure_grpc_socket()
+        port = await self._probes.start(self._settings.http_host, self._settings.http_port)
+        _log.info(
+            "listening",
+            socket=str(self._endpoint.grpc_path),
+            http=f"http://{self._settings.http_host}:{port}",
+            backend=self._platform.name,
+            version=__version__,
+        )
+        self._tasks.spawn(self._tick(), name="tick")
+        self._tasks.spawn(self._become_ready(), name="become-ready")
+
+    async def _become_ready(self) -> None:
+        self.readiness.pinning()
+        loop = asyncio.get_running_loop()
+        started = time.monotonic()
+
+        def progressed(progress: PinProgress) -> None:
+            loop.call_soon_threadsafe(self._pin_progressed, progress)
+
+        try:
+            await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
+            self._metrics.pin_seconds.observe(time.monotonic() - started)
+            self._report.page_kind = self._pool.page_kind
+            self._report.numa_nodes = self._pool.numa_nodes
+            self._hub.use_pool(self._pool.address)
+            await self._self_test()
+        except PinStopped:
+            return
+        except (PoolRefused, PinFailed, DeviceError) as error:
+            self._fail(str(error))
+            return
+        except Exception as error:
+            # Whatever it was: without this the daemon would sit in "pinning" for ever and say nothing.
+            self._fail(f"the start failed unexpectedly: {type(error).__name__}: {error}")
+            raise
+        self.readiness.become_ready()
+        _log.info(
+            "ready",
+            pool_bytes=self._pool.nbytes,
+            pages=self._pool.page_kind,
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+    def _pin_progressed(self, progress: PinProgress) -> None:
+        self.readiness.pinning(
+            pinned_bytes=progress.pinned_bytes,
+            bytes_per_second=progress.bytes_per_second,
+            eta_seconds=progress.eta_seconds,
+        )
+        _log.debug("pinning", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
+
+    async def _self_test(self) -> None:
+        """Copy a random pattern from the pool to a device and back, at both ends of the pool.
+
+        Raises:
+            DeviceError: the copy failed or came back different.
+        """
+        uuid = self._platform.device_uuids()[0]
+        device = await self._hub.device(uuid)
+        nbytes = min(SELF_TEST_BYTES, self._pool.nbytes)
+        memory = await asyncio.to_thread(device.allocate, nbytes)
+        try:
+            for offset in {0, self._pool.nbytes - nbytes}:
+                window = self._pool.view()[offset : offset + nbytes]
+                pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
+                copies = np.array([(memory.address, nbytes, offset, nbytes, 1)], PITCHED_COPY)
+                plan = CopyPlan(copies, nbytes)
+                window[:] = pattern
+                await asyncio.wrap_future((await self._hub.worker(uuid, Direction.LOAD)).submit(plan))
+                window[:] = 0
+                await asyncio.wrap_future((await self._hub.worker(uuid, Direction.STORE)).submit(plan))
+                if not np.array_equal(window, pattern):
+                    raise DeviceError(f"the self-test copy to {uuid} and back came back different")
+        finally:
+            await asyncio.to_thread(device.release_memory, memory)
+
+    def _fail(self, reason: str) -> None:
+        self.readiness.fail(reason)
+        _log.error("not ready", reason=reason)
+        if self._settings.on_pin_failure == "exit":
+            self._exit_code = 1
+            self._stop.set()
+
+    # -- while it serves -------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            due = time.monotonic() + TICK_SECONDS
+            await asyncio.sleep(TICK_SECONDS)
+            self._metrics.loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
+            self._lookups.expire()
+
+    def _stuck(self) -> str | None:
+        return self._hub.stuck(self._settings.stuck_after)
+
+    def _peer_gone(self, peer: Peer) -> None:
+        for session in self._instances.remove_peer(peer):
+            self._tasks.spawn(self._instances.end(session), name="end-session-of-gone-peer")
+
+    def _worker_failed_in_thread(self, uuid: str, direction: Direction, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._worker_failed, uuid, direction, error)
+
+    def _worker_failed(self, uuid: str, direction: Direction, error: BaseException) -> None:
+        _log.error("copy worker lost", device=uuid, direction=direction.value, error=str(error))
+        if len(self._platform.device_uuids()) == 1:
+            self.readiness.fail(f"{uuid}, the only device, can copy no more: {error}")
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        _log.error("task failed", task=name, error=str(error), exc_info=error)
+
+    def _signalled(self, number: int) -> None:
+        if self._stop.is_set():
+            _log.warning("second signal: exiting at once", signal=signal.Signals(number).name)
+            os._exit(128 + number)
+        _log.info("stopping", signal=signal.Signals(number).name)
+        self._stop.set()
+
+    # -- stop ------------------------------------------------------------------------------------------------------
+
+    async def _shut_down(self) -> None:
+        deadline = time.monotonic() + self._settings.drain_timeout
+        self.readiness.drain("the daemon is shutting down")
+        self._stop_pinning.set()
+        # Sessions end by themselves once their running jobs are over; their clients see the end of the stream.
+        ends = [self._tasks.spawn(self._instances.end(session), name="end-session") for session in self._instances]
+        if ends:
+            _, pending = await asyncio.wait(ends, timeout=max(0.0, deadline - time.monotonic()))
+            if pending:
+                _log.error("sessions did not drain in time", sessions=len(pending))
+        await self._rpc.stop(grace=0.2)
+        await self._attach.stop()
+        await self._probes.stop()
+        await self._tasks.cancel()
+        await self._hub.close(max(0.1, deadline - time.monotonic()))
+        await asyncio.to_thread(self._pool.close)
+        self._endpoint.release()
+        _log.info("stopped")

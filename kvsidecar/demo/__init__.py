@@ -1,0 +1,1 @@
+"""`kvsidecar demo`: the whole story on one machine, with real processes."""

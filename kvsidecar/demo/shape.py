@@ -1,0 +1,101 @@
+"""The KV cache that the demo's engines hold: Llama-shaped, as large as the machine lets it be."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.types import GroupLayout, Namespace, Region
+
+TP_SIZE = 2
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One rank's KV cache, layer-stacked: ``[layers, num_blocks, row_bytes]`` in one allocation."""
+
+    layers: int
+    row_bytes: int
+    """K and V of one layer, one block, this rank's heads."""
+    num_blocks: int
+    """Blocks the engine stores."""
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.layers * self.row_bytes
+
+    @property
+    def rank_bytes(self) -> int:
+        return self.shard_bytes * self.num_blocks
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all ranks."""
+        return self.rank_bytes * TP_SIZE
+
+    def namespace(self) -> Namespace:
+        return Namespace(
+            model="demo-llama",
+            dtype="bfloat16",
+            kv_layout="LBNHC",
+            block_size=BLOCK_TOKENS,
+            tp_size=TP_SIZE,
+            pp_size=1,
+            hash_algorithm="sha256",
+            extra=str(asdict(self)),
+        )
+
+    def layout(self, rank: int) -> GroupLayout:
+        region = Region(
+            allocation=0,
+            offset=0,
+            row_stride=self.num_blocks * self.row_bytes,
+            block_stride=self.row_bytes,
+            row_bytes=self.row_bytes,
+            num_rows=self.layers,
+        )
+        return GroupLayout(group=0, num_blocks=self.num_blocks, shard=rank, num_shards=TP_SIZE, regions=(region,))
+
+    def hashes(self) -> list[bytes]:
+        """Chained block hashes of one long prompt."""
+        hashes = [hashlib.sha256(b"demo").digest()]
+        for _ in range(self.num_blocks - 1):
+            hashes.append(hashlib.sha256(hashes[-1]).digest())
+        return hashes
+
+    def content(self, rank: int, hashes: list[bytes], block_ids: list[int]) -> npt.NDArray[np.uint8]:
+        """What this rank's whole buffer holds when block ``block_ids[i]`` has the content of ``hashes[i]``."""
+        buffer = np.empty((self.layers, self.num_blocks, self.row_bytes), np.uint8)
+        for block_hash, block_id in zip(hashes, block_ids, strict=True):
+            seed = int.from_bytes(block_hash[:8], "little") + rank
+            pattern = np.random.default_rng(seed).bytes(self.shard_bytes)
+            buffer[:, block_id] = np.frombuffer(pattern, np.uint8).reshape(self.layers, self.row_bytes)
+        return buffer
+
+
+def choose(*, blocks: int, cuda: bool, lockable_bytes: int | None) -> Shape:
+    """The largest shape that fits.
+
+    Args:
+        cuda: on a GPU: Llama-3.1-8B's real shape, 1 MiB a block and rank.
+        lockable_bytes: what mlock allows this process; None for no limit.
+    """
+    if cuda:
+        return Shape(layers=32, row_bytes=32 * 1024, num_blocks=blocks)
+    shape = Shape(layers=16, row_bytes=8 * 1024, num_blocks=blocks)
+    # An ordinary user may lock 8 MiB on most systems: keep the demo's promise and shrink the heads instead.
+    while lockable_bytes is not None and pool_bytes(shape) > lockable_bytes and shape.shard_bytes > 4096:
+        if shape.row_bytes > 512:
+            shape = Shape(shape.layers, shape.row_bytes // 2, blocks)
+        else:
+            shape = Shape(shape.layers // 2, shape.row_bytes, blocks)
+    return shape
+
+
+def pool_bytes(shape: Shape) -> int:
+    """A pool that holds all blocks of all ranks, with a little room."""
+    return (shape.all_bytes * 9 // 8 + 65535) // 65536 * 65536

@@ -1,0 +1,163 @@
+"""What the daemon needs of a device: pinned host memory, imported engine memory, and streams that copy.
+
+Two real implementations stand behind these Protocols, ``device/cuda.py`` and ``device/host.py``; one contract suite
+(``tests/device/test_contract.py``) holds both to the words below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.types import Direction
+
+PITCHED_COPY = np.dtype(
+    [
+        ("device_address", np.uint64),
+        ("device_pitch", np.uint64),
+        ("host_offset", np.uint64),
+        ("row_bytes", np.uint64),
+        ("num_rows", np.uint64),
+    ]
+)
+"""One pitched copy. Rows of ``row_bytes`` lie ``device_pitch`` apart on the device and without a gap in the pool,
+from ``host_offset`` bytes after the pool's base. A copy of one row is a plain copy; its pitch is not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """All copies of one job in one direction: ``copies`` has dtype `PITCHED_COPY` and shape ``(n,)``."""
+
+    copies: npt.NDArray[np.void]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CudaIpcSource:
+    """An allocation that another process exported with ``cuIpcGetMemHandle``."""
+
+    handle: bytes
+    """64 bytes. A bearer secret: never logged, never echoed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemfdSource:
+    """Host memory that another process shares as a memfd. The file descriptor stays the caller's."""
+
+    fd: int
+
+
+MemorySource = CudaIpcSource | MemfdSource
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory that a copy may use as its device side: imported from an engine, or the daemon's own scratch."""
+
+    address: int
+    nbytes: int
+    """Of the whole allocation, as the driver or kernel knows it, not as the client claims."""
+    key: bytes
+    """Identifies the allocation on its device."""
+
+
+class CopyStream(Protocol):
+    """One direction of one device. Used by exactly one thread, the one that opened it."""
+
+    def issue(self, plan: CopyPlan, pool_address: int) -> None:
+        """Start all copies of the plan.
+
+        Raises:
+            CopyFailed: with ``outcome_known=True`` if no byte of the plan can move any more (nothing was started, or
+                what was started is over), False if that is not known.
+            DeviceLost: the context is gone.
+        """
+
+    def wait(self) -> None:
+        """Return when everything issued is over.
+
+        Raises:
+            CopyFailed: with ``outcome_known=False``.
+            DeviceLost: the context is gone.
+        """
+
+    def close(self) -> None:
+        """Give the stream back. Nothing may be in flight."""
+
+
+class Device(Protocol):
+    """One GPU, or the host standing in for one. Its methods may be called from any thread and may block."""
+
+    @property
+    def uuid(self) -> str:
+        """``GPU-...`` as the driver and NVML print it, or ``host``."""
+
+    @property
+    def numa_node(self) -> int | None:
+        """The host NUMA node nearest to the device; None where the system does not say."""
+
+    def import_memory(self, source: MemorySource) -> DeviceMemory:
+        """Map another process's allocation, or count one more use of it if it is mapped already.
+
+        Raises:
+            ImportRefused: the handle does not open. The device is unharmed.
+            DeviceLost: the context is gone.
+        """
+
+    def release_memory(self, memory: DeviceMemory) -> None:
+        """Undo one `import_memory` or `allocate`. Unmaps at the last one. No copy may be using it.
+
+        Raises:
+            DeviceLost: the context is gone, and the mapping with it.
+            ValueError: released more often than imported: a bookkeeping error of the caller.
+        """
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """The daemon's own device memory, for the self-test."""
+
+    def open_stream(self, direction: Direction) -> CopyStream:
+        """Called in the thread that will use the stream."""
+
+
+class Platform(Protocol):
+    """All devices of one kind on this node, and how host memory is pinned for them. May block."""
+
+    @property
+    def name(self) -> str:
+        """``cuda`` or ``host``."""
+
+    def device_uuids(self) -> tuple[str, ...]:
+        """Of every visible device, in the driver's order."""
+
+    def device(self, uuid: str) -> Device:
+        """The same object for the same UUID. Creates what the device needs (a CUDA context) at the first call.
+
+        Raises:
+            DeviceNotFound: no such device is visible; the text lists those that are. Or it is a MIG device.
+            DriverUnusable: the device is there, but its context cannot be made; the text says why.
+        """
+
+    def numa_nodes(self) -> tuple[int, ...]:
+        """The host NUMA nodes nearest to the visible devices, in order; empty where the system does not say.
+
+        Creates no context.
+        """
+
+    def pin_limit(self) -> int | None:
+        """Bytes that may be pinned by this process, or None for no limit of the platform's own."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Pin one chunk of host memory for every device. Both numbers are multiples of the page size.
+
+        Raises:
+            PinFailed: nothing of this chunk is pinned.
+        """
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        """Undo `pin` of exactly this chunk."""
+
+    def close(self) -> None:
+        """Give back contexts. Everything else has been given back before."""

@@ -1,0 +1,222 @@
+"""The host as a device: engines without a GPU, and machines without one. Real memory, real pins, real copies.
+
+"Device" memory is a memfd that the engine shares (`memfd_create(2)`), pinning is `mlock(2)`, a copy is a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import resource
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.device.base import CopyPlan, CopyStream, Device, DeviceMemory, MemfdSource, MemorySource
+from kvsidecar.errors import DeviceNotFound, ImportRefused, PinFailed
+from kvsidecar.types import Direction
+
+HOST_UUID: Final = "host"
+
+_CAP_IPC_LOCK: Final = 14
+"""Bit of ``CapEff`` in ``/proc/self/status``, capabilities(7)."""
+_F_GET_SEALS: Final = 1034
+_F_SEAL_SHRINK: Final = 0x0002
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+# ctypes releases the GIL around each call: mlock of a chunk faults its pages and takes seconds.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+
+
+class HostPlatform:
+    """One device, ``host``. Implements `kvsidecar.device.base.Platform`."""
+
+    def __init__(self) -> None:
+        self._device = HostDevice()
+
+    @property
+    def name(self) -> str:
+        return "host"
+
+    def device_uuids(self) -> tuple[str, ...]:
+        return (HOST_UUID,)
+
+    def device(self, uuid: str) -> Device:
+        if uuid != HOST_UUID:
+            raise DeviceNotFound(f"device {uuid} is not visible to the daemon; it runs without a GPU and has: host")
+        return self._device
+
+    def numa_nodes(self) -> tuple[int, ...]:
+        return ()
+
+    def pin_limit(self) -> int | None:
+        """``RLIMIT_MEMLOCK`` in bytes; None if it is infinite or this process may ignore it (CAP_IPC_LOCK)."""
+        if _has_capability(_CAP_IPC_LOCK):
+            return None
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        return None if soft == resource.RLIM_INFINITY else soft
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if _libc.mlock(address, nbytes) == 0:
+            return
+        problem = os.strerror(ctypes.get_errno())
+        # mlock(2) may have locked a part before it failed, and nothing of a refused chunk may stay pinned.
+        _libc.munlock(address, nbytes)
+        limit = self.pin_limit()
+        hint = "" if limit is None else f"; the limit of locked memory is {limit} bytes (ulimit -l, LimitMEMLOCK=)"
+        raise PinFailed(f"mlock of {nbytes} bytes: {problem}{hint}")
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        _libc.munlock(address, nbytes)
+
+    def close(self) -> None:
+        """Nothing is held here: mappings are released by those who imported them."""
+
+
+@dataclass(slots=True)
+class _Mapping:
+    memory: DeviceMemory
+    uses: int
+
+
+class HostDevice:
+    """Implements `kvsidecar.device.base.Device` with memfds. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mappings: dict[bytes, _Mapping] = {}
+        self._own = 0
+
+    @property
+    def uuid(self) -> str:
+        return HOST_UUID
+
+    @property
+    def numa_node(self) -> int | None:
+        return None
+
+    def import_memory(self, source: MemorySource) -> DeviceMemory:
+        if not isinstance(source, MemfdSource):
+            raise ImportRefused("this is the device `host`: share a memfd, not a CUDA IPC handle")
+        try:
+            seals = fcntl.fcntl(source.fd, _F_GET_SEALS)
+        except OSError as error:  # EINVAL: a file system without seals; EBADF
+            raise ImportRefused(
+                f"the descriptor is not a memfd ({error.strerror}); make it with memfd_create(MFD_ALLOW_SEALING)"
+            ) from error
+        if not seals & _F_SEAL_SHRINK:
+            # A client that truncates a mapped file makes the next copy end in SIGBUS, which kills the daemon.
+            raise ImportRefused(
+                "the memfd is not sealed against shrinking: create it with MFD_ALLOW_SEALING and, after ftruncate, "
+                "set fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)"
+            )
+        stat = os.fstat(source.fd)  # after the seal was seen: from then on the size can only grow
+        if stat.st_size == 0:
+            raise ImportRefused("the memfd has 0 bytes: ftruncate it to its size before it is sealed and shared")
+        key = struct.pack("=QQ", stat.st_dev, stat.st_ino)  # the mapping keeps the inode, so it is not used again
+        with self._lock:
+            mapping = self._mappings.get(key)
+            if mapping is None:
+                try:
+                    address = _map(stat.st_size, mmap.MAP_SHARED, source.fd)
+                except OSError as error:
+                    raise ImportRefused(
+                        f"mapping {stat.st_size} bytes of the memfd read-write: {error.strerror}; "
+                        "F_SEAL_WRITE must not be set"
+                    ) from error
+                mapping = _Mapping(DeviceMemory(address=address, nbytes=stat.st_size, key=key), uses=0)
+                self._mappings[key] = mapping
+            mapping.uses += 1
+            return mapping.memory
+
+    def release_memory(self, memory: DeviceMemory) -> None:
+        with self._lock:
+            mapping = self._mappings.get(memory.key)
+            if mapping is None:
+                raise ValueError("memory is released that is not mapped: released twice, or by another device")
+            mapping.uses -= 1
+            if mapping.uses == 0:
+                del self._mappings[memory.key]
+                _libc.munmap(mapping.memory.address, mapping.memory.nbytes)
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        address = _map(nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        with self._lock:
+            self._own += 1
+            memory = DeviceMemory(address=address, nbytes=nbytes, key=b"own-%d" % self._own)
+            self._mappings[memory.key] = _Mapping(memory, uses=1)
+        return memory
+
+    def open_stream(self, direction: Direction) -> CopyStream:
+        return HostCopyStream(direction)
+
+
+class HostCopyStream:
+    """Copies in the calling thread, without the GIL. Implements `kvsidecar.device.base.CopyStream`."""
+
+    def __init__(self, direction: Direction) -> None:
+        self._store = direction is Direction.STORE
+
+    def issue(self, plan: CopyPlan, pool_address: int) -> None:
+        """Do all copies. A host copy has no way to fail but a signal, so this raises nothing."""
+        for address, pitch, offset, row_bytes, num_rows in plan.copies.tolist():
+            host = pool_address + offset
+            if num_rows == 1:
+                ctypes.memmove(*((host, address) if self._store else (address, host)), row_bytes)
+                continue
+            rows = _view(address, num_rows, row_bytes, pitch)
+            slot = _view(host, num_rows, row_bytes, row_bytes)
+            if self._store:
+                np.copyto(slot, rows)
+            else:
+                np.copyto(rows, slot)
+
+    def wait(self) -> None:
+        """Everything is over when `issue` returns."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Rows:
+    """Memory at an address, for numpy. Only as long-lived as the copy that uses it."""
+
+    def __init__(self, address: int, shape: tuple[int, int], pitch: int) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": shape,
+            "strides": (pitch, 1),
+            "data": (address, False),
+        }
+
+
+def _view(address: int, num_rows: int, row_bytes: int, pitch: int) -> npt.NDArray[np.uint8]:
+    return np.asarray(_Rows(address, (num_rows, row_bytes), pitch))
+
+
+def _map(nbytes: int, flags: int, fd: int) -> int:
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(address)
+
+
+def _has_capability(bit: int) -> bool:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> bit & 1)
+    return False

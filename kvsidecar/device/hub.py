@@ -1,0 +1,93 @@
+"""The devices in use and their copy workers: opened at the first need, closed once, at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from kvsidecar.device.base import Device, Platform
+from kvsidecar.device.worker import CopyWorker
+from kvsidecar.errors import DeviceLost
+from kvsidecar.types import Direction
+
+
+class DeviceHub:
+    """One `Device` per UUID and one `CopyWorker` per (device, direction). Used from the event loop.
+
+    Calls into a driver take from microseconds to a second (a context), so they run in threads.
+
+    Args:
+        platform: where devices come from.
+        on_worker_failure: told (device UUID, direction, error) when a worker can copy no more. Called in the
+            worker's thread.
+    """
+
+    def __init__(self, platform: Platform, on_worker_failure: Callable[[str, Direction, BaseException], None]) -> None:
+        self.platform = platform
+        self._on_worker_failure = on_worker_failure
+        self._pool_address: int | None = None
+        self._devices: dict[str, Device] = {}
+        self._workers: dict[tuple[str, Direction], CopyWorker] = {}
+        self._opening = asyncio.Lock()
+
+    def use_pool(self, address: int) -> None:
+        """The pool is pinned and lies at ``address``; workers may copy from now on."""
+        self._pool_address = address
+
+    async def device(self, uuid: str) -> Device:
+        """The device, made usable at the first call.
+
+        Raises:
+            DeviceNotFound: no such device; the text lists those that are visible.
+        """
+        if uuid not in self._devices:
+            async with self._opening:
+                self._devices[uuid] = await asyncio.to_thread(self.platform.device, uuid)
+        return self._devices[uuid]
+
+    async def worker(self, uuid: str, direction: Direction) -> CopyWorker:
+        """The worker of one direction of one device, started at the first call.
+
+        Raises:
+            DeviceLost: the device can copy no more.
+        """
+        worker = self._workers.get((uuid, direction))
+        if worker is None:
+            device = await self.device(uuid)
+            async with self._opening:
+                worker = self._workers.get((uuid, direction))
+                if worker is None:
+                    worker = await asyncio.to_thread(self._start, device, direction)
+                    self._workers[uuid, direction] = worker
+        if not worker.alive:
+            raise DeviceLost(f"{uuid} can {direction} no more: {worker.failure}")
+        return worker
+
+    def _start(self, device: Device, direction: Direction) -> CopyWorker:
+        if self._pool_address is None:
+            raise RuntimeError("a worker was asked for before the pool was pinned")
+        return CopyWorker(
+            device,
+            direction,
+            pool_address=self._pool_address,
+            on_failure=lambda error: self._on_worker_failure(device.uuid, direction, error),
+        )
+
+    def workers(self) -> Iterator[tuple[str, Direction, CopyWorker]]:
+        """Every worker that was started."""
+        for (uuid, direction), worker in self._workers.items():
+            yield uuid, direction, worker
+
+    def stuck(self, bound_seconds: float) -> str | None:
+        """Why the copy workers are not making progress, or None if they are."""
+        for uuid, direction, worker in self.workers():
+            age = worker.oldest_inflight_seconds()
+            if worker.running and age > bound_seconds:
+                return f"a {direction} on {uuid} has been in flight for {age:.0f} s"
+        return None
+
+    async def close(self, timeout: float) -> None:
+        """Finish what is queued, stop the workers, and give back the devices."""
+        for _, _, worker in self.workers():
+            await asyncio.to_thread(worker.close, timeout)
+        await asyncio.to_thread(self.platform.close)

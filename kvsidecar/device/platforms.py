@@ -1,0 +1,56 @@
+"""Which platform this machine has. Imports each implementation only when it is chosen."""
+
+from __future__ import annotations
+
+import ctypes
+
+from kvsidecar.device.base import Platform
+from kvsidecar.errors import ConfigError, DriverUnusable
+
+
+def open_platform(kind: str, *, pin_device: str | None = None) -> tuple[Platform, str]:
+    """The platform, and one sentence why it is this one.
+
+    ``auto`` is ``cuda`` where the driver sees a GPU and ``host`` where there is no driver or no GPU. A driver that is
+    there but does not work is an error: a daemon that fell back to the host would look well and serve no engine.
+
+    Args:
+        kind: ``auto``, ``cuda`` or ``host``.
+        pin_device: UUID of the GPU whose context pins memory; None is the first. Ignored by ``host``.
+
+    Raises:
+        ConfigError: ``kind`` is something else.
+        DriverUnusable: the driver does not work; or, with ``cuda``, there is no driver or no GPU.
+        DeviceNotFound: ``pin_device`` is not visible.
+    """
+    if kind not in ("auto", "cuda", "host"):
+        raise ConfigError(f"the device is {kind!r}; it must be auto, cuda or host")
+    if kind == "host":
+        return _host(), "the host was asked for"
+    if kind == "auto" and not _has_driver():
+        return _host(), "there is no CUDA driver (libcuda.so.1)"
+    try:
+        from kvsidecar.device import cuda
+    except ImportError as error:
+        raise DriverUnusable(f"cuda-python does not import: {error}; install cuda-python 13") from error
+    if kind == "auto" and cuda.initialize() == 0:
+        return _host(), "the CUDA driver sees no GPU"
+    platform = cuda.CudaPlatform(pin_device=pin_device)
+    count = len(platform.device_uuids())
+    return platform, f"the CUDA driver sees {count} GPU{'s' if count > 1 else ''}"
+
+
+def _host() -> Platform:
+    from kvsidecar.device.host import HostPlatform
+
+    return HostPlatform()
+
+
+def _has_driver() -> bool:
+    """Whether libcuda.so.1 is there. One that is there and does not load is the caller's problem to hear about."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        # The loader names the file that is missing: the library itself, or one that it needs.
+        return not str(error).startswith("libcuda.so.1: cannot open shared object file")
+    return True

@@ -1,0 +1,89 @@
+"""The probes: /health, /ready, /metrics, /status on one small TCP port."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvsidecar.errors import ConfigError
+from kvsidecar.metrics import Metrics
+from kvsidecar.readiness import Readiness
+
+
+class Probes:
+    """An HTTP server on the daemon's own event loop: if the loop hangs, so does /health, which is the point.
+
+    Args:
+        stuck: why the copy workers make no progress, or None if they do. Never true because of a slow pin or an
+            engine's fault: a restart costs the whole cache.
+        status: the JSON of /status.
+    """
+
+    def __init__(
+        self,
+        *,
+        readiness: Readiness,
+        metrics: Metrics,
+        stuck: Callable[[], str | None],
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._readiness = readiness
+        self._metrics = metrics
+        self._stuck = stuck
+        self._status = status
+        application = web.Application()
+        application.router.add_get("/health", self._health)
+        application.router.add_get("/ready", self._ready)
+        application.router.add_get("/metrics", self._scrape)
+        application.router.add_get("/status", self._show_status)
+        self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen. Returns the port, chosen by the system if ``port`` is 0.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(
+                f"HTTP cannot listen on {host}:{port} ({error.strerror}): set http_host and http_port"
+            ) from error
+        address = self._runner.addresses[0]
+        return int(address[1])
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        stuck = self._stuck()
+        return _json({"alive": stuck is None, "reason": stuck or ""}, 200 if stuck is None else 503)
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        now = self._readiness.now
+        body = {
+            "ready": self._readiness.ready,
+            "state": now.state.value,
+            "pool_bytes": now.pool_bytes,
+            "pinned_bytes": now.pinned_bytes,
+            "pin_bytes_per_second": round(now.pin_bytes_per_second),
+            "eta_seconds": None if now.eta_seconds is None else round(now.eta_seconds, 3),
+            "reason": now.reason,
+        }
+        return _json(body, 200 if self._readiness.ready else 503)
+
+    async def _scrape(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _show_status(self, _request: web.Request) -> web.Response:
+        return _json(self._status(), 200)
+
+
+def _json(body: dict[str, Any], status: int) -> web.Response:
+    return web.Response(text=json.dumps(body) + "\n", status=status, content_type="application/json")

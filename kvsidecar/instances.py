@@ -1,0 +1,296 @@
+"""Who is attached: peers (processes on the attach socket) and sessions (ranks with registered memory).
+
+A peer is a process: its identity comes from the kernel (SO_PEERCRED), not from what it says. A session is one rank's
+registration. A session ends in one order only: no new jobs, running copies drained, memory unmapped, leases dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvsidecar import failpoints
+from kvsidecar.cache.block import Space
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.device.base import CudaIpcSource, Device, DeviceMemory, MemfdSource, MemorySource
+from kvsidecar.device.hub import DeviceHub
+from kvsidecar.errors import ImportRefused, InvalidRequest, UnknownPeer
+from kvsidecar.layout import BoundGroup, bind, check_regions
+from kvsidecar.tasks import TaskSet
+from kvsidecar.types import Direction, GroupLayout, Namespace
+
+TOKEN_BYTES = 16
+ID_BITS = 48
+"""Sessions, leases and epochs are random numbers that survive a trip through JSON (2**53)."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One process connected to the attach socket."""
+
+    token: bytes
+    pid: int
+    """In the daemon's PID namespace; 0 if the kernel cannot name it there."""
+    uid: int
+    gid: int
+    client: str
+    """Free text of the client, for logs."""
+    fds: tuple[int, ...]
+    """Memfds it sent; owned by this peer."""
+
+    def close_fds(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CudaAllocation:
+    """An allocation named by its CUDA IPC handle; ``size`` is the client's claim in bytes."""
+
+    handle: bytes
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class FdAllocation:
+    """An allocation named by the index of a memfd sent over the attach socket; ``size`` is the client's claim."""
+
+    fd_index: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What one rank says of itself at Attach."""
+
+    token: bytes
+    instance: str
+    namespace: Namespace
+    rank: int
+    world_size: int
+    device: str
+    allocations: tuple[CudaAllocation | FdAllocation, ...]
+    groups: tuple[GroupLayout, ...]
+
+    def check(self) -> None:
+        """Everything that can be refused before a driver or the cache is asked.
+
+        Raises:
+            InvalidRequest: the text says what to change.
+        """
+        if problem := self.namespace.problem():
+            raise InvalidRequest(problem)
+        if not self.instance:
+            raise InvalidRequest("instance is empty: name the engine deployment")
+        if not 0 <= self.rank < self.world_size:
+            raise InvalidRequest(f"rank {self.rank} is outside world_size {self.world_size}")
+        if not self.groups:
+            raise InvalidRequest("no KV cache group is registered: a rank needs at least one")
+        sizes = [allocation.size for allocation in self.allocations]
+        seen: set[int] = set()
+        for layout in self.groups:
+            if layout.group in seen:
+                raise InvalidRequest(f"group {layout.group} is registered twice")
+            seen.add(layout.group)
+            if not 0 <= layout.shard < layout.num_shards:
+                raise InvalidRequest(
+                    f"group {layout.group}: shard {layout.shard} is outside num_shards {layout.num_shards}"
+                )
+            check_regions(layout, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGroup:
+    """One KV cache group of a session: where its blocks lie on the device, and where they belong in the cache."""
+
+    layout: GroupLayout
+    bound: BoundGroup
+    space: Space
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    direction: Direction
+    task: asyncio.Task[None]
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached rank."""
+
+    id: int
+    peer: Peer
+    registration: Registration
+    device: Device
+    memories: tuple[DeviceMemory, ...]
+    groups: Mapping[int, SessionGroup]
+    attached_at: float
+    jobs: TaskSet
+    """Jobs that run for this session. They belong to the daemon: a client that goes away does not stop its copies."""
+    jobs_by_id: dict[int, RunningJob] = field(default_factory=dict)
+    """Store and load jobs by the client's own numbers."""
+    ending: bool = False
+
+    @property
+    def imported_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self.memories)
+
+
+class Instances:
+    """All peers and sessions of the daemon. Used from the event loop.
+
+    Args:
+        on_task_error: told (task name, error) about a job that raised what nobody expected.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        hub: DeviceHub,
+        clock: Callable[[], float],
+        on_task_error: Callable[[str, BaseException], None],
+    ) -> None:
+        self._cache = cache
+        self._hub = hub
+        self._clock = clock
+        self._on_task_error = on_task_error
+        self._peers: dict[bytes, Peer] = {}
+        self._sessions: dict[int, Session] = {}
+
+    # -- peers -----------------------------------------------------------------------------------------------------
+
+    def add_peer(self, *, pid: int, uid: int, gid: int, client: str, fds: tuple[int, ...]) -> Peer:
+        """A process has connected to the attach socket. Takes ownership of ``fds``."""
+        peer = Peer(secrets.token_bytes(TOKEN_BYTES), pid, uid, gid, client, fds)
+        self._peers[peer.token] = peer
+        return peer
+
+    def peer(self, token: bytes) -> Peer:
+        """The live peer with this token.
+
+        Raises:
+            UnknownPeer: there is none.
+        """
+        peer = self._peers.get(token)
+        if peer is None:
+            raise UnknownPeer(
+                "the token is not one of a live attach-socket connection: connect to the attach socket first, keep "
+                "that connection open, and send the token it answered"
+            )
+        return peer
+
+    def remove_peer(self, peer: Peer) -> tuple[Session, ...]:
+        """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
+        self._peers.pop(peer.token, None)
+        self._cache.drop_owner(peer.token)
+        peer.close_fds()
+        return tuple(session for session in self._sessions.values() if session.peer is peer)
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def imported_bytes(self) -> dict[str, int]:
+        """Bytes of mapped engine memory by device UUID. An allocation mapped for two sessions counts once."""
+        seen: dict[str, dict[bytes, int]] = {}
+        for session in self._sessions.values():
+            for memory in session.memories:
+                seen.setdefault(session.device.uuid, {})[memory.key] = memory.nbytes
+        return {device: sum(allocations.values()) for device, allocations in seen.items()}
+
+    async def register(self, registration: Registration) -> Session:
+        """Attach one rank: all or nothing.
+
+        Raises:
+            InvalidRequest, NamespaceMismatch, UnknownPeer, DeviceNotFound, ImportRefused: nothing is left behind.
+        """
+        registration.check()
+        peer = self.peer(registration.token)
+        sources = [_source(allocation, peer) for allocation in registration.allocations]
+        device = await self._hub.device(registration.device)
+        spaces = self._open_spaces(registration)
+        memories: list[DeviceMemory] = []
+        try:
+            for source, allocation in zip(sources, registration.allocations, strict=True):
+                memory = await asyncio.to_thread(device.import_memory, source)
+                memories.append(memory)
+                if memory.nbytes < allocation.size:
+                    raise ImportRefused(
+                        f"an allocation was registered with {allocation.size} bytes but has {memory.nbytes}"
+                    )
+            failpoints.hit("attach.after_import")
+            # The peer may have gone while the driver worked; nobody would end this session then.
+            self.peer(registration.token)
+            bases = [memory.address for memory in memories]
+            groups = {
+                layout.group: SessionGroup(layout, bind(layout, bases), space)
+                for layout, space in zip(registration.groups, spaces, strict=True)
+            }
+        except BaseException:
+            await self._give_back(device, memories, spaces)
+            raise
+        session = Session(
+            id=secrets.randbits(ID_BITS) | 1,
+            peer=peer,
+            registration=registration,
+            device=device,
+            memories=tuple(memories),
+            groups=groups,
+            attached_at=self._clock(),
+            jobs=TaskSet(self._on_task_error),
+        )
+        self._sessions[session.id] = session
+        return session
+
+    async def end(self, session: Session) -> None:
+        """End a session in order: no new jobs, copies drained, memory unmapped. May be called more than once."""
+        if session.ending:
+            return
+        session.ending = True
+        # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
+        await session.jobs.join()
+        spaces = [group.space for group in session.groups.values()]
+        await self._give_back(session.device, list(session.memories), spaces)
+        del self._sessions[session.id]
+
+    def _open_spaces(self, registration: Registration) -> list[Space]:
+        spaces: list[Space] = []
+        try:
+            for layout in registration.groups:
+                spaces.append(  # noqa: PERF401 - what was opened before the one that fails must be closed again
+                    self._cache.open_space(
+                        registration.namespace, layout.group, layout.num_shards, layout.shard, layout.shard_bytes
+                    )
+                )
+        except BaseException:
+            for space in spaces:
+                self._cache.close_space(space)
+            raise
+        return spaces
+
+    async def _give_back(self, device: Device, memories: list[DeviceMemory], spaces: list[Space]) -> None:
+        for space in spaces:
+            self._cache.close_space(space)
+        for memory in memories:
+            await asyncio.to_thread(device.release_memory, memory)
+
+
+def _source(allocation: CudaAllocation | FdAllocation, peer: Peer) -> MemorySource:
+    match allocation:
+        case CudaAllocation():
+            return CudaIpcSource(allocation.handle)
+        case FdAllocation():
+            if not 0 <= allocation.fd_index < len(peer.fds):
+                raise InvalidRequest(
+                    f"fd_index {allocation.fd_index} names none of the {len(peer.fds)} descriptors sent over the "
+                    "attach socket"
+                )
+            return MemfdSource(peer.fds[allocation.fd_index])

@@ -1,0 +1,119 @@
+"""Lookups and leases: what the cache answers, gated by readiness and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.metrics import Metrics
+from kvsidecar.readiness import Readiness
+from kvsidecar.types import LookupMode, Namespace, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHits:
+    """What is readable of one group's hashes."""
+
+    group: int
+    hits: int
+    found: Sequence[bool] = ()
+    """One flag per hash in `LookupMode.BITMAP`; empty in `LookupMode.PREFIX`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    ready: bool
+    groups: tuple[GroupHits, ...]
+    lease: int | None = None
+    lease_seconds: float = 0.0
+
+
+class Lookups:
+    """Answers at once, whatever the state of the pool. Used from the event loop.
+
+    Args:
+        clock: monotonic seconds, the clock of leases.
+        lease_max: the longest lease granted, in seconds.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        readiness: Readiness,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        *,
+        lease_max: float,
+    ) -> None:
+        self._cache = cache
+        self._readiness = readiness
+        self._metrics = metrics
+        self._clock = clock
+        self._lease_max = lease_max
+        self._hits = metrics.lookup_blocks.labels("hit")
+        self._misses = metrics.lookup_blocks.labels("miss")
+
+    def lookup(
+        self,
+        namespace: Namespace,
+        groups: Sequence[tuple[int, Sequence[bytes]]],
+        mode: LookupMode,
+        *,
+        lease_seconds: float = 0.0,
+        owner: bytes | None = None,
+    ) -> LookupResult:
+        """Which of these blocks are readable.
+
+        Args:
+            groups: (group, block hashes) pairs.
+            lease_seconds: take a lease of this length on the hits; 0 takes none.
+            owner: the peer with whose end the lease ends.
+        """
+        if (refusal := self._readiness.refusal) is not None:
+            self._metrics.refuse(refusal)
+            nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
+            return LookupResult(False, nothing)
+        self.expire()
+        spaces = [self._cache.find_space(namespace, group) for group, _ in groups]
+        known = [(space, hashes) for space, (_, hashes) in zip(spaces, groups, strict=True) if space is not None]
+        lease = None
+        lease_seconds = min(lease_seconds, self._lease_max)
+        if lease_seconds > 0:
+            lease, found = self._cache.lookup_and_lease(known, mode, self._clock(), lease_seconds, owner)
+        else:
+            found = [self._cache.lookup(space, hashes, mode) for space, hashes in known]
+        answers = iter(found)
+        result = tuple(
+            # A namespace that nobody has stored in is answered like a block that is not there.
+            _hits(group, [False] * len(hashes) if space is None else next(answers), mode)
+            for space, (group, hashes) in zip(spaces, groups, strict=True)
+        )
+        hits = sum(each.hits for each in result)
+        self._hits.inc(hits)
+        self._misses.inc(sum(len(hashes) for _, hashes in groups) - hits)
+        return LookupResult(True, result, lease.id if lease else None, lease_seconds if lease else 0.0)
+
+    def release(self, lease: int) -> bool:
+        """End a lease. False if it had ended before."""
+        return self._cache.release(lease)
+
+    def renew(self, lease: int, lease_seconds: float) -> float:
+        """Let a lease live for this long from now. Returns the seconds granted, 0 if it had ended before."""
+        self.expire()
+        granted = min(lease_seconds, self._lease_max)
+        return granted if self._cache.renew(lease, self._clock(), granted) else 0.0
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+        expired = self._cache.expire(self._clock())
+        if expired:
+            self._metrics.refuse(Refusal.LEASE_EXPIRED, len(expired))
+
+    def clear(self, namespace: Namespace | None) -> int:
+        """Forget the blocks of one namespace, or of all. Returns how many can no longer be looked up."""
+        return self._cache.clear(namespace)
+
+
+def _hits(group: int, found: Sequence[bool], mode: LookupMode) -> GroupHits:
+    return GroupHits(group, sum(found), found if mode is LookupMode.BITMAP else ())

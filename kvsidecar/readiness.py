@@ -1,0 +1,101 @@
+"""Whether the daemon may be used, and why not: one state, one reason, told to everybody who listens.
+
+Ready means: the pool is pinned, a self-test copy has come back right, and RPC listens. Transitions::
+
+    starting -> pinning -> ready -> draining
+          \\________\\______________/   (draining from any state)
+           \\________\\-> failed         (failed is left only by draining)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvsidecar.types import Refusal, State
+
+_NEXT: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.PINNING, State.DRAINING, State.FAILED}),
+    State.PINNING: frozenset({State.PINNING, State.READY, State.DRAINING, State.FAILED}),
+    State.READY: frozenset({State.DRAINING, State.FAILED}),
+    State.DRAINING: frozenset(),
+    State.FAILED: frozenset({State.DRAINING}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Readiness at one instant. Sizes in bytes, times in seconds."""
+
+    state: State
+    pool_bytes: int
+    pinned_bytes: int = 0
+    pin_bytes_per_second: float = 0.0
+    eta_seconds: float | None = None
+    reason: str = ""
+
+
+class Readiness:
+    """The one place that knows the state. Used by the event loop's thread only.
+
+    Args:
+        pool_bytes: size of the pool that is to be pinned.
+    """
+
+    def __init__(self, pool_bytes: int) -> None:
+        self._now = Snapshot(State.STARTING, pool_bytes, reason="the daemon is starting")
+        self._listeners: dict[object, Callable[[Snapshot], None]] = {}
+
+    @property
+    def now(self) -> Snapshot:
+        return self._now
+
+    @property
+    def ready(self) -> bool:
+        return self._now.state is State.READY
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why work is declined in this state, or None if it is not."""
+        if self.ready:
+            return None
+        return Refusal.DRAINING if self._now.state is State.DRAINING else Refusal.NOT_READY
+
+    def listen(self, listener: Callable[[Snapshot], None]) -> Callable[[], None]:
+        """Call ``listener`` with every new snapshot. Returns the function that ends it."""
+        key = object()
+        self._listeners[key] = listener
+        return lambda: self._listeners.pop(key, None) and None
+
+    def pinning(
+        self, *, pinned_bytes: int = 0, bytes_per_second: float = 0.0, eta_seconds: float | None = None
+    ) -> None:
+        """Pinning has begun, or has come further. Ignored once the daemon drains or has failed."""
+        if State.PINNING in _NEXT[self._now.state]:
+            self._set(
+                State.PINNING,
+                "the pool is being pinned",
+                pinned_bytes=pinned_bytes,
+                pin_bytes_per_second=bytes_per_second,
+                eta_seconds=eta_seconds,
+            )
+
+    def become_ready(self) -> None:
+        """Everything that ready means is true now. Ignored once the daemon drains or has failed."""
+        if State.READY in _NEXT[self._now.state]:
+            self._set(State.READY, "", pinned_bytes=self._now.pool_bytes, eta_seconds=None)
+
+    def fail(self, reason: str) -> None:
+        """The daemon cannot serve. It stays alive and says why."""
+        if State.FAILED in _NEXT[self._now.state]:
+            self._set(State.FAILED, reason, pinned_bytes=0, eta_seconds=None)
+
+    def drain(self, reason: str) -> None:
+        """No new work from now on."""
+        if State.DRAINING in _NEXT[self._now.state]:
+            self._set(State.DRAINING, reason, eta_seconds=None)
+
+    def _set(self, state: State, reason: str, **changes: int | float | None) -> None:
+        self._now = replace(self._now, state=state, reason=reason, **changes)  # type: ignore[arg-type]
+        for listener in tuple(self._listeners.values()):
+            listener(self._now)

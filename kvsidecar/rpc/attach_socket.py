@@ -1,0 +1,208 @@
+"""The attach socket: who a client is, which memory it shares, and whether it still lives.
+
+gRPC carries no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
+first: the kernel says who it is (SO_PEERCRED), its memfds arrive as SCM_RIGHTS, and it gets a token for gRPC. The
+connection stays open; the kernel closes it when the process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from kvsidecar import log
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.instances import Instances, Peer
+from kvsidecar.tasks import TaskSet
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+MAX_HELLO_BYTES = 4096
+MAX_FDS = 253
+"""SCM_MAX_FD of the kernel: more cannot arrive in one message."""
+HELLO_SECONDS = 5.0
+"""A connection that says nothing for this long is closed: silent ones would hold descriptors."""
+
+_LENGTH = struct.Struct("<I")
+_UCRED = struct.Struct("3i")
+
+_log = log.get("attach")
+
+
+class AttachSocket:
+    """Serves the attach socket on the event loop.
+
+    Args:
+        on_gone: called with a peer whose connection has ended.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        mode: int,
+        gid: int | None,
+        epoch: int,
+        instances: Instances,
+        on_gone: Callable[[Peer], None],
+        tasks: TaskSet,
+    ) -> None:
+        self._path = path
+        self._mode = mode
+        self._gid = gid
+        self._epoch = epoch
+        self._instances = instances
+        self._on_gone = on_gone
+        self._tasks = tasks
+        self._listener: socket.socket | None = None
+        self._connections: set[socket.socket] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Bind and accept. The path must be free: the daemon's lock has been taken before."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        old = os.umask(0o177)
+        try:
+            listener.bind(str(self._path))
+        finally:
+            os.umask(old)
+        if self._gid is not None:
+            os.chown(self._path, -1, self._gid)
+        self._path.chmod(self._mode)
+        listener.listen(128)
+        self._listener = listener
+        self._accepting = self._tasks.spawn(self._accept(listener), name="attach-socket")
+
+    async def stop(self) -> None:
+        """Close the socket and every connection."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        for connection in tuple(self._connections):
+            # The reader sees the end of the stream and cleans up as for a client that went away.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if self._listener is not None:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # EMFILE and its kin pass when others close; a busy loop on them would starve the daemon.
+                _log.warning("accept failed", error=str(error))
+                await asyncio.sleep(0.1)
+                continue
+            self._tasks.spawn(self._serve(connection), name="attach-connection")
+
+    async def _serve(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connections.add(connection)
+        peer: Peer | None = None
+        try:
+            try:
+                hello, fds = await asyncio.wait_for(_receive_hello(connection), HELLO_SECONDS)
+            except (InvalidRequest, TimeoutError, OSError) as error:
+                _log.warning("attach connection refused", error=str(error) or type(error).__name__)
+                return
+            if hello.protocol != PROTOCOL:
+                for fd in fds:
+                    os.close(fd)
+                await _send(
+                    connection,
+                    pb.Welcome(
+                        epoch=self._epoch,
+                        error=f"the daemon speaks protocol {PROTOCOL}, the client {hello.protocol}: "
+                        "use the same kvsidecar release on both sides",
+                    ),
+                )
+                return
+            pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+            peer = self._instances.add_peer(pid=pid, uid=uid, gid=gid, client=hello.client, fds=fds)
+            _log.debug("client connected", pid=pid, uid=uid, client=hello.client, fds=len(fds))
+            await _send(connection, pb.Welcome(token=peer.token, epoch=self._epoch))
+            # Nothing more is said; this read ends when the process does.
+            while await asyncio.get_running_loop().sock_recv(connection, 1024):
+                pass
+        except OSError as error:
+            _log.debug("attach connection broke", error=str(error))
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+            if peer is not None:
+                self._on_gone(peer)
+
+
+async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int, ...]]:
+    """One Hello with its descriptors. Raises InvalidRequest, and closes what arrived, if they do not fit."""
+    data = b""
+    fds: list[int] = []
+    try:
+        need = _LENGTH.size
+        while len(data) < need:
+            chunk, new_fds = await _recvmsg(connection, need - len(data))
+            fds += new_fds
+            if not chunk:
+                raise InvalidRequest("the client closed the connection before its Hello was complete")
+            data += chunk
+            if len(data) == _LENGTH.size:
+                (length,) = _LENGTH.unpack(data)
+                if length > MAX_HELLO_BYTES:
+                    raise InvalidRequest(f"a Hello of {length} bytes is over the limit of {MAX_HELLO_BYTES}")
+                need = _LENGTH.size + length
+        try:
+            hello = pb.Hello.FromString(data[_LENGTH.size :])
+        except Exception as error:  # protobuf's DecodeError is not part of its typed interface
+            raise InvalidRequest(f"the Hello does not parse: {error}") from error
+        if hello.num_fds != len(fds):
+            raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, {len(fds)} arrived")
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return hello, tuple(fds)
+
+
+async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
+    """recvmsg on the event loop (asyncio has no call that returns ancillary data)."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            data, ancillary, flags, _ = connection.recvmsg(
+                nbytes, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            readable = loop.create_future()
+            loop.add_reader(connection.fileno(), _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(connection.fileno())
+            continue
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        if flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise InvalidRequest(f"more than {MAX_FDS} descriptors in one message")
+        return data, list(fds)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _send(connection: socket.socket, message: pb.Welcome) -> None:
+    payload = message.SerializeToString()
+    await asyncio.get_running_loop().sock_sendall(connection, _LENGTH.pack(len(payload)) + payload)

@@ -1,0 +1,171 @@
+"""What Status, /status and the gauges of /metrics say: one reading of the daemon's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvsidecar import __version__
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.device.hub import DeviceHub
+from kvsidecar.instances import Instances
+from kvsidecar.metrics import Gauges, Metrics
+from kvsidecar.readiness import Readiness
+from kvsidecar.rpc import translate
+from kvsidecar.transfers import Transfers
+from kvsidecar.types import Direction, Namespace
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import namespace_to_wire
+
+
+class Report:
+    """Reads all parts; changes none. Used from the event loop.
+
+    Args:
+        page_kind: how the pool's pages are backed, once it is reserved.
+        numa_nodes: the nodes that the pool is split over.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        backend: str,
+        cache: BlockCache,
+        hub: DeviceHub,
+        instances: Instances,
+        transfers: Transfers,
+        readiness: Readiness,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._epoch = epoch
+        self._backend = backend
+        self._cache = cache
+        self._hub = hub
+        self._instances = instances
+        self._transfers = transfers
+        self._readiness = readiness
+        self._metrics = metrics
+        self._clock = clock
+        self._started_at = clock()
+        self.page_kind = ""
+        self.numa_nodes: tuple[int, ...] = ()
+
+    def gauges(self) -> Gauges:
+        """For a scrape of /metrics."""
+        cache, readiness = self._cache.stats(), self._readiness.now
+        queued = dict.fromkeys(Direction, 0)
+        running = dict.fromkeys(Direction, 0)
+        for _, direction, worker in self._hub.workers():
+            queued[direction] += worker.queued
+            running[direction] += worker.running
+        return Gauges(
+            state=readiness.state,
+            pool_total_bytes=readiness.pool_bytes,
+            pool_pinned_bytes=readiness.pinned_bytes,
+            pool_used_bytes=cache.used_bytes,
+            pool_free_bytes=cache.free_bytes + cache.wasted_bytes,
+            pool_reserved_bytes=cache.reserved_bytes,
+            pool_leased_bytes=cache.leased_bytes,
+            pool_quarantined_bytes=cache.quarantined_bytes,
+            blocks=cache.readable_blocks,
+            leases=cache.leases,
+            attached_ranks=len(self._instances),
+            evicted_blocks=cache.evicted_blocks,
+            evicted_bytes=cache.evicted_bytes,
+            jobs_queued=queued,
+            jobs_running=running,
+            oldest_inflight_seconds={direction: self._transfers.oldest_seconds(direction) for direction in Direction},
+            imported_bytes=self._instances.imported_bytes(),
+        )
+
+    def reply(self) -> pb.StatusReply:
+        """For the Status RPC."""
+        now = self._clock()
+        gauges = self.gauges()
+        value = self._metrics.value
+        reply = pb.StatusReply(
+            epoch=self._epoch,
+            version=__version__,
+            uptime_seconds=now - self._started_at,
+            readiness=translate.readiness_to(self._readiness.now),
+            pool=pb.PoolStatus(
+                total_bytes=gauges.pool_total_bytes,
+                used_bytes=gauges.pool_used_bytes,
+                free_bytes=gauges.pool_free_bytes,
+                reserved_bytes=gauges.pool_reserved_bytes,
+                leased_bytes=gauges.pool_leased_bytes,
+                quarantined_bytes=gauges.pool_quarantined_bytes,
+                page_kind=self.page_kind,
+                numa_nodes=self.numa_nodes,
+                blocks=gauges.blocks,
+                leases=gauges.leases,
+            ),
+            jobs=pb.JobsStatus(
+                queued=sum(gauges.jobs_queued.values()),
+                running=sum(gauges.jobs_running.values()),
+                oldest_inflight_seconds=max(gauges.oldest_inflight_seconds.values()),
+                stores_done=int(value("kvsidecar_jobs_total", direction="store", outcome="done")),
+                loads_done=int(value("kvsidecar_jobs_total", direction="load", outcome="done")),
+                stored_bytes=int(value("kvsidecar_copied_bytes_total", direction="store")),
+                loaded_bytes=int(value("kvsidecar_copied_bytes_total", direction="load")),
+            ),
+            refusals=self._metrics.refusal_counts(),
+            backend=self._backend,
+        )
+        by_namespace: dict[Namespace, pb.NamespaceStatus] = {}
+        for space in self._cache.spaces:
+            status = by_namespace.get(space.namespace)
+            if status is None:
+                status = by_namespace[space.namespace] = reply.namespaces.add()
+                status.namespace.CopyFrom(namespace_to_wire(space.namespace))
+            status.blocks += space.readable
+            status.bytes += space.readable * space.block_bytes
+            status.hits += space.hits
+            status.misses += space.misses
+        for session in self._instances:
+            registration = session.registration
+            reply.ranks.add(
+                session=session.id,
+                instance=registration.instance,
+                rank=registration.rank,
+                world_size=registration.world_size,
+                device=registration.device,
+                pid=session.peer.pid,
+                imported_bytes=session.imported_bytes,
+                jobs_running=len(session.jobs_by_id),
+                attached_seconds=now - session.attached_at,
+                namespace=namespace_to_wire(registration.namespace),
+            )
+        return reply
+
+    def json(self) -> dict[str, Any]:
+        """For /status and `kvsidecar status --json`."""
+        return message_json(self.reply())
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """A protobuf message as JSON for people and jq: every field, under its own name, and numbers as numbers.
+
+    (protobuf's own JSON form writes 64-bit integers as strings.)
+    """
+    return {field.name: _field_json(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field_json(message: Message, field: Any) -> Any:
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(value)
+    if field.is_repeated:
+        return [message_json(each) if field.message_type else each for each in value]
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    if field.message_type is not None:
+        return message_json(value)
+    if field.enum_type is not None:
+        # STATE_READY -> "ready", as /ready says it
+        return field.enum_type.values_by_number[value].name.partition("_")[2].lower()
+    return value

@@ -1,0 +1,40 @@
+"""The one table from exceptions to gRPC status codes. A test holds that every error is in it."""
+
+from __future__ import annotations
+
+import grpc
+
+from kvsidecar import errors
+
+CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
+    errors.KVSidecarError: grpc.StatusCode.INTERNAL,
+    # requests
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NamespaceMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.UnknownPeer: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    # devices
+    errors.DeviceError: grpc.StatusCode.INTERNAL,
+    errors.DriverUnusable: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.DeviceNotFound: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ImportRefused: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.DeviceLost: grpc.StatusCode.UNAVAILABLE,
+    errors.CopyFailed: grpc.StatusCode.INTERNAL,
+    # the start: these end the daemon or make it not ready, and reach a client only by mistake
+    errors.ConfigError: grpc.StatusCode.INTERNAL,
+    errors.SocketInUse: grpc.StatusCode.INTERNAL,
+    errors.PoolRefused: grpc.StatusCode.UNAVAILABLE,
+    errors.PinFailed: grpc.StatusCode.UNAVAILABLE,
+    errors.PinStopped: grpc.StatusCode.UNAVAILABLE,
+    # the client's side
+    errors.ClientError: grpc.StatusCode.INTERNAL,
+    errors.DaemonUnreachable: grpc.StatusCode.UNAVAILABLE,
+    errors.AttachRefused: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NotExportable: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+def code_of(error: errors.KVSidecarError) -> grpc.StatusCode:
+    """The gRPC code of this error."""
+    return CODES[type(error)]

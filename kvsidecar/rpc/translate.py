@@ -1,0 +1,99 @@
+"""Between protobuf messages and the daemon's own types, both ways. No decision is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.instances import CudaAllocation, FdAllocation, Registration
+from kvsidecar.readiness import Snapshot
+from kvsidecar.transfers import GroupBlocks, JobResult
+from kvsidecar.types import LookupMode
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import MODE_FROM_WIRE, OUTCOME_TO_WIRE, STATE_TO_WIRE, layout_from_wire, namespace_from_wire
+
+
+def registration_from(message: pb.Register) -> Registration:
+    """Raises InvalidRequest for an allocation that names no source."""
+    allocations: list[CudaAllocation | FdAllocation] = []
+    for index, allocation in enumerate(message.allocations):
+        match allocation.WhichOneof("source"):
+            case "cuda_ipc_handle":
+                allocations.append(CudaAllocation(allocation.cuda_ipc_handle, allocation.size))
+            case "fd_index":
+                allocations.append(FdAllocation(allocation.fd_index, allocation.size))
+            case _:
+                raise InvalidRequest(f"allocation {index} names neither a CUDA IPC handle nor a file descriptor")
+    return Registration(
+        token=message.token,
+        instance=message.instance,
+        namespace=namespace_from_wire(message.namespace),
+        rank=message.rank,
+        world_size=message.world_size,
+        device=message.device,
+        allocations=tuple(allocations),
+        groups=tuple(layout_from_wire(group) for group in message.groups),
+    )
+
+
+def hashes_from(packed: bytes, width: int) -> list[bytes]:
+    """Fixed-width hashes out of one string of bytes.
+
+    Raises:
+        InvalidRequest: the length is no multiple of the width.
+    """
+    if len(packed) % width:
+        raise InvalidRequest(f"{len(packed)} bytes of hashes are no multiple of the namespace's width {width}")
+    return [packed[start : start + width] for start in range(0, len(packed), width)]
+
+
+def blocks_from(messages: Iterable[pb.Blocks], width: int) -> list[GroupBlocks]:
+    """Raises InvalidRequest for hashes of another width."""
+    return [
+        GroupBlocks(
+            message.group,
+            hashes_from(message.hashes, width),
+            np.fromiter(message.block_ids, np.int64, len(message.block_ids)),
+        )
+        for message in messages
+    ]
+
+
+def mode_from(mode: int) -> LookupMode:
+    """Raises InvalidRequest for an unknown mode."""
+    try:
+        return MODE_FROM_WIRE[mode]  # type: ignore[index]
+    except KeyError:
+        raise InvalidRequest(f"lookup mode {mode} is unknown: use MODE_PREFIX or MODE_BITMAP") from None
+
+
+def bitmap_to(found: Sequence[bool]) -> bytes:
+    """Bit i of byte i / 8, least significant first."""
+    return np.packbits(np.asarray(found, dtype=np.uint8), bitorder="little").tobytes()
+
+
+def readiness_to(snapshot: Snapshot) -> pb.Readiness:
+    return pb.Readiness(
+        state=STATE_TO_WIRE[snapshot.state],
+        pool_bytes=snapshot.pool_bytes,
+        pinned_bytes=snapshot.pinned_bytes,
+        pin_bytes_per_second=snapshot.pin_bytes_per_second,
+        eta_seconds=snapshot.eta_seconds,
+        reason=snapshot.reason,
+    )
+
+
+def job_done_to(job: int, result: JobResult) -> pb.JobDone:
+    return pb.JobDone(
+        job=job,
+        outcome=OUTCOME_TO_WIRE[result.outcome],
+        reason=result.reason.value if result.reason else "",
+        error=result.error,
+        copied_blocks=result.copied_blocks,
+        skipped_blocks=result.skipped_blocks,
+        bytes=result.nbytes,
+        copy_seconds=result.copy_seconds,
+        queue_seconds=result.queue_seconds,
+    )

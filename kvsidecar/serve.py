@@ -1,0 +1,98 @@
+"""What ``kvsidecar serve`` does: settings, log, platform, pool, event loop, and a bar for whoever watches."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from kvsidecar import failpoints, log, memory_limits
+from kvsidecar.config import Settings, load_settings, pool_geometry
+from kvsidecar.daemon import Daemon
+from kvsidecar.device.base import Platform
+from kvsidecar.device.platforms import open_platform
+from kvsidecar.pool import HostPool, PoolSpec
+from kvsidecar.readiness import Snapshot
+from kvsidecar.types import State
+from kvsidecar.units import format_duration, format_rate, format_size
+
+
+def serve(flags: Mapping[str, str | None]) -> int:
+    """Run a daemon until it is told to stop. Returns the exit code.
+
+    Args:
+        flags: of the command line by option name; None for one that was not given.
+
+    Raises:
+        ConfigError, DriverUnusable, PoolRefused, SocketInUse: it cannot start; the text is one sentence.
+    """
+    settings = load_settings(flags)
+    failpoints.configure_from_environment()
+    log.configure(log_format=settings.log_format, level=settings.log_level)
+    geometry = pool_geometry(settings)
+    platform, why = open_platform(settings.device)
+    log.get("daemon").info("device", backend=platform.name, why=why)
+    spec = PoolSpec(
+        nbytes=geometry.pool_bytes,
+        slab_bytes=geometry.slab_bytes,
+        chunk_bytes=geometry.chunk_bytes,
+        huge_pages=settings.huge_pages,
+        numa_nodes=_numa_nodes(settings, platform),
+        prefault_threads=settings.prefault_threads,
+        memory_check=settings.memory_check,
+    )
+    pool = HostPool(spec, platform)
+    watched = sys.stderr.isatty() and settings.log_format != "json"
+
+    async def main() -> int:
+        with PinBar(shown=watched) as bar:
+            return await Daemon(settings, platform, pool, geometry.slab_bytes, on_state=bar.show).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def _numa_nodes(settings: Settings, platform: Platform) -> tuple[int, ...]:
+    """The nodes to split the pool over: those of the devices, where there are several nodes at all."""
+    online = memory_limits.numa_nodes()
+    if settings.numa == "off" or len(online) < 2:
+        return ()
+    return platform.numa_nodes() or tuple(online)
+
+
+class PinBar:
+    """A progress bar on standard error while the pool is pinned; the log goes on above it.
+
+    Args:
+        shown: False for a log that a machine reads.
+    """
+
+    def __init__(self, *, shown: bool) -> None:
+        columns = (TextColumn("[bold]pinning[/]"), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
+        self._task = self._progress.add_task("", visible=False)
+
+    def __enter__(self) -> PinBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, now: Snapshot) -> None:
+        """Readiness has changed."""
+        if now.state is not State.PINNING:
+            self._progress.stop()
+            return
+        text = f"{format_size(now.pinned_bytes)} of {format_size(now.pool_bytes)}"
+        if now.pin_bytes_per_second:
+            text += f", {format_rate(now.pin_bytes_per_second)}"
+        if now.eta_seconds is not None:
+            text += f", {format_duration(now.eta_seconds)} left"
+        self._progress.start()
+        self._progress.update(
+            self._task, total=now.pool_bytes, completed=now.pinned_bytes, description=text, visible=True
+        )

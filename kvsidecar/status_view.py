@@ -1,0 +1,130 @@
+"""`kvsidecar status` as a person reads it."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvsidecar.units import format_duration, format_rate, format_size
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import STATE_FROM_WIRE
+
+_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
+_BAR_WIDTH = 40
+
+
+def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
+    """Print a StatusReply to standard output, or to ``console``."""
+    (console or Console()).print(render(reply))
+
+
+def render(reply: pb.StatusReply) -> RenderableType:
+    """All of a StatusReply, one part under another."""
+    parts: list[RenderableType] = [_head(reply), _pool(reply.pool)]
+    if reply.namespaces:
+        parts.append(_namespaces(reply))
+    parts.append(_ranks(reply) if reply.ranks else Text("No engine is attached.", style="dim"))
+    parts.append(_jobs(reply))
+    if reply.refusals:
+        parts.append(_refusals(reply))
+    return Group(*parts)
+
+
+def _head(reply: pb.StatusReply) -> RenderableType:
+    state = STATE_FROM_WIRE[reply.readiness.state].value
+    text = Text.assemble(
+        "kvsidecar ", (state, f"bold {_COLORS[state]}"),
+        f"  {reply.version} on {reply.backend}, up {format_duration(reply.uptime_seconds)}",
+    )  # fmt: skip
+    if reply.readiness.reason:
+        text.append(f"\n  {reply.readiness.reason}", style=_COLORS[state])
+    if state == "pinning":
+        readiness = reply.readiness
+        text.append(
+            f": {format_size(readiness.pinned_bytes)} of {format_size(readiness.pool_bytes)}"
+            f" at {format_rate(readiness.pin_bytes_per_second)}"
+        )
+        if readiness.HasField("eta_seconds"):
+            text.append(f", {format_duration(readiness.eta_seconds)} left")
+    return text
+
+
+def _pool(pool: pb.PoolStatus) -> RenderableType:
+    bar = Text("Pool  ")
+    filled = 0
+    for nbytes, style in (
+        (pool.leased_bytes, "cyan"),
+        (pool.used_bytes - pool.leased_bytes, "blue"),
+        (pool.reserved_bytes, "yellow"),
+        (pool.quarantined_bytes, "red"),
+    ):
+        width = round(nbytes / pool.total_bytes * _BAR_WIDTH) if pool.total_bytes else 0
+        width = min(max(width, 1 if nbytes else 0), _BAR_WIDTH - filled)
+        bar.append("█" * width, style=style)
+        filled += width
+    bar.append("░" * (_BAR_WIDTH - filled), style="dim")
+    bar.append(f"  {format_size(pool.used_bytes)} of {format_size(pool.total_bytes)} used")
+    details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
+    details += [f"{format_size(pool.reserved_bytes)} being filled"] if pool.reserved_bytes else []
+    details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
+    details += [f"{pool.page_kind} pages"] if pool.page_kind else []
+    details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []
+    bar.append("\n      " + ", ".join(details), style="dim")
+    return bar
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    return table
+
+
+def _namespaces(reply: pb.StatusReply) -> RenderableType:
+    table = _table("\nNamespaces", "model", "layout", "tokens/block", "tp x pp", "blocks", "size", "hit rate")
+    for each in reply.namespaces:
+        asked = each.hits + each.misses
+        table.add_row(
+            each.namespace.model,
+            f"{each.namespace.dtype} {each.namespace.kv_layout}",
+            str(each.namespace.block_size),
+            f"{each.namespace.tp_size} x {each.namespace.pp_size}",
+            str(each.blocks),
+            format_size(each.bytes),
+            f"{each.hits / asked:.0%}" if asked else "-",
+        )
+    return table
+
+
+def _ranks(reply: pb.StatusReply) -> RenderableType:
+    table = _table("\nEngines", "instance", "rank", "device", "pid", "mapped", "jobs", "attached for")
+    for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
+        table.add_row(
+            rank.instance,
+            f"{rank.rank}/{rank.world_size}",
+            rank.device,
+            str(rank.pid),
+            format_size(rank.imported_bytes),
+            str(rank.jobs_running),
+            format_duration(rank.attached_seconds),
+        )
+    return table
+
+
+def _jobs(reply: pb.StatusReply) -> RenderableType:
+    jobs = reply.jobs
+    text = Text("\n")
+    text.append("Jobs  ", style="bold")
+    text.append(
+        f"{jobs.running} running, {jobs.queued} queued"
+        + (f", oldest {format_duration(jobs.oldest_inflight_seconds)}" if jobs.oldest_inflight_seconds else "")
+        + f"; {jobs.stores_done} stores ({format_size(jobs.stored_bytes)}) and "
+        f"{jobs.loads_done} loads ({format_size(jobs.loaded_bytes)}) done"
+    )
+    return text
+
+
+def _refusals(reply: pb.StatusReply) -> RenderableType:
+    listed = ", ".join(f"{reason} {count}" for reason, count in sorted(reply.refusals.items()))
+    return Text.assemble(("Refused  ", "bold"), listed)

@@ -1,0 +1,54 @@
+"""A set of asyncio tasks with an owner: no task is lost, and no failure goes unheard.
+
+Not an `asyncio.TaskGroup`: there one failing task cancels its siblings, and one engine's bad job must not end
+another engine's copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class TaskSet:
+    """Runs coroutines until they end, and hands what they raise to one listener.
+
+    Args:
+        on_error: called with (task name, exception) for every task that raises. Cancellation is not an error.
+    """
+
+    def __init__(self, on_error: Callable[[str, BaseException], None]) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._on_error = on_error
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Start a task that this set owns."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        # The event loop holds tasks only weakly (docs of asyncio.create_task): without this set they may vanish.
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def join(self, timeout: float | None = None) -> int:
+        """Wait until every task has ended, at most ``timeout`` seconds. Returns how many are still running."""
+        current = asyncio.current_task()
+        tasks = {task for task in self._tasks if task is not current}
+        if not tasks:
+            return 0
+        _, pending = await asyncio.wait(tasks, timeout=timeout)
+        return len(pending)
+
+    async def cancel(self) -> None:
+        """Cancel every task and wait for their ends."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await self.join()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_error(task.get_name(), error)

@@ -1,0 +1,247 @@
+"""Store and load jobs: the cache decides, the layout plans, a copy worker moves the bytes, the cache is told.
+
+A job belongs to the daemon, not to the RPC that asked for it: DMA cannot be cancelled, so a job whose client has gone
+still ends, and only then are its slots, pins and mappings given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar import failpoints
+from kvsidecar.cache.block import LoadGrant, StoreGrant
+from kvsidecar.cache.block_cache import BlockCache, ShardPart
+from kvsidecar.device.base import CopyPlan
+from kvsidecar.device.hub import DeviceHub
+from kvsidecar.device.worker import CopyResult
+from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest
+from kvsidecar.instances import Session, SessionGroup
+from kvsidecar.layout import check_block_ids, concat, plan_copies
+from kvsidecar.metrics import Metrics
+from kvsidecar.readiness import Readiness
+from kvsidecar.types import Direction, Outcome, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Blocks of one group of one job: ``hashes[i]`` belongs to ``block_ids[i]``."""
+
+    group: int
+    hashes: Sequence[bytes]
+    block_ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What became of one job. Bytes and seconds."""
+
+    outcome: Outcome
+    reason: Refusal | None = None
+    error: str = ""
+    copied_blocks: int = 0
+    skipped_blocks: int = 0
+    nbytes: int = 0
+    copy_seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+
+class Transfers:
+    """Runs jobs. Used from the event loop; every decision is made in one step of it, without an await in between.
+
+    Args:
+        clock: monotonic seconds, the clock of leases.
+        slab_bytes: copies do not span two slabs: pin chunks begin at slabs, and a driver refuses a copy that spans
+            two registrations.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        hub: DeviceHub,
+        readiness: Readiness,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        *,
+        slab_bytes: int,
+    ) -> None:
+        self._cache = cache
+        self._hub = hub
+        self._readiness = readiness
+        self._metrics = metrics
+        self._clock = clock
+        self._slab_bytes = slab_bytes
+        self.started_at: dict[Direction, dict[object, float]] = {direction: {} for direction in Direction}
+        """When each job that is not over was taken, in order."""
+
+    def oldest_seconds(self, direction: Direction) -> float:
+        """Age of the oldest job that is not over; 0 if there is none."""
+        oldest = next(iter(self.started_at[direction].values()), None)
+        return 0.0 if oldest is None else self._clock() - oldest
+
+    async def store(self, session: Session, parts: Sequence[GroupBlocks]) -> JobResult:
+        """Copy blocks from the device into the pool and make them readable. Never raises for a bad request."""
+        return await self._run(Direction.STORE, session, self._store(session, parts))
+
+    async def load(self, session: Session, parts: Sequence[GroupBlocks], lease: int | None) -> JobResult:
+        """Copy blocks from the pool to the device. Never raises for a bad request."""
+        return await self._run(Direction.LOAD, session, self._load(session, parts, lease))
+
+    def invalid(self, direction: Direction, error: InvalidRequest) -> JobResult:
+        """Count and answer a job that could not even be read."""
+        result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
+        self._count(direction, result)
+        return result
+
+    async def _run(self, direction: Direction, session: Session, job: Coroutine[Any, Any, JobResult]) -> JobResult:
+        key = object()
+        self.started_at[direction][key] = self._clock()
+        try:
+            result = await job
+        except InvalidRequest as error:
+            result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
+        except DeviceLost as error:
+            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error))
+        except (DeviceError, failpoints.FailpointError) as error:
+            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error))
+        finally:
+            del self.started_at[direction][key]
+        self._count(direction, result)
+        return result
+
+    async def _store(self, session: Session, parts: Sequence[GroupBlocks]) -> JobResult:
+        if (refusal := self._readiness.refusal) is not None:
+            return _declined(refusal)
+        groups = _groups(session, parts)
+        worker = await self._hub.worker(session.device.uuid, Direction.STORE)
+        grant = self._cache.begin_store(_shard_parts(groups, parts), session.device.numa_node)
+        if isinstance(grant, Refusal):
+            return _declined(grant)
+        skipped = grant.present + grant.in_flight
+        if not grant.reservations:
+            return JobResult(Outcome.DONE, skipped_blocks=skipped)
+        try:
+            failpoints.hit("store.after_reserve")
+            plan = self._plan_store(grant, groups, parts)
+            failpoints.hit("store.before_copy")
+            copying = worker.submit(plan)
+        except BaseException:
+            self._cache.abort_all(grant)  # nothing was started
+            raise
+        try:
+            copied = await asyncio.wrap_future(copying)
+        except BaseException as error:
+            if isinstance(error, CopyFailed) and error.outcome_known:
+                self._cache.abort_all(grant)
+            else:
+                # Some DMA may still write these slots, so they may never hold anything else again.
+                self._cache.quarantine_all(grant)
+            raise
+        try:
+            failpoints.hit("store.before_seal")
+        except BaseException:
+            self._cache.abort_all(grant)
+            raise
+        self._cache.seal_all(grant)
+        return _done(len(grant.reservations), skipped, copied)
+
+    async def _load(self, session: Session, parts: Sequence[GroupBlocks], lease: int | None) -> JobResult:
+        if (refusal := self._readiness.refusal) is not None:
+            return _declined(refusal)
+        groups = _groups(session, parts)
+        worker = await self._hub.worker(session.device.uuid, Direction.LOAD)
+        grant = self._cache.begin_load(_shard_parts(groups, parts), lease, self._clock())
+        if isinstance(grant, Refusal):
+            return _declined(grant)
+        blocks = sum(len(part.hashes) for part in parts)
+        if not blocks:
+            self._cache.end_load(grant)
+            return JobResult(Outcome.DONE)
+        try:
+            plan = self._plan_load(grant, groups, parts)
+            failpoints.hit("load.before_copy")
+            copying = worker.submit(plan)
+        except BaseException:
+            self._cache.end_load(grant)  # nothing was started
+            raise
+        try:
+            copied = await asyncio.wrap_future(copying)
+        except BaseException as error:
+            if isinstance(error, CopyFailed) and error.outcome_known:
+                self._cache.end_load(grant)
+            else:
+                # Some DMA may still read these slots: their pins stay, so that nothing else is written into them.
+                self._cache.quarantine_load(grant)
+            raise
+        self._cache.end_load(grant)
+        return _done(blocks, 0, copied)
+
+    def _plan_store(self, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
+        """The copies of what was reserved; blocks that are there already are left out."""
+        plans = []
+        for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
+            reserved = [each for each in grant.reservations if each.part == number]
+            index = np.fromiter((each.index for each in reserved), np.int64, len(reserved))
+            slots = np.fromiter((each.slot for each in reserved), np.int64, len(reserved))
+            plans.append(plan_copies(group.bound, part.block_ids[index], slots, boundary=self._slab_bytes))
+        return concat(plans)
+
+    def _plan_load(self, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
+        return concat(
+            [
+                plan_copies(group.bound, part.block_ids, np.array(slots, np.int64), boundary=self._slab_bytes)
+                for group, part, slots in zip(groups, parts, grant.slots, strict=True)
+            ]
+        )
+
+    def _count(self, direction: Direction, result: JobResult) -> None:
+        self._metrics.jobs.labels(direction.value, result.outcome.value).inc()
+        if result.reason is not None:
+            self._metrics.refuse(result.reason)
+        if result.nbytes:
+            self._metrics.copied_bytes.labels(direction.value).inc(result.nbytes)
+            self._metrics.copy_bytes.labels(direction.value).observe(result.nbytes)
+            self._metrics.copy_seconds.labels(direction.value).observe(result.copy_seconds)
+            self._metrics.queue_seconds.labels(direction.value).observe(result.queue_seconds)
+
+
+def _groups(session: Session, parts: Sequence[GroupBlocks]) -> list[SessionGroup]:
+    """The registered group of each part. Raises InvalidRequest: the text says what does not fit."""
+    if len({part.group for part in parts}) < len(parts):
+        # Block ids are checked for duplicates within a part: two parts could name one block twice.
+        raise InvalidRequest("a group comes twice in one job: put all of its blocks into one part")
+    return [_group(session, part) for part in parts]
+
+
+def _group(session: Session, part: GroupBlocks) -> SessionGroup:
+    group = session.groups.get(part.group)
+    if group is None:
+        raise InvalidRequest(f"group {part.group} is not registered; this rank registered {sorted(session.groups)}")
+    if len(part.hashes) != len(part.block_ids):
+        raise InvalidRequest(f"group {part.group}: {len(part.hashes)} hashes but {len(part.block_ids)} block ids")
+    check_block_ids(part.block_ids, group.layout.num_blocks)
+    return group
+
+
+def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> list[ShardPart]:
+    return [(group.space, group.layout.shard, part.hashes) for group, part in zip(groups, parts, strict=True)]
+
+
+def _declined(reason: Refusal) -> JobResult:
+    return JobResult(Outcome.DECLINED, reason)
+
+
+def _done(copied_blocks: int, skipped_blocks: int, copied: CopyResult) -> JobResult:
+    return JobResult(
+        Outcome.DONE,
+        copied_blocks=copied_blocks,
+        skipped_blocks=skipped_blocks,
+        nbytes=copied.nbytes,
+        copy_seconds=copied.copy_seconds,
+        queue_seconds=copied.queue_seconds,
+    )

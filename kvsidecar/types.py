@@ -1,0 +1,173 @@
+"""The vocabulary of kvsidecar: one word for one thing, the field's own word where there is one.
+
+==================  ================================================================================================
+instance, rank      one engine deployment; one of its worker processes on this node
+namespace           what must be equal for two instances to share blocks
+KV cache group      layers that share a block table (hybrid models have several)
+block, block_id     the engine's unit of KV; ``block_id`` indexes the engine's own buffers
+block hash          content hash of a full prefix block, chosen by the engine
+region              one strided piece of an engine's allocation
+shard               one rank's part of a block; a block is readable when all its shards are sealed
+slot                one fixed-size place in the host pool; holds one shard, all its rows contiguous
+reservation         a slot being filled; ends in ``seal`` or ``abort``
+lease, pin          a client's promise with an expiry that blocks will not be evicted; a count that forbids eviction
+store job           copies of one request, device to host
+load job            copies of one request, host to device
+epoch               random number of one daemon run
+==================  ================================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum, StrEnum
+
+PROTOCOL = 1
+"""Number of the wire protocol; a client with another one is refused at Attach."""
+
+HASH_BYTES_MIN = 16
+"""Shorter hashes collide by accident or by intent (CVE-2025-25183: Python's 8-byte ``hash()`` as block hash)."""
+HASH_BYTES_MAX = 64
+
+
+class Direction(StrEnum):
+    """Way of a copy, named after the job that asks for it."""
+
+    STORE = "store"
+    """Device to host (D2H)."""
+    LOAD = "load"
+    """Host to device (H2D)."""
+
+
+class State(StrEnum):
+    """Readiness of the daemon."""
+
+    STARTING = "starting"
+    PINNING = "pinning"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Refusal(StrEnum):
+    """Every reason for which work is declined. Each is a label value of ``kvsidecar_refusals_total``."""
+
+    NOT_READY = "not_ready"
+    """The pool is not pinned yet, or pinning failed."""
+    DRAINING = "draining"
+    """The daemon is going down, or was told to drain."""
+    POOL_FULL = "pool_full"
+    """Not enough slots are free or evictable for the whole job; nothing was evicted."""
+    NOT_FOUND = "not_found"
+    """A block to load is not readable: never stored, evicted, or not all of its shards are sealed."""
+    STALE_LEASE = "stale_lease"
+    """The lease that a load names has expired or was released."""
+    DEVICE_LOST = "device_lost"
+    """The GPU had an error that its context does not survive."""
+    COPY_FAILED = "copy_failed"
+    """The driver refused or failed the copy."""
+    INVALID_REQUEST = "invalid_request"
+    """Block ids, groups or sizes that do not fit what the rank registered."""
+    REGISTER_REFUSED = "register_refused"
+    """An Attach whose registration was refused."""
+    LEASE_EXPIRED = "lease_expired"
+    """A lease ended by time, not by Release."""
+
+
+class Outcome(StrEnum):
+    """What became of a job."""
+
+    DONE = "done"
+    """Every block is copied, or was there already."""
+    DECLINED = "declined"
+    """Nothing was copied; the reason says why."""
+    FAILED = "failed"
+    """The copy failed; the error says how."""
+
+
+class LookupMode(Enum):
+    PREFIX = "prefix"
+    """The longest run of readable blocks from the first."""
+    BITMAP = "bitmap"
+    """Each block for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must be equal for two instances to share blocks. A missing field here is silent corruption.
+
+    Block hashes of engines do not cover model, dtype, parallel sizes or layout (vLLM: ``extra_keys`` hold LoRA,
+    multimodal and salt only), so these are part of every key here. All fields but ``extra`` are required.
+    """
+
+    model: str
+    dtype: str
+    kv_layout: str
+    block_size: int
+    """Tokens per block."""
+    tp_size: int
+    pp_size: int
+    hash_algorithm: str
+    hash_bytes: int = 32
+    """Width of one block hash in bytes, 16 to 64."""
+    extra: str = ""
+
+    def problem(self) -> str | None:
+        """One sentence that says what is wrong with this namespace, or None."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "extra" and not value:
+                return f"namespace.{field.name} is missing: engines that differ in it would share KV silently"
+        if not HASH_BYTES_MIN <= self.hash_bytes <= HASH_BYTES_MAX:
+            return f"namespace.hash_bytes is {self.hash_bytes}; it must be {HASH_BYTES_MIN} to {HASH_BYTES_MAX}"
+        return None
+
+    def __str__(self) -> str:
+        text = f"{self.model} {self.dtype} {self.kv_layout} b{self.block_size} tp{self.tp_size} pp{self.pp_size}"
+        return f"{text} {self.hash_algorithm}{' ' + self.extra if self.extra else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One strided piece of an engine's allocation, in bytes.
+
+    Row ``r`` of block ``b`` lies at ``offset + r * row_stride + b * block_stride`` and is ``row_bytes`` wide.
+    Rows are layers, or layers x K/V.
+    """
+
+    allocation: int
+    """Index of the allocation in the registration."""
+    offset: int
+    row_stride: int
+    block_stride: int
+    row_bytes: int
+    num_rows: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in this region, without the gaps between its rows."""
+        return self.row_bytes * self.num_rows
+
+    def end(self, num_blocks: int) -> int:
+        """First byte after the last row of the last of ``num_blocks`` blocks, from the allocation's base."""
+        last_row = (self.num_rows - 1) * self.row_stride
+        return self.offset + last_row + (num_blocks - 1) * self.block_stride + self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group as one rank holds it."""
+
+    group: int
+    num_blocks: int
+    """Block ids are ``0 .. num_blocks - 1``."""
+    shard: int
+    """Which shard of a block this rank holds."""
+    num_shards: int
+    """A block is readable when this many shards are sealed; 1 for replicated KV (MLA), whatever the TP size."""
+    regions: tuple[Region, ...]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shard of one block: what one slot must hold."""
+        return sum(region.block_bytes for region in self.regions)

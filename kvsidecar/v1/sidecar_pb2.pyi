@@ -1,0 +1,475 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Namespace(_message.Message):
+    __slots__ = ("model", "dtype", "kv_layout", "block_size", "tp_size", "pp_size", "hash_algorithm", "hash_bytes", "extra")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HASH_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    HASH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    dtype: str
+    kv_layout: str
+    block_size: int
+    tp_size: int
+    pp_size: int
+    hash_algorithm: str
+    hash_bytes: int
+    extra: str
+    def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., hash_algorithm: _Optional[str] = ..., hash_bytes: _Optional[int] = ..., extra: _Optional[str] = ...) -> None: ...
+
+class Allocation(_message.Message):
+    __slots__ = ("cuda_ipc_handle", "fd_index", "size")
+    CUDA_IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    FD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    cuda_ipc_handle: bytes
+    fd_index: int
+    size: int
+    def __init__(self, cuda_ipc_handle: _Optional[bytes] = ..., fd_index: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class Region(_message.Message):
+    __slots__ = ("allocation", "offset", "row_stride", "block_stride", "row_bytes", "num_rows")
+    ALLOCATION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ROW_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    allocation: int
+    offset: int
+    row_stride: int
+    block_stride: int
+    row_bytes: int
+    num_rows: int
+    def __init__(self, allocation: _Optional[int] = ..., offset: _Optional[int] = ..., row_stride: _Optional[int] = ..., block_stride: _Optional[int] = ..., row_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
+
+class Group(_message.Message):
+    __slots__ = ("group", "num_blocks", "shard", "num_shards", "regions")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    num_blocks: int
+    shard: int
+    num_shards: int
+    regions: _containers.RepeatedCompositeFieldContainer[Region]
+    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+
+class Register(_message.Message):
+    __slots__ = ("protocol", "token", "instance", "namespace", "rank", "world_size", "device", "allocations", "groups")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    token: bytes
+    instance: str
+    namespace: Namespace
+    rank: int
+    world_size: int
+    device: str
+    allocations: _containers.RepeatedCompositeFieldContainer[Allocation]
+    groups: _containers.RepeatedCompositeFieldContainer[Group]
+    def __init__(self, protocol: _Optional[int] = ..., token: _Optional[bytes] = ..., instance: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[Allocation, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
+
+class Registered(_message.Message):
+    __slots__ = ("epoch", "session", "readiness", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    READINESS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    session: int
+    readiness: Readiness
+    version: str
+    def __init__(self, epoch: _Optional[int] = ..., session: _Optional[int] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class Readiness(_message.Message):
+    __slots__ = ("state", "pool_bytes", "pinned_bytes", "pin_bytes_per_second", "eta_seconds", "reason")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Readiness.State]
+        STATE_STARTING: _ClassVar[Readiness.State]
+        STATE_PINNING: _ClassVar[Readiness.State]
+        STATE_READY: _ClassVar[Readiness.State]
+        STATE_DRAINING: _ClassVar[Readiness.State]
+        STATE_FAILED: _ClassVar[Readiness.State]
+    STATE_UNSPECIFIED: Readiness.State
+    STATE_STARTING: Readiness.State
+    STATE_PINNING: Readiness.State
+    STATE_READY: Readiness.State
+    STATE_DRAINING: Readiness.State
+    STATE_FAILED: Readiness.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PIN_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ETA_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    state: Readiness.State
+    pool_bytes: int
+    pinned_bytes: int
+    pin_bytes_per_second: float
+    eta_seconds: float
+    reason: str
+    def __init__(self, state: _Optional[_Union[Readiness.State, str]] = ..., pool_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pin_bytes_per_second: _Optional[float] = ..., eta_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("group", "hashes", "block_ids")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    hashes: bytes
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Store(_message.Message):
+    __slots__ = ("job", "blocks")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("job", "lease", "blocks")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    lease: int
+    blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
+    def __init__(self, job: _Optional[int] = ..., lease: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ...) -> None: ...
+
+class Flush(_message.Message):
+    __slots__ = ("flush", "jobs", "timeout_ms")
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    flush: int
+    jobs: _containers.RepeatedScalarFieldContainer[int]
+    timeout_ms: int
+    def __init__(self, flush: _Optional[int] = ..., jobs: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("register", "store", "load", "flush")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    register: Register
+    store: Store
+    load: Load
+    flush: Flush
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., flush: _Optional[_Union[Flush, _Mapping]] = ...) -> None: ...
+
+class JobDone(_message.Message):
+    __slots__ = ("job", "outcome", "reason", "error", "copied_blocks", "skipped_blocks", "bytes", "copy_seconds", "queue_seconds")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[JobDone.Outcome]
+        OUTCOME_DONE: _ClassVar[JobDone.Outcome]
+        OUTCOME_DECLINED: _ClassVar[JobDone.Outcome]
+        OUTCOME_FAILED: _ClassVar[JobDone.Outcome]
+    OUTCOME_UNSPECIFIED: JobDone.Outcome
+    OUTCOME_DONE: JobDone.Outcome
+    OUTCOME_DECLINED: JobDone.Outcome
+    OUTCOME_FAILED: JobDone.Outcome
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    outcome: JobDone.Outcome
+    reason: str
+    error: str
+    copied_blocks: int
+    skipped_blocks: int
+    bytes: int
+    copy_seconds: float
+    queue_seconds: float
+    def __init__(self, job: _Optional[int] = ..., outcome: _Optional[_Union[JobDone.Outcome, str]] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ..., copied_blocks: _Optional[int] = ..., skipped_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
+
+class Flushed(_message.Message):
+    __slots__ = ("flush", "pending")
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    flush: int
+    pending: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, flush: _Optional[int] = ..., pending: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("registered", "done", "flushed", "readiness")
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FLUSHED_FIELD_NUMBER: _ClassVar[int]
+    READINESS_FIELD_NUMBER: _ClassVar[int]
+    registered: Registered
+    done: JobDone
+    flushed: Flushed
+    readiness: Readiness
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., done: _Optional[_Union[JobDone, _Mapping]] = ..., flushed: _Optional[_Union[Flushed, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ...) -> None: ...
+
+class LookupGroup(_message.Message):
+    __slots__ = ("group", "hashes")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    hashes: bytes
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token")
+    class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MODE_UNSPECIFIED: _ClassVar[LookupRequest.Mode]
+        MODE_PREFIX: _ClassVar[LookupRequest.Mode]
+        MODE_BITMAP: _ClassVar[LookupRequest.Mode]
+    MODE_UNSPECIFIED: LookupRequest.Mode
+    MODE_PREFIX: LookupRequest.Mode
+    MODE_BITMAP: LookupRequest.Mode
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    namespace: Namespace
+    groups: _containers.RepeatedCompositeFieldContainer[LookupGroup]
+    mode: LookupRequest.Mode
+    lease_ms: int
+    token: bytes
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("ready", "epoch", "lease", "lease_ms", "groups")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ready: bool
+    epoch: int
+    lease: int
+    lease_ms: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupHits]
+    def __init__(self, ready: bool = ..., epoch: _Optional[int] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHits, _Mapping]]] = ...) -> None: ...
+
+class GroupHits(_message.Message):
+    __slots__ = ("group", "hits", "bitmap")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    BITMAP_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    hits: int
+    bitmap: bytes
+    def __init__(self, group: _Optional[int] = ..., hits: _Optional[int] = ..., bitmap: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    def __init__(self, lease: _Optional[int] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: bool
+    def __init__(self, released: bool = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("lease", "lease_ms")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    lease_ms: int
+    def __init__(self, lease: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("renewed", "lease_ms")
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    renewed: bool
+    lease_ms: int
+    def __init__(self, renewed: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend")
+    class RefusalsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    READINESS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: str
+    uptime_seconds: float
+    readiness: Readiness
+    pool: PoolStatus
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStatus]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    jobs: JobsStatus
+    refusals: _containers.ScalarMap[str, int]
+    backend: str
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "leased_bytes", "quarantined_bytes", "page_kind", "numa_nodes", "blocks", "leases")
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_KIND_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    leased_bytes: int
+    quarantined_bytes: int
+    page_kind: str
+    numa_nodes: _containers.RepeatedScalarFieldContainer[int]
+    blocks: int
+    leases: int
+    def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., page_kind: _Optional[str] = ..., numa_nodes: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
+
+class NamespaceStatus(_message.Message):
+    __slots__ = ("namespace", "blocks", "bytes", "hits", "misses")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    namespace: Namespace
+    blocks: int
+    bytes: int
+    hits: int
+    misses: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    IMPORTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOBS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    instance: str
+    rank: int
+    world_size: int
+    device: str
+    pid: int
+    imported_bytes: int
+    jobs_running: int
+    attached_seconds: float
+    namespace: Namespace
+    def __init__(self, session: _Optional[int] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., imported_bytes: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
+
+class JobsStatus(_message.Message):
+    __slots__ = ("queued", "running", "oldest_inflight_seconds", "stores_done", "loads_done", "stored_bytes", "loaded_bytes")
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_INFLIGHT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STORES_DONE_FIELD_NUMBER: _ClassVar[int]
+    LOADS_DONE_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    queued: int
+    running: int
+    oldest_inflight_seconds: float
+    stores_done: int
+    loads_done: int
+    stored_bytes: int
+    loaded_bytes: int
+    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_inflight_seconds: _Optional[float] = ..., stores_done: _Optional[int] = ..., loads_done: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("namespace", "all")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    namespace: Namespace
+    all: bool
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., all: bool = ...) -> None: ...
+
+class ClearReply(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "num_fds", "client")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NUM_FDS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    num_fds: int
+    client: str
+    def __init__(self, protocol: _Optional[int] = ..., num_fds: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("token", "epoch", "error")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    epoch: int
+    error: str
+    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
