@@ -35,13 +35,16 @@ from kvsidecar import memory_limits
 from kvsidecar.errors import ConfigError
 from kvsidecar.memory_limits import HugePages
 from kvsidecar.paths import default_socket_path, socket_path_problem
-from kvsidecar.units import GiB, MiB, Size, format_size, parse_size
+from kvsidecar.units import GiB, MiB, Size, TiB, format_size, parse_size
 
 PREFIX = "KVSIDECAR_"
 DEFAULT_FILE = Path("/etc/kvsidecar/kvsidecar.toml")
 CONFIG_VARIABLE = "KVSIDECAR_CONFIG"
 RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS"})
 """Variables that are ours but not settings."""
+MAX_POOL_BYTES = 64 * TiB
+"""More than any node has. A typo beyond it would keep the daemon busy for minutes with the bookkeeping of its slabs
+before the memory check could refuse it."""
 PAGE_BYTES = 4096
 """Smallest unit of slabs and chunks, on every machine."""
 MAX_CHUNK_BYTES = 512 * GiB
@@ -60,6 +63,8 @@ def _size(value: str | int | Size) -> Size:
     size = value if isinstance(value, Size) else Size.parse(value)
     if size.nbytes is not None and size.nbytes < PAGE_BYTES:
         raise ValueError(f"is less than one memory page ({format_size(PAGE_BYTES)})")
+    if size.nbytes is not None and size.nbytes > MAX_POOL_BYTES:
+        raise ValueError(f"is more than {format_size(MAX_POOL_BYTES)}, the most that a pool may be")
     return size
 
 

@@ -284,6 +284,11 @@ class Daemon:
         await self._probes.stop()
         await self._tasks.cancel()
         await self._hub.close(max(0.1, deadline - time.monotonic()))
-        await asyncio.to_thread(self._pool.close)
+        try:
+            await asyncio.to_thread(self._pool.close)
+        except PinFailed as error:
+            # The process ends next, and the kernel gives back what the driver would not.
+            _log.error("unpinning failed", error=str(error))
+        await asyncio.to_thread(self._platform.close)
         self._endpoint.release()
         _log.info("stopped")

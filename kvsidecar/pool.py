@@ -10,11 +10,8 @@ current drivers.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import math
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar import failpoints, log, memory_limits
+from kvsidecar import failpoints, host_memory, log, memory_limits
 from kvsidecar.device.base import Platform
 from kvsidecar.errors import PinFailed, PinStopped
 from kvsidecar.memory_limits import ROOT, HugePages, PageKind, Pages
@@ -147,7 +144,7 @@ class HostPool:
 
     def view(self) -> npt.NDArray[np.uint8]:
         """All bytes of the pool, not a copy. Using a view after `close` is a segmentation fault."""
-        return _array(self.address, self.nbytes)
+        return host_memory.as_array(self.address, self.nbytes)
 
     # -- pin and give back ---------------------------------------------------------------------------------------------
 
@@ -238,13 +235,13 @@ class HostPool:
         self._pages = pages
         try:
             failpoints.hit("pool.reserve")
-            self._address = _map(self.nbytes, pages)
+            self._address = host_memory.map_pages(self.nbytes, pages)
             # A core dump would hold every prompt of the node, and take the pool's size on disk.
-            _madvise(self._address, self.nbytes, mmap.MADV_DONTDUMP)
+            host_memory.advise(self._address, self.nbytes, mmap.MADV_DONTDUMP)
             # A fork makes pages copy-on-write: the first write would then give this process, or the child, a page
             # that the GPU does not know, while copies go on to the old one. (Kernels since 5.12 copy pinned pages in
             # fork instead, which here is the whole pool.)
-            _madvise(self._address, self.nbytes, mmap.MADV_DONTFORK)
+            host_memory.advise(self._address, self.nbytes, mmap.MADV_DONTFORK)
         except (OSError, failpoints.FailpointError) as error:
             raise PinFailed(f"{format_size(self.nbytes)} could not be reserved: {_reason(error)}") from error
 
@@ -253,7 +250,7 @@ class HostPool:
             if part.node is None:
                 continue
             try:
-                _mbind(self.address + part.offset, part.nbytes, part.node)
+                host_memory.bind(self.address + part.offset, part.nbytes, part.node)
             except OSError as error:
                 # Docker's default seccomp profile allows mbind only with CAP_SYS_NICE. A pool on the wrong node is
                 # slower, not wrong.
@@ -288,7 +285,9 @@ class HostPool:
         step = -(-chunk.nbytes // self._spec.prefault_threads)
         step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
         start, end = self.address + chunk.offset, self.address + chunk.offset + chunk.nbytes
-        pieces = [threads.submit(_populate, piece, min(step, end - piece)) for piece in range(start, end, step)]
+        pieces = [
+            threads.submit(host_memory.populate, piece, min(step, end - piece)) for piece in range(start, end, step)
+        ]
         for piece in pieces:
             piece.result()
 
@@ -309,7 +308,7 @@ class HostPool:
                 _log.error("a chunk cannot be unpinned", offset=chunk.offset, nbytes=chunk.nbytes, error=str(error))
                 self._lost += 1
         if self._address is not None and not self._lost:
-            _munmap(self._address, self.nbytes)
+            host_memory.unmap(self._address, self.nbytes)
         # Memory that the driver still holds registered stays mapped: other memory at these addresses would be copied
         # from and to the old pages, silently.
         self._address = None
@@ -344,109 +343,3 @@ def _chunks(parts: tuple[Part, ...], chunk_bytes: int) -> Iterator[Part]:
         end = part.offset + part.nbytes
         for offset in range(part.offset, end, chunk_bytes):
             yield Part(offset, min(chunk_bytes, end - offset), part.node)
-
-
-# -- system calls ------------------------------------------------------------------------------------------------
-# Through ctypes, which releases the GIL: the event loop goes on while another thread is in here for a second.
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-# Values of asm-generic/mman.h, the same on x86-64 and aarch64; Python's mmap has only some of them.
-_PROT_NONE = 0
-_PROT_READ_WRITE = 3
-_MAP_PRIVATE_ANONYMOUS = 0x22
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
-_MAP_HUGETLB = 0x40000
-_MAP_HUGE_SHIFT = 26
-_MADV_POPULATE_WRITE = 23
-_MPOL_BIND = 2
-_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
-
-
-def _checked(result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def _mmap(address: int | None, nbytes: int, protection: int, flags: int) -> int:
-    result = _libc.mmap(address, nbytes, protection, flags, -1, 0)
-    if result is None or result == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return int(result)
-
-
-def _munmap(address: int, nbytes: int) -> None:
-    _checked(_libc.munmap(address, nbytes))
-
-
-def _madvise(address: int, nbytes: int, advice: int) -> None:
-    _checked(_libc.madvise(address, nbytes, advice))
-
-
-def _map(nbytes: int, pages: Pages) -> int:
-    """Anonymous memory of exactly this size at a multiple of 2 MiB, with the advice that its kind of pages needs."""
-    if pages.kind is PageKind.HUGETLB:
-        # Without MAP_NORESERVE: the kernel sets the pages aside now, or says at once that there are too few.
-        size = pages.nbytes.bit_length() - 1
-        return _mmap(None, nbytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS | _MAP_HUGETLB | size << _MAP_HUGE_SHIFT)
-    # More address space than needed, not more memory: PROT_NONE pages are never backed and not charged.
-    align = memory_limits.THP_BYTES
-    start = _mmap(None, nbytes + align, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE)
-    address = -(-start // align) * align
-    try:
-        _mmap(address, nbytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS | _MAP_FIXED)
-    except OSError:
-        _munmap(start, nbytes + align)
-        raise
-    for piece, end in ((start, address), (address + nbytes, start + nbytes + align)):
-        if end > piece:
-            _munmap(piece, end - piece)
-    try:
-        _madvise(address, nbytes, mmap.MADV_HUGEPAGE if pages.kind is PageKind.THP else mmap.MADV_NOHUGEPAGE)
-    except OSError:
-        # A kernel without transparent huge pages does not know the advice; small pages are what it gives anyway.
-        if pages.kind is PageKind.THP:
-            _munmap(address, nbytes)
-            raise
-    return address
-
-
-def _populate(address: int, nbytes: int) -> None:
-    """Fault pages in, writable. Called by several threads at once.
-
-    Raises:
-        OSError: there is no memory.
-    """
-    try:
-        _madvise(address, nbytes, _MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno == errno.EFAULT:
-            raise OSError(error.errno, "no page to be had: too few huge pages, or a cgroup's limit of them") from error
-        if error.errno != errno.EINVAL:
-            raise
-        # Before Linux 5.14. A page that cannot be had now is a SIGBUS or the OOM killer, not an error.
-        _array(address, nbytes)[:: mmap.PAGESIZE] = 0
-
-
-def _mbind(address: int, nbytes: int, node: int) -> None:
-    """Bind pages that are not faulted in yet to one node. There is no libc wrapper without libnuma."""
-    number = _SYS_MBIND.get(os.uname().machine)
-    if number is None:
-        raise OSError(errno.ENOSYS, f"mbind is not known on {os.uname().machine}")
-    words = (ctypes.c_ulong * (node // 64 + 1))()
-    words[node // 64] = 1 << node % 64
-    # The kernel reads one bit less than it is told (get_nodes in mm/mempolicy.c).
-    bits = ctypes.c_ulong(len(words) * 64 + 1)
-    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_ulong(_MPOL_BIND), words, bits)
-    _checked(_libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(0)))
-
-
-def _array(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -126,6 +126,11 @@ class Reservation:
     """Byte offset in the pool."""
     open: bool = True
 
+    @property
+    def slot_size(self) -> int:
+        """Size class of the slot, in bytes."""
+        return self.block.space.slot_sizes[self.shard]
+
 
 @dataclass(slots=True, eq=False)
 class StoreGrant:

@@ -193,7 +193,8 @@ class _Plan:
 
     def _spare(self) -> None:
         """A whole slab may have made earlier victims needless: keep what can be kept, the newest first."""
-        for block in sorted(reversed(self._victims), key=lambda block: -block.last_used):
+        oldest_first = sorted(self._victims, key=lambda block: block.last_used)
+        for block in oldest_first[::-1]:
             for slot in block.held_slots():
                 self._supply.keep(slot)
             if self._supply.unmet() is None:

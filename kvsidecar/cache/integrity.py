@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 def check_integrity(cache: BlockCache) -> None:
     """Raise AssertionError if slots, blocks, pins, policies and gauges of the cache do not agree."""
-    check_slots(cache._slots)
+    check_slots(cache._table.slots)
     cache._leases.check_integrity()
     pins = _pins(cache)
     blocks = _all_blocks(cache, pins)
-    _check_owners(cache._slots, blocks)
+    _check_owners(cache._table.slots, blocks)
     for block in blocks:
-        _check_block(block, pins[block], cache._slots)
-    for (namespace, group), space in cache._spaces.items():
+        _check_block(block, pins[block], cache._table.slots)
+    for (namespace, group), space in cache._table.spaces.items():
         assert (space.namespace, space.group) == (namespace, group), f"the space of {namespace} is filed elsewhere"
         _check_space(space)
     _check_gauges(cache, blocks)
@@ -102,8 +102,8 @@ def _pins(cache: BlockCache) -> Counter[Block]:
 
 def _all_blocks(cache: BlockCache, pins: Counter[Block]) -> set[Block]:
     """Findable and detached ones: every block with a slot is the owner of it."""
-    blocks = {block for space in cache._spaces.values() for block in space.blocks.values()}
-    blocks.update(owner for slab in cache._slots._slabs for owner in slab.blocks())
+    blocks = {block for space in cache._table.spaces.values() for block in space.blocks.values()}
+    blocks.update(owner for slab in cache._table.slots._slabs for owner in slab.blocks())
     blocks.update(pins)
     return blocks
 
@@ -166,9 +166,11 @@ def _check_gauges(cache: BlockCache, blocks: set[Block]) -> None:
     found = [block for block in blocks if not block.detached]
     readable = sum(block.readable for block in found)
     leased = sum(block.space.block_bytes for block in blocks if block.pins)
-    assert cache._num_blocks == len(found), f"there are {len(found)} blocks, not {cache._num_blocks}"
-    assert cache._readable_blocks == readable, f"{readable} blocks are readable, not {cache._readable_blocks}"
-    assert cache._leased_bytes == leased, f"leased bytes are {leased}, not {cache._leased_bytes}"
+    assert cache._table.num_blocks == len(found), f"there are {len(found)} blocks, not {cache._table.num_blocks}"
+    assert cache._table.readable_blocks == readable, (
+        f"{readable} blocks are readable, not {cache._table.readable_blocks}"
+    )
+    assert cache._table.leased_bytes == leased, f"leased bytes are {leased}, not {cache._table.leased_bytes}"
     stats = cache.stats()
     parts = stats.used_bytes + stats.free_bytes + stats.reserved_bytes + stats.quarantined_bytes + stats.wasted_bytes
     assert parts == stats.total_bytes, f"the gauges add up to {parts} of {stats.total_bytes} bytes"

@@ -46,7 +46,6 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuDeviceGetName": (_OUT, ctypes.c_int, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (_OUT, ctypes.c_int),
     "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
-    "cuCtxGetCurrent": (_OUT,),
     "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
     "cuCtxPopCurrent_v2": (_OUT,),
     "cuCtxSynchronize": (),

@@ -1,4 +1,4 @@
-"""The devices in use and their copy workers: opened at the first need, closed once, at the end."""
+"""The devices in use and their copy workers: opened at the first need, stopped once, at the end."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ class DeviceHub:
         return None
 
     async def close(self, timeout: float) -> None:
-        """Finish what is queued, stop the workers, and give back the devices."""
+        """Finish what is queued and stop the workers. The platform stays open: memory is unpinned through it."""
         for _, _, worker in self.workers():
             await asyncio.to_thread(worker.close, timeout)
-        await asyncio.to_thread(self.platform.close)

@@ -54,9 +54,13 @@ class Endpoint:
             raise SocketInUse(
                 f"another kvsidecar serves {self.grpc_path}: stop it, or give this one its own socket"
             ) from error
-        self._lock = lock
-        for path in (self.grpc_path, self.attach_path):
-            self._remove_stale(path)
+        try:
+            for path in (self.grpc_path, self.attach_path):
+                self._remove_stale(path)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock  # from here on what lies at the paths is ours to remove
 
     def secure_grpc_socket(self) -> None:
         """Give the bound gRPC socket its group and mode, and check that it is ours.

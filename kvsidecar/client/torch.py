@@ -1,0 +1,103 @@
+"""KV caches made of torch tensors -> allocations and regions. Needs torch, which is the engine's anyway.
+
+    exporter = TorchExporter()
+    regions = exporter.regions(layer_tensors)           # [num_blocks, ...] each
+    groups = [GroupLayout(group=0, num_blocks=n, shard=rank, num_shards=tp_size, regions=regions)]
+    client.attach(buffers=exporter.kv_buffers(), groups=groups, ...)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from kvsidecar.client import cuda_driver
+from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
+from kvsidecar.client.strides import View, regions_of
+from kvsidecar.errors import NotExportable
+from kvsidecar.types import Region
+
+
+def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor of zeros that the daemon can map. Ordinary CPU memory belongs to one process and cannot be shared.
+
+    The memory lives as long as the process.
+    """
+    buffer = HostBuffer(math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(buffer.memory, dtype=dtype).view(*shape)
+
+
+class TorchExporter:
+    """Collects the tensors of one rank. Every allocation under them is exported once, however many tensors it holds."""
+
+    def __init__(self) -> None:
+        self._device: str | None = None
+        self._allocations: list[Allocation] = []
+        self._bases: list[int] = []
+
+    def regions(self, tensors: Sequence[torch.Tensor], *, block_dim: int = 0) -> tuple[Region, ...]:
+        """The regions of one KV cache group.
+
+        Args:
+            tensors: one per layer, in the order of the layers; views, interior pointers and gaps are fine.
+            block_dim: the dimension that counts blocks, the same for all.
+
+        Raises:
+            NotExportable: the memory cannot be shared, or lies on another device than the tensors before it.
+        """
+        return regions_of([self._view(tensor, block_dim) for tensor in tensors])
+
+    def kv_buffers(self) -> KVBuffers:
+        """All allocations that `regions` came across."""
+        if self._device is None:
+            raise NotExportable("no tensor was exported")
+        return KVBuffers(self._device, tuple(self._allocations))
+
+    def _view(self, tensor: torch.Tensor, block_dim: int) -> View:
+        if not -tensor.dim() <= block_dim < tensor.dim():
+            raise NotExportable(f"block_dim {block_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}")
+        if tensor.numel() == 0:
+            raise NotExportable(f"a tensor of shape {tuple(tensor.shape)} holds nothing")
+        allocation, base = self._allocation(tensor)
+        itemsize = tensor.element_size()
+        return View(
+            allocation=allocation,
+            offset=tensor.data_ptr() - base,
+            shape=tuple(tensor.shape),
+            strides=tuple(stride * itemsize for stride in tensor.stride()),
+            itemsize=itemsize,
+            block_dim=block_dim % tensor.dim(),
+        )
+
+    def _allocation(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Index and base address of the allocation that a tensor lies in."""
+        pointer = tensor.data_ptr()
+        for index, base in enumerate(self._bases):
+            if base <= pointer < base + self._allocations[index].size:
+                return index, base
+        if tensor.is_cuda:
+            if not cuda_driver.is_legacy_ipc_capable(pointer):
+                raise NotExportable(
+                    "the KV cache lies in memory that CUDA IPC cannot share: unset "
+                    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and turn off the engine's sleep mode"
+                )
+            device = cuda_driver.pointer_uuid(pointer)
+            base, size = cuda_driver.address_range(pointer)
+            allocation = Allocation(size, cuda_ipc_handle=cuda_driver.ipc_handle(base))
+        else:
+            buffer = HostBuffer.holding(pointer)
+            if buffer is None:
+                raise NotExportable(
+                    "a CPU tensor lies in memory of this process alone: allocate it with "
+                    "kvsidecar.client.torch.shared_empty"
+                )
+            device, base = "host", buffer.address
+            allocation = Allocation(buffer.nbytes, fd=buffer.fd)
+        if self._device not in (None, device):
+            raise NotExportable(f"the tensors of one rank lie on two devices, {self._device} and {device}")
+        self._device = device
+        self._allocations.append(allocation)
+        self._bases.append(base)
+        return len(self._bases) - 1, base

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose path leaves room for a Unix socket: pytest's own may exceed its 107 bytes."""
+    directory = tempfile.mkdtemp(prefix="kvs-")
+    yield Path(directory)
+    shutil.rmtree(directory)

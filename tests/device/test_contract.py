@@ -1,0 +1,360 @@
+"""What `kvsidecar.device.base` promises, held for both implementations with real processes and real memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from device_support import GUARD, Pool, only_cuda, plan_of
+from exporter import Exporter, pattern
+
+import kvsidecar
+from kvsidecar.device.base import CopyPlan, CudaIpcSource, Device, DeviceMemory, MemfdSource, Platform
+from kvsidecar.device.worker import CopyWorker
+from kvsidecar.errors import CopyFailed, DeviceNotFound, ImportRefused
+from kvsidecar.layout import bind, check_regions, plan_copies
+from kvsidecar.types import Direction, GroupLayout, Region
+
+Result = TypeVar("Result")
+MIB = 1 << 20
+SIZE = 4 * MIB
+TIMEOUT = 60.0
+
+
+def in_thread(function: Callable[[], Result]) -> Result:
+    """Run in a thread that has never used the device: there, CUDA has no current context."""
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join(TIMEOUT)
+    return results[0]
+
+
+def is_mapped(memory: DeviceMemory, kind: str) -> bool:
+    if kind == "host":
+        first = f"{memory.address:x}-"
+        return any(line.startswith(first) for line in Path("/proc/self/maps").read_text().splitlines())
+    from kvsidecar.client import cuda_driver
+    from kvsidecar.errors import NotExportable
+
+    try:
+        return cuda_driver.address_range(memory.address)[0] == memory.address
+    except NotExportable:
+        return False
+
+
+def copy(device: Device, direction: Direction, pool: Pool, plan: CopyPlan) -> None:
+    worker = CopyWorker(device, direction, pool.address)
+    result = worker.submit(plan).result(TIMEOUT)
+    assert result.nbytes == plan.nbytes
+    assert worker.close(TIMEOUT)
+
+
+# -- platform ----------------------------------------------------------------------------------------------------
+
+
+def test_devices(platform: Platform, kind: str) -> None:
+    uuids = platform.device_uuids()
+    assert uuids
+    assert len(set(uuids)) == len(uuids)
+    assert all(uuid == "host" if kind == "host" else uuid.startswith("GPU-") for uuid in uuids)
+    device = platform.device(uuids[0])
+    assert device is platform.device(uuids[0])
+    assert device.uuid == uuids[0]
+    assert device.numa_node is None or device.numa_node in platform.numa_nodes()
+    with pytest.raises(DeviceNotFound, match=f"GPU-none is not visible.*{uuids[0]}"):
+        platform.device("GPU-none")
+
+
+def test_pin_and_unpin(platform: Platform, kind: str) -> None:
+    def locked_kib() -> int:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmLck:"))
+
+    before = locked_kib()
+    pools = [Pool(platform, MIB), Pool(platform, MIB)]
+    if kind == "host":  # NVIDIA's driver pins without counting
+        assert locked_kib() == before + 2048
+    for pool in pools:
+        pool.close()
+    assert locked_kib() == before
+    again = Pool(platform, MIB)
+    again.close()
+
+
+# -- import ------------------------------------------------------------------------------------------------------
+
+
+def test_import_from_another_process(device: Device, kind: str) -> None:
+    with Exporter(kind, SIZE, 2 * MIB) as exporter:
+        assert exporter.device == device.uuid
+        first = device.import_memory(exporter.source(0))
+        second = in_thread(lambda: device.import_memory(exporter.source(1)))
+        assert (first.nbytes, second.nbytes) == (SIZE, 2 * MIB)  # what the system says, to the byte
+        assert first.key != second.key
+        assert first.address + first.nbytes <= second.address or second.address + second.nbytes <= first.address
+        in_thread(lambda: device.release_memory(first))
+        device.release_memory(second)
+        assert not is_mapped(first, kind)
+        assert not is_mapped(second, kind)
+
+
+def test_an_allocation_is_mapped_once_and_until_its_last_release(device: Device, kind: str) -> None:
+    with Exporter(kind, SIZE) as exporter:
+        memory = device.import_memory(exporter.source())
+        again = device.import_memory(exporter.source())
+        assert again == memory
+        device.release_memory(again)
+        assert is_mapped(memory, kind)
+        device.release_memory(memory)
+        assert not is_mapped(memory, kind)
+        with pytest.raises(ValueError, match="not mapped"):
+            device.release_memory(memory)
+        fresh = device.import_memory(exporter.source())
+        assert is_mapped(fresh, kind)
+        device.release_memory(fresh)
+
+
+def test_the_key_does_not_hold_the_handle(device: Device, kind: str) -> None:
+    """A handle is a bearer secret, and keys get into logs."""
+    with Exporter(kind, SIZE) as exporter:
+        memory = device.import_memory(exporter.source())
+        assert not exporter.handles or exporter.handles[0][:16] not in repr(memory).encode()
+        assert len(memory.key) == 16
+        device.release_memory(memory)
+
+
+def test_garbage_is_refused_and_harms_nothing(device: Device, kind: str, pool: Pool) -> None:
+    garbage: list[MemfdSource | CudaIpcSource] = [CudaIpcSource(b"short"), CudaIpcSource(b"\0" * 64)]
+    garbage += [CudaIpcSource(b"\xff" * 64), CudaIpcSource(os.urandom(64)), MemfdSource(1 << 20)]
+    with open(__file__, "rb") as file:
+        garbage.append(MemfdSource(file.fileno()))
+        for source in garbage:
+            with pytest.raises(ImportRefused) as refusal:
+                device.import_memory(source)
+            assert len(str(refusal.value)) > 30  # it says something
+    with Exporter(kind, SIZE) as exporter:
+        memory = device.import_memory(exporter.source())
+        copy(device, Direction.STORE, pool, plan_of((memory.address, 0, 0, SIZE, 1)))
+        device.release_memory(memory)
+    assert np.array_equal(pool.bytes[:SIZE], pattern(1, SIZE))
+
+
+@only_cuda
+def test_the_handle_of_a_dead_process_is_refused(device: Device, kind: str) -> None:
+    """(A memfd lives as long as a descriptor of it does.)"""
+    with Exporter(kind, SIZE) as exporter:
+        source = exporter.source()
+        exporter.kill()
+        with pytest.raises(ImportRefused, match="does not open"):
+            device.import_memory(source)
+
+
+def test_own_memory(device: Device, pool: Pool) -> None:
+    one, two = device.allocate(2 * MIB), in_thread(lambda: device.allocate(2 * MIB))
+    assert one.key != two.key
+    pool.bytes[: 2 * MIB] = pattern(5, 2 * MIB)
+    copy(device, Direction.LOAD, pool, plan_of((one.address, 0, 0, 2 * MIB, 1)))
+    copy(device, Direction.STORE, pool, plan_of((one.address, 0, 4 * MIB, 2 * MIB, 1)))
+    assert np.array_equal(pool.bytes[4 * MIB : 6 * MIB], pattern(5, 2 * MIB))
+    device.release_memory(one)
+    device.release_memory(two)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    regions: tuple[Region, ...]
+    num_blocks: int
+    allocations: tuple[int, ...]
+
+
+def _shapes() -> list[Shape]:
+    layers, blocks, row = 8, 48, 3 * 1024 + 8
+    return [
+        Shape("layer_stacked", (Region(0, 512, blocks * row, row, row, layers),), blocks, (SIZE,)),
+        Shape("block_contiguous", (Region(0, 0, row, layers * row, row, layers),), blocks, (SIZE,)),
+        Shape(
+            "blocks_outermost_with_gaps", (Region(0, 64, row + 24, layers * (row + 24), row, layers),), blocks, (SIZE,)
+        ),
+        Shape(
+            "per_layer", tuple(Region(i, i * 8, blocks * row, row, row, 2) for i in range(4)), blocks, (2 * MIB,) * 4
+        ),
+        Shape(
+            "two_widths_interleaved",
+            (Region(0, 0, 0, 2 * row, row, 1), Region(0, row, 0, 2 * row, row // 2, 1)),
+            blocks,
+            (2 * MIB,),
+        ),
+    ]
+
+
+def expected(shape: Shape, block: int, contents: list[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+    """One slot's content, by the definition in `Region`."""
+    rows = []
+    for region in shape.regions:
+        for row in range(region.num_rows):
+            first = region.offset + row * region.row_stride + block * region.block_stride
+            rows.append(contents[region.allocation][first : first + region.row_bytes])
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("shape", _shapes(), ids=lambda shape: shape.name)
+@pytest.mark.parametrize("seed", [11, 12])
+def test_store_and_load_move_the_blocks_and_nothing_else(
+    device: Device, kind: str, pool: Pool, shape: Shape, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    layout = GroupLayout(group=0, num_blocks=shape.num_blocks, shard=0, num_shards=1, regions=shape.regions)
+    # Slots apart, so that guard bytes lie between them; for the second seed side by side, so that copies merge.
+    slot = layout.shard_bytes + (64 if seed == 11 else 0)
+    count = min(shape.num_blocks, pool.nbytes // slot) // 2
+    ids = rng.permutation(shape.num_blocks)[:count].astype(np.int64)
+    places = rng.permutation(pool.nbytes // slot)[:count]
+    if seed == 12:
+        ids, places = np.sort(ids), np.arange(count)
+    slots = (places * slot).astype(np.int64)
+    with Exporter(kind, *shape.allocations, seed=seed) as exporter:
+        memories = [device.import_memory(exporter.source(i)) for i in range(len(shape.allocations))]
+        check_regions(layout, [memory.nbytes for memory in memories])
+        bound = bind(layout, [memory.address for memory in memories])
+        before = [pattern(seed + i, nbytes) for i, nbytes in enumerate(shape.allocations)]
+
+        copy(device, Direction.STORE, pool, plan_copies(bound, ids, slots))
+        want = np.full(pool.nbytes, GUARD, np.uint8)
+        for block, at in zip(ids, slots, strict=True):
+            want[at : at + layout.shard_bytes] = expected(shape, int(block), before)
+        assert np.array_equal(pool.bytes, want)
+        for index, content in enumerate(before):
+            assert np.array_equal(exporter.read(index), content)  # a store writes nothing to the device
+
+        # Load other content into other blocks.
+        pool.bytes[:] = pattern(seed + 100, pool.nbytes)
+        kept = pool.bytes.copy()
+        ids = rng.permutation(shape.num_blocks)[:count].astype(np.int64)
+        copy(device, Direction.LOAD, pool, plan_copies(bound, ids, slots))
+        after = [content.copy() for content in before]
+        for block, at in zip(ids, slots, strict=True):
+            _scatter(shape, int(block), after, pool.bytes[at : at + layout.shard_bytes])
+        for index, content in enumerate(after):
+            assert np.array_equal(exporter.read(index), content)
+        assert np.array_equal(pool.bytes, kept)
+        for memory in memories:
+            device.release_memory(memory)
+
+
+def _scatter(shape: Shape, block: int, contents: list[npt.NDArray[np.uint8]], slot: npt.NDArray[np.uint8]) -> None:
+    at = 0
+    for region in shape.regions:
+        for row in range(region.num_rows):
+            first = region.offset + row * region.row_stride + block * region.block_stride
+            contents[region.allocation][first : first + region.row_bytes] = slot[at : at + region.row_bytes]
+            at += region.row_bytes
+
+
+def test_many_plans_in_order(device: Device, pool: Pool) -> None:
+    """Loads are first in, first out: of many that write the same bytes the last one wins."""
+    memory = device.allocate(2 * MIB)
+    worker = CopyWorker(device, Direction.LOAD, pool.address)
+    for index in range(100):
+        pool.bytes[index * 4096 : (index + 1) * 4096] = index
+    futures = [worker.submit(plan_of((memory.address, 0, index * 4096, 4096, 1))) for index in range(100)]
+    results = [future.result(TIMEOUT) for future in futures]
+    assert all(result.copy_seconds > 0 and result.queue_seconds >= 0 for result in results)
+    assert worker.close(TIMEOUT)
+    copy(device, Direction.STORE, pool, plan_of((memory.address, 0, MIB, 4096, 1)))
+    assert (pool.bytes[MIB : MIB + 4096] == 99).all()
+    device.release_memory(memory)
+
+
+# -- engines die -------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_killed_engine_is_usable_until_released_and_free_after(
+    device: Device, kind: str, pool: Pool
+) -> None:
+    size = 256 * MIB if kind == "cuda" else SIZE
+    with Exporter(kind) as watcher, Exporter(kind, size) as engine:
+        memory = device.import_memory(engine.source())
+        engine.kill()
+        copy(device, Direction.STORE, pool, plan_of((memory.address, 0, 0, SIZE, 1)))
+        assert np.array_equal(pool.bytes[:SIZE], pattern(1, size)[:SIZE])
+        free = watcher.free_bytes()
+        device.release_memory(memory)
+        assert not is_mapped(memory, kind)
+        if kind == "cuda":
+            deadline = time.monotonic() + 1.0
+            while watcher.free_bytes() < free + size:
+                assert time.monotonic() < deadline, "the memory of the dead engine is still allocated 1 s after release"
+
+
+# -- only a GPU has these ----------------------------------------------------------------------------------------
+
+
+@only_cuda
+def test_a_refused_piece_fails_its_job_and_not_the_device(device: Device, pool: Pool) -> None:
+    memory = device.allocate(2 * MIB)
+    worker = CopyWorker(device, Direction.STORE, pool.address)
+    good, bad = (memory.address, 0, 0, 4096, 1), (4096, 0, 4096, 4096, 1)
+    for plan in (plan_of(bad), plan_of(good, bad), plan_of(good, (4096, 8192, 0, 4096, 2))):
+        with pytest.raises(CopyFailed, match="CUDA_ERROR_INVALID_VALUE") as failure:
+            worker.submit(plan).result(TIMEOUT)
+        assert failure.value.outcome_known
+    assert worker.submit(plan_of(good)).result(TIMEOUT).nbytes == 4096
+    assert worker.alive
+    assert worker.close(TIMEOUT)
+    device.release_memory(memory)
+
+
+@only_cuda
+def test_rows_farther_apart_than_the_driver_takes(device: Device, pool: Pool) -> None:
+    """Layers of a large KV cache lie more than 2 GiB apart, which is beyond the largest pitch."""
+    pitch = (1 << 31) + 4096
+    memory = device.allocate(2 * pitch + MIB)
+    pool.bytes[: 3 * MIB] = pattern(9, 3 * MIB)
+    copy(device, Direction.LOAD, pool, plan_of((memory.address, pitch, 0, MIB, 3)))
+    copy(device, Direction.STORE, pool, plan_of((memory.address + pitch, 0, 4 * MIB, MIB, 1)))
+    assert np.array_equal(pool.bytes[4 * MIB : 5 * MIB], pattern(9, 3 * MIB)[MIB : 2 * MIB])
+    copy(device, Direction.STORE, pool, plan_of((memory.address, pitch, 4 * MIB, MIB, 3)))
+    assert np.array_equal(pool.bytes[4 * MIB : 7 * MIB], pattern(9, 3 * MIB))
+    device.release_memory(memory)
+
+
+CONTEXT = """
+from kvsidecar.device.platforms import open_platform
+platform, _ = open_platform("cuda")
+platform.device(platform.device_uuids()[0])
+print("open", flush=True)
+input()
+"""
+
+
+@only_cuda
+def test_a_context_is_small(device: Device) -> None:
+    """527 MiB by default on an H200, 267 MiB with the limits that `CudaDevice` sets."""
+    root = str(Path(kvsidecar.__file__).parents[1])
+    with Exporter("cuda") as watcher:
+        before = watcher.free_bytes()
+        command = [sys.executable, "-c", CONTEXT]
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "open\n"
+            used = before - watcher.free_bytes()
+            process.communicate("\n")
+    print(f"a context takes {used / MIB:.0f} MiB")
+    assert used < 400 * MIB

@@ -1,0 +1,323 @@
+"""A worker resolves every future it gives out, whatever the stream does. Steps are ordered by events, never by time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsidecar.device.base import PITCHED_COPY, CopyPlan, CopyStream
+from kvsidecar.device.host import HostDevice
+from kvsidecar.device.worker import CopyResult, CopyWorker
+from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.types import Direction
+
+TIMEOUT = 30.0
+POOL = 1 << 20
+
+
+def plan(nbytes: int) -> CopyPlan:
+    return CopyPlan(np.zeros(0, dtype=PITCHED_COPY), nbytes)
+
+
+class Script(HostDevice):
+    """A device with a stream that does what the test says; a plan is known by its ``nbytes``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issue_errors: dict[int, BaseException] = {}
+        self.wait_errors: dict[int, BaseException] = {}
+        self.open_error: BaseException | None = None
+        self.close_error: BaseException | None = None
+        self.gates: dict[int, threading.Event] = {}
+        """A wait for this plan does not return before its gate is set."""
+        self.waiting: dict[int, threading.Event] = {}
+        self.calls: list[str] = []
+        self.threads: set[int] = set()
+
+    def hold(self, nbytes: int) -> None:
+        self.gates[nbytes], self.waiting[nbytes] = threading.Event(), threading.Event()
+
+    def open_stream(self, direction: Direction) -> CopyStream:
+        self.threads.add(threading.get_ident())
+        if self.open_error is not None:
+            raise self.open_error
+        return ScriptedStream(self)
+
+
+class ScriptedStream:
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._issued = 0
+
+    def issue(self, plan: CopyPlan, pool_address: int) -> None:
+        assert pool_address == POOL
+        self._script.threads.add(threading.get_ident())
+        self._script.calls.append(f"issue {plan.nbytes}")
+        self._issued = plan.nbytes
+        if plan.nbytes in self._script.issue_errors:
+            raise self._script.issue_errors[plan.nbytes]
+
+    def wait(self) -> None:
+        if self._issued in self._script.gates:
+            self._script.waiting[self._issued].set()
+            assert self._script.gates[self._issued].wait(TIMEOUT)
+        self._script.calls.append(f"wait {self._issued}")
+        if self._issued in self._script.wait_errors:
+            raise self._script.wait_errors[self._issued]
+
+    def close(self) -> None:
+        self._script.threads.add(threading.get_ident())
+        self._script.calls.append("close")
+        if self._script.close_error is not None:
+            raise self._script.close_error
+
+
+class Failures:
+    """What `on_failure` was told."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        self.told = threading.Event()
+
+    def __call__(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self.told.set()
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def failures() -> Failures:
+    return Failures()
+
+
+@pytest.fixture
+def worker(script: Script, failures: Failures) -> Iterator[CopyWorker]:
+    worker = CopyWorker(script, Direction.STORE, POOL, on_failure=failures)
+    yield worker
+    for gate in script.gates.values():
+        gate.set()
+    assert worker.close(TIMEOUT)
+
+
+def outcome_known(future: Future[CopyResult]) -> bool:
+    error = future.exception(TIMEOUT)
+    assert isinstance(error, CopyFailed)
+    return error.outcome_known
+
+
+def test_plans_run_one_at_a_time_in_order(script: Script, worker: CopyWorker, failures: Failures) -> None:
+    script.hold(1)
+    first = worker.submit(plan(1))
+    assert script.waiting[1].wait(TIMEOUT)
+    others = [worker.submit(plan(n)) for n in (2, 3)]
+    assert (worker.running, worker.queued, worker.alive) == (True, 2, True)
+    age = worker.oldest_inflight_seconds()
+    assert worker.oldest_inflight_seconds() > age > 0
+    assert script.calls == ["issue 1"]
+    script.gates[1].set()
+    results = [future.result(TIMEOUT) for future in (first, *others)]
+    assert [result.nbytes for result in results] == [1, 2, 3]
+    assert results[1].queue_seconds > results[0].queue_seconds >= 0
+    assert all(result.copy_seconds > 0 for result in results)
+    assert (worker.running, worker.queued, worker.oldest_inflight_seconds()) == (False, 0, 0.0)
+    assert worker.close(TIMEOUT)
+    assert script.calls == ["issue 1", "wait 1", "issue 2", "wait 2", "issue 3", "wait 3", "close"]
+    assert len(script.threads) == 1  # opened, used and closed by one thread, which is not this one
+    assert threading.get_ident() not in script.threads
+    assert (failures.errors, worker.failure, worker.alive) == ([], None, False)
+
+
+def test_the_thread_has_a_name(script: Script, worker: CopyWorker) -> None:
+    script.hold(1)
+    worker.submit(plan(1))
+    assert script.waiting[1].wait(TIMEOUT)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert "store-host" in names
+    assert "store-host" in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("at", ["issue", "wait"])
+def test_a_failed_copy_reaches_its_future_and_the_next_goes_on(
+    script: Script, worker: CopyWorker, failures: Failures, at: str, known: bool
+) -> None:
+    errors = script.issue_errors if at == "issue" else script.wait_errors
+    errors[1] = CopyFailed("refused", outcome_known=known)
+    bad, good = worker.submit(plan(1)), worker.submit(plan(2))
+    assert outcome_known(bad) is known
+    assert good.result(TIMEOUT).nbytes == 2
+    assert worker.alive
+    assert failures.errors == []
+
+
+@pytest.mark.parametrize("at", ["issue", "wait"])
+def test_a_lost_device_fails_all_and_takes_no_more(
+    script: Script, worker: CopyWorker, failures: Failures, at: str
+) -> None:
+    script.hold(1)
+    (script.issue_errors if at == "issue" else script.wait_errors)[2] = DeviceLost("ECC")
+    held = worker.submit(plan(1))
+    assert script.waiting[1].wait(TIMEOUT)
+    futures = [worker.submit(plan(n)) for n in (2, 3, 4)]
+    script.gates[1].set()
+    assert held.result(TIMEOUT).nbytes == 1
+    for future in futures:
+        with pytest.raises(DeviceLost, match="ECC"):
+            future.result(TIMEOUT)
+    assert failures.told.wait(TIMEOUT)
+    assert len(failures.errors) == 1
+    assert worker.failure is failures.errors[0]
+    assert (worker.alive, worker.running, worker.queued) == (False, False, 0)
+    with pytest.raises(DeviceLost, match="ECC"):
+        worker.submit(plan(5))
+    assert "issue 3" not in script.calls
+
+
+@pytest.mark.parametrize("at", ["issue", "wait"])
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
+def test_an_unexpected_error_is_heard_by_all(
+    script: Script, worker: CopyWorker, failures: Failures, at: str, error: BaseException
+) -> None:
+    script.hold(1)
+    (script.issue_errors if at == "issue" else script.wait_errors)[2] = error
+    held = worker.submit(plan(1))
+    assert script.waiting[1].wait(TIMEOUT)
+    current, queued = worker.submit(plan(2)), worker.submit(plan(3))
+    script.gates[1].set()
+    assert held.result(TIMEOUT).nbytes == 1
+    assert outcome_known(current) is False  # some of it may still be moving: its slots must not be used again
+    assert outcome_known(queued) is True  # never started
+    reason = current.exception()
+    assert reason is not None
+    assert reason.__cause__ is error
+    assert failures.told.wait(TIMEOUT)
+    assert failures.errors == [error]
+    assert (worker.alive, worker.failure) == (False, error)
+    with pytest.raises(CopyFailed, match=type(error).__name__) as refusal:
+        worker.submit(plan(4))
+    assert refusal.value.outcome_known
+
+
+def test_futures_are_resolved_before_the_owner_is_told(script: Script) -> None:
+    queued: list[Future[CopyResult]] = []
+    resolved: list[bool] = []
+    told = threading.Event()
+
+    def on_failure(error: BaseException) -> None:
+        resolved.extend(future.done() for future in queued)
+        told.set()
+
+    worker = CopyWorker(script, Direction.LOAD, POOL, on_failure=on_failure)
+    script.hold(1)
+    script.wait_errors[1] = RuntimeError()
+    queued += [worker.submit(plan(1)), worker.submit(plan(2))]
+    script.gates[1].set()
+    assert told.wait(TIMEOUT)
+    assert resolved == [True, True]
+
+
+def test_a_stream_that_does_not_open(script: Script) -> None:
+    script.open_error = DeviceLost("no stream")
+    with pytest.raises(DeviceLost, match="no stream"):
+        CopyWorker(script, Direction.STORE, POOL)
+
+
+def test_a_cancelled_copy_never_starts_and_a_running_one_is_not_cancelled(script: Script, worker: CopyWorker) -> None:
+    script.hold(1)
+    running = worker.submit(plan(1))
+    assert script.waiting[1].wait(TIMEOUT)
+    queued, last = worker.submit(plan(2)), worker.submit(plan(3))
+    assert queued.cancel()
+    assert not running.cancel()
+    script.gates[1].set()
+    assert running.result(TIMEOUT).nbytes == 1
+    assert last.result(TIMEOUT).nbytes == 3
+    with pytest.raises(CancelledError):
+        queued.result(TIMEOUT)
+    assert "issue 2" not in script.calls
+
+
+def test_a_cancelled_copy_does_not_break_the_end_of_a_lost_device(
+    script: Script, worker: CopyWorker, failures: Failures
+) -> None:
+    script.hold(1)
+    script.wait_errors[1] = DeviceLost("gone")
+    running = worker.submit(plan(1))
+    assert script.waiting[1].wait(TIMEOUT)
+    cancelled, queued = worker.submit(plan(2)), worker.submit(plan(3))
+    cancelled.cancel()
+    script.gates[1].set()
+    for future in (running, queued):
+        assert isinstance(future.exception(TIMEOUT), DeviceLost)
+    assert failures.told.wait(TIMEOUT)
+
+
+def test_close_finishes_what_is_queued(script: Script, worker: CopyWorker) -> None:
+    script.hold(1)
+    futures = [worker.submit(plan(n)) for n in (1, 2, 3)]
+    assert script.waiting[1].wait(TIMEOUT)
+    closed: list[bool] = []
+    closing = threading.Thread(target=lambda: closed.append(worker.close(TIMEOUT)))
+    closing.start()
+    script.gates[1].set()
+    closing.join(TIMEOUT)
+    assert closed == [True]
+    assert [future.result(0).nbytes for future in futures] == [1, 2, 3]
+    assert script.calls[-1] == "close"
+    with pytest.raises(CopyFailed, match="closed") as refusal:
+        worker.submit(plan(4))
+    assert refusal.value.outcome_known
+    assert worker.close(0)
+
+
+def test_close_does_not_wait_for_ever_and_leaves_no_future_open(script: Script, worker: CopyWorker) -> None:
+    script.hold(1)
+    running = worker.submit(plan(1))
+    assert script.waiting[1].wait(TIMEOUT)
+    queued = worker.submit(plan(2))
+    assert not worker.close(0.01)
+    assert outcome_known(running) is False
+    assert outcome_known(queued) is True
+    script.gates[1].set()  # the driver answers after all: the thread ends in order, and says nothing wrong
+    assert worker.close(TIMEOUT)
+    assert script.calls == ["issue 1", "wait 1", "close"]
+    assert worker.failure is None
+
+
+def test_a_stream_that_does_not_close_is_heard(script: Script, worker: CopyWorker, failures: Failures) -> None:
+    script.close_error = RuntimeError("close")
+    assert worker.close(TIMEOUT)
+    assert failures.errors == [script.close_error]
+
+
+def test_nothing_is_lost_between_submit_and_close(script: Script, worker: CopyWorker) -> None:
+    """Submitters race with close: each submit either raises or gives a future that ends."""
+    futures: list[Future[CopyResult]] = []
+    ready = threading.Barrier(5)
+
+    def submit() -> None:
+        ready.wait(TIMEOUT)
+        for number in range(200):
+            try:
+                futures.append(worker.submit(plan(number)))
+            except CopyFailed:
+                return
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    ready.wait(TIMEOUT)
+    assert worker.close(TIMEOUT)
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert all(future.done() for future in futures)
+    assert all(future.exception() is None for future in futures)

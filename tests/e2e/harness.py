@@ -1,0 +1,213 @@
+"""Real daemons and real engine processes for the tests: no mocks, no fixed ports, no sleeps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Namespace, Outcome, Region, State
+
+SECONDS = 30.0
+"""Nothing here takes this long; a test that waits for it has failed."""
+
+NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
+LAYERS, ROW_BYTES, NUM_BLOCKS = 3, 4096, 8
+SHARD_BYTES = LAYERS * ROW_BYTES
+
+
+def hashes(*names: object) -> list[bytes]:
+    return [hashlib.sha256(repr(name).encode()).digest() for name in names]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
+    return {**clean, **extra}
+
+
+class DaemonProcess:
+    """``kvsidecar serve`` as a process of its own, on the host device.
+
+    Args:
+        directory: for the sockets.
+        flags: of serve.
+        variables: environment variables.
+    """
+
+    def __init__(self, directory: Path, *flags: str, **variables: str) -> None:
+        self.socket = str(directory / "kvs.sock")
+        command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", self.socket]
+        command += ["--http-port", "0", "--log-format", "json", "--log-level", "debug", *flags]
+        if "--pool-size" not in flags:
+            command += ["--pool-size", "1MiB"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(**variables))
+        self.log: list[dict[str, Any]] = []
+        self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.http = self.wait_log("listening")["http"]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                self._news.put(json.loads(line))
+            except ValueError:
+                self._news.put({"event": "stderr", "text": line})
+        self._news.put(None)
+
+    def wait_log(self, event: str) -> dict[str, Any]:
+        """The next log line with this event that was not waited for before."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            line = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            assert line is not None, f"the daemon ended without {event!r}; it said {self.log}"
+            self.log.append(line)
+            if line["event"] == event:
+                return line
+
+    def wait_ready(self) -> DaemonProcess:
+        self.wait_log("ready")
+        return self
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status code and body (JSON where it is)."""
+        try:
+            with urllib.request.urlopen(self.http + path, timeout=SECONDS) as reply:
+                code, text = reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            code, text = error.code, error.read().decode()
+        return code, text if path == "/metrics" else json.loads(text)
+
+    def metric(self, name: str) -> float:
+        """A series by its full text, such as ``kvsidecar_refusals_total{reason="pool_full"}``."""
+        for line in self.get("/metrics")[1].splitlines():
+            if line.startswith(name + " "):
+                return float(line.rpartition(" ")[2])
+        raise AssertionError(f"{name} is not exported")
+
+    def client(self, **options: Any) -> Client:
+        return Client(self.socket, timeout=SECONDS, **options)
+
+    def terminate(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(SECONDS)
+
+    def __enter__(self) -> DaemonProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        if error is not None:
+            while not self._news.empty():
+                self.log.append(self._news.get() or {})
+            print("daemon log:", *self.log, sep="\n  ")
+
+
+def layout(
+    shard: int = 0,
+    num_shards: int = 1,
+    *,
+    group: int = 0,
+    layers: int = LAYERS,
+    row_bytes: int = ROW_BYTES,
+    num_blocks: int = NUM_BLOCKS,
+) -> GroupLayout:
+    """Layer-stacked in one allocation."""
+    region = Region(0, 0, num_blocks * row_bytes, row_bytes, row_bytes, layers)
+    return GroupLayout(group, num_blocks, shard, num_shards, (region,))
+
+
+class Rank:
+    """One attached rank with its own host buffer of shape ``[layers, num_blocks, row_bytes]``."""
+
+    def __init__(
+        self,
+        daemon: DaemonProcess,
+        *,
+        namespace: Namespace = NAMESPACE,
+        instance: str = "test",
+        rank: int = 0,
+        world_size: int = 1,
+        groups: GroupLayout | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self.layout = groups or layout()
+        (region,) = self.layout.regions
+        shape = (region.num_rows, self.layout.num_blocks, region.row_bytes)
+        self.buffer = HostBuffer(shape[0] * shape[1] * shape[2])
+        self.kv: npt.NDArray[np.uint8] = np.frombuffer(self.buffer.memory, np.uint8).reshape(shape)
+        self.client = daemon.client(name=f"{instance} rank {rank}")
+        self.client.attach(
+            instance=instance,
+            namespace=namespace,
+            buffers=self.buffer.kv_buffers(),
+            groups=[self.layout],
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def fill(self, block_id: int, content: object) -> None:
+        self.kv[:, block_id] = self.pattern(content)
+
+    def pattern(self, content: object) -> npt.NDArray[np.uint8]:
+        seed = int.from_bytes(hashes(content)[0][:8], "little")
+        layers, _, row_bytes = self.kv.shape
+        return np.random.default_rng(seed).integers(0, 256, (layers, row_bytes), np.uint8)
+
+    def holds(self, block_id: int, content: object) -> bool:
+        return np.array_equal(self.kv[:, block_id], self.pattern(content))
+
+    def store(self, *names: object, at: list[int] | None = None) -> JobDone:
+        """Fill blocks with the contents of these names and store them."""
+        ids = at or list(range(len(names)))
+        for block_id, name in zip(ids, names, strict=True):
+            self.fill(block_id, name)
+        return self.finish(self.client.store([Blocks(self.layout.group, hashes(*names), ids)]))
+
+    def load(self, *names: object, at: list[int], lease: int | None = None) -> JobDone:
+        return self.finish(self.client.load([Blocks(self.layout.group, hashes(*names), at)], lease=lease))
+
+    def hits(self, *names: object) -> int:
+        return self.client.lookup(self.namespace, {self.layout.group: hashes(*names)}).groups[self.layout.group].hits
+
+    def finish(self, job: int) -> JobDone:
+        done = self.client.wait([job], SECONDS)
+        assert job in done, f"job {job} did not end"
+        return done[job]
+
+    def close(self) -> None:
+        self.client.close()
+        del self.kv
+        self.buffer.close()
+
+
+def wait_until_ready(client: Client) -> None:
+    readiness = client.wait_ready(SECONDS)
+    assert readiness.state is State.READY, readiness
+
+
+def done(job: JobDone) -> JobDone:
+    assert job.outcome is Outcome.DONE, job
+    return job

@@ -1,0 +1,195 @@
+"""The whole story of readiness, over real sockets: pinning, ready, failing, draining."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvsidecar.client import LookupMode, Outcome, State
+from tests.e2e.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
+
+SLOW_PIN = "pool.pin_chunk=delay(0.15)"
+CHUNKS = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
+
+
+def grpc_health(daemon: DaemonProcess, service: str = "kvsidecar.v1.Sidecar") -> int:
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        status: int = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=SECONDS).status
+        return status
+
+
+def locked_kib(daemon: DaemonProcess) -> int:
+    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    return int(status.partition("VmLck:")[2].split()[0])
+
+
+def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=SLOW_PIN) as daemon:
+        daemon.wait_log("pinning")
+        rank = Rank(daemon)
+
+        assert rank.client.readiness.state is State.PINNING
+        assert daemon.get("/health") == (200, {"alive": True, "reason": ""})
+        code, ready = daemon.get("/ready")
+        assert code == 503
+        assert ready["state"] == "pinning"
+        assert ready["ready"] is False
+        assert ready["pool_bytes"] == 1 << 20
+        assert ready["reason"] == "the pool is being pinned"
+        assert grpc_health(daemon) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert daemon.metric("kvsidecar_ready") == 0
+
+        lookup = rank.client.lookup(NAMESPACE, {0: hashes("a", "b")}, mode=LookupMode.BITMAP, lease_seconds=5)
+        assert not lookup.ready
+        assert lookup.groups[0].found == (False, False)
+        assert lookup.lease is None
+        declined = rank.store("a")
+        assert (declined.outcome, declined.reason) == (Outcome.DECLINED, "not_ready")
+        assert daemon.metric('kvsidecar_refusals_total{reason="not_ready"}') == 2
+        assert rank.client.readiness.state is State.PINNING, "all of this took longer than the pin"
+
+        seen = set()
+        with rank.client._changed:
+            while not rank.client.readiness.ready:
+                seen.add(rank.client.readiness.pinned_bytes)
+                assert rank.client._changed.wait(SECONDS)
+        assert len(seen) >= 3, "the attached rank was told of no progress"
+
+        assert daemon.get("/ready")[0] == 200
+        assert grpc_health(daemon) == grpc_health(daemon, "") == health_pb2.HealthCheckResponse.SERVING
+        assert locked_kib(daemon) == 1024
+        done(rank.store("a"))
+        assert rank.hits("a") == 1
+        rank.close()
+
+
+def test_progress_has_bytes_rate_and_an_estimate(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=SLOW_PIN) as daemon:
+        while daemon.wait_log("pinning")["pinned_bytes"] == 0:
+            pass
+        _, ready = daemon.get("/ready")
+        assert 0 < ready["pinned_bytes"] <= ready["pool_bytes"]
+        assert ready["pin_bytes_per_second"] > 0
+        assert ready["eta_seconds"] >= 0
+        assert daemon.metric("kvsidecar_pool_pinned_bytes") > 0
+
+
+def test_a_pin_that_fails_leaves_a_live_daemon_that_says_why_everywhere(short_dir: Path) -> None:
+    failpoint = "pool.pin_chunk@3=raise(no more pages)"
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=failpoint) as daemon:
+        logged = daemon.wait_log("not ready")["reason"]
+        assert "no more pages" in logged
+        assert "chunk 4 of 8" in logged or "chunk 3 of 8" in logged
+
+        assert locked_kib(daemon) == 0, "the chunks before the failed one were not given back"
+        assert daemon.get("/health")[0] == 200
+        code, ready = daemon.get("/ready")
+        assert (code, ready["state"], ready["reason"], ready["pinned_bytes"]) == (503, "failed", logged, 0)
+        assert daemon.get("/status")[1]["readiness"]["reason"] == logged
+        assert daemon.metric('kvsidecar_state{state="failed"}') == 1
+        assert grpc_health(daemon) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+        rank = Rank(daemon)
+        assert rank.client.readiness.state is State.FAILED
+        assert rank.client.readiness.reason == logged
+        assert rank.store("a").reason == "not_ready"
+        assert rank.hits("a") == 0
+        rank.close()
+        assert daemon.terminate() == 0
+
+
+def test_a_pin_that_fails_ends_the_daemon_if_it_was_told_so(short_dir: Path) -> None:
+    failpoint = "pool.pin_chunk@3=raise(no more pages)"
+    flags = (*CHUNKS, "--on-pin-failure", "exit")
+    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=failpoint) as daemon:
+        assert "no more pages" in daemon.wait_log("not ready")["reason"]
+        assert daemon.process.wait(SECONDS) == 1
+
+
+def test_a_pool_over_the_memory_of_the_machine_is_refused_with_both_numbers(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--pool-size", "900GiB") as daemon:
+        reason = daemon.wait_log("not ready")["reason"]
+        assert "900 GiB" in reason
+        assert "--pool-size" in reason
+
+
+def test_sigterm_while_pinning_stops_between_chunks(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=SLOW_PIN) as daemon:
+        daemon.wait_log("pinning")
+        assert daemon.terminate() == 0
+        assert not Path(daemon.socket).exists()
+
+
+def test_a_draining_daemon_takes_no_new_work_and_stays_alive(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    rank.client.drain()
+    assert rank.client.wait_ready(0.0).state in (State.READY, State.DRAINING)
+    refused = rank.store("b")
+    assert (refused.outcome, refused.reason) == (Outcome.DECLINED, "draining")
+    code, ready = daemon.get("/ready")
+    assert (code, ready["state"]) == (503, "draining")
+    assert daemon.get("/health")[0] == 200
+    rank.close()
+    assert daemon.terminate() == 0
+
+
+def test_sigterm_ends_streams_removes_sockets_and_exits_with_0(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    assert daemon.terminate() == 0
+    lost = rank.finish(rank.client.store([]))
+    assert lost.reason == "daemon_lost"
+    assert sorted(path.name for path in Path(daemon.socket).parent.iterdir()) == ["kvs.sock.lock"]
+    rank.close()
+
+
+def test_a_second_daemon_on_the_same_socket_is_refused_and_harms_nothing(daemon: DaemonProcess) -> None:
+    command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", daemon.socket]
+    second = subprocess.run(
+        [*command, "--pool-size", "1MiB", "--http-port", "0"],
+        capture_output=True, text=True, timeout=SECONDS, env=environment(),
+    )  # fmt: skip
+    assert second.returncode == 73
+    assert f"another kvsidecar serves {daemon.socket}" in second.stderr
+    assert "Traceback" not in second.stderr
+    rank = Rank(daemon)
+    wait_until_ready(rank.client)
+    done(rank.store("a"))
+    rank.close()
+
+
+def test_a_killed_daemons_socket_is_taken_over(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as first:
+        first.wait_ready()
+        first.process.kill()
+        first.process.wait()
+        assert Path(first.socket).exists()
+    with DaemonProcess(short_dir) as second:
+        second.wait_ready()
+        rank = Rank(second)
+        done(rank.store("a"))
+        rank.close()
+
+
+@pytest.mark.parametrize("mode", ["0600", "0660"])
+def test_both_sockets_have_the_configured_mode(short_dir: Path, mode: str) -> None:
+    with DaemonProcess(short_dir, "--socket-mode", mode) as daemon:
+        for path in (daemon.socket, daemon.socket + ".attach"):
+            assert f"{Path(path).stat().st_mode & 0o777:04o}" == mode
+
+
+def test_a_file_in_the_sockets_place_is_not_removed(short_dir: Path) -> None:
+    path = short_dir / "kvs.sock"
+    path.write_text("precious")
+    command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", str(path)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
+    assert refused.returncode == 73
+    assert "is no socket" in refused.stderr
+    assert path.read_text() == "precious"

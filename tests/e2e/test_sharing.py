@@ -1,0 +1,349 @@
+"""What engines see of each other's blocks: shards, namespaces, leases, eviction, byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, Region
+from tests.e2e.harness import (
+    NAMESPACE,
+    NUM_BLOCKS,
+    ROW_BYTES,
+    SECONDS,
+    SHARD_BYTES,
+    DaemonProcess,
+    Rank,
+    done,
+    hashes,
+    layout,
+)
+
+
+def test_a_block_of_two_ranks_is_readable_after_the_second_store(daemon: DaemonProcess) -> None:
+    ranks = [Rank(daemon, rank=rank, world_size=2, groups=layout(rank, 2)) for rank in range(2)]
+    done(ranks[0].store("a", "b"))
+    assert ranks[0].hits("a", "b") == 0
+    assert ranks[0].load("a", at=[5]).reason == "not_found"
+    done(ranks[1].store("a"))
+    assert ranks[0].hits("a", "b") == 1
+    for rank in ranks:
+        done(rank.load("a", at=[5]))
+        assert rank.holds(5, "a")
+        rank.close()
+
+
+def test_a_replicated_block_is_readable_after_one_store(daemon: DaemonProcess) -> None:
+    ranks = [Rank(daemon, rank=rank, world_size=2, groups=layout(0, 1)) for rank in range(2)]
+    done(ranks[0].store("a"))
+    assert ranks[1].hits("a") == 1
+    skipped = done(ranks[1].store("a"))
+    assert (skipped.copied_blocks, skipped.skipped_blocks, skipped.nbytes) == (0, 1, 0)
+    done(ranks[1].load("a", at=[3]))
+    assert ranks[1].holds(3, "a")
+    for rank in ranks:
+        rank.close()
+
+
+def test_namespaces_never_see_each_others_blocks(daemon: DaemonProcess) -> None:
+    fields = {"model": "other", "dtype": "fp8", "kv_layout": "BLNHC", "block_size": 32, "tp_size": 2, "pp_size": 2,
+              "hash_algorithm": "xxhash", "extra": "lora"}  # fmt: skip
+    first = Rank(daemon)
+    done(first.store("a"))
+    for field, value in fields.items():
+        other = Rank(daemon, namespace=dataclasses.replace(NAMESPACE, **{field: value}))
+        assert other.hits("a") == 0, field
+        assert other.load("a", at=[0]).reason == "not_found", field
+        other.close()
+    assert first.hits("a") == 1
+    first.close()
+
+
+def test_two_instances_share_blocks_byte_for_byte(daemon: DaemonProcess) -> None:
+    one, two = Rank(daemon, instance="one"), Rank(daemon, instance="two")
+    done(one.store("a", "b", "c", at=[7, 0, 4]))
+    before = two.kv.copy()
+    done(two.load("b", "c", at=[6, 1]))
+    assert two.holds(6, "b")
+    assert two.holds(1, "c")
+    untouched = [block for block in range(NUM_BLOCKS) if block not in (6, 1)]
+    assert np.array_equal(two.kv[:, untouched], before[:, untouched])
+    one.close()
+    two.close()
+
+
+def test_a_lookup_by_prefix_stops_at_the_first_miss_and_a_bitmap_does_not(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a", "c"))
+    names = hashes("a", "b", "c")
+    assert rank.client.lookup(NAMESPACE, {0: names}).groups[0].hits == 1
+    bitmap = rank.client.lookup(NAMESPACE, {0: names}, mode=LookupMode.BITMAP).groups[0]
+    assert (bitmap.hits, bitmap.found) == (2, (True, False, True))
+    assert daemon.metric('kvsidecar_lookup_blocks_total{result="hit"}') == 3
+    assert daemon.metric('kvsidecar_lookup_blocks_total{result="miss"}') == 3
+    rank.close()
+
+
+def capacity(daemon: DaemonProcess) -> int:
+    """How many of the harness's shards fit the pool of 1 MiB."""
+    return (1 << 20) // SHARD_BYTES
+
+
+def fill_pool(rank: Rank, daemon: DaemonProcess, prefix: str) -> None:
+    for number in range(capacity(daemon)):
+        done(rank.store((prefix, number)))
+
+
+def test_a_lease_forbids_eviction_until_it_is_released(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    fill_pool(rank, daemon, "old")
+    names = [("old", number) for number in range(capacity(daemon))]
+    lease = rank.client.lookup(NAMESPACE, {0: hashes(*names)}, lease_seconds=30).lease
+    assert lease is not None
+    full = rank.store("new")
+    assert (full.outcome, full.reason) == (Outcome.DECLINED, "pool_full")
+    assert rank.hits(*names) == len(names), "a declined store evicted something"
+    assert rank.client.release(lease)
+    assert not rank.client.release(lease)
+    done(rank.store("new"))
+    assert daemon.metric("kvsidecar_evicted_blocks_total") >= 1
+    assert daemon.metric('kvsidecar_refusals_total{reason="pool_full"}') == 1
+    rank.close()
+
+
+def test_a_lease_ends_by_time_and_a_load_that_names_it_is_declined(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    lookup = rank.client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=0.05)
+    assert lookup.lease is not None
+    deadline = time.monotonic() + SECONDS
+    while daemon.metric("kvsidecar_leases"):
+        assert time.monotonic() < deadline
+    stale = rank.load("a", at=[1], lease=lookup.lease)
+    assert (stale.outcome, stale.reason) == (Outcome.DECLINED, "stale_lease")
+    assert rank.client.renew(lookup.lease, 1.0) == 0
+    assert daemon.metric('kvsidecar_refusals_total{reason="lease_expired"}') == 1
+    rank.close()
+
+
+def test_a_lease_is_never_longer_than_the_daemon_allows(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--lease-max", "2") as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store("a"))
+        lookup = rank.client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=3600)
+        assert lookup.lease is not None
+        assert lookup.lease_seconds == 2.0
+        assert rank.client.renew(lookup.lease, 3600) == 2.0
+        rank.close()
+
+
+def test_a_lease_ends_with_the_client_that_took_it(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    scheduler = daemon.client()
+    assert scheduler.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=30).lease
+    assert daemon.metric("kvsidecar_leases") == 1
+    scheduler.close()
+    deadline = time.monotonic() + SECONDS
+    while daemon.metric("kvsidecar_leases"):
+        assert time.monotonic() < deadline
+    rank.close()
+
+
+def test_eviction_takes_the_least_recently_used(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    fill_pool(rank, daemon, "old")
+    done(rank.load(("old", 0), at=[0]))
+    done(rank.store("new"))
+    assert rank.hits(("old", 0)) == 1
+    assert rank.hits(("old", 1)) == 0
+    rank.close()
+
+
+def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None:
+    one = Rank(daemon)
+    two = Rank(daemon, namespace=dataclasses.replace(NAMESPACE, model="other"))
+    done(one.store("a", "b"))
+    done(two.store("a"))
+    assert one.client.clear(one.namespace) == 2
+    assert (one.hits("a"), two.hits("a")) == (0, 1)
+    assert two.client.clear() == 1
+    assert daemon.metric("kvsidecar_pool_used_bytes") == 0
+    one.close()
+    two.close()
+
+
+def test_a_rank_whose_geometry_contradicts_the_namespace_is_refused(daemon: DaemonProcess) -> None:
+    first = Rank(daemon)
+    with pytest.raises(AttachRefused, match=str(SHARD_BYTES)):
+        Rank(daemon, groups=layout(row_bytes=2 * ROW_BYTES))
+    with pytest.raises(AttachRefused, match="shards"):
+        Rank(daemon, groups=layout(0, 2))
+    first.close()
+
+
+def test_a_region_outside_its_allocation_is_refused_before_anything_is_mapped(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(ROW_BYTES)
+    client = daemon.client()
+    with pytest.raises(AttachRefused, match=f"has {ROW_BYTES} bytes"):
+        client.attach(instance="x", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout()])
+    client.close()
+    buffer.close()
+    assert daemon.metric("kvsidecar_attached_ranks") == 0
+    assert "kvsidecar_imported_gpu_bytes{" not in daemon.get("/metrics")[1]
+    assert daemon.metric('kvsidecar_refusals_total{reason="register_refused"}') == 1
+
+
+def test_a_claimed_size_beyond_the_allocation_is_refused(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(ROW_BYTES)
+    claimed = dataclasses.replace(buffer.kv_buffers().allocations[0], size=1 << 30)
+    client = daemon.client()
+    with pytest.raises(AttachRefused, match=str(1 << 30)):
+        client.attach(
+            instance="x",
+            namespace=NAMESPACE,
+            buffers=dataclasses.replace(buffer.kv_buffers(), allocations=(claimed,)),
+            groups=[layout()],
+        )
+    client.close()
+    buffer.close()
+
+
+def test_bad_block_ids_decline_the_job_and_nothing_else(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    for ids in ([-1], [NUM_BLOCKS], [2**63 - 1]):
+        declined = rank.finish(rank.client.store([Blocks(0, hashes("a"), ids)]))
+        assert (declined.outcome, declined.reason) == (Outcome.DECLINED, "invalid_request")
+        assert str(ids[0]) in declined.error
+    twice = rank.finish(rank.client.store([Blocks(0, hashes("a", "b"), [1, 1])]))
+    assert "twice" in twice.error
+    unknown = rank.finish(rank.client.store([Blocks(9, hashes("a"), [1])]))
+    assert "group 9" in unknown.error
+    lengths = rank.finish(rank.client.load([Blocks(0, hashes("a"), [1, 2])]))
+    assert "1 hashes but 2 block ids" in lengths.error
+    done(rank.store("a"))
+    rank.close()
+
+
+def test_blocks_of_different_sizes_share_the_pool(daemon: DaemonProcess) -> None:
+    small = Rank(daemon)
+    fill_pool(small, daemon, "small")
+    large = Rank(
+        daemon,
+        namespace=dataclasses.replace(NAMESPACE, model="large"),
+        groups=layout(layers=5, row_bytes=8192, num_blocks=4),
+    )
+    done(large.store("x", "y"))
+    assert large.hits("x", "y") == 2
+    done(large.load("y", at=[3]))
+    assert large.holds(3, "y")
+    small.close()
+    large.close()
+
+
+def test_several_groups_move_in_one_job(daemon: DaemonProcess) -> None:
+    regions = (Region(0, 0, 0, ROW_BYTES, ROW_BYTES, 1), Region(0, 4 * ROW_BYTES, 0, 2048, 2048, 1))
+    groups = [
+        dataclasses.replace(layout(), group=number, num_blocks=4, regions=(region,))
+        for number, region in enumerate(regions)
+    ]
+    buffer = HostBuffer(8 * ROW_BYTES)
+    kv = np.frombuffer(buffer.memory, np.uint8)
+    client = daemon.client()
+    client.attach(instance="hybrid", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=groups)
+    kv[:] = np.random.default_rng(1).integers(0, 256, kv.shape, np.uint8)
+    expected = (kv[:ROW_BYTES].copy(), kv[4 * ROW_BYTES : 4 * ROW_BYTES + 2048].copy())
+    stored = client.store([Blocks(0, hashes("a"), [0]), Blocks(1, hashes("a"), [0])])
+    assert client.wait([stored], SECONDS)[stored].copied_blocks == 2
+    loaded = client.load([Blocks(0, hashes("a"), [3]), Blocks(1, hashes("a"), [2])])
+    assert client.wait([loaded], SECONDS)[loaded].nbytes == ROW_BYTES + 2048
+    assert np.array_equal(kv[3 * ROW_BYTES : 4 * ROW_BYTES], expected[0])
+    assert np.array_equal(kv[4 * ROW_BYTES + 4096 : 4 * ROW_BYTES + 6144], expected[1])
+    client.close()
+
+
+def test_a_killed_engine_is_unmapped_and_its_blocks_stay(daemon: DaemonProcess) -> None:
+    def mapped() -> int:
+        return Path(f"/proc/{daemon.process.pid}/maps").read_text().count("/memfd:kvsidecar-kv")
+
+    script = (
+        "import sys; from tests.e2e import harness; "
+        "d = object.__new__(harness.DaemonProcess); d.socket = sys.argv[1]; "
+        "r = harness.Rank(d); harness.done(r.store('a')); print('stored', flush=True); sys.stdin.read()"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", script, daemon.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "stored\n"
+    assert mapped() == 1
+    killed = time.monotonic()
+    engine.kill()
+    daemon.wait_log("rank detached")
+    assert mapped() == 0
+    assert time.monotonic() - killed < 1.0
+    engine.communicate()
+    rank = Rank(daemon)
+    done(rank.load("a", at=[2]))
+    assert rank.holds(2, "a")
+    rank.close()
+
+
+def test_close_returns_after_the_daemon_has_unmapped_the_memory(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    rank.client.close()
+    assert "/memfd:kvsidecar-kv" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    assert daemon.metric("kvsidecar_attached_ranks") == 0
+
+
+def test_flush_returns_when_the_stores_no_longer_read(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.before_copy=delay(0.3)") as daemon:
+        rank = Rank(daemon.wait_ready())
+        rank.fill(0, "a")
+        job = rank.client.store([Blocks(0, hashes("a"), [0])])
+        assert rank.client.flush([job], timeout=0.01) == {job}
+        assert rank.client.flush([job]) == frozenset()
+        rank.kv[:, 0] = 0
+        done(rank.finish(job))
+        done(rank.load("a", at=[1]))
+        assert rank.holds(1, "a")
+        rank.close()
+
+
+def test_a_store_waits_for_the_event_it_comes_after(daemon: DaemonProcess) -> None:
+    import threading
+
+    class Event:
+        def __init__(self) -> None:
+            self.over = threading.Event()
+
+        def synchronize(self) -> None:
+            assert self.over.wait(SECONDS)
+
+    rank = Rank(daemon)
+    event = Event()
+    job = rank.client.store([Blocks(0, hashes("a"), [0])], after=event)
+    rank.fill(0, "a")  # the kernel that writes the block runs late
+    assert rank.client.poll() == []
+    event.over.set()
+    done(rank.finish(job))
+    done(rank.load("a", at=[1]))
+    assert rank.holds(1, "a")
+    rank.close()
+
+
+def test_a_store_whose_event_fails_ends_as_failed(daemon: DaemonProcess) -> None:
+    class Broken:
+        def synchronize(self) -> None:
+            raise RuntimeError("device lost")
+
+    rank = Rank(daemon)
+    failed = rank.finish(rank.client.store([Blocks(0, hashes("a"), [0])], after=Broken()))
+    assert (failed.outcome, failed.reason, failed.error) == (Outcome.FAILED, "event_failed", "device lost")
+    rank.close()

@@ -1,0 +1,168 @@
+"""Failpoints: off unless asked for, exact about which hit, and deadly when they should be."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import kvsidecar
+from kvsidecar import failpoints
+from kvsidecar.errors import ConfigError, KVSidecarError
+from kvsidecar.failpoints import FailpointError, hit
+
+
+@pytest.fixture(autouse=True)
+def off_afterwards() -> Iterator[None]:
+    yield
+    failpoints.clear()
+
+
+def outcomes(name: str, hits: int) -> list[str]:
+    """What each hit raised, "" for nothing."""
+    seen = []
+    for _ in range(hits):
+        try:
+            hit(name)
+            seen.append("")
+        except FailpointError as error:
+            seen.append(str(error))
+    return seen
+
+
+def test_off_by_default_and_then_nothing_is_counted() -> None:
+    assert outcomes("pool.pin_chunk", 3) == [""] * 3
+    assert failpoints._hits == {}
+
+
+def test_every_hit_raises_without_a_number() -> None:
+    with failpoints.active("pool.pin_chunk=raise(out of memory)"):
+        assert outcomes("pool.pin_chunk", 2) == ["out of memory"] * 2
+        assert outcomes("pool.reserve", 2) == [""] * 2
+    assert outcomes("pool.pin_chunk", 1) == [""]
+
+
+def test_only_the_named_hit_raises_counted_from_0() -> None:
+    with failpoints.active("pool.pin_chunk@2=raise(third);pool.pin_chunk@0=raise(first)"):
+        assert outcomes("pool.pin_chunk", 4) == ["first", "", "third", ""]
+
+
+def test_each_name_counts_for_itself_and_configure_starts_again() -> None:
+    spec = "pool.reserve@1=raise(a);pool.pin_chunk@0=raise(b)"
+    failpoints.configure(spec)
+    assert outcomes("pool.reserve", 2) == ["", "a"]
+    assert outcomes("pool.pin_chunk", 1) == ["b"]
+    failpoints.configure(spec)
+    assert outcomes("pool.reserve", 2) == ["", "a"]
+
+
+def test_a_delay_sleeps_and_rules_apply_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("kvsidecar.failpoints.time.sleep", slept.append)
+    with failpoints.active("pool.reserve=delay(0.05);pool.reserve@1=raise(x);pool.reserve=delay(2)"):
+        assert outcomes("pool.reserve", 3) == ["", "x", ""]
+    assert slept == [0.05, 2, 0.05, 0.05, 2]
+
+
+def test_a_text_may_hold_a_semicolon_and_blanks_do_not_matter() -> None:
+    with failpoints.active(" pool.reserve@0=raise(no; really) ;; pool.pin_chunk=raise() ; "):
+        assert outcomes("pool.reserve", 2) == ["no; really", ""]
+        with pytest.raises(FailpointError):
+            hit("pool.pin_chunk")
+
+
+def test_a_failpoint_error_is_not_one_of_ours() -> None:
+    assert not issubclass(FailpointError, KVSidecarError)
+
+
+def test_of_many_threads_exactly_one_makes_the_named_hit() -> None:
+    together = threading.Barrier(8, timeout=30)
+
+    def work() -> list[str]:
+        together.wait()
+        return outcomes("store.before_copy", 50)
+
+    with failpoints.active("store.before_copy@123=raise(once)"), ThreadPoolExecutor(8) as threads:
+        seen = [text for future in [threads.submit(work) for _ in range(8)] for text in future.result()]
+    assert (seen.count("once"), len(seen)) == (1, 400)
+
+
+def test_a_delay_in_one_thread_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping, go_on = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        sleeping.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr("kvsidecar.failpoints.time.sleep", sleep)
+    with failpoints.active("pool.reserve=delay(1)"):
+        sleeper = threading.Thread(target=hit, args=["pool.reserve"])
+        sleeper.start()
+        assert sleeping.wait(30)
+        hit("pool.pin_chunk")
+        go_on.set()
+        sleeper.join(30)
+    assert not sleeper.is_alive()
+
+
+def test_kill_ends_the_process_at_once() -> None:
+    program = (
+        "import atexit; from kvsidecar import failpoints\n"
+        "atexit.register(print, 'handlers ran')\n"
+        "failpoints.configure_from_environment({'KVSIDECAR_FAILPOINTS': 'store.before_seal@1=kill'})\n"
+        "failpoints.hit('store.before_seal'); print('alive', flush=True); failpoints.hit('store.before_seal')\n"
+        "print('still alive')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "alive\n")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("pool.pin_chunks=kill", "'pool.pin_chunks' is not a failpoint: did you mean pool.pin_chunk?"),
+        ("x=kill", "'x' is not a failpoint: there are pool.reserve, "),
+        ("pool.reserve", "'pool.reserve' is not name=action or name@N=action: actions are"),
+        ("pool.reserve=explode()", "'pool.reserve=explode()' has no known action: actions are raise(text)"),
+        ("pool.reserve=raise", "is not name=action"),
+        ("pool.reserve@x=kill", "is not name=action"),
+        ("pool.reserve@-1=kill", "is not name=action"),
+        ("pool.reserve=delay(soon)", "has no known action"),
+        ("pool.reserve=delay(-1)", "has no known action"),
+        ("pool.reserve=delay(nan)", "has no known action"),
+    ],
+)
+def test_a_wrong_spec_is_refused_and_changes_nothing(spec: str, said: str) -> None:
+    with failpoints.active("pool.reserve@1=raise(kept)"):
+        hit("pool.reserve")
+        with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+            failpoints.configure(f"pool.pin_chunk=kill;{spec}")
+        assert str(raised.value).startswith("KVSIDECAR_FAILPOINTS: ")
+        assert outcomes("pool.reserve", 1) == ["kept"]
+        assert outcomes("pool.pin_chunk", 1) == [""]
+
+
+def test_the_environment_turns_them_on_and_without_the_variable_off() -> None:
+    failpoints.configure_from_environment({"KVSIDECAR_FAILPOINTS": "pool.reserve=raise(x)"})
+    assert outcomes("pool.reserve", 1) == ["x"]
+    failpoints.configure_from_environment({})
+    assert outcomes("pool.reserve", 1) == [""]
+
+
+def test_every_point_in_the_code_is_known() -> None:
+    """A typo in a name would be a point that no test can ever reach."""
+    package = Path(kvsidecar.__file__).parent
+    hits = {
+        name
+        for file in package.rglob("*.py")
+        for name in re.findall(r"failpoints\.hit\(\s*\"([^\"]+)\"", file.read_text())
+    }
+    assert hits - failpoints.KNOWN.keys() == set()
+    assert {"pool.reserve", "pool.prefault_chunk", "pool.pin_chunk"} <= hits
