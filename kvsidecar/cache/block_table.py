@@ -75,7 +75,7 @@ class BlockTable:
 
     def file(self, block: Block) -> None:
         """Make a new block findable."""
-        block.space.blocks[block.hash] = block
+        block.space.blocks.add(block)
         self.num_blocks += 1
 
     def reserve(self, reservation: Reservation, node: int | None) -> None:
@@ -155,7 +155,7 @@ class BlockTable:
 
     def clear(self, space: Space) -> None:
         """Forget all blocks of the space; slots that are in use are freed when they are not any more."""
-        for block in list(space.blocks.values()):
+        for block in space.blocks:
             self._forget(block)
         self._drop_if_unused(space)
 
@@ -189,7 +189,7 @@ class BlockTable:
     def _forget(self, block: Block) -> None:
         """Nothing finds the block from now on. If nobody needs it, its slots are freed now."""
         space = block.space
-        del space.blocks[block.hash]
+        space.blocks.remove(block)
         self.num_blocks -= 1
         if block.readable:
             space.readable -= 1

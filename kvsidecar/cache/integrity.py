@@ -102,7 +102,7 @@ def _pins(cache: BlockCache) -> Counter[Block]:
 
 def _all_blocks(cache: BlockCache, pins: Counter[Block]) -> set[Block]:
     """Findable and detached ones: every block with a slot is the owner of it."""
-    blocks = {block for space in cache._table.spaces.values() for block in space.blocks.values()}
+    blocks = {block for space in cache._table.spaces.values() for block in space.blocks}
     blocks.update(owner for slab in cache._table.slots._slabs for owner in slab.blocks())
     blocks.update(pins)
     return blocks
@@ -149,13 +149,14 @@ def _check_block(block: Block, pins: int, allocator: SlotAllocator[Block]) -> No
 def _check_space(space: Space) -> None:
     assert space.users > 0 or space.blocks, f"the space of group {space.group} should have been dropped"
     assert not space.dropped, f"the space of group {space.group} was dropped and is still there"
-    readable = sum(block.readable for block in space.blocks.values())
+    readable = sum(block.readable for block in space.blocks)
     assert space.readable == readable, f"group {space.group} has {readable} readable blocks, not {space.readable}"
-    for block_hash, block in space.blocks.items():
-        assert block.hash == block_hash, f"block {block.hash.hex()} is filed under {block_hash.hex()}"
+    assert len(space.blocks) == sum(1 for _ in space.blocks), f"the index counts {len(space.blocks)} blocks"
+    for block in space.blocks:
+        assert space.blocks.get(block.hash) is block, f"block {block.hash.hex()} is filed under another hash"
         assert block.space is space, f"block {block.hash.hex()} is of another space"
     candidates = list(space.policy.candidates())
-    evictable = {block for block in space.blocks.values() if block.evictable}
+    evictable = {block for block in space.blocks if block.evictable}
     assert len(candidates) == len(set(candidates)), "the eviction policy has a block twice"
     assert set(candidates) == evictable, f"the policy has {len(candidates)} blocks; {len(evictable)} are evictable"
     used = [block.last_used for block in candidates]

@@ -1,9 +1,9 @@
 """KV caches made of torch tensors -> allocations and regions. Needs torch, which is the engine's anyway.
 
-    exporter = TorchExporter()
-    regions = exporter.regions(layer_tensors)           # [num_blocks, ...] each
-    groups = [GroupLayout(group=0, num_blocks=n, shard=rank, num_shards=tp_size, regions=regions)]
-    client.attach(buffers=exporter.kv_buffers(), groups=groups, ...)
+exporter = TorchExporter()
+regions = exporter.regions(layer_tensors)           # [num_blocks, ...] each
+groups = [GroupLayout(group=0, num_blocks=n, shard=rank, num_shards=tp_size, regions=regions)]
+client.attach(buffers=exporter.kv_buffers(), groups=groups, ...)
 """
 
 from __future__ import annotations

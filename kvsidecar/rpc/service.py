@@ -103,6 +103,9 @@ class Service(pb_grpc.SidecarServicer):
             await stream.run()
         except KVSidecarError as error:
             refused = error
+        except BaseException:
+            stream.cancel()
+            raise
         finally:
             # In a task of its own: this handler is cancelled when the client dies, the end must come nevertheless.
             ending = self._tasks.spawn(self._end(session), name=f"end-session-{session.id:x}")
@@ -241,11 +244,13 @@ class _AttachStream:
         try:
             while (message := await self._context.read()) is not grpc.aio.EOF:
                 self._take(message)
-        except BaseException:
-            self._writer.cancel()
-            raise
         finally:
             stop_listening()
+
+    def cancel(self) -> None:
+        """Nobody reads any more what is owed."""
+        if self._writer is not None:
+            self._writer.cancel()
 
     async def finish(self) -> None:
         """Write what is still owed, then let the stream end."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from device_support import Pool, cuda
 
 from kvsidecar.device.base import Device, Platform
 from kvsidecar.device.platforms import open_platform
+from tests.device.device_support import Pool, cuda
 
 
 @pytest.fixture(scope="session", params=["host", cuda])

@@ -15,8 +15,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from device_support import GUARD, Pool, only_cuda, plan_of
-from exporter import Exporter, pattern
 
 import kvsidecar
 from kvsidecar.device.base import CopyPlan, CudaIpcSource, Device, DeviceMemory, MemfdSource, Platform
@@ -24,6 +22,8 @@ from kvsidecar.device.worker import CopyWorker
 from kvsidecar.errors import CopyFailed, DeviceNotFound, ImportRefused
 from kvsidecar.layout import bind, check_regions, plan_copies
 from kvsidecar.types import Direction, GroupLayout, Region
+from tests.device.device_support import GUARD, Pool, only_cuda, plan_of
+from tests.device.exporter import Exporter, pattern
 
 Result = TypeVar("Result")
 MIB = 1 << 20

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda.bindings import driver
-from device_support import plan_of
 
 from kvsidecar.device import cuda
 from kvsidecar.device.base import PITCHED_COPY, CudaIpcSource
@@ -23,6 +22,7 @@ from kvsidecar.errors import (
     PinFailed,
 )
 from kvsidecar.types import Direction
+from tests.device.device_support import plan_of
 
 OK = driver.CUresult.CUDA_SUCCESS
 INVALID = driver.CUresult.CUDA_ERROR_INVALID_VALUE

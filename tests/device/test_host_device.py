@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from exporter import F_ADD_SEALS, F_SEAL_SHRINK
 
 from kvsidecar.device import host
 from kvsidecar.device.base import MemfdSource
 from kvsidecar.device.host import HostDevice, HostPlatform
 from kvsidecar.errors import ImportRefused, PinFailed
+from tests.device.exporter import F_ADD_SEALS, F_SEAL_SHRINK
 
 F_SEAL_WRITE = 8
 PAGE = mmap.PAGESIZE

@@ -1,0 +1,245 @@
+"""The wire as a client of another make would use it, or misuse it: raw messages against a real daemon."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvsidecar.client import HostBuffer
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from kvsidecar.wire import layout_to_wire, namespace_to_wire
+from tests.e2e.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+
+
+@contextmanager
+def stub(daemon: DaemonProcess) -> Iterator[pb_grpc.SidecarStub]:
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        yield pb_grpc.SidecarStub(channel)
+
+
+@contextmanager
+def hello(daemon: DaemonProcess, message: bytes, fds: list[int]) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(SECONDS)
+        connection.connect(daemon.socket + ".attach")
+        socket.send_fds(connection, [message], fds)
+        yield connection
+
+
+def framed(message: pb.Hello) -> bytes:
+    payload = message.SerializeToString()
+    return struct.pack("<I", len(payload)) + payload
+
+
+def welcome(connection: socket.socket) -> pb.Welcome:
+    (length,) = struct.unpack("<I", connection.recv(4))
+    return pb.Welcome.FromString(connection.recv(length))
+
+
+def register(token: bytes, buffer: HostBuffer, **changes: object) -> pb.Register:
+    message = pb.Register(
+        protocol=PROTOCOL,
+        token=token,
+        instance="raw",
+        namespace=namespace_to_wire(NAMESPACE),
+        rank=0,
+        world_size=1,
+        device="host",
+        allocations=[pb.Allocation(fd_index=0, size=buffer.nbytes)],
+        groups=[layout_to_wire(layout())],
+    )
+    for name, value in changes.items():
+        setattr(message, name, value)
+    return message
+
+
+def refusal(daemon: DaemonProcess, *messages: pb.AttachRequest) -> tuple[grpc.StatusCode, str]:
+    """How the daemon ends an Attach stream of these messages."""
+    with stub(daemon) as sidecar, pytest.raises(grpc.RpcError) as caught:
+        for _ in sidecar.Attach(iter(messages), timeout=SECONDS):
+            pass
+    return caught.value.code(), caught.value.details()
+
+
+def open_fds(daemon: DaemonProcess) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def test_the_first_message_must_register(daemon: DaemonProcess) -> None:
+    code, text = refusal(daemon, pb.AttachRequest(flush=pb.Flush(flush=1)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "register" in text
+    assert refusal(daemon)[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_registration_without_a_live_attach_connection_is_refused(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(1 << 20)
+    code, text = refusal(daemon, pb.AttachRequest(register=register(b"guessed", buffer)))
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+    assert "attach socket" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"protocol": 99}, grpc.StatusCode.FAILED_PRECONDITION, "protocol"),
+        ({"instance": ""}, grpc.StatusCode.INVALID_ARGUMENT, "instance"),
+        ({"rank": 3}, grpc.StatusCode.INVALID_ARGUMENT, "rank 3"),
+        ({"device": "GPU-0"}, grpc.StatusCode.FAILED_PRECONDITION, "GPU-0"),
+    ],
+)
+def test_a_registration_that_makes_no_sense_is_refused_in_words(
+    daemon: DaemonProcess, changes: dict[str, object], code: grpc.StatusCode, text: str
+) -> None:
+    buffer = HostBuffer(1 << 20)
+    with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection:
+        message = register(welcome(connection).token, buffer, **changes)
+        refused = refusal(daemon, pb.AttachRequest(register=message))
+    assert refused[0] is code
+    assert text in refused[1]
+    assert daemon.metric("kvsidecar_attached_ranks") == 0
+
+
+def test_every_missing_namespace_field_is_refused_by_name(daemon: DaemonProcess) -> None:
+    with stub(daemon) as sidecar:
+        for field in pb.Namespace.DESCRIPTOR.fields:
+            if field.name == "extra":
+                continue
+            namespace = namespace_to_wire(NAMESPACE)
+            namespace.ClearField(field.name)  # type: ignore[arg-type]
+            request = pb.LookupRequest(namespace=namespace, mode=pb.LookupRequest.MODE_PREFIX)
+            with pytest.raises(grpc.RpcError) as caught:
+                sidecar.Lookup(request, timeout=SECONDS)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert field.name in caught.value.details()
+
+
+def test_a_memfd_that_could_be_truncated_is_refused(daemon: DaemonProcess) -> None:
+    fd = os.memfd_create("unsealed")
+    os.ftruncate(fd, 1 << 20)
+    with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [fd]) as connection:
+        message = pb.AttachRequest(register=register(welcome(connection).token, HostBuffer(1 << 20)))
+        code, text = refusal(daemon, message)
+    os.close(fd)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "F_SEAL_SHRINK" in text
+
+
+def test_a_lookup_stream_answers_in_order(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a", "b"))
+    requests = [
+        pb.LookupRequest(
+            namespace=namespace_to_wire(NAMESPACE),
+            mode=pb.LookupRequest.MODE_PREFIX,
+            groups=[pb.LookupGroup(group=0, hashes=b"".join(hashes(*names)))],
+        )
+        for names in (("a",), ("a", "b"), ("c",))
+    ]
+    with stub(daemon) as sidecar:
+        replies = list(sidecar.LookupStream(iter(requests), timeout=SECONDS))
+    assert [reply.groups[0].hits for reply in replies] == [1, 2, 0]
+    rank.close()
+
+
+def test_hashes_of_another_width_and_unknown_modes_are_refused(daemon: DaemonProcess) -> None:
+    namespace = namespace_to_wire(NAMESPACE)
+    group = pb.LookupGroup(group=0, hashes=b"x" * 33)
+    with stub(daemon) as sidecar:
+        for request, text in (
+            (pb.LookupRequest(namespace=namespace, mode=pb.LookupRequest.MODE_PREFIX, groups=[group]), "width 32"),
+            (pb.LookupRequest(namespace=namespace), "MODE_PREFIX"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                sidecar.Lookup(request, timeout=SECONDS)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert text in caught.value.details()
+
+
+def test_clear_must_say_what(daemon: DaemonProcess) -> None:
+    with stub(daemon) as sidecar, pytest.raises(grpc.RpcError) as caught:
+        sidecar.Clear(pb.ClearRequest(), timeout=SECONDS)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_job_number_in_use_ends_the_stream_and_no_block_is_lost(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.before_copy=delay(0.2)") as daemon:
+        daemon.wait_ready()
+        buffer = HostBuffer(1 << 20)
+        with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection:
+            first = pb.AttachRequest(register=register(welcome(connection).token, buffer))
+            store = pb.Store(job=7, blocks=[pb.Blocks(group=0, hashes=hashes("a")[0], block_ids=[0])])
+            job = pb.AttachRequest(store=store)
+            code, text = refusal(daemon, first, job, job)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "job 7" in text
+        rank = Rank(daemon)
+        assert rank.hits("a") == 1, "the store that had begun was not finished"
+        rank.close()
+
+
+def test_reflection_lists_the_service(daemon: DaemonProcess) -> None:
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (reply,) = reflection.ServerReflectionInfo(iter([request]), timeout=SECONDS)
+    assert "kvsidecar.v1.Sidecar" in [service.name for service in reply.list_services_response.service]
+
+
+def test_an_attach_client_of_another_protocol_is_told_both_numbers(daemon: DaemonProcess) -> None:
+    with hello(daemon, framed(pb.Hello(protocol=PROTOCOL + 1)), []) as connection:
+        error = welcome(connection).error
+    assert f"protocol {PROTOCOL}" in error
+    assert str(PROTOCOL + 1) in error
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xff\xff\xff\xff",
+        struct.pack("<I", 3) + b"\xff\xff\xff",
+        b"GET / HTTP/1.1\r\n\r\n",
+        framed(pb.Hello(protocol=PROTOCOL, num_fds=9)),
+    ],
+    ids=["silent close", "huge length", "no protobuf", "http", "fds announced but not sent"],
+)
+def test_garbage_on_the_attach_socket_costs_nothing(daemon: DaemonProcess, message: bytes) -> None:
+    buffer = HostBuffer(4096)
+    daemon.get("/health")
+    before = open_fds(daemon)
+    with hello(daemon, message or b"\0", [buffer.fd]) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):  # what it had not read when it closed
+            assert connection.recv(100) == b""
+    deadline = time.monotonic() + SECONDS
+    while open_fds(daemon) > before:
+        assert time.monotonic() < deadline, "a descriptor leaked"
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    rank.close()
+
+
+def test_descriptors_are_closed_with_their_client(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    rank.close()
+    daemon.get("/health")
+    before = open_fds(daemon)
+    for _ in range(3):
+        again = Rank(daemon)
+        done(again.store("a"))
+        again.close()
+    deadline = time.monotonic() + SECONDS
+    while open_fds(daemon) > before:
+        assert time.monotonic() < deadline, "a descriptor leaked"

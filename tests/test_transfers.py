@@ -1,0 +1,264 @@
+"""What a job does to the cache when its copy succeeds, fails, or leaves nobody knowing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvsidecar import failpoints
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.device.base import CopyPlan, DeviceMemory
+from kvsidecar.device.hub import DeviceHub
+from kvsidecar.device.worker import CopyResult
+from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.instances import Peer, Registration, Session, SessionGroup
+from kvsidecar.layout import bind
+from kvsidecar.metrics import Metrics
+from kvsidecar.readiness import Readiness
+from kvsidecar.tasks import TaskSet
+from kvsidecar.transfers import GroupBlocks, JobResult, Transfers
+from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region
+
+NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
+SLOT = 4096
+SLOTS = 4
+
+
+@dataclass
+class Worker:
+    """Takes plans and ends them when the test says so."""
+
+    plans: list[CopyPlan] = field(default_factory=list)
+    futures: list[Future[CopyResult]] = field(default_factory=list)
+    refuse: Exception | None = None
+
+    def submit(self, plan: CopyPlan) -> Future[CopyResult]:
+        if self.refuse:
+            raise self.refuse
+        self.plans.append(plan)
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def end(self) -> None:
+        self.futures[-1].set_result(CopyResult(self.plans[-1].nbytes, 0.001, 0.0))
+
+
+class Hub(DeviceHub):
+    def __init__(self) -> None:
+        self.by_direction = {direction: Worker() for direction in Direction}
+
+    async def worker(self, uuid: str, direction: Direction) -> Worker:  # type: ignore[override]
+        return self.by_direction[direction]
+
+
+class Fake:
+    uuid = "host"
+    numa_node = None
+
+
+class World:
+    """A cache of four slots, one session with one group, and workers in the test's hands."""
+
+    def __init__(self) -> None:
+        self.cache = BlockCache(SlotAllocator(SLOTS * SLOT, SLOTS * SLOT))
+        self.hub = Hub()
+        self.metrics = Metrics("host")
+        self.readiness = Readiness(SLOTS * SLOT)
+        self.readiness.pinning()
+        self.readiness.become_ready()
+        self.transfers = Transfers(
+            self.cache, self.hub, self.readiness, self.metrics, lambda: 0.0, slab_bytes=SLOTS * SLOT
+        )
+        self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
+        layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
+        registration = Registration(b"t", "i", NAMESPACE, 0, 1, "host", (), (layout,))
+        self.session = Session(
+            1, Peer(b"t", 1, 0, 0, "", ()), registration, Fake(), (DeviceMemory(0x10000, 8 * SLOT, b"k"),),
+            {0: SessionGroup(layout, bind(layout, [0x10000]), self.space)}, 0.0, TaskSet(lambda *_: None),
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def job(self, direction: Direction, *names: str, at: list[int] | None = None) -> asyncio.Task[JobResult]:
+        hashes = [hashlib.sha256(name.encode()).digest() for name in names]
+        parts = [GroupBlocks(0, hashes, np.array(at or range(len(names)), np.int64))]
+        if direction is Direction.STORE:
+            return asyncio.create_task(self.transfers.store(self.session, parts))
+        return asyncio.create_task(self.transfers.load(self.session, parts, None))
+
+    async def started(self, direction: Direction, count: int = 1) -> Worker:
+        worker = self.hub.by_direction[direction]
+        for _ in range(20):
+            if len(worker.futures) >= count:
+                return worker
+            await asyncio.sleep(0)
+        raise AssertionError("the copy was not submitted")
+
+    def readable(self, *names: str) -> list[bool]:
+        hashes = [hashlib.sha256(name.encode()).digest() for name in names]
+        return self.cache.lookup(self.space, hashes, LookupMode.BITMAP)
+
+    async def stored(self, *names: str) -> None:
+        job = self.job(Direction.STORE, *names)
+        (await self.started(Direction.STORE, len(self.hub.by_direction[Direction.STORE].futures) + 1)).end()
+        assert (await job).outcome is Outcome.DONE
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.cache.check_integrity()
+
+
+async def test_a_block_is_readable_only_after_its_copy_is_over(world: World) -> None:
+    job = world.job(Direction.STORE, "a")
+    worker = await world.started(Direction.STORE)
+    assert world.readable("a") == [False]
+    worker.end()
+    result = await job
+    assert (result.outcome, result.copied_blocks, result.nbytes) == (Outcome.DONE, 1, SLOT)
+    assert world.readable("a") == [True]
+
+
+async def test_a_store_of_what_is_there_copies_nothing_and_of_the_rest_only_the_rest(world: World) -> None:
+    await world.stored("a")
+    again = await world.job(Direction.STORE, "a")
+    assert (again.outcome, again.copied_blocks, again.skipped_blocks, again.nbytes) == (Outcome.DONE, 0, 1, 0)
+    job = world.job(Direction.STORE, "a", "b", at=[6, 7])
+    worker = await world.started(Direction.STORE, 2)
+    assert worker.plans[-1].nbytes == SLOT
+    assert worker.plans[-1].copies["device_address"].tolist() == [0x10000 + 7 * SLOT]
+    worker.end()
+    assert (await job).skipped_blocks == 1
+
+
+async def test_a_failed_store_of_known_outcome_gives_its_slot_back(world: World) -> None:
+    job = world.job(Direction.STORE, "a")
+    worker = await world.started(Direction.STORE)
+    worker.futures[-1].set_exception(CopyFailed("refused", outcome_known=True))
+    result = await job
+    assert (result.outcome, result.reason, result.error) == (Outcome.FAILED, Refusal.COPY_FAILED, "refused")
+    assert world.cache.stats().free_bytes == SLOTS * SLOT
+    assert world.readable("a") == [False]
+
+
+@pytest.mark.parametrize("error", [CopyFailed("?", outcome_known=False), DeviceLost("gone"), RuntimeError("what")])
+async def test_a_store_of_unknown_outcome_never_gives_its_slot_back(world: World, error: Exception) -> None:
+    job = world.job(Direction.STORE, "a")
+    worker = await world.started(Direction.STORE)
+    worker.futures[-1].set_exception(error)
+    await asyncio.wait([job])
+    if isinstance(error, RuntimeError):
+        assert job.exception() is error
+    else:
+        assert (await job).outcome is Outcome.FAILED
+    assert world.cache.stats().quarantined_bytes == SLOT
+    await world.stored("b", "c", "d")
+    assert (await world.job(Direction.STORE, "e", "f", "g", "h")).reason is Refusal.POOL_FULL
+
+
+async def test_a_cancelled_store_is_of_unknown_outcome(world: World) -> None:
+    job = world.job(Direction.STORE, "a")
+    worker = await world.started(Direction.STORE)
+    worker.futures[-1].set_running_or_notify_cancel()
+    job.cancel()
+    await asyncio.wait([job])
+    assert world.cache.stats().quarantined_bytes == SLOT
+
+
+async def test_a_worker_that_takes_no_copy_leaves_no_reservation(world: World) -> None:
+    world.hub.by_direction[Direction.STORE].refuse = DeviceLost("gone")
+    result = await world.job(Direction.STORE, "a")
+    assert (result.outcome, result.reason) == (Outcome.FAILED, Refusal.DEVICE_LOST)
+    assert world.cache.stats().free_bytes == SLOTS * SLOT
+
+
+async def test_blocks_that_are_being_loaded_are_not_evicted(world: World) -> None:
+    await world.stored("a", "b", "c", "d")
+    load = world.job(Direction.LOAD, "a", "b", "c", "d")
+    worker = await world.started(Direction.LOAD)
+    assert (await world.job(Direction.STORE, "e")).reason is Refusal.POOL_FULL
+    worker.end()
+    assert (await load).copied_blocks == 4
+    await world.stored("e")
+
+
+async def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever(world: World) -> None:
+    await world.stored("a")
+    load = world.job(Direction.LOAD, "a")
+    worker = await world.started(Direction.LOAD)
+    worker.futures[-1].set_exception(CopyFailed("?", outcome_known=False))
+    assert (await load).outcome is Outcome.FAILED
+    await world.stored("b", "c", "d")
+    await world.stored("e", "f", "g")
+    assert world.readable("a") == [True]
+
+
+async def test_a_load_of_known_outcome_lets_its_blocks_go(world: World) -> None:
+    await world.stored("a")
+    load = world.job(Direction.LOAD, "a")
+    worker = await world.started(Direction.LOAD)
+    worker.futures[-1].set_exception(CopyFailed("refused", outcome_known=True))
+    await load
+    await world.stored("b", "c", "d", "e")
+    assert world.readable("a") == [False]
+
+
+async def test_a_load_of_what_is_not_there_copies_nothing(world: World) -> None:
+    await world.stored("a")
+    result = await world.job(Direction.LOAD, "a", "b")
+    assert (result.outcome, result.reason) == (Outcome.DECLINED, Refusal.NOT_FOUND)
+    assert world.hub.by_direction[Direction.LOAD].plans == []
+
+
+async def test_work_is_declined_unless_ready_and_each_refusal_is_counted(world: World) -> None:
+    world.readiness.drain("bye")
+    for direction in Direction:
+        result = await world.job(direction, "a")
+        assert (result.outcome, result.reason) == (Outcome.DECLINED, Refusal.DRAINING)
+    assert world.metrics.refusal_counts() == {"draining": 2}
+    assert world.metrics.value("kvsidecar_jobs_total", direction="load", outcome="declined") == 1
+
+
+async def test_the_age_of_the_oldest_job_is_known_while_it_runs(world: World) -> None:
+    now = 0.0
+    world.transfers._clock = lambda: now
+    job = world.job(Direction.STORE, "a")
+    worker = await world.started(Direction.STORE)
+    now = 7.0
+    assert world.transfers.oldest_seconds(Direction.STORE) == 7.0
+    assert world.transfers.oldest_seconds(Direction.LOAD) == 0.0
+    worker.end()
+    await job
+    assert world.transfers.oldest_seconds(Direction.STORE) == 0.0
+
+
+@pytest.mark.parametrize("point", ["store.after_reserve", "store.before_copy"])
+async def test_a_fault_before_the_copy_gives_everything_back(world: World, point: str) -> None:
+    with failpoints.active(f"{point}=raise(planted)"):
+        result = await world.job(Direction.STORE, "a")
+    assert result.outcome is Outcome.FAILED
+    assert world.cache.stats().free_bytes == SLOTS * SLOT
+
+
+async def test_a_fault_between_copy_and_seal_leaves_nothing_readable(world: World) -> None:
+    with failpoints.active("store.before_seal=raise(planted)"):
+        job = world.job(Direction.STORE, "a")
+        (await world.started(Direction.STORE)).end()
+        assert (await job).outcome is Outcome.FAILED
+    assert world.readable("a") == [False]
+    assert world.cache.stats().free_bytes == SLOTS * SLOT
+
+
+async def test_metrics_count_bytes_and_dma_time_of_copies_that_succeeded(world: World) -> None:
+    await world.stored("a", "b")
+    value = world.metrics.value
+    assert value("kvsidecar_copied_bytes_total", direction="store") == 2 * SLOT
+    assert value("kvsidecar_copy_seconds_sum", direction="store") == 0.001
+    assert value("kvsidecar_copy_size_bytes_count", direction="store") == 1
