@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import DaemonProcess
+
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
@@ -14,3 +16,10 @@ def short_dir() -> Iterator[Path]:
     directory = tempfile.mkdtemp(prefix="kvs-")
     yield Path(directory)
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+    """A ready daemon with a pool of 1 MiB on the host device."""
+    with DaemonProcess(short_dir) as process:
+        yield process.wait_ready()

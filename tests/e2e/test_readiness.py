@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvsidecar.client import LookupMode, Outcome, State
-from tests.e2e.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
 
 SLOW_PIN = "pool.pin_chunk=delay(0.15)"
 CHUNKS = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, Region
-from tests.e2e.harness import (
+from tests.harness import (
     NAMESPACE,
     NUM_BLOCKS,
     ROW_BYTES,
@@ -273,7 +273,7 @@ def test_a_killed_engine_is_unmapped_and_its_blocks_stay(daemon: DaemonProcess) 
         return Path(f"/proc/{daemon.process.pid}/maps").read_text().count("/memfd:kvsidecar-kv")
 
     script = (
-        "import sys; from tests.e2e import harness; "
+        "import sys; from tests import harness; "
         "d = object.__new__(harness.DaemonProcess); d.socket = sys.argv[1]; "
         "r = harness.Rank(d); harness.done(r.store('a')); print('stored', flush=True); sys.stdin.read()"
     )

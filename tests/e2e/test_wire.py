@@ -19,7 +19,7 @@ from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from kvsidecar.wire import layout_to_wire, namespace_to_wire
-from tests.e2e.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 
 
 @contextmanager

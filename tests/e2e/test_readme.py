@@ -1,0 +1,54 @@
+"""The README's snippets work as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SECONDS, DaemonProcess, environment
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def snippets(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_client_example_runs_against_the_daemon_of_the_readme(short_dir: Path) -> None:
+    (serve,) = [line for text in snippets("sh") for line in text.splitlines() if line.startswith("kvsidecar serve")]
+    (example,) = [text for text in snippets("python") if "HostBuffer" in text]
+    flags = shlex.split(serve)[2:]
+    with DaemonProcess(short_dir, *flags) as daemon:
+        ran = subprocess.run(
+            [sys.executable, "-c", example],
+            capture_output=True, text=True, timeout=SECONDS, env=environment(KVSIDECAR_SOCKET=daemon.socket),
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        assert "3 blocks can be loaded" in ran.stdout
+        assert "state=<State.READY" in ran.stdout
+        for path in ("/ready", "/metrics"):
+            assert daemon.get(path)[0] == 200
+
+
+def test_the_readme_names_only_make_targets_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"\bmake ([a-z]+)\b", README)) - {"it"}
+    assert {"demo", "test", "check"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_readme_names_only_files_that_exist() -> None:
+    for path in re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"`((?:kvsidecar|proto|docs)/[\w./]*)`", README):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("words", ["pool_size", "KVSIDECAR_POOL_SIZE", "--pool-size"])
+def test_the_readme_shows_the_three_ways_to_set_an_option(words: str) -> None:
+    assert words in README
