@@ -40,17 +40,18 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 class DaemonProcess:
-    """``kvsidecar serve`` as a process of its own, on the host device.
+    """``kvsidecar serve`` as a process of its own.
 
     Args:
         directory: for the sockets.
         flags: of serve.
+        device: ``host`` or ``cuda``.
         variables: environment variables.
     """
 
-    def __init__(self, directory: Path, *flags: str, **variables: str) -> None:
+    def __init__(self, directory: Path, *flags: str, device: str = "host", **variables: str) -> None:
         self.socket = str(directory / "kvs.sock")
-        command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", self.socket]
+        command = [sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
         command += ["--http-port", "0", "--log-format", "json", "--log-level", "debug", *flags]
         if "--pool-size" not in flags:
             command += ["--pool-size", "1MiB"]

@@ -9,7 +9,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import resource
 import struct
 import threading
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ import numpy.typing as npt
 
 from kvsidecar.device.base import CopyPlan, CopyStream, Device, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.errors import DeviceNotFound, ImportRefused, PinFailed
+from kvsidecar.memory_limits import memlock_limit
 from kvsidecar.types import Direction
 
 HOST_UUID: Final = "host"
 
-_CAP_IPC_LOCK: Final = 14
-"""Bit of ``CapEff`` in ``/proc/self/status``, capabilities(7)."""
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SHRINK: Final = 0x0002
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
@@ -62,10 +60,7 @@ class HostPlatform:
 
     def pin_limit(self) -> int | None:
         """``RLIMIT_MEMLOCK`` in bytes; None if it is infinite or this process may ignore it (CAP_IPC_LOCK)."""
-        if _has_capability(_CAP_IPC_LOCK):
-            return None
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        return None if soft == resource.RLIM_INFINITY else soft
+        return memlock_limit()
 
     def pin(self, address: int, nbytes: int) -> None:
         if _libc.mlock(address, nbytes) == 0:
@@ -212,11 +207,3 @@ def _map(nbytes: int, flags: int, fd: int) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return int(address)
-
-
-def _has_capability(bit: int) -> bool:
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        for line in status:
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> bit & 1)
-    return False

@@ -6,14 +6,14 @@ import ctypes
 import fcntl
 import mmap
 import os
-import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvsidecar.device import host
 from kvsidecar.device.base import MemfdSource
 from kvsidecar.device.host import HostDevice, HostPlatform
 from kvsidecar.errors import ImportRefused, PinFailed
@@ -86,17 +86,23 @@ def test_a_refused_pin_leaves_nothing_pinned() -> None:
     assert locked() == before
 
 
-@pytest.mark.parametrize(
-    ("capable", "soft", "limit"), [(True, 4096, None), (False, 4096, 4096), (False, resource.RLIM_INFINITY, None)]
-)
-def test_the_pin_limit(monkeypatch: pytest.MonkeyPatch, capable: bool, soft: int, limit: int | None) -> None:
-    monkeypatch.setattr(host, "_has_capability", lambda bit: capable)
-    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (soft, soft))
-    assert HostPlatform().pin_limit() == limit
-
-
-def test_the_capability_is_read_from_the_kernel() -> None:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
-    mask = int(line.split()[1], 16)
-    assert host._has_capability(14) == bool(mask & (1 << 14))
-    assert not host._has_capability(63)
+def test_the_pin_limit_is_what_mlock_enforces() -> None:
+    script = (
+        "import os, resource, mmap, ctypes\n"
+        "from kvsidecar.device.host import HostPlatform\n"
+        "from kvsidecar.errors import PinFailed\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+        "if os.geteuid() == 0: os.setuid(65534)\n"
+        "platform = HostPlatform()\n"
+        "print(platform.pin_limit())\n"
+        "memory = mmap.mmap(-1, 131072)\n"
+        "address = ctypes.addressof(ctypes.c_char.from_buffer(memory))\n"
+        "platform.pin(address, 65536)\n"
+        "platform.unpin(address, 65536)\n"
+        "try: platform.pin(address, 131072)\n"
+        "except PinFailed as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    limit, refusal = ran.stdout.splitlines()
+    assert limit == "65536"
+    assert "the limit of locked memory is 65536 bytes (ulimit -l, LimitMEMLOCK=)" in refusal

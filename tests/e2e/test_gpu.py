@@ -1,0 +1,251 @@
+"""A real daemon on a real GPU: byte equality over CUDA IPC for every layout, and what a killed engine leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsidecar.client import Allocation, AttachRefused, Blocks, GroupLayout, KVBuffers, Region
+from kvsidecar.client.cuda_driver import CudaContext, ipc_handle
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no NVIDIA GPU"),
+]
+
+LAYERS, BLOCKS, ROW = 8, 32, 16384
+STACKED = (Region(0, 0, BLOCKS * ROW, ROW, ROW, LAYERS),)
+CONTIGUOUS = (Region(0, 0, ROW, LAYERS * ROW, ROW, LAYERS),)
+PER_LAYER = tuple(Region(layer, 0, ROW, ROW, ROW, 1) for layer in range(LAYERS))
+PADDED = (Region(0, 4096, BLOCKS * (ROW + 512), ROW + 512, ROW, LAYERS),)
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[CudaContext]:
+    context = CudaContext(0)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def cuda_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(short_dir, "--pool-size", "64MiB", device="cuda") as process:
+        yield process.wait_ready()
+
+
+class GpuRank:
+    """An attached rank whose KV lies in allocations of its own on the GPU."""
+
+    def __init__(self, daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...]) -> None:
+        self.context, self.regions = context, regions
+        count = max(region.allocation for region in regions) + 1
+        self.sizes = [
+            max(region.end(BLOCKS) for region in regions if region.allocation == index) + 8192 for index in range(count)
+        ]
+        self.addresses = [context.alloc(size) for size in self.sizes]
+        self.client = daemon.client()
+        allocations = tuple(
+            Allocation(size, cuda_ipc_handle=ipc_handle(address))
+            for size, address in zip(self.sizes, self.addresses, strict=True)
+        )
+        self.client.attach(
+            instance="gpu",
+            namespace=NAMESPACE,
+            buffers=KVBuffers(context.uuid, allocations),
+            groups=[GroupLayout(0, BLOCKS, 0, 1, regions)],
+        )
+
+    def fill(self, seed: int) -> list[np.ndarray]:  # type: ignore[type-arg]
+        """Random bytes everywhere; returns what was written."""
+        random = np.random.default_rng(seed)
+        content = [random.integers(0, 256, size, np.uint8) for size in self.sizes]
+        for address, data in zip(self.addresses, content, strict=True):
+            self.context.copy_to_device(address, data)
+        return content
+
+    def read(self) -> list[np.ndarray]:  # type: ignore[type-arg]
+        content = [np.empty(size, np.uint8) for size in self.sizes]
+        for address, data in zip(self.addresses, content, strict=True):
+            self.context.copy_from_device(data, address)
+        return content
+
+    def rows(self, block: int) -> Iterator[tuple[int, slice]]:
+        for region in self.regions:
+            for row in range(region.num_rows):
+                start = region.offset + row * region.row_stride + block * region.block_stride
+                yield region.allocation, slice(start, start + region.row_bytes)
+
+    def close(self) -> None:
+        self.client.close()
+        for address in self.addresses:
+            self.context.free(address)
+
+
+@pytest.mark.parametrize(
+    "regions", [STACKED, CONTIGUOUS, PER_LAYER, PADDED], ids=["stacked", "contiguous", "per layer", "padded"]
+)
+def test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(
+    cuda_daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...]
+) -> None:
+    one, two = (GpuRank(cuda_daemon, context, regions) for _ in range(2))
+    names = hashes(*range(20))
+    source = np.random.default_rng(1).permutation(BLOCKS)[:20].tolist()
+    target = np.random.default_rng(2).permutation(BLOCKS)[:20].tolist()
+    stored = one.fill(3)
+    expected = two.fill(4)
+    job = one.client.store([Blocks(0, names, source)])
+    assert done(one.client.wait([job], SECONDS)[job]).nbytes == 20 * LAYERS * ROW
+    lookup = two.client.lookup(NAMESPACE, {0: names}, lease_seconds=10)
+    assert lookup.groups[0].hits == 20
+    job = two.client.load([Blocks(0, names, target)], lease=lookup.lease)
+    done(two.client.wait([job], SECONDS)[job])
+    for block_from, block_to in zip(source, target, strict=True):
+        for (allocation, rows_from), (_, rows_to) in zip(one.rows(block_from), two.rows(block_to), strict=True):
+            expected[allocation][rows_to] = stored[allocation][rows_from]
+    for found, wanted in zip(two.read(), expected, strict=True):
+        assert np.array_equal(found, wanted)
+    for found, wanted in zip(one.read(), stored, strict=True):
+        assert np.array_equal(found, wanted), "a store wrote to its source"
+    one.close()
+    two.close()
+
+
+def test_host_memory_and_garbage_handles_are_refused_and_the_daemon_goes_on(
+    cuda_daemon: DaemonProcess, context: CudaContext
+) -> None:
+    groups = [GroupLayout(0, BLOCKS, 0, 1, STACKED)]
+    for handle, size in ((bytes(64), 64 << 20), (bytes(range(64)), 64 << 20), (b"short", 64 << 20)):
+        client = cuda_daemon.client()
+        with pytest.raises(AttachRefused):
+            client.attach(
+                instance="bad",
+                namespace=NAMESPACE,
+                buffers=KVBuffers(context.uuid, (Allocation(size, cuda_ipc_handle=handle),)),
+                groups=groups,
+            )
+        client.close()
+    with pytest.raises(AttachRefused, match="host is not"):
+        Rank(cuda_daemon)
+    rank = GpuRank(cuda_daemon, context, STACKED)
+    rank.fill(1)
+    job = rank.client.store([Blocks(0, hashes("a"), [0])])
+    done(rank.client.wait([job], SECONDS)[job])
+    rank.close()
+
+
+ENGINE = """
+import sys
+from kvsidecar.client.cuda_driver import CudaContext
+from tests import harness
+from tests.e2e import test_gpu
+daemon = object.__new__(harness.DaemonProcess)
+daemon.socket = sys.argv[1]
+context = CudaContext(0)
+ballast = context.alloc(2 << 30)
+rows = tuple(test_gpu.STACKED)
+rank = test_gpu.GpuRank(daemon, context, rows)
+from kvsidecar.client import Allocation, GroupLayout, KVBuffers, Region
+from kvsidecar.client.cuda_driver import ipc_handle
+import dataclasses
+big = daemon.client()
+big.attach(
+    instance="big",
+    namespace=dataclasses.replace(harness.NAMESPACE, model="big"),
+    buffers=KVBuffers(context.uuid, (Allocation(2 << 30, cuda_ipc_handle=ipc_handle(ballast)),)),
+    groups=[GroupLayout(0, 1024, 0, 1, (Region(0, 0, 0, 2 << 20, 2 << 20, 1),))],
+)
+rank.fill(5)
+job = rank.client.store([harness.Blocks(0, harness.hashes("a"), [0])])
+harness.done(rank.client.wait([job], harness.SECONDS)[job])
+print("stored", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_gpu_memory_of_a_killed_engine_is_free_within_a_second(
+    cuda_daemon: DaemonProcess, context: CudaContext
+) -> None:
+    before, _ = context.memory_info()
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, cuda_daemon.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "stored\n"
+    held, _ = context.memory_info()
+    assert before - held > 2 << 30
+    engine.kill()
+    engine.wait()
+    killed = time.monotonic()
+    while before - context.memory_info()[0] > 64 << 20:
+        assert time.monotonic() - killed < 1.0, f"{before - context.memory_info()[0]} bytes are still held"
+    print(f"released {time.monotonic() - killed:.3f} s after the engine's death")
+    engine.communicate()
+    rank = GpuRank(cuda_daemon, context, STACKED)
+    assert rank.client.lookup(NAMESPACE, {0: hashes("a")}).groups[0].hits == 1
+    rank.close()
+
+
+@pytest.mark.torch
+def test_torch_tensors_on_the_gpu_are_stored_and_loaded(cuda_daemon: DaemonProcess) -> None:
+    torch = pytest.importorskip("torch")
+    from kvsidecar.client.torch import TorchExporter
+
+    pad = torch.zeros(1000, device="cuda")  # so that nothing lies at the base of an allocation by luck
+    stacked = torch.zeros(3 + 4 * BLOCKS * 2 * 8, 64, dtype=torch.bfloat16, device="cuda")
+    layers = [
+        stacked[3 + layer * BLOCKS * 16 : 3 + (layer + 1) * BLOCKS * 16].view(BLOCKS, 2, 8, 64) for layer in range(4)
+    ]
+    apart = [torch.zeros(2, BLOCKS, 8, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+    exporter = TorchExporter()
+    groups = [
+        GroupLayout(0, BLOCKS, 0, 1, exporter.regions(layers)),
+        GroupLayout(1, BLOCKS, 0, 1, exporter.regions(apart, block_dim=1)),
+    ]
+    assert len(groups[0].regions) == 1, "layers at one distance in one allocation are one region"
+    client = cuda_daemon.client()
+    client.attach(instance="torch", namespace=NAMESPACE, buffers=exporter.kv_buffers(), groups=groups)
+    for tensor in (*layers, *apart):
+        tensor.random_(0, 100)
+    event = torch.cuda.Event()
+    event.record()
+    names = hashes("a", "b")
+    job = client.store([Blocks(0, names, [3, 30]), Blocks(1, names, [0, 31])], after=event)
+    done(client.wait([job], SECONDS)[job])
+    wanted = [tensor.clone() for tensor in layers], [tensor.clone() for tensor in apart]
+    job = client.load([Blocks(0, names, [5, 6]), Blocks(1, names, [8, 7])])
+    done(client.wait([job], SECONDS)[job])
+    for tensor, was in zip(layers, wanted[0], strict=True):
+        was[5], was[6] = was[3], was[30]
+        assert torch.equal(tensor, was)
+    for tensor, was in zip(apart, wanted[1], strict=True):
+        was[:, 8], was[:, 7] = was[:, 0], was[:, 31]
+        assert torch.equal(tensor, was)
+    client.close()
+    del pad
+
+
+@pytest.mark.torch
+def test_memory_that_cuda_ipc_cannot_share_is_refused_with_what_to_change() -> None:
+    pytest.importorskip("torch")
+    script = (
+        "import torch\n"
+        "from kvsidecar.client.torch import TorchExporter\n"
+        "from kvsidecar.errors import NotExportable\n"
+        "tensor = torch.zeros(64 << 20, device='cuda')\n"
+        "try:\n    TorchExporter().regions([tensor.view(64, -1)])\n"
+        "except NotExportable as error:\n    print(error)\n"
+    )
+    import os
+
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    )  # fmt: skip
+    assert "expandable_segments" in ran.stdout, ran.stderr
