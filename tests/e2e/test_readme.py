@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsidecar.memory_limits import memlock_limit
 from tests.harness import SECONDS, DaemonProcess, environment
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,9 @@ def test_the_client_example_runs_against_the_daemon_of_the_readme(short_dir: Pat
     (serve,) = [line for text in snippets("sh") for line in text.splitlines() if line.startswith("kvsidecar serve")]
     (example,) = [text for text in snippets("python") if "HostBuffer" in text]
     flags = shlex.split(serve)[2:]
+    limit = memlock_limit()
+    if limit is not None and limit < 1 << 30:
+        flags += ["--pool-size", "4MiB"]  # an ordinary user may not lock what the README's reader with a GPU pins
     with DaemonProcess(short_dir, *flags) as daemon:
         ran = subprocess.run(
             [sys.executable, "-c", example],
