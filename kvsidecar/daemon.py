@@ -108,7 +108,7 @@ class Daemon:
             on_gone=self._peer_gone,
             tasks=self._tasks,
         )
-        service = Service(
+        self._service = Service(
             epoch=self.epoch,
             instances=self._instances,
             transfers=self._transfers,
@@ -119,7 +119,7 @@ class Daemon:
             status=self._report.reply,
             drain=lambda: self.readiness.drain("an operator asked to drain"),
         )
-        self._rpc = RpcServer(self._endpoint, service, self.readiness, self._tasks)
+        self._rpc = RpcServer(self._endpoint, self._service, self.readiness, self._tasks)
         self._probes = Probes(
             readiness=self.readiness, metrics=self._metrics, stuck=self._stuck, status=self._report.json
         )
@@ -247,7 +247,7 @@ class Daemon:
 
     def _peer_gone(self, peer: Peer) -> None:
         for session in self._instances.remove_peer(peer):
-            self._tasks.spawn(self._instances.end(session), name="end-session-of-gone-peer")
+            self._tasks.spawn(self._service.drop(session), name="end-session-of-gone-peer")
 
     def _worker_failed_in_thread(self, uuid: str, direction: Direction, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._worker_failed, uuid, direction, error)
@@ -274,7 +274,10 @@ class Daemon:
         self.readiness.drain("the daemon is shutting down")
         self._stop_pinning.set()
         # Sessions end by themselves once their running jobs are over; their clients see the end of the stream.
-        ends = [self._tasks.spawn(self._instances.end(session), name="end-session") for session in self._instances]
+        ends = [
+            self._tasks.spawn(self._instances.end(session, gone=False), name="end-session")
+            for session in self._instances
+        ]
         if ends:
             _, pending = await asyncio.wait(ends, timeout=max(0.0, deadline - time.monotonic()))
             if pending:

@@ -9,22 +9,30 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvsidecar import failpoints
+from kvsidecar import failpoints, log
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.device.base import CudaIpcSource, Device, DeviceMemory, MemfdSource, MemorySource
+from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.device.hub import DeviceHub
-from kvsidecar.errors import ImportRefused, InvalidRequest, UnknownPeer
+from kvsidecar.device.worker import CopyResult, CopyWorker
+from kvsidecar.errors import DeviceError, ImportRefused, InvalidRequest, UnknownPeer
 from kvsidecar.layout import BoundGroup, bind, check_regions
 from kvsidecar.tasks import TaskSet
-from kvsidecar.types import Direction, GroupLayout, Namespace
+from kvsidecar.types import Direction, GroupLayout, Namespace, Refusal
+
+_log = log.get("instances")
 
 TOKEN_BYTES = 16
 ID_BITS = 48
 """Sessions, leases and epochs are random numbers that survive a trip through JSON (2**53)."""
+
+
+MAX_EVENTS = 256
+"""Of one rank's ring: more stores than that do not wait for their compute at once."""
 
 
 @dataclass(slots=True)
@@ -75,6 +83,7 @@ class Registration:
     device: str
     allocations: tuple[CudaAllocation | FdAllocation, ...]
     groups: tuple[GroupLayout, ...]
+    event_handles: tuple[bytes, ...] = ()
 
     def check(self) -> None:
         """Everything that can be refused before a driver or the cache is asked.
@@ -90,6 +99,8 @@ class Registration:
             raise InvalidRequest(f"rank {self.rank} is outside world_size {self.world_size}")
         if not self.groups:
             raise InvalidRequest("no KV cache group is registered: a rank needs at least one")
+        if len(self.event_handles) > MAX_EVENTS:
+            raise InvalidRequest(f"a ring of {len(self.event_handles)} events is longer than {MAX_EVENTS}")
         sizes = [allocation.size for allocation in self.allocations]
         seen: set[int] = set()
         for layout in self.groups:
@@ -112,10 +123,39 @@ class SessionGroup:
     space: Space
 
 
+@dataclass(slots=True, eq=False)
+class JobControl:
+    """A hand on a job that runs: it can be stopped before its copy starts, and never after."""
+
+    _stopped: Refusal | None = None
+    _worker: CopyWorker | None = None
+    _copying: Future[CopyResult] | None = None
+
+    def stopped(self) -> Refusal | None:
+        """Why the job shall not start, if it has not yet; None if it may."""
+        return self._stopped
+
+    def started(self, worker: CopyWorker, copying: Future[CopyResult]) -> None:
+        self._worker, self._copying = worker, copying
+
+    def cancel(self, reason: Refusal) -> None:
+        """Do not start the copy, if it has not started yet."""
+        if self._stopped is None:
+            self._stopped = reason
+        if self._copying is not None:
+            self._copying.cancel()  # the worker's queue gives it up; a copy in flight cannot be cancelled
+
+    def hurry(self) -> None:
+        """Let the copy be the next one of its worker."""
+        if self._worker is not None and self._copying is not None:
+            self._worker.hurry(self._copying)
+
+
 @dataclass(frozen=True, slots=True)
 class RunningJob:
     direction: Direction
     task: asyncio.Task[None]
+    control: JobControl
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +173,12 @@ class Session:
     """Jobs that run for this session. They belong to the daemon: a client that goes away does not stop its copies."""
     jobs_by_id: dict[int, RunningJob] = field(default_factory=dict)
     """Store and load jobs by the client's own numbers."""
+    events: tuple[DeviceEvent, ...] = ()
+    """Ring of the engine's interprocess events; empty if stores are ordered on the host."""
+    device_order_refused: str = ""
+    """Why a ring that was registered is not used."""
     ending: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def imported_bytes(self) -> int:
@@ -218,6 +263,7 @@ class Instances:
         device = await self._hub.device(registration.device)
         spaces = self._open_spaces(registration)
         memories: list[DeviceMemory] = []
+        events: tuple[DeviceEvent, ...] = ()
         try:
             for source, allocation in zip(sources, registration.allocations, strict=True):
                 memory = await asyncio.to_thread(device.import_memory, source)
@@ -227,6 +273,7 @@ class Instances:
                         f"an allocation was registered with {allocation.size} bytes but has {memory.nbytes}"
                     )
             failpoints.hit("attach.after_import")
+            events, refused = await self._open_events(device, registration.event_handles)
             # The peer may have gone while the driver worked; nobody would end this session then.
             self.peer(registration.token)
             bases = [memory.address for memory in memories]
@@ -235,6 +282,8 @@ class Instances:
                 for layout, space in zip(registration.groups, spaces, strict=True)
             }
         except BaseException:
+            for event in events:
+                await asyncio.to_thread(event.close)
             await self._give_back(device, memories, spaces)
             raise
         session = Session(
@@ -246,20 +295,48 @@ class Instances:
             groups=groups,
             attached_at=self._clock(),
             jobs=TaskSet(self._on_task_error),
+            events=events,
+            device_order_refused=refused,
         )
         self._sessions[session.id] = session
         return session
 
-    async def end(self, session: Session) -> None:
-        """End a session in order: no new jobs, copies drained, memory unmapped. May be called more than once."""
+    async def end(self, session: Session, *, gone: bool) -> None:
+        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended.
+
+        May be called more than once, also while it ends.
+
+        Args:
+            gone: the process is not there any more. Its jobs that have not started never will: what they wait for, an
+                event of a dead process, would never come (measured). Otherwise they are finished.
+        """
+        if gone:
+            for job in session.jobs_by_id.values():
+                job.control.cancel(Refusal.CANCELLED)
         if session.ending:
+            await session.ended.wait()
             return
         session.ending = True
         # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
         await session.jobs.join()
+        for event in session.events:
+            await asyncio.to_thread(event.close)
         spaces = [group.space for group in session.groups.values()]
         await self._give_back(session.device, list(session.memories), spaces)
         del self._sessions[session.id]
+        session.ended.set()
+
+    async def _open_events(self, device: Device, handles: Sequence[bytes]) -> tuple[tuple[DeviceEvent, ...], str]:
+        """The ring, or an empty one and why: a rank whose events do not open orders its stores on the host."""
+        events: list[DeviceEvent] = []
+        try:
+            for handle in handles:
+                events.append(await asyncio.to_thread(device.import_event, handle))  # noqa: PERF401
+        except ImportRefused as error:
+            for event in events:
+                await asyncio.to_thread(event.close)
+            return (), str(error)
+        return tuple(events), ""
 
     def _open_spaces(self, registration: Registration) -> list[Space]:
         spaces: list[Space] = []
@@ -280,7 +357,11 @@ class Instances:
         for space in spaces:
             self._cache.close_space(space)
         for memory in memories:
-            await asyncio.to_thread(device.release_memory, memory)
+            try:
+                await asyncio.to_thread(device.release_memory, memory)
+            except DeviceError as error:
+                # A lost device unmaps nothing any more; the rest must be given back all the same.
+                _log.error("engine memory was not unmapped", device=device.uuid, error=str(error))
 
 
 def _source(allocation: CudaAllocation | FdAllocation, peer: Peer) -> MemorySource:

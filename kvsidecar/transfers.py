@@ -17,11 +17,11 @@ import numpy.typing as npt
 from kvsidecar import failpoints
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
-from kvsidecar.device.base import CopyPlan
+from kvsidecar.device.base import CopyPlan, DeviceEvent
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest
-from kvsidecar.instances import Session, SessionGroup
+from kvsidecar.instances import JobControl, Session, SessionGroup
 from kvsidecar.layout import check_block_ids, concat, plan_copies
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
@@ -49,6 +49,15 @@ class JobResult:
     nbytes: int = 0
     copy_seconds: float = 0.0
     queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """When a store's copy may start, for stores that are ordered on the device."""
+
+    after: DeviceEvent
+    on_start: Callable[[], None]
+    """Called in a worker's thread when the event is not needed any more."""
 
 
 class Transfers:
@@ -84,13 +93,35 @@ class Transfers:
         oldest = next(iter(self.started_at[direction].values()), None)
         return 0.0 if oldest is None else self._clock() - oldest
 
-    async def store(self, session: Session, parts: Sequence[GroupBlocks]) -> JobResult:
-        """Copy blocks from the device into the pool and make them readable. Never raises for a bad request."""
-        return await self._run(Direction.STORE, session, self._store(session, parts))
+    async def store(
+        self,
+        session: Session,
+        parts: Sequence[GroupBlocks],
+        control: JobControl | None = None,
+        order: StoreOrder | None = None,
+    ) -> JobResult:
+        """Copy blocks from the device into the pool and make them readable. Never raises for a bad request.
 
-    async def load(self, session: Session, parts: Sequence[GroupBlocks], lease: int | None) -> JobResult:
+        Args:
+            order: what the copy waits for on the device; None if the client has waited.
+        """
+        return await self._run(Direction.STORE, self._store(session, parts, control or JobControl(), order))
+
+    async def load(
+        self,
+        session: Session,
+        parts: Sequence[GroupBlocks],
+        lease: int | None,
+        control: JobControl | None = None,
+    ) -> JobResult:
         """Copy blocks from the pool to the device. Never raises for a bad request."""
-        return await self._run(Direction.LOAD, session, self._load(session, parts, lease))
+        return await self._run(Direction.LOAD, self._load(session, parts, lease, control or JobControl()))
+
+    def declined(self, direction: Direction, reason: Refusal) -> JobResult:
+        """Count and answer a job that is not even tried."""
+        result = _declined(reason)
+        self._count(direction, result)
+        return result
 
     def invalid(self, direction: Direction, error: InvalidRequest) -> JobResult:
         """Count and answer a job that could not even be read."""
@@ -98,7 +129,7 @@ class Transfers:
         self._count(direction, result)
         return result
 
-    async def _run(self, direction: Direction, session: Session, job: Coroutine[Any, Any, JobResult]) -> JobResult:
+    async def _run(self, direction: Direction, job: Coroutine[Any, Any, JobResult]) -> JobResult:
         key = object()
         self.started_at[direction][key] = self._clock()
         try:
@@ -114,11 +145,15 @@ class Transfers:
         self._count(direction, result)
         return result
 
-    async def _store(self, session: Session, parts: Sequence[GroupBlocks]) -> JobResult:
+    async def _store(
+        self, session: Session, parts: Sequence[GroupBlocks], control: JobControl, order: StoreOrder | None
+    ) -> JobResult:
         if (refusal := self._readiness.refusal) is not None:
             return _declined(refusal)
         groups = _groups(session, parts)
         worker = await self._hub.worker(session.device.uuid, Direction.STORE)
+        if (stopped := control.stopped()) is not None:
+            return _declined(stopped)
         grant = self._cache.begin_store(_shard_parts(groups, parts), session.device.numa_node)
         if isinstance(grant, Refusal):
             return _declined(grant)
@@ -129,14 +164,21 @@ class Transfers:
             failpoints.hit("store.after_reserve")
             plan = self._plan_store(grant, groups, parts)
             failpoints.hit("store.before_copy")
-            copying = worker.submit(plan)
+            copying = worker.submit(
+                plan, after=order.after if order else None, on_start=order.on_start if order else None
+            )
+            control.started(worker, copying)
         except BaseException:
             self._cache.abort_all(grant)  # nothing was started
             raise
         try:
             copied = await asyncio.wrap_future(copying)
         except BaseException as error:
-            if isinstance(error, CopyFailed) and error.outcome_known:
+            if copying.cancelled():  # it was still queued, and never started
+                self._cache.abort_all(grant)
+                if (stopped := control.stopped()) is not None:
+                    return _declined(stopped)
+            elif isinstance(error, CopyFailed) and error.outcome_known:
                 self._cache.abort_all(grant)
             else:
                 # Some DMA may still write these slots, so they may never hold anything else again.
@@ -150,11 +192,15 @@ class Transfers:
         self._cache.seal_all(grant)
         return _done(len(grant.reservations), skipped, copied)
 
-    async def _load(self, session: Session, parts: Sequence[GroupBlocks], lease: int | None) -> JobResult:
+    async def _load(
+        self, session: Session, parts: Sequence[GroupBlocks], lease: int | None, control: JobControl
+    ) -> JobResult:
         if (refusal := self._readiness.refusal) is not None:
             return _declined(refusal)
         groups = _groups(session, parts)
         worker = await self._hub.worker(session.device.uuid, Direction.LOAD)
+        if (stopped := control.stopped()) is not None:
+            return _declined(stopped)
         grant = self._cache.begin_load(_shard_parts(groups, parts), lease, self._clock())
         if isinstance(grant, Refusal):
             return _declined(grant)
@@ -166,13 +212,18 @@ class Transfers:
             plan = self._plan_load(grant, groups, parts)
             failpoints.hit("load.before_copy")
             copying = worker.submit(plan)
+            control.started(worker, copying)
         except BaseException:
             self._cache.end_load(grant)  # nothing was started
             raise
         try:
             copied = await asyncio.wrap_future(copying)
         except BaseException as error:
-            if isinstance(error, CopyFailed) and error.outcome_known:
+            if copying.cancelled():  # it was still queued, and never started
+                self._cache.end_load(grant)
+                if (stopped := control.stopped()) is not None:
+                    return _declined(stopped)
+            elif isinstance(error, CopyFailed) and error.outcome_known:
                 self._cache.end_load(grant)
             else:
                 # Some DMA may still read these slots: their pins stay, so that nothing else is written into them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ import pytest
 from kvsidecar import failpoints
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
-from kvsidecar.device.base import CopyPlan, DeviceMemory
+from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceLost
@@ -39,7 +39,9 @@ class Worker:
     futures: list[Future[CopyResult]] = field(default_factory=list)
     refuse: Exception | None = None
 
-    def submit(self, plan: CopyPlan) -> Future[CopyResult]:
+    def submit(
+        self, plan: CopyPlan, *, after: DeviceEvent | None = None, on_start: Callable[[], None] | None = None
+    ) -> Future[CopyResult]:
         if self.refuse:
             raise self.refuse
         self.plans.append(plan)

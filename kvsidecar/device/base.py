@@ -64,6 +64,21 @@ class DeviceMemory:
     """Identifies the allocation on its device."""
 
 
+class DeviceEvent(Protocol):
+    """An engine's event, opened here: the compute that a store must come after."""
+
+    def over(self) -> bool:
+        """Whether what was recorded last is over. Never blocks; may be called from any thread.
+
+        Raises:
+            CopyFailed: with ``outcome_known=True``: the event cannot be asked.
+            DeviceLost: the context is gone.
+        """
+
+    def close(self) -> None:
+        """Give it back. Nobody asks any more."""
+
+
 class CopyStream(Protocol):
     """One direction of one device. Used by exactly one thread, the one that opened it."""
 
@@ -113,6 +128,13 @@ class Device(Protocol):
         Raises:
             DeviceLost: the context is gone, and the mapping with it.
             ValueError: released more often than imported: a bookkeeping error of the caller.
+        """
+
+    def import_event(self, handle: bytes) -> DeviceEvent:
+        """Open another process's event.
+
+        Raises:
+            ImportRefused: it does not open, or this device has none. The device is unharmed.
         """
 
     def allocate(self, nbytes: int) -> DeviceMemory:

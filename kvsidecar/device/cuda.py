@@ -17,7 +17,15 @@ from typing import Any, Final
 
 from cuda.bindings import driver
 
-from kvsidecar.device.base import CopyPlan, CopyStream, CudaIpcSource, Device, DeviceMemory, MemorySource
+from kvsidecar.device.base import (
+    CopyPlan,
+    CopyStream,
+    CudaIpcSource,
+    Device,
+    DeviceEvent,
+    DeviceMemory,
+    MemorySource,
+)
 from kvsidecar.device.pitch import split_wide
 from kvsidecar.device.system import mps_runs, nvidia_module_version, pci_numa_node
 from kvsidecar.errors import (
@@ -272,6 +280,21 @@ class CudaDevice:
             else:
                 check(driver.cuMemFree(mapping.memory.address), "cuMemFree")
 
+    def import_event(self, handle: bytes) -> DeviceEvent:
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise ImportRefused(f"a CUDA IPC event handle has {IPC_HANDLE_BYTES} bytes; this one has {len(handle)}")
+        self.make_current()
+        opened = driver.CUipcEventHandle()
+        ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_BYTES)
+        status, event = driver.cuIpcOpenEventHandle(opened)
+        if status != _SUCCESS:
+            check(driver.cuMemGetInfo()[:1], f"after a refused event, {self._uuid} does not answer")
+            raise ImportRefused(
+                f"the interprocess event does not open on {self._uuid} ({describe(status)}): events need a /dev/shm "
+                "that engine and daemon share, and the same user; without them stores are ordered on the host"
+            )
+        return CudaEvent(self, event)
+
     def allocate(self, nbytes: int) -> DeviceMemory:
         self.make_current()
         address = int(check(driver.cuMemAlloc(nbytes), f"allocating {nbytes} bytes on {self._uuid}"))
@@ -322,11 +345,37 @@ class CudaDevice:
         return int(base) + int(nbytes) - address
 
 
+class CudaEvent:
+    """An engine's interprocess event. Implements `kvsidecar.device.base.DeviceEvent`.
+
+    It is asked, never waited for with cuStreamWaitEvent: a wait for an event whose process has died never ends, and
+    cuIpcCloseMemHandle then hangs in this process, for ever (``benchmarks/dead_event.py``, measured with driver 580).
+    A question costs about a microsecond and leaves nothing behind on the device.
+    """
+
+    def __init__(self, device: CudaDevice, event: Any) -> None:
+        self._device = device
+        self._event = event
+
+    def over(self) -> bool:
+        (status,) = driver.cuEventQuery(self._event)
+        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        check((status,), "asking an engine's event", lambda text: CopyFailed(text, outcome_known=True))
+        return True
+
+    def close(self) -> None:
+        self._device.make_current()
+        driver.cuEventDestroy(self._event)
+
+
 class CudaCopyStream:
     """One non-blocking stream. Implements `kvsidecar.device.base.CopyStream`; made in the thread that uses it.
 
-    Device reads are in stream order: plain asynchronous copies always are. A batched call must ask for it
-    (``srcAccessOrder = STREAM`` for stores): ANY may read before an event that the stream waits for.
+    Order: a store's plan is issued only when the compute that wrote its blocks is over (`CudaEvent`, or the client
+    waited), and a plain asynchronous copy reads no earlier than it is issued, in stream order. A batched call must ask
+    for that with ``srcAccessOrder = STREAM`` for stores, whose source the engine writes; loads read pool slots that
+    nobody writes while they are pinned, and may use ANY.
     """
 
     def __init__(self, device: CudaDevice, direction: Direction) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.device.base import CopyPlan, CopyStream, Device, DeviceMemory, MemfdSource, MemorySource
+from kvsidecar.device.base import CopyPlan, CopyStream, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.errors import DeviceNotFound, ImportRefused, PinFailed
 from kvsidecar.memory_limits import memlock_limit
 from kvsidecar.types import Direction
@@ -144,6 +144,9 @@ class HostDevice:
             if mapping.uses == 0:
                 del self._mappings[memory.key]
                 _libc.munmap(mapping.memory.address, mapping.memory.nbytes)
+
+    def import_event(self, handle: bytes) -> DeviceEvent:
+        raise ImportRefused("the device `host` has no events: order stores on the host")
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         address = _map(nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)

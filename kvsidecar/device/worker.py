@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvsidecar.device.base import CopyPlan, CopyStream, Device
+from kvsidecar.device.base import CopyPlan, CopyStream, Device, DeviceEvent
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.types import Direction
 
@@ -31,9 +31,15 @@ class CopyResult:
     """Waited behind other copies."""
 
 
-@dataclass(slots=True)
+POLL_SECONDS = 50e-6
+"""How often a copy's event is asked while nothing else can run. A copy of one block takes about as long."""
+
+
+@dataclass(slots=True, eq=False)
 class _Copy:
     plan: CopyPlan
+    after: DeviceEvent | None
+    on_start: Callable[[], None] | None
     future: Future[CopyResult] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
 
@@ -108,14 +114,24 @@ class CopyWorker:
         with self._changed:
             return 0.0 if self._current is None else time.monotonic() - self._started
 
-    def submit(self, plan: CopyPlan) -> Future[CopyResult]:
+    def submit(
+        self,
+        plan: CopyPlan,
+        *,
+        after: DeviceEvent | None = None,
+        on_start: Callable[[], None] | None = None,
+    ) -> Future[CopyResult]:
         """Queue a plan.
+
+        Args:
+            after: the copy starts when this is over; copies behind it may overtake it meanwhile.
+            on_start: called in the worker's thread just before the copy is issued; ``after`` is not needed any more.
 
         Raises:
             DeviceLost: the device can copy no more.
             CopyFailed: with ``outcome_known=True``: the worker has ended, by `close` or by an unexpected error.
         """
-        copy = _Copy(plan)
+        copy = _Copy(plan, after, on_start)
         with self._changed:
             if self._failure is not None:
                 raise self._refusal(self._failure)
@@ -124,6 +140,15 @@ class CopyWorker:
             self._queue.append(copy)
             self._changed.notify_all()
         return copy.future
+
+    def hurry(self, future: Future[CopyResult]) -> None:
+        """Let a queued copy be the next one; nothing happens if it runs or is over."""
+        with self._changed:
+            for copy in self._queue:
+                if copy.future is future:
+                    self._queue.remove(copy)
+                    self._queue.appendleft(copy)
+                    return
 
     def close(self, timeout: float) -> bool:
         """Finish what is queued, close the stream and end the thread. May be called more than once.
@@ -187,15 +212,33 @@ class CopyWorker:
         """The next copy, marked as in flight; None when there will be none."""
         with self._changed:
             while True:
-                while self._queue:
-                    copy = self._queue.popleft()
-                    if copy.future.set_running_or_notify_cancel():  # False: cancelled while it waited
-                        self._current = copy
-                        self._started = time.monotonic()
-                        return copy
-                if self._closing:
+                if (copy := self._take_startable()) is not None:
+                    self._current = copy
+                    self._started = time.monotonic()
+                    break
+                if self._closing and not self._queue:
                     return None
-                self._changed.wait()
+                # Those in the queue wait for their events, which nobody tells us about.
+                self._changed.wait(POLL_SECONDS if self._queue else None)
+        if copy.on_start is not None:
+            copy.on_start()
+        return copy
+
+    def _take_startable(self) -> _Copy | None:
+        """The first queued copy that may start; those that were cancelled, or can never start, are resolved."""
+        for copy in tuple(self._queue):
+            try:
+                if copy.after is not None and not copy.future.cancelled() and not copy.after.over():
+                    continue
+            except CopyFailed as error:
+                self._queue.remove(copy)
+                if copy.future.set_running_or_notify_cancel():
+                    _fail(copy, error)
+                continue
+            self._queue.remove(copy)
+            if copy.future.set_running_or_notify_cancel():  # False: cancelled while it waited
+                return copy
+        return None
 
     def _end(self) -> None:
         """Nothing is in flight. Before the future is resolved: who hears of the end sees ``running`` False."""

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from kvsidecar import __version__, log
+from kvsidecar import log
 from kvsidecar.errors import InvalidRequest, KVSidecarError, ProtocolMismatch, Unavailable
-from kvsidecar.instances import Instances, RunningJob, Session
+from kvsidecar.instances import Instances, Session
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
-from kvsidecar.readiness import Readiness, Snapshot
+from kvsidecar.readiness import Readiness
 from kvsidecar.rpc import translate
+from kvsidecar.rpc.attach_stream import AttachStream, Context
 from kvsidecar.rpc.status import code_of
 from kvsidecar.tasks import TaskSet
-from kvsidecar.transfers import GroupBlocks, JobResult, Transfers
-from kvsidecar.types import PROTOCOL, Direction, LookupMode, Outcome, Refusal
+from kvsidecar.transfers import Transfers
+from kvsidecar.types import PROTOCOL, LookupMode, Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from kvsidecar.wire import namespace_from_wire
 
 _log = log.get("rpc")
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
@@ -82,37 +82,61 @@ class Service(pb_grpc.SidecarServicer):
         self._tasks = tasks
         self._status = status
         self._drain = drain
+        self._handlers: dict[int, asyncio.Task[Any]] = {}
+        """Of each session's Attach stream."""
 
     # -- attach ----------------------------------------------------------------------------------------------------
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
-        registering = self._tasks.spawn(self._register(await context.read()), name="register")
+        registering = self._tasks.spawn(self._try_to_register(await context.read()), name="register")
         try:
             # Shielded: a driver call that imports memory cannot be taken back half way when the client dies.
             session = await asyncio.shield(registering)
-        except KVSidecarError as error:
-            self._metrics.refuse(Refusal.REGISTER_REFUSED)
-            _log.warning("attach refused", reason=str(error))
-            await _abort(context, error)
         except asyncio.CancelledError:
             registering.add_done_callback(self._end_orphan)
             raise
-        stream = _AttachStream(self, session, context)
+        if isinstance(session, KVSidecarError):
+            self._metrics.refuse(Refusal.REGISTER_REFUSED)
+            _log.warning("attach refused", reason=str(session))
+            await _abort(context, session)
+        stream = AttachStream(
+            session,
+            context,
+            epoch=self._epoch,
+            readiness=self._readiness,
+            transfers=self._transfers,
+            tasks=self._tasks,
+        )
+        handler = asyncio.current_task()
+        assert handler is not None
+        self._handlers[session.id] = handler
         refused: KVSidecarError | None = None
+        gone = True
         try:
-            await stream.run()
-        except KVSidecarError as error:
-            refused = error
-        except BaseException:
-            stream.cancel()
-            raise
+            refused = await stream.run()
+            gone = False
         finally:
+            if gone:
+                stream.cancel()
             # In a task of its own: this handler is cancelled when the client dies, the end must come nevertheless.
-            ending = self._tasks.spawn(self._end(session), name=f"end-session-{session.id:x}")
-            await asyncio.shield(ending)
+            await asyncio.shield(self._tasks.spawn(self._end(session, gone=gone), name=f"end-{session.id:x}"))
+            self._handlers.pop(session.id, None)
         await stream.finish()
         if refused is not None:
             await _abort(context, refused)
+
+    async def drop(self, session: Session) -> None:
+        """The process of this rank has gone, whatever its stream says: end the session, then the stream."""
+        await self._end(session, gone=True)
+        if (handler := self._handlers.pop(session.id, None)) is not None:
+            handler.cancel()
+
+    async def _try_to_register(self, first: Any) -> Session | KVSidecarError:
+        """A refusal is an answer, not a failure of the task."""
+        try:
+            return await self._register(first)
+        except KVSidecarError as error:
+            return error
 
     async def _register(self, first: Any) -> Session:
         if first is grpc.aio.EOF or first.WhichOneof("message") != "register":
@@ -138,13 +162,17 @@ class Service(pb_grpc.SidecarServicer):
         )
         return session
 
-    def _end_orphan(self, registering: asyncio.Task[Session]) -> None:
+    def _end_orphan(self, registering: asyncio.Task[Session | KVSidecarError]) -> None:
         if not registering.cancelled() and registering.exception() is None:
-            self._tasks.spawn(self._end(registering.result()), name="end-orphan")
+            session = registering.result()
+            if isinstance(session, Session):
+                self._tasks.spawn(self._end(session, gone=True), name="end-orphan")
 
-    async def _end(self, session: Session) -> None:
-        await self._instances.end(session)
-        _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
+    async def _end(self, session: Session, *, gone: bool) -> None:
+        first = not session.ending
+        await self._instances.end(session, gone=gone)
+        if first:
+            _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
 
     # -- lookups and leases ----------------------------------------------------------------------------------------
 
@@ -216,114 +244,3 @@ class Service(pb_grpc.SidecarServicer):
     async def Drain(self, _request: pb.DrainRequest, _context: Context) -> pb.DrainReply:  # noqa: N802
         self._drain()
         return pb.DrainReply()
-
-
-class _AttachStream:
-    """One rank's open stream: reads requests, starts jobs, and writes what happens in the order it happens."""
-
-    def __init__(self, service: Service, session: Session, context: Context) -> None:
-        self._service = service
-        self._session = session
-        self._context = context
-        # Replies are few (one per job) and small; a client with n jobs outstanding is owed n of them at most.
-        self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
-        self._writer: asyncio.Task[None] | None = None
-
-    async def run(self) -> None:
-        """Serve until the client half-closes or goes away."""
-        service = self._service
-        registered = pb.Registered(
-            epoch=service._epoch,
-            session=self._session.id,
-            readiness=translate.readiness_to(service._readiness.now),
-            version=__version__,
-        )
-        self._outbox.put_nowait(pb.AttachReply(registered=registered))
-        stop_listening = service._readiness.listen(self._tell_readiness)
-        self._writer = service._tasks.spawn(self._write(), name="attach-writer")
-        try:
-            while (message := await self._context.read()) is not grpc.aio.EOF:
-                self._take(message)
-        finally:
-            stop_listening()
-
-    def cancel(self) -> None:
-        """Nobody reads any more what is owed."""
-        if self._writer is not None:
-            self._writer.cancel()
-
-    async def finish(self) -> None:
-        """Write what is still owed, then let the stream end."""
-        self._outbox.put_nowait(None)
-        if self._writer is not None:
-            await self._writer
-
-    def _tell_readiness(self, snapshot: Snapshot) -> None:
-        self._outbox.put_nowait(pb.AttachReply(readiness=translate.readiness_to(snapshot)))
-
-    async def _write(self) -> None:
-        while (reply := await self._outbox.get()) is not None:
-            await self._context.write(reply)
-
-    def _take(self, message: pb.AttachRequest) -> None:
-        """Start what one message asks for. The jobs begin in the order of their messages."""
-        match message.WhichOneof("message"):
-            case "store":
-                self._start(message.store.job, self._store(message.store), Direction.STORE)
-            case "load":
-                self._start(message.load.job, self._load(message.load), Direction.LOAD)
-            case "flush":
-                self._session.jobs.spawn(self._flush(message.flush), name="flush")
-            case "register":
-                raise InvalidRequest("a stream registers once")
-            case _:
-                # From a newer client: the protocol number is what refuses those, an unknown extra is let pass.
-                _log.warning("unknown attach message ignored", instance=self._session.registration.instance)
-
-    def _start(self, job: int, running: Coroutine[Any, Any, JobResult], direction: Direction) -> None:
-        jobs = self._session.jobs_by_id
-        if job in jobs:
-            running.close()
-            raise InvalidRequest(f"job {job} is still running: a job id may be used again once its JobDone has come")
-        task = self._session.jobs.spawn(self._answer(job, running), name=f"{direction}-{job}")
-        jobs[job] = RunningJob(direction, task)
-
-    async def _answer(self, job: int, running: Coroutine[Any, Any, JobResult]) -> None:
-        try:
-            result = await running
-        except Exception as error:
-            # Nobody expected this one. The client is owed an answer all the same, or it would wait for ever.
-            self._outbox.put_nowait(
-                pb.AttachReply(done=translate.job_done_to(job, JobResult(Outcome.FAILED, error="internal error")))
-            )
-            raise RuntimeError(f"job {job} failed unexpectedly") from error
-        finally:
-            del self._session.jobs_by_id[job]
-        self._outbox.put_nowait(pb.AttachReply(done=translate.job_done_to(job, result)))
-
-    def _blocks(self, messages: Iterable[pb.Blocks]) -> list[GroupBlocks]:
-        return translate.blocks_from(messages, self._session.registration.namespace.hash_bytes)
-
-    async def _store(self, message: pb.Store) -> JobResult:
-        try:
-            blocks = self._blocks(message.blocks)
-        except InvalidRequest as error:
-            return self._service._transfers.invalid(Direction.STORE, error)
-        return await self._service._transfers.store(self._session, blocks)
-
-    async def _load(self, message: pb.Load) -> JobResult:
-        try:
-            blocks = self._blocks(message.blocks)
-        except InvalidRequest as error:
-            return self._service._transfers.invalid(Direction.LOAD, error)
-        return await self._service._transfers.load(self._session, blocks, message.lease or None)
-
-    async def _flush(self, message: pb.Flush) -> None:
-        """Wait until the named jobs are over, at most as long as the client said."""
-        running = self._session.jobs_by_id
-        named = message.jobs or [job for job, each in running.items() if each.direction is Direction.STORE]
-        wanted = {job: running[job].task for job in named if job in running}
-        if wanted:
-            await asyncio.wait(wanted.values(), timeout=message.timeout_ms / 1000)
-        pending = [job for job, task in wanted.items() if not task.done()]
-        self._outbox.put_nowait(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))

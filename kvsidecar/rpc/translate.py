@@ -35,6 +35,7 @@ def registration_from(message: pb.Register) -> Registration:
         device=message.device,
         allocations=tuple(allocations),
         groups=tuple(layout_from_wire(group) for group in message.groups),
+        event_handles=tuple(message.event_handles),
     )
 
 

@@ -70,7 +70,7 @@ class Group(_message.Message):
     def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "token", "instance", "namespace", "rank", "world_size", "device", "allocations", "groups")
+    __slots__ = ("protocol", "token", "instance", "namespace", "rank", "world_size", "device", "allocations", "groups", "event_handles")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class Register(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HANDLES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     token: bytes
     instance: str
@@ -89,19 +90,24 @@ class Register(_message.Message):
     device: str
     allocations: _containers.RepeatedCompositeFieldContainer[Allocation]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
-    def __init__(self, protocol: _Optional[int] = ..., token: _Optional[bytes] = ..., instance: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[Allocation, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
+    event_handles: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, protocol: _Optional[int] = ..., token: _Optional[bytes] = ..., instance: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[Allocation, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., event_handles: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("epoch", "session", "readiness", "version")
+    __slots__ = ("epoch", "session", "readiness", "version", "device_order", "device_order_refused")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     READINESS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ORDER_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ORDER_REFUSED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     session: int
     readiness: Readiness
     version: str
-    def __init__(self, epoch: _Optional[int] = ..., session: _Optional[int] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+    device_order: bool
+    device_order_refused: str
+    def __init__(self, epoch: _Optional[int] = ..., session: _Optional[int] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., version: _Optional[str] = ..., device_order: bool = ..., device_order_refused: _Optional[str] = ...) -> None: ...
 
 class Readiness(_message.Message):
     __slots__ = ("state", "pool_bytes", "pinned_bytes", "pin_bytes_per_second", "eta_seconds", "reason")
@@ -144,32 +150,48 @@ class Blocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("job", "blocks")
+    __slots__ = ("job", "blocks", "event", "deadline_ms")
     JOB_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     job: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
-    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ...) -> None: ...
+    event: int
+    deadline_ms: int
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("job", "lease", "blocks")
+    __slots__ = ("job", "lease", "blocks", "deadline_ms")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     job: int
     lease: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
-    def __init__(self, job: _Optional[int] = ..., lease: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ...) -> None: ...
+    deadline_ms: int
+    def __init__(self, job: _Optional[int] = ..., lease: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Flush(_message.Message):
-    __slots__ = ("flush", "jobs", "timeout_ms")
+    __slots__ = ("flush", "jobs", "timeout_ms", "mode")
+    class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MODE_UNSPECIFIED: _ClassVar[Flush.Mode]
+        MODE_FINISH: _ClassVar[Flush.Mode]
+        MODE_CANCEL: _ClassVar[Flush.Mode]
+    MODE_UNSPECIFIED: Flush.Mode
+    MODE_FINISH: Flush.Mode
+    MODE_CANCEL: Flush.Mode
     FLUSH_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     flush: int
     jobs: _containers.RepeatedScalarFieldContainer[int]
     timeout_ms: int
-    def __init__(self, flush: _Optional[int] = ..., jobs: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    mode: Flush.Mode
+    def __init__(self, flush: _Optional[int] = ..., jobs: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., mode: _Optional[_Union[Flush.Mode, str]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("register", "store", "load", "flush")
@@ -223,17 +245,25 @@ class Flushed(_message.Message):
     pending: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, flush: _Optional[int] = ..., pending: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class WaitIssued(_message.Message):
+    __slots__ = ("event",)
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    event: int
+    def __init__(self, event: _Optional[int] = ...) -> None: ...
+
 class AttachReply(_message.Message):
-    __slots__ = ("registered", "done", "flushed", "readiness")
+    __slots__ = ("registered", "done", "flushed", "readiness", "wait_issued")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FLUSHED_FIELD_NUMBER: _ClassVar[int]
     READINESS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_ISSUED_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     done: JobDone
     flushed: Flushed
     readiness: Readiness
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., done: _Optional[_Union[JobDone, _Mapping]] = ..., flushed: _Optional[_Union[Flushed, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ...) -> None: ...
+    wait_issued: WaitIssued
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., done: _Optional[_Union[JobDone, _Mapping]] = ..., flushed: _Optional[_Union[Flushed, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., wait_issued: _Optional[_Union[WaitIssued, _Mapping]] = ...) -> None: ...
 
 class LookupGroup(_message.Message):
     __slots__ = ("group", "hashes")
