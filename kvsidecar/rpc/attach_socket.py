@@ -31,6 +31,7 @@ HELLO_SECONDS = 5.0
 
 _LENGTH = struct.Struct("<I")
 _UCRED = struct.Struct("3i")
+_SO_PEERPIDFD = 77
 
 _log = log.get("attach")
 
@@ -129,9 +130,7 @@ class AttachSocket:
             peer = self._instances.add_peer(pid=pid, uid=uid, gid=gid, client=hello.client, fds=fds)
             _log.debug("client connected", pid=pid, uid=uid, client=hello.client, fds=len(fds))
             await _send(connection, pb.Welcome(token=peer.token, epoch=self._epoch))
-            # Nothing more is said; this read ends when the process does.
-            while await asyncio.get_running_loop().sock_recv(connection, 1024):
-                pass
+            await _until_gone(connection, pid)
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
         finally:
@@ -139,6 +138,47 @@ class AttachSocket:
             connection.close()
             if peer is not None:
                 self._on_gone(peer)
+
+
+async def _until_gone(connection: socket.socket, pid: int) -> None:
+    """Return when the process has gone: its connection has ended, or its pidfd says so.
+
+    Each alone has a gap: a forked child that outlives the engine keeps the connection open, and a pidfd of a process
+    in a PID namespace that is not visible here cannot be had.
+    """
+    loop = asyncio.get_running_loop()
+    ends: set[asyncio.Future[None]] = {asyncio.ensure_future(_until_closed(connection))}
+    pidfd = _pidfd(connection, pid)
+    died = loop.create_future()
+    if pidfd is not None:
+        loop.add_reader(pidfd, _set, died)
+        ends.add(died)
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for end in ends:
+            end.cancel()
+        if pidfd is not None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+
+async def _until_closed(connection: socket.socket) -> None:
+    """Nothing more is said after the Hello; a read ends when every copy of the client's descriptor is closed."""
+    with contextlib.suppress(OSError):
+        while await asyncio.get_running_loop().sock_recv(connection, 1024):
+            pass
+
+
+def _pidfd(connection: socket.socket, pid: int) -> int | None:
+    """A pidfd of the peer, or None where the system has none."""
+    with contextlib.suppress(OSError):
+        # Linux 6.5: of the very process that connected; a PID may have been given to another one meanwhile.
+        return int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    if pid > 0:  # 0: the process is in a PID namespace that this one does not see
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+    return None
 
 
 async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int, ...]]:

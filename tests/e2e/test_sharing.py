@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -347,3 +349,29 @@ def test_a_store_whose_event_fails_ends_as_failed(daemon: DaemonProcess) -> None
     failed = rank.finish(rank.client.store([Blocks(0, hashes("a"), [0])], after=Broken()))
     assert (failed.outcome, failed.reason, failed.error) == (Outcome.FAILED, "event_failed", "device lost")
     rank.close()
+
+
+def test_an_engine_whose_forked_child_lives_on_is_unmapped_all_the_same(daemon: DaemonProcess) -> None:
+    """The child holds every connection open, so no stream ends: only the pidfd tells."""
+    script = (
+        "import os, signal, sys; from tests import harness; "
+        "d = object.__new__(harness.DaemonProcess); d.socket = sys.argv[1]; "
+        "r = harness.Rank(d); harness.done(r.store('a')); "
+        "child = os.fork(); "
+        "child or signal.pause(); "
+        "print(child, flush=True); sys.stdin.read()"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", script, daemon.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    child = int(engine.stdout.readline())
+    engine.kill()
+    engine.wait()
+    killed = time.monotonic()
+    daemon.wait_log("rank detached")
+    assert "/memfd:kvsidecar-kv" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    assert time.monotonic() - killed < 1.0
+    assert Path(f"/proc/{child}").exists(), "the child must outlive the test's claim"
+    os.kill(child, signal.SIGKILL)
+    engine.communicate()
