@@ -23,7 +23,7 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.config import Settings
 from kvsidecar.device.base import PITCHED_COPY, CopyPlan, Platform
 from kvsidecar.device.hub import DeviceHub
-from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused
+from kvsidecar.errors import DeviceError, DeviceLost, PinFailed, PinStopped, PoolRefused
 from kvsidecar.http import Probes
 from kvsidecar.instances import ID_BITS, Instances, Peer
 from kvsidecar.lookups import Lookups
@@ -253,9 +253,12 @@ class Daemon:
         self._loop.call_soon_threadsafe(self._worker_failed, uuid, direction, error)
 
     def _worker_failed(self, uuid: str, direction: Direction, error: BaseException) -> None:
-        _log.error("copy worker lost", device=uuid, direction=direction.value, error=str(error))
-        if len(self._platform.device_uuids()) == 1:
-            self.readiness.fail(f"{uuid}, the only device, can copy no more: {error}")
+        _log.error("copy worker ended", device=uuid, direction=direction.value, error=str(error))
+        if isinstance(error, DeviceLost):
+            self._hub.mark_lost(uuid, str(error))
+            self._metrics.devices_lost.inc()
+        if set(self._hub.lost) >= set(self._platform.device_uuids()):
+            self.readiness.fail(f"every device is lost; the last one was {uuid}: {error}")
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("task failed", task=name, error=str(error), exc_info=error)

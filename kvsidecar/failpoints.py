@@ -36,6 +36,9 @@ KNOWN: dict[str, str] = {
     "store.before_copy": "before the copies of a store job are issued",
     "store.before_seal": "the copies of a store job are over, its blocks are not readable yet",
     "load.before_copy": "before the copies of a load job are issued",
+    "store.in_flight": "in the worker's thread: the copies of a store job are issued, and not over",
+    "load.in_flight": "in the worker's thread: the copies of a load job are issued, and not over",
+    "copy.device_lost": "in the worker's thread, before a job's copies: raise() stands for a sticky CUDA error",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
 }
 """Every point there is, and where it lies. A test holds that each name hit in the code is here."""

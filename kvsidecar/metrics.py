@@ -90,6 +90,10 @@ class Metrics:
             "kvsidecar_jobs", "Jobs that ended, by direction and outcome.", ["direction", "outcome"],
             registry=self.registry,
         )  # fmt: skip
+        self.devices_lost = Counter(
+            "kvsidecar_devices_lost", "Devices that had an error their context does not survive.",
+            registry=self.registry,
+        )  # fmt: skip
         self.lookup_blocks = Counter(
             "kvsidecar_lookup_blocks", "Blocks asked for in lookups.", ["result"], registry=self.registry
         )

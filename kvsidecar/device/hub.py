@@ -28,6 +28,7 @@ class DeviceHub:
         self._pool_address: int | None = None
         self._devices: dict[str, Device] = {}
         self._workers: dict[tuple[str, Direction], CopyWorker] = {}
+        self._lost: dict[str, str] = {}
         self._opening = asyncio.Lock()
 
     def use_pool(self, address: int) -> None:
@@ -39,7 +40,9 @@ class DeviceHub:
 
         Raises:
             DeviceNotFound: no such device; the text lists those that are visible.
+            DeviceLost: it is lost.
         """
+        self._refuse_lost(uuid)
         if uuid not in self._devices:
             async with self._opening:
                 self._devices[uuid] = await asyncio.to_thread(self.platform.device, uuid)
@@ -48,20 +51,36 @@ class DeviceHub:
     async def worker(self, uuid: str, direction: Direction) -> CopyWorker:
         """The worker of one direction of one device, started at the first call.
 
+        One whose thread ended by an error that nobody expected is replaced: only the copies it had were lost.
+
         Raises:
             DeviceLost: the device can copy no more.
         """
+        self._refuse_lost(uuid)
         worker = self._workers.get((uuid, direction))
-        if worker is None:
-            device = await self.device(uuid)
-            async with self._opening:
-                worker = self._workers.get((uuid, direction))
-                if worker is None:
-                    worker = await asyncio.to_thread(self._start, device, direction)
-                    self._workers[uuid, direction] = worker
-        if not worker.alive:
-            raise DeviceLost(f"{uuid} can {direction} no more: {worker.failure}")
+        if worker is not None and worker.alive:
+            return worker
+        device = await self.device(uuid)
+        async with self._opening:
+            self._refuse_lost(uuid)
+            worker = self._workers.get((uuid, direction))
+            if worker is None or not worker.alive:
+                worker = await asyncio.to_thread(self._start, device, direction)
+                self._workers[uuid, direction] = worker
         return worker
+
+    def mark_lost(self, uuid: str, reason: str) -> None:
+        """The device had an error that its context does not survive. It is never used again in this run."""
+        self._lost.setdefault(uuid, reason)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Devices that are lost, and why."""
+        return dict(self._lost)
+
+    def _refuse_lost(self, uuid: str) -> None:
+        if (reason := self._lost.get(uuid)) is not None:
+            raise DeviceLost(f"device {uuid} is lost: {reason}; restart the daemon when it is well again")
 
     def _start(self, device: Device, direction: Direction) -> CopyWorker:
         if self._pool_address is None:
@@ -81,6 +100,8 @@ class DeviceHub:
     def stuck(self, bound_seconds: float) -> str | None:
         """Why the copy workers are not making progress, or None if they are."""
         for uuid, direction, worker in self.workers():
+            if uuid in self._lost:
+                continue  # reported as lost, and a restart would not bring it back by itself
             age = worker.oldest_inflight_seconds()
             if worker.running and age > bound_seconds:
                 return f"a {direction} on {uuid} has been in flight for {age:.0f} s"

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvsidecar import failpoints
 from kvsidecar.device.base import CopyPlan, CopyStream, Device, DeviceEvent
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.types import Direction
@@ -195,7 +196,12 @@ class CopyWorker:
         """Copy until closed and empty. Raises what the worker does not survive."""
         while (copy := self._next()) is not None:
             try:
+                try:
+                    failpoints.hit("copy.device_lost")
+                except failpoints.FailpointError as error:
+                    raise DeviceLost(str(error)) from error
                 stream.issue(copy.plan, self._pool_address)
+                failpoints.hit("store.in_flight" if self._direction is Direction.STORE else "load.in_flight")
                 stream.wait()
             except CopyFailed as error:
                 self._end()

@@ -76,7 +76,7 @@ class AttachSocket:
         if self._gid is not None:
             os.chown(self._path, -1, self._gid)
         self._path.chmod(self._mode)
-        listener.listen(128)
+        listener.listen(1024)
         self._listener = listener
         self._accepting = self._tasks.spawn(self._accept(listener), name="attach-socket")
 

@@ -1,0 +1,306 @@
+"""Faults of an engine and of a device, injected into real processes. The numbers are those of docs/faults.md."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.client import AttachRefused, Blocks, Outcome
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
+
+FIRST = 2
+"""Number of the first hit of a copy's failpoint that is not the self-test's, per direction."""
+
+ENGINE = """
+import sys
+from tests import harness
+daemon = object.__new__(harness.DaemonProcess)
+daemon.socket = sys.argv[1]
+print("begun", flush=True)
+rank = harness.Rank(daemon, instance="victim")
+print("attached", flush=True)
+what = sys.argv[2]
+if what == "store":
+    rank.fill(0, "victim")
+    rank.client.store([harness.Blocks(0, harness.hashes("victim"), [0])])
+elif what == "load":
+    rank.client.load([harness.Blocks(0, harness.hashes("shared"), [0])])
+elif what == "lease":
+    print(rank.client.lookup(harness.NAMESPACE, {0: harness.hashes("shared")}, lease_seconds=0.2).lease, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def engine(daemon: DaemonProcess, what: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, daemon.socket, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def mappings(daemon: DaemonProcess) -> int:
+    return Path(f"/proc/{daemon.process.pid}/maps").read_text().count("/memfd:kvsidecar-kv")
+
+
+def wait_for_metric(daemon: DaemonProcess, name: str, value: float) -> None:
+    deadline = time.monotonic() + SECONDS
+    while daemon.metric(name) != value:
+        assert time.monotonic() < deadline, f"{name} is {daemon.metric(name)}, not {value}"
+
+
+def nothing_is_left_of(daemon: DaemonProcess) -> None:
+    """No session, lease, reservation or mapping of the dead engine; a healthy one works byte for byte."""
+    assert mappings(daemon) == 0
+    for gauge in ("attached_ranks", "leases", "pool_reserved_bytes", "pool_leased_bytes", "pool_quarantined_bytes"):
+        assert daemon.metric(f"kvsidecar_{gauge}") == 0, gauge
+    rank = Rank(daemon)
+    done(rank.store("healthy"))
+    done(rank.load("healthy", at=[5]))
+    assert rank.holds(5, "healthy")
+    rank.close()
+
+
+@pytest.mark.parametrize("point", [f"store.in_flight@{FIRST}", "store.before_copy@0", "store.before_seal@0"])
+def test_1_an_engine_killed_mid_store_leaves_nothing(short_dir: Path, point: str) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{point}=delay(0.3)") as daemon:
+        daemon.wait_ready()
+        with engine(daemon, "store") as victim:
+            assert [read(victim), read(victim)] == ["begun", "attached"]
+            wait_for_metric(daemon, 'kvsidecar_jobs_total{direction="store",outcome="done"}', 0)
+            while not daemon.metric("kvsidecar_pool_reserved_bytes") and not daemon.metric("kvsidecar_pool_used_bytes"):
+                pass
+            victim.kill()
+            daemon.wait_log("rank detached")
+        nothing_is_left_of(daemon)
+
+
+def test_2_an_engine_killed_mid_load_leaves_nothing_and_harms_no_other(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@{FIRST}=delay(0.3)") as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        done(rank.store("shared"))
+        with engine(daemon, "load") as victim:
+            assert [read(victim), read(victim)] == ["begun", "attached"]
+            while not daemon.metric('kvsidecar_jobs_running{direction="load"}'):
+                pass
+            victim.kill()
+            killed = time.monotonic()
+            done(rank.store("meanwhile"))
+            daemon.wait_log("rank detached")
+            assert time.monotonic() - killed < 1.3
+        assert mappings(daemon) == 1
+        done(rank.load("shared", at=[3]))
+        assert rank.holds(3, "shared")
+        rank.close()
+        nothing_is_left_of(daemon)
+
+
+def test_3_an_engine_killed_while_it_attaches_leaves_nothing(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="attach.after_import@0=delay(0.3)") as daemon:
+        daemon.wait_ready()
+        with engine(daemon, "nothing") as victim:
+            assert read(victim) == "begun"
+            while not mappings(daemon):
+                pass
+            victim.kill()
+            victim.wait()
+            deadline = time.monotonic() + 1.3
+            while mappings(daemon):
+                assert time.monotonic() < deadline, "the dead engine's memory is still mapped"
+        nothing_is_left_of(daemon)
+
+
+def test_4_an_engine_killed_before_its_first_store_leaves_nothing(daemon: DaemonProcess) -> None:
+    with engine(daemon, "nothing") as victim:
+        assert [read(victim), read(victim)] == ["begun", "attached"]
+        victim.kill()
+        daemon.wait_log("rank detached")
+    nothing_is_left_of(daemon)
+
+
+def test_5_a_paused_engine_is_not_dead_and_its_leases_end_by_time(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store("shared"))
+        with engine(daemon, "lease") as paused:
+            assert [read(paused), read(paused)] == ["begun", "attached"]
+            assert int(read(paused)) > 0
+            paused.send_signal(signal.SIGSTOP)
+            wait_for_metric(daemon, "kvsidecar_leases", 0)
+            assert daemon.metric("kvsidecar_attached_ranks") == 2
+            assert mappings(daemon) == 2
+            paused.send_signal(signal.SIGCONT)
+            assert daemon.metric('kvsidecar_refusals_total{reason="lease_expired"}') == 1
+        rank.close()
+
+
+def test_12_a_pin_that_hangs_keeps_the_daemon_alive_and_says_so(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(20)") as daemon:
+        daemon.wait_log("pinning")
+        assert daemon.get("/health")[0] == 200
+        assert daemon.get("/ready")[1]["pinned_bytes"] == 0
+
+
+def test_17_one_process_may_register_the_same_memory_twice(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    again = daemon.client()
+    again.attach(instance="twin", namespace=NAMESPACE, buffers=rank.buffer.kv_buffers(), groups=[rank.layout])
+    assert daemon.metric('kvsidecar_imported_gpu_bytes{device="host"}') == rank.buffer.nbytes
+    assert mappings(daemon) == 1
+    again.close()
+    assert mappings(daemon) == 1, "the first registration lost its memory"
+    done(rank.store("a"))
+    rank.close()
+    assert mappings(daemon) == 0
+
+
+def test_27_a_full_pool_declines_at_once_and_loads_go_on(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    names = [("old", number) for number in range((1 << 20) // 12288)]
+    for name in names:
+        done(rank.store(name))
+    lease = rank.client.lookup(NAMESPACE, {0: hashes(*names)}, lease_seconds=30).lease
+    full = rank.store("new")
+    assert (full.outcome, full.reason) == (Outcome.DECLINED, "pool_full")
+    done(rank.load(names[0], at=[1], lease=lease))
+    assert rank.holds(1, names[0])
+    rank.close()
+
+
+def test_29_of_two_engines_that_store_the_same_block_one_does(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}=delay(0.2)") as daemon:
+        daemon.wait_ready()
+        ranks = [Rank(daemon, instance=name) for name in ("one", "two")]
+        jobs = []
+        for rank in ranks:
+            rank.fill(0, "same")
+            jobs.append(rank.client.store([Blocks(0, hashes("same"), [0])]))
+        results = [done(rank.finish(job)) for rank, job in zip(ranks, jobs, strict=True)]
+        assert sorted(result.copied_blocks for result in results) == [0, 1]
+        assert daemon.metric("kvsidecar_pool_used_bytes") == 12288
+        for rank in ranks:
+            rank.close()
+
+
+def test_34_sigterm_lets_running_copies_finish(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}=delay(0.5)") as daemon:
+        rank = Rank(daemon.wait_ready())
+        rank.fill(0, "a")
+        job = rank.client.store([Blocks(0, hashes("a"), [0])])
+        while not daemon.metric('kvsidecar_jobs_running{direction="store"}'):
+            pass
+        assert daemon.terminate() == 0
+        assert rank.finish(job).outcome is Outcome.DONE, "the copy was finished, and its client was not told"
+        rank.close()
+
+
+def test_34_a_second_sigterm_ends_at_once(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}=delay(20)") as daemon:
+        rank = Rank(daemon.wait_ready())
+        rank.client.store([Blocks(0, hashes("a"), [0])])
+        while not daemon.metric('kvsidecar_jobs_running{direction="store"}'):
+            pass
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_log("stopping")
+        started = time.monotonic()
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(SECONDS) == 128 + signal.SIGTERM
+        assert time.monotonic() - started < 5
+        rank.close()
+
+
+def test_36_a_lost_device_fails_its_jobs_quarantines_their_slots_and_is_not_ready(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"copy.device_lost@{2 * FIRST}=raise(Xid 79)") as daemon:
+        rank = Rank(daemon.wait_ready())
+        rank.fill(0, "a")
+        lost = rank.store("a")
+        assert (lost.outcome, lost.reason) == (Outcome.FAILED, "device_lost")
+        assert "Xid 79" in daemon.wait_log("copy worker ended")["error"]
+        code, ready = daemon.get("/ready")
+        assert (code, ready["state"]) == (503, "failed")
+        assert "Xid 79" in ready["reason"]
+        assert daemon.metric("kvsidecar_pool_quarantined_bytes") == 12288
+        assert daemon.metric("kvsidecar_devices_lost_total") == 1
+        assert rank.store("b").reason == "not_ready"
+        assert rank.hits("a") == 0
+        with pytest.raises(AttachRefused, match="is lost"):
+            Rank(daemon, instance="late")
+        rank.close()
+        assert daemon.terminate() == 0
+
+
+def test_39_a_copy_worker_that_dies_fails_one_job_and_is_replaced(short_dir: Path) -> None:
+    with DaemonProcess(
+        short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}=raise(nobody expected this)"
+    ) as daemon:
+        rank = Rank(daemon.wait_ready())
+        failed = rank.store("a")
+        assert failed.outcome is Outcome.FAILED
+        assert "nobody expected this" in failed.error
+        assert daemon.metric("kvsidecar_pool_quarantined_bytes") == 12288
+        done(rank.store("a"))
+        done(rank.load("a", at=[4]))
+        assert rank.holds(4, "a")
+        assert daemon.get("/ready")[0] == 200
+        assert daemon.get("/health")[0] == 200
+        rank.close()
+
+
+def test_38_a_copy_that_hangs_makes_health_fail_and_nothing_else(short_dir: Path) -> None:
+    flags = ("--stuck-after", "0.2")
+    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}=delay(20)") as daemon:
+        rank = Rank(daemon.wait_ready())
+        rank.client.store([Blocks(0, hashes("a"), [0])])
+        deadline = time.monotonic() + SECONDS
+        while daemon.get("/health")[0] == 200:
+            assert time.monotonic() < deadline
+        code, health = daemon.get("/health")
+        assert code == 503
+        assert "has been in flight" in health["reason"]
+        assert rank.hits("a") == 0
+
+
+def test_40_silent_connections_do_not_keep_engines_out(daemon: DaemonProcess) -> None:
+    import socket
+
+    silent = []
+    for _ in range(200):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(daemon.socket + ".attach")
+        silent.append(connection)
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    rank.close()
+    for connection in silent:
+        connection.close()
+    deadline = time.monotonic() + SECONDS
+    while len(os.listdir(f"/proc/{daemon.process.pid}/fd")) > 60:
+        assert time.monotonic() < deadline
+
+
+def test_21_a_message_over_the_limit_is_refused_and_others_go_on(daemon: DaemonProcess) -> None:
+    from kvsidecar.client import ClientError
+
+    rank = Rank(daemon)
+    with pytest.raises(ClientError, match=r"(?i)larger than max"):
+        rank.client.lookup(NAMESPACE, {0: [bytes(32)] * 140_000})
+    done(rank.store("a"))
+    rank.close()
