@@ -35,6 +35,7 @@ from kvsidecar import memory_limits
 from kvsidecar.errors import ConfigError
 from kvsidecar.memory_limits import HugePages
 from kvsidecar.paths import default_socket_path, socket_path_problem
+from kvsidecar.types import Verify
 from kvsidecar.units import GiB, MiB, Size, TiB, format_size, parse_size
 
 PREFIX = "KVSIDECAR_"
@@ -177,6 +178,11 @@ class Settings(BaseSettings):
         True,
         description="Refuse a pool that exceeds a memory limit before touching it; off for virtual machines whose "
         "memory grows as it is used.",
+    )
+    verify: Verify = Field(
+        Verify.OFF,
+        description="Checksum slots when they are sealed and compare before they are loaded: never, one block in 16, "
+        "or every one. A mismatch is a miss, and its slot is withdrawn.",
     )
     lease_max: _Seconds = Field(
         60.0, gt=0, description="Seconds a client's lease may last at most; it keeps blocks from eviction."
@@ -358,7 +364,7 @@ def _click_option(option: str) -> click.Option:
     metavar = shown.metavar
     if metavar is None:
         kind = field.annotation
-        choices = get_args(kind) if get_origin(kind) is Literal else tuple(kind) if kind is HugePages else ()
+        choices = get_args(kind) if get_origin(kind) is Literal else tuple(kind) if kind in (HugePages, Verify) else ()
         metavar = "|".join(map(str, choices))
     default = shown.default or (f"{field.default:g}" if isinstance(field.default, float) else str(field.default))
     return click.Option(

@@ -20,6 +20,7 @@ import numpy as np
 from kvsidecar import __version__, log
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.checksums import Checksums
 from kvsidecar.config import Settings
 from kvsidecar.device.base import PITCHED_COPY, CopyPlan, Platform
 from kvsidecar.device.hub import DeviceHub
@@ -37,7 +38,7 @@ from kvsidecar.rpc.server import RpcServer
 from kvsidecar.rpc.service import Service
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import Transfers
-from kvsidecar.types import Direction
+from kvsidecar.types import Direction, Verify
 
 TICK_SECONDS = 0.25
 """How often leases are expired and the loop's lag is measured."""
@@ -84,7 +85,16 @@ class Daemon:
             next_id=lambda: secrets.randbits(ID_BITS) | 1,
         )
         self._instances = Instances(self._cache, self._hub, clock, self._task_failed)
-        self._transfers = Transfers(self._cache, self._hub, self.readiness, self._metrics, clock, slab_bytes=slab_bytes)
+        checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
+        self._transfers = Transfers(
+            self._cache,
+            self._hub,
+            self.readiness,
+            self._metrics,
+            clock,
+            slab_bytes=slab_bytes,
+            checksums=checksums,
+        )
         self._lookups = Lookups(self._cache, self.readiness, self._metrics, clock, lease_max=settings.lease_max)
         self._report = Report(
             epoch=self.epoch,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvsidecar import failpoints
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
+from kvsidecar.checksums import Checksums
 from kvsidecar.device.base import CopyPlan, DeviceEvent
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
@@ -67,6 +68,7 @@ class Transfers:
         clock: monotonic seconds, the clock of leases.
         slab_bytes: copies do not span two slabs: pin chunks begin at slabs, and a driver refuses a copy that spans
             two registrations.
+        checksums: of the slots, if they are wanted.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Transfers:
         clock: Callable[[], float],
         *,
         slab_bytes: int,
+        checksums: Checksums | None = None,
     ) -> None:
         self._cache = cache
         self._hub = hub
@@ -85,6 +88,7 @@ class Transfers:
         self._metrics = metrics
         self._clock = clock
         self._slab_bytes = slab_bytes
+        self._checksums = checksums
         self.started_at: dict[Direction, dict[object, float]] = {direction: {} for direction in Direction}
         """When each job that is not over was taken, in order."""
 
@@ -186,6 +190,8 @@ class Transfers:
             raise
         try:
             failpoints.hit("store.before_seal")
+            if self._checksums is not None:
+                await asyncio.to_thread(_take_checksums, self._checksums, grant, groups, parts)
         except BaseException:
             self._cache.abort_all(grant)
             raise
@@ -209,6 +215,15 @@ class Transfers:
             self._cache.end_load(grant)
             return JobResult(Outcome.DONE)
         try:
+            if self._checksums is not None:
+                if wrong := await asyncio.to_thread(_wrong, self._checksums, grant, groups, parts):
+                    for part, index in wrong:
+                        self._cache.condemn(grant, part, index)
+                    self._cache.end_load(grant)
+                    return _declined(Refusal.CHECKSUM)
+                if (stopped := control.stopped()) is not None:
+                    self._cache.end_load(grant)
+                    return _declined(stopped)
             plan = self._plan_load(grant, groups, parts)
             failpoints.hit("load.before_copy")
             copying = worker.submit(plan)
@@ -277,6 +292,26 @@ def _group(session: Session, part: GroupBlocks) -> SessionGroup:
         raise InvalidRequest(f"group {part.group}: {len(part.hashes)} hashes but {len(part.block_ids)} block ids")
     check_block_ids(part.block_ids, group.layout.num_blocks)
     return group
+
+
+def _take_checksums(
+    checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]
+) -> None:
+    """In a thread. The slots are reserved: nobody else touches them."""
+    for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
+        stored = ((part.hashes[each.index], each.slot) for each in grant.reservations if each.part == number)
+        checksums.take([slot for block_hash, slot in stored if checksums.chosen(block_hash)], group.layout.shard_bytes)
+
+
+def _wrong(
+    checksums: Checksums, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]
+) -> list[tuple[int, int]]:
+    """In a thread: (part, index) of the blocks whose slots do not hold what was sealed. They are pinned."""
+    found = []
+    for number, (group, part, slots) in enumerate(zip(groups, parts, grant.slots, strict=True)):
+        index = {slot: i for i, slot in enumerate(slots) if checksums.chosen(part.hashes[i])}
+        found += [(number, index[slot]) for slot in checksums.wrong(index, group.layout.shard_bytes)]
+    return found
 
 
 def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> list[ShardPart]:

@@ -91,6 +91,14 @@ class Outcome(StrEnum):
     """The copy failed; the error says how."""
 
 
+class Verify(StrEnum):
+    """Which blocks are checked against the checksums of their slots."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    ALWAYS = "always"
+
+
 class LookupMode(Enum):
     PREFIX = "prefix"
     """The longest run of readable blocks from the first."""

@@ -26,6 +26,7 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import ConfigError
 from kvsidecar.memory_limits import HugePages
 from kvsidecar.pool import HostPool, PoolSpec
+from kvsidecar.types import Verify
 from kvsidecar.units import GiB, KiB, MiB, Size
 
 NO_FILE = Path("no such file")
@@ -41,6 +42,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "slab_size": ("16MiB", 16 * MiB),
     "chunk_size": ("256MiB", 256 * MiB),
     "huge_pages": ("thp", HugePages.THP),
+    "verify": ("sample", Verify.SAMPLE),
     "prefault_threads": ("3", 3),
     "numa": ("off", "off"),
     "on_pin_failure": ("exit", "exit"),

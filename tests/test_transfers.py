@@ -14,6 +14,7 @@ import pytest
 from kvsidecar import failpoints
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.checksums import Checksums
 from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
@@ -24,7 +25,7 @@ from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import GroupBlocks, JobResult, Transfers
-from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region
+from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
 SLOT = 4096
@@ -71,13 +72,15 @@ class World:
     def __init__(self) -> None:
         self.cache = BlockCache(SlotAllocator(SLOTS * SLOT, SLOTS * SLOT))
         self.hub = Hub()
+        self.pool = np.zeros(SLOTS * SLOT, np.uint8)
         self.metrics = Metrics("host")
         self.readiness = Readiness(SLOTS * SLOT)
         self.readiness.pinning()
         self.readiness.become_ready()
         self.transfers = Transfers(
-            self.cache, self.hub, self.readiness, self.metrics, lambda: 0.0, slab_bytes=SLOTS * SLOT
-        )
+            self.cache, self.hub, self.readiness, self.metrics, lambda: 0.0, slab_bytes=SLOTS * SLOT,
+            checksums=Checksums(Verify.ALWAYS, lambda: self.pool),
+        )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
         registration = Registration(b"t", "i", NAMESPACE, 0, 1, "host", (), (layout,))
@@ -95,10 +98,10 @@ class World:
 
     async def started(self, direction: Direction, count: int = 1) -> Worker:
         worker = self.hub.by_direction[direction]
-        for _ in range(20):
+        for _ in range(2000):  # a checksum is taken in a thread
             if len(worker.futures) >= count:
                 return worker
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         raise AssertionError("the copy was not submitted")
 
     def readable(self, *names: str) -> list[bool]:
@@ -264,3 +267,32 @@ async def test_metrics_count_bytes_and_dma_time_of_copies_that_succeeded(world: 
     assert value("kvsidecar_copied_bytes_total", direction="store") == 2 * SLOT
     assert value("kvsidecar_copy_seconds_sum", direction="store") == 0.001
     assert value("kvsidecar_copy_size_bytes_count", direction="store") == 1
+
+
+async def test_a_shard_whose_bytes_changed_in_the_pool_is_a_miss_and_its_slot_is_never_used_again(world: World) -> None:
+    await world.stored("a", "b")
+    load = world.job(Direction.LOAD, "a", "b")
+    (await world.started(Direction.LOAD)).end()
+    assert (await load).outcome is Outcome.DONE
+    world.pool[7] ^= 1  # in the slot of "a", the first one
+    wrong = await world.job(Direction.LOAD, "a", "b")
+    assert (wrong.outcome, wrong.reason) == (Outcome.DECLINED, Refusal.CHECKSUM)
+    assert world.readable("a", "b") == [False, True]
+    assert world.cache.stats().quarantined_bytes == SLOT
+    assert world.metrics.refusal_counts() == {"checksum": 1}
+    await world.stored("c", "d")
+    await world.stored("e")
+    assert world.cache.stats().quarantined_bytes == SLOT
+
+
+async def test_a_wrong_shard_that_another_load_reads_is_withdrawn_when_that_has_ended(world: World) -> None:
+    await world.stored("a")
+    first = world.job(Direction.LOAD, "a")
+    worker = await world.started(Direction.LOAD)
+    world.pool[7] ^= 1
+    assert (await world.job(Direction.LOAD, "a")).reason is Refusal.CHECKSUM
+    assert world.cache.stats().quarantined_bytes == 0
+    world.cache.check_integrity()
+    worker.end()
+    await first
+    assert world.cache.stats().quarantined_bytes == SLOT

@@ -175,7 +175,7 @@ class BlockCache:
         needs = Counter([reservation.slot_size for reservation in grant.reservations])
         if slots.supply(needs).unmet() is not None and not self._make_room(needs, grant):
             return Refusal.POOL_FULL
-        if node is not None and slots.supply(needs, node).unmet() is not None:
+        if node is not None and not slots.can_prefer(node, needs):
             node = None  # opening a slab there might take it from another size class of this request: any slot will do
         for block in created:
             self._table.file(block)
@@ -280,6 +280,16 @@ class BlockCache:
             AssertionError: the load has ended before.
         """
         _end_load(grant)
+
+    def condemn(self, grant: LoadGrant, part: int, index: int) -> None:
+        """A shard that this load was about to read is not what was sealed: its block is a miss from now on, and its
+        slot is never used again. The load must still be ended.
+
+        Raises:
+            AssertionError: the load has ended before.
+        """
+        require(grant.open, "the load has ended before")
+        self._table.condemn(grant.chains[part][index], grant.slots[part][index])
 
     # -- all of it ---------------------------------------------------------------------------------------------
 

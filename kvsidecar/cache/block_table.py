@@ -43,6 +43,8 @@ class BlockTable:
         """Bytes of the slots of pinned blocks."""
         self.evicted_blocks = 0
         self.evicted_bytes = 0
+        self._condemned: set[int] = set()
+        """Slots to withdraw when their blocks are freed."""
 
     # -- spaces ------------------------------------------------------------------------------------------------
 
@@ -159,6 +161,16 @@ class BlockTable:
             self._forget(block)
         self._drop_if_unused(space)
 
+    def condemn(self, block: Block, slot: int) -> None:
+        """The slot of a readable block holds wrong bytes: forget the block, and never use the slot again.
+
+        Others may be reading it now; it is withdrawn when they have ended.
+        """
+        self._condemned.add(slot)
+        if not block.detached:
+            self._forget(block)
+            self._drop_if_unused(block.space)
+
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _hold(self, block: Block) -> None:
@@ -201,7 +213,11 @@ class BlockTable:
 
     def _free(self, block: Block) -> None:
         for slot in block.held_slots():
-            self.slots.free(slot)
+            if slot in self._condemned:
+                self._condemned.remove(slot)
+                self.slots.condemn(slot)
+            else:
+                self.slots.free(slot)
         block.slots = NO_SLOT  # whoever still names the block finds it empty
         block.sealed = 0
 

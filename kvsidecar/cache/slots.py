@@ -201,17 +201,21 @@ class SlotAllocator(Generic[Owner]):
     def slab_of(self, slot: int) -> Slab[Owner]:
         return self._slabs[slot // self.slab_bytes]
 
-    def supply(self, needs: Mapping[int, int], node: int | None = None) -> Supply:
-        """A plan of what could be allocated. Needs are slots per size class.
-
-        With a ``node`` the plan opens a slab there rather than use a free slot elsewhere, as `allocate` does.
-        """
+    def supply(self, needs: Mapping[int, int]) -> Supply:
+        """A plan of what could be allocated without a preferred node. Needs are slots per size class."""
         last = self._slabs[-1]
         short = last.nbytes if last.nbytes < self.slab_bytes and not last.size else 0
-        whole = sum(len(home.whole) for home in self._nodes.values()) - (short > 0)
+        free_slots = {size: self.free_slots(size) for size in needs}
+        return Supply(self, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=short)
+
+    def can_prefer(self, node: int, needs: Mapping[int, int]) -> bool:
+        """All needs can be allocated with ``node`` preferred, larger size classes first.
+
+        That may open a slab on the node although a slot is free elsewhere; so the free slots elsewhere do not count,
+        nor the short slab, which one class could so take from another. True is safe, False may be too careful.
+        """
         free_slots = {size: self.free_slots(size, node) for size in needs}
-        # With a node, who gets the short slab depends on where it lies: plan without it.
-        return Supply(self, needs, free_slots, whole_slabs=whole, short_slab=short if node is None else 0)
+        return Supply(self, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
 
     def reclaimable(self, other_than: int) -> Iterator[Slab[Owner]]:
         """Slabs of other size classes whose used slots are all evictable, the longest unused first."""
@@ -254,6 +258,14 @@ class SlotAllocator(Generic[Owner]):
     def quarantine(self, slot: int) -> None:
         """The slot may still be written to, for ever: RESERVED to QUARANTINED."""
         slab = self._move(slot, _RESERVED, _QUARANTINED)
+        slab.owners[slab.index_of(slot)] = None
+
+    def condemn(self, slot: int) -> None:
+        """What it holds is not what was put in: HELD or EVICTABLE to QUARANTINED."""
+        slab = self.slab_of(slot)
+        if slab.used and slab.states[slab.index_of(slot)] == _EVICTABLE:
+            self.hold(slot)
+        slab = self._move(slot, _HELD, _QUARANTINED)
         slab.owners[slab.index_of(slot)] = None
 
     def hold(self, slot: int) -> None:
@@ -319,6 +331,12 @@ class SlotAllocator(Generic[Owner]):
         if slab is not None:
             self._waste(slab.nbytes - slab.capacity * size)
         return slab
+
+    def _whole_slabs(self) -> int:
+        """Uncut slabs of full length."""
+        uncut = sum(len(home.whole) for home in self._nodes.values())
+        last = self._slabs[-1]
+        return uncut - (last.nbytes < self.slab_bytes and not last.size)
 
     def _waste(self, nbytes: int) -> None:
         self.wasted_bytes += nbytes

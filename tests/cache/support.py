@@ -1,0 +1,70 @@
+"""Small caches, in pages of 4096 bytes, and short names for what most tests do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvsidecar.cache.block import Block, Space, StoreGrant
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
+from kvsidecar.types import LookupMode, Namespace, Refusal
+
+PAGE = SLOT_ALIGN
+
+
+def namespace(name: str = "model") -> Namespace:
+    return Namespace(name, "bfloat16", "NHD", block_size=16, tp_size=1, pp_size=1, hash_algorithm="sha256")
+
+
+def key(name: int | str) -> bytes:
+    return str(name).encode().rjust(32, b"#")
+
+
+def keys(*names: int | str) -> list[bytes]:
+    return [key(name) for name in names]
+
+
+def new_cache(pool: int, slab: int | None = None, numa: Sequence[int | None] | None = None) -> BlockCache:
+    """A cache with ``pool`` pages in slabs of ``slab`` pages (default: one slab)."""
+    allocator: SlotAllocator[Block] = SlotAllocator(pool * PAGE, (slab or pool) * PAGE, numa)
+    return BlockCache(allocator)
+
+
+def open_space(cache: BlockCache, name: str = "model", *, group: int = 0, shards: Sequence[int] = (1,)) -> Space:
+    """The space of one group, with every shard's size in pages."""
+    space = None
+    for shard, pages in enumerate(shards):
+        space = cache.open_space(namespace(name), group, len(shards), shard, pages * PAGE)
+    assert space is not None
+    return space
+
+
+def begin(cache: BlockCache, space: Space, hashes: Sequence[bytes], shard: int = 0) -> StoreGrant:
+    grant = cache.begin_store([(space, shard, hashes)])
+    assert isinstance(grant, StoreGrant), grant
+    return grant
+
+
+def store(cache: BlockCache, space: Space, *names: int | str, shard: int | None = None) -> None:
+    """Store whole blocks, or one shard of them."""
+    for one in range(space.num_shards) if shard is None else (shard,):
+        cache.seal_all(begin(cache, space, keys(*names), one))
+
+
+def refused(cache: BlockCache, space: Space, *names: int | str) -> bool:
+    return cache.begin_store([(space, 0, keys(*names))]) is Refusal.POOL_FULL
+
+
+def readable(cache: BlockCache, space: Space, *names: int | str) -> list[bool]:
+    return cache.lookup(space, keys(*names), LookupMode.BITMAP)
+
+
+def names_readable(cache: BlockCache, space: Space, *names: int | str) -> list[int | str]:
+    """Those of the names that are readable."""
+    return [name for name, hit in zip(names, readable(cache, space, *names), strict=True) if hit]
+
+
+def lease(cache: BlockCache, space: Space, *names: int | str, now: float = 0, ttl: float = 10, owner: str = "o") -> int:
+    granted, _ = cache.lookup_and_lease([(space, keys(*names))], LookupMode.PREFIX, now, ttl, owner)
+    assert granted is not None
+    return granted.id

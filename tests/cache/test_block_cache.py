@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import pytest
+
+from kvsidecar.cache.block import LoadGrant, StoreGrant
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.types import LookupMode, Refusal
+from tests.cache.support import (
+    PAGE,
+    begin,
+    keys,
+    lease,
+    names_readable,
+    namespace,
+    new_cache,
+    open_space,
+    readable,
+    refused,
+    store,
+)
+
+# -- lookup -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_ends_at_the_first_block_that_is_not_readable() -> None:
+    cache = new_cache(4)
+    space = open_space(cache)
+    store(cache, space, "a", "b", "d")
+    assert cache.lookup(space, keys(*"abcd"), LookupMode.PREFIX) == [True, True, False, False]
+    assert cache.lookup(space, keys(*"abcd"), LookupMode.BITMAP) == [True, True, False, True]
+    assert (space.hits, space.misses) == (5, 3)
+
+
+def test_a_block_being_filled_is_not_readable() -> None:
+    cache = new_cache(4)
+    space = open_space(cache)
+    grant = begin(cache, space, keys("a"))
+    assert readable(cache, space, "a") == [False]
+    assert cache.seal(grant.reservations[0])
+    assert readable(cache, space, "a") == [True]
+
+
+def test_a_store_by_one_of_two_ranks_is_not_readable() -> None:
+    cache = new_cache(4)
+    space = open_space(cache, shards=(1, 1))
+    first, second = begin(cache, space, keys("a"), 0), begin(cache, space, keys("a"), 1)
+    assert not cache.seal(second.reservations[0])
+    assert readable(cache, space, "a") == [False]
+    assert cache.begin_load([(space, 1, keys("a"))], None, 0.0) is Refusal.NOT_FOUND
+    assert cache.seal(first.reservations[0])
+    assert readable(cache, space, "a") == [True]
+
+
+def test_a_rank_that_dies_before_its_shard_leaves_the_block_to_the_next_one() -> None:
+    cache = new_cache(4)
+    space = open_space(cache, shards=(1, 1))
+    store(cache, space, "a", shard=0)
+    cache.abort_all(begin(cache, space, keys("a"), 1))
+    assert readable(cache, space, "a") == [False]
+    store(cache, space, "a", shard=1)
+    assert readable(cache, space, "a") == [True]
+
+
+# -- store --------------------------------------------------------------------------------------------------------
+
+
+def test_a_grant_has_the_index_of_each_block_that_must_be_copied() -> None:
+    cache = new_cache(6)
+    space = open_space(cache)
+    store(cache, space, "b")
+    begin(cache, space, keys("d"))
+    grant = begin(cache, space, keys(*"abcde"))
+    assert [one.index for one in grant.reservations] == [0, 2, 4]
+    assert (grant.present, grant.in_flight) == (1, 1)
+    assert len({one.slot for one in grant.reservations}) == 3
+
+
+def test_a_hash_that_comes_twice_in_a_request_is_stored_once() -> None:
+    cache = new_cache(6)
+    space = open_space(cache)
+    grant = cache.begin_store([(space, 0, keys("a", "a", "b")), (space, 0, keys("b"))])
+    assert isinstance(grant, StoreGrant)
+    assert [(one.part, one.index) for one in grant.reservations] == [(0, 0), (0, 2)]
+    assert grant.in_flight == 2
+    cache.seal_all(grant)
+    cache.check_integrity()
+
+
+def test_one_request_can_store_two_shards_of_a_block() -> None:
+    cache = new_cache(6)
+    space = open_space(cache, shards=(1, 1))
+    grant = cache.begin_store([(space, 0, keys("a")), (space, 1, keys("a"))])
+    assert isinstance(grant, StoreGrant)
+    assert cache.seal_all(grant) == 1
+    assert cache.stats().blocks == 1
+
+
+def test_an_empty_request_is_granted() -> None:
+    cache = new_cache(1)
+    grant = cache.begin_store([])
+    assert isinstance(grant, StoreGrant)
+    assert cache.seal_all(grant) == 0
+    assert isinstance(cache.begin_load([], None, 0.0), LoadGrant)
+
+
+def test_seal_all_counts_the_blocks_that_became_readable() -> None:
+    cache = new_cache(6)
+    space = open_space(cache, shards=(1, 1))
+    store(cache, space, "a", shard=0)
+    assert cache.seal_all(begin(cache, space, keys("a", "b"), 1)) == 1
+
+
+def test_an_aborted_store_gives_its_slots_back() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    grant = begin(cache, space, keys("a", "b"))
+    assert refused(cache, space, "c")
+    cache.abort_all(grant)
+    assert cache.stats().free_bytes == 2 * PAGE
+    assert cache.stats().blocks == 0
+    store(cache, space, "a", "b")
+
+
+def test_a_store_may_end_in_part() -> None:
+    cache = new_cache(3)
+    space = open_space(cache)
+    grant = begin(cache, space, keys("a", "b", "c"))
+    cache.seal(grant.reservations[0])
+    cache.quarantine(grant.reservations[1])
+    cache.abort_all(grant)
+    assert names_readable(cache, space, *"abc") == ["a"]
+    stats = cache.stats()
+    assert (stats.used_bytes, stats.quarantined_bytes, stats.free_bytes) == (PAGE, PAGE, PAGE)
+
+
+def test_a_quarantined_slot_is_not_used_again_and_its_block_can_be_stored_anew() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    grant = begin(cache, space, keys("a"))
+    lost = grant.reservations[0].slot
+    cache.quarantine_all(grant)
+    again = begin(cache, space, keys("a"))
+    assert again.reservations[0].slot != lost
+    cache.seal_all(again)
+    assert refused(cache, space, "b", "c")
+    cache.clear()
+    assert cache.stats().quarantined_bytes == PAGE
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("second", ["seal", "abort", "quarantine"])
+@pytest.mark.parametrize("first", ["seal", "abort", "quarantine"])
+def test_a_reservation_ends_once(first: str, second: str) -> None:
+    cache = new_cache(2)
+    reservation = begin(cache, open_space(cache), keys("a")).reservations[0]
+    getattr(cache, first)(reservation)
+    with pytest.raises(AssertionError, match="ended before"):
+        getattr(cache, second)(reservation)
+    cache.check_integrity()
+
+
+def test_slots_are_taken_on_the_wanted_node() -> None:
+    cache = new_cache(8, 4, numa=[0, 1])
+    space = open_space(cache)
+    for node in (1, 0, 1):
+        grant = cache.begin_store([(space, 0, keys(node, f"{node}x"))], node=node)
+        assert isinstance(grant, StoreGrant)
+        assert {one.slot // (4 * PAGE) for one in grant.reservations} <= {node}
+
+
+def test_a_preferred_node_never_makes_a_store_fail_that_would_fit() -> None:
+    cache = new_cache(8, 4, numa=[0, 1])
+    small, large = open_space(cache, group=0), open_space(cache, group=1, shards=(4,))
+    begin(cache, small, keys("a"))
+    # One slab is left. The small shard fits beside "a", on whichever node that is.
+    for node in (0, 1):
+        grant = cache.begin_store([(small, 0, keys("b")), (large, 0, keys("b"))], node=node)
+        assert isinstance(grant, StoreGrant)
+        cache.abort_all(grant)
+
+
+# -- leases -------------------------------------------------------------------------------------------------------
+
+
+def test_a_leased_block_is_not_evicted_and_a_released_one_is() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    held = lease(cache, space, "a")
+    assert refused(cache, space, "b")
+    assert cache.release(held)
+    assert not cache.release(held)
+    store(cache, space, "b")
+    assert names_readable(cache, space, "a", "b") == ["b"]
+
+
+def test_two_leases_on_a_block_are_two_pins() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    first, second = lease(cache, space, "a"), lease(cache, space, "a", "a")
+    cache.release(first)
+    assert refused(cache, space, "b")
+    cache.release(second)
+    assert not refused(cache, space, "b")
+
+
+def test_an_expired_lease_pins_nothing() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    held = lease(cache, space, "a", now=0, ttl=10)
+    assert cache.next_expiry() == 10
+    assert cache.expire(9.9) == []
+    assert refused(cache, space, "b")
+    assert [expired.id for expired in cache.expire(10)] == [held]
+    assert cache.stats().leased_bytes == 0
+    assert not refused(cache, space, "b")
+
+
+def test_a_renewed_lease_holds_until_its_new_time() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    held = lease(cache, space, "a", now=0, ttl=10)
+    assert cache.renew(held, now=5, ttl=10)
+    assert cache.expire(14.9) == []
+    assert cache.lease(held, 14.9) is not None
+    assert [one.id for one in cache.expire(15)] == [held]
+    assert not cache.renew(held, now=15, ttl=10)
+
+
+def test_a_lease_covers_exactly_the_hits_of_all_parts() -> None:
+    cache = new_cache(6)
+    one, two = open_space(cache, group=0), open_space(cache, group=1)
+    store(cache, one, "a", "b")
+    store(cache, two, "a", "c")
+    granted, hits = cache.lookup_and_lease([(one, keys(*"abc")), (two, keys(*"abc"))], LookupMode.PREFIX, 0, 1, "o")
+    assert hits == [[True, True, False], [True, False, False]]
+    assert granted is not None
+    assert granted.num_blocks == 3
+    assert cache.stats().leased_bytes == 3 * PAGE
+
+
+def test_a_lookup_without_hits_leaves_no_lease() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    granted, hits = cache.lookup_and_lease([(space, keys("a"))], LookupMode.BITMAP, 0, 1, "o")
+    assert (granted, hits, cache.stats().leases) == (None, [[False]], 0)
+    assert space.misses == 1
+
+
+def test_an_owner_that_goes_loses_its_leases_and_no_other() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a", "b")
+    lease(cache, space, "a", owner="gone")
+    kept = lease(cache, space, "b", owner="here")
+    assert len(cache.drop_owner("gone")) == 1
+    store(cache, space, "c")
+    assert names_readable(cache, space, "a", "b") == ["b"]
+    assert cache.lease(kept, 0) is not None
+
+
+def test_lease_ids_come_from_the_given_source() -> None:
+    cache = BlockCache(SlotAllocator(PAGE, PAGE), next_id=iter([99]).__next__)
+    space = open_space(cache)
+    store(cache, space, "a")
+    assert lease(cache, space, "a") == 99
+
+
+# -- load ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_finds_the_slots_that_the_store_has_filled() -> None:
+    cache = new_cache(8)
+    space = open_space(cache, shards=(1, 1))
+    slots = {}
+    for shard in (0, 1):
+        grant = begin(cache, space, keys("a", "b"), shard)
+        slots[shard] = [one.slot for one in grant.reservations]
+        cache.seal_all(grant)
+    load = cache.begin_load([(space, 1, keys("b", "a")), (space, 0, keys("a"))], None, 0.0)
+    assert isinstance(load, LoadGrant)
+    assert load.slots == [slots[1][::-1], slots[0][:1]]
+
+
+def test_a_load_pins_its_blocks_until_it_ends() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    load = cache.begin_load([(space, 0, keys("a"))], None, 0.0)
+    assert isinstance(load, LoadGrant)
+    assert refused(cache, space, "b")
+    assert cache.stats().loads == 1
+    cache.end_load(load)
+    assert not refused(cache, space, "b")
+    with pytest.raises(AssertionError, match="ended before"):
+        cache.end_load(load)
+
+
+def test_a_load_outlives_the_lease_it_came_with() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    load = cache.begin_load([(space, 0, keys("a"))], lease(cache, space, "a", ttl=1), 0.5)
+    assert isinstance(load, LoadGrant)
+    cache.expire(2)
+    assert refused(cache, space, "b")
+
+
+@pytest.mark.parametrize("end", ["release", "time", "expire"])
+def test_a_load_with_a_lease_that_has_ended_is_refused(end: str) -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    held = lease(cache, space, "a", now=0, ttl=1)
+    if end == "release":
+        cache.release(held)
+    if end == "expire":
+        cache.expire(1)
+    assert cache.begin_load([(space, 0, keys("a"))], held, 1) is Refusal.STALE_LEASE
+
+
+def test_a_load_of_which_one_block_is_missing_pins_nothing() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    assert cache.begin_load([(space, 0, keys("a")), (space, 0, keys("b"))], None, 0.0) is Refusal.NOT_FOUND
+    assert cache.stats().leased_bytes == 0
+    cache.check_integrity()
+
+
+def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    load = cache.begin_load([(space, 0, keys("a"))], None, 0.0)
+    assert isinstance(load, LoadGrant)
+    cache.quarantine_load(load)
+    assert readable(cache, space, "a") == [True]
+    assert refused(cache, space, "b")
+    cache.clear()
+    assert refused(cache, space, "b")
+    with pytest.raises(AssertionError, match="ended before"):
+        cache.end_load(load)
+    cache.check_integrity()
+
+
+# -- clear --------------------------------------------------------------------------------------------------------
+
+
+def test_clear_frees_what_nobody_uses_and_says_how_many_blocks_were_readable() -> None:
+    cache = new_cache(4)
+    space = open_space(cache, shards=(1, 1))
+    store(cache, space, "a")
+    store(cache, space, "half", shard=0)
+    assert cache.clear() == 1
+    assert cache.stats().free_bytes == 4 * PAGE
+    assert cache.stats().evicted_blocks == 0
+
+
+def test_clear_of_one_namespace_leaves_the_others() -> None:
+    cache = new_cache(4)
+    one, group, two = open_space(cache, "one"), open_space(cache, "one", group=1), open_space(cache, "two")
+    for space in (one, group, two):
+        store(cache, space, "a")
+    assert cache.clear(namespace("one")) == 2
+    assert [readable(cache, space, "a") for space in (one, group, two)] == [[False], [False], [True]]
+
+
+def test_a_leased_block_is_not_found_after_a_clear_and_its_slot_is_freed_with_the_lease() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    held = lease(cache, space, "a")
+    assert cache.clear() == 1
+    assert readable(cache, space, "a") == [False]
+    assert cache.begin_load([(space, 0, keys("a"))], held, 0) is Refusal.NOT_FOUND
+    assert cache.stats().used_bytes == PAGE
+    cache.release(held)
+    assert cache.stats().free_bytes == 2 * PAGE
+
+
+def test_a_running_load_keeps_its_slot_over_a_clear() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    load = cache.begin_load([(space, 0, keys("a"))], None, 0.0)
+    assert isinstance(load, LoadGrant)
+    cache.clear()
+    assert refused(cache, space, "b")
+    cache.end_load(load)
+    assert not refused(cache, space, "b")
+
+
+def test_a_block_being_filled_during_a_clear_does_not_become_readable() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    grant = begin(cache, space, keys("a"))
+    assert cache.clear() == 0
+    assert not cache.seal(grant.reservations[0])
+    assert readable(cache, space, "a") == [False]
+    assert cache.stats().free_bytes == PAGE
+
+
+def test_a_cleared_hash_can_be_stored_anew_while_the_old_block_lives() -> None:
+    cache = new_cache(3)
+    space = open_space(cache, shards=(1,))
+    store(cache, space, "a")
+    held = lease(cache, space, "a")
+    filling = begin(cache, space, keys("b"))
+    cache.clear()
+    again = begin(cache, space, keys("a"))
+    cache.seal_all(again)
+    assert readable(cache, space, "a") == [True]
+    cache.check_integrity()
+    cache.release(held)
+    cache.abort_all(filling)
+    assert readable(cache, space, "a") == [True]
+    assert cache.stats().free_bytes == 2 * PAGE
+    cache.check_integrity()
+
+
+# -- gauges -------------------------------------------------------------------------------------------------------
+
+
+def test_gauges_say_where_every_byte_is() -> None:
+    cache = new_cache(8, 4)
+    space = open_space(cache, shards=(1,))
+    store(cache, space, "a", "b")
+    lease(cache, space, "a")
+    begin(cache, space, keys("c"))
+    cache.quarantine_all(begin(cache, space, keys("d")))
+    large = open_space(cache, "large", shards=(3,))
+    store(cache, large, "a")
+    stats = cache.stats()
+    assert stats.used_bytes == 5 * PAGE
+    assert (stats.reserved_bytes, stats.quarantined_bytes, stats.wasted_bytes) == (PAGE, PAGE, PAGE)
+    assert (stats.leased_bytes, stats.evictable_bytes, stats.free_bytes) == (PAGE, 4 * PAGE, 0)
+    assert (stats.blocks, stats.readable_blocks, stats.leases) == (4, 3, 1)
+    cache.check_integrity()

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+from kvsidecar.cache.block import Block
+from kvsidecar.cache.eviction import LruPolicy, oldest_first
+from kvsidecar.types import LookupMode
+from tests.cache.support import (
+    begin,
+    key,
+    keys,
+    lease,
+    names_readable,
+    new_cache,
+    open_space,
+    readable,
+    refused,
+    store,
+)
+
+# -- the policy ---------------------------------------------------------------------------------------------------
+
+
+def filled(policy: LruPolicy, *ticks: int) -> list[Block]:
+    space = open_space(new_cache(1))
+    blocks = [Block(space, key(number)) for number in range(len(ticks))]
+    for block, block.last_used in zip(blocks, ticks, strict=True):
+        policy.insert(block)
+    return blocks
+
+
+def test_the_oldest_comes_first() -> None:
+    policy = LruPolicy()
+    blocks = filled(policy, 1, 2, 3)
+    assert list(policy.candidates()) == blocks
+
+
+def test_a_removed_block_is_no_candidate_wherever_it_was() -> None:
+    for gone in range(3):
+        policy = LruPolicy()
+        blocks = filled(policy, 1, 2, 3)
+        policy.remove(blocks.pop(gone))
+        assert list(policy.candidates()) == blocks
+
+
+def test_a_block_that_comes_back_is_the_newest() -> None:
+    policy = LruPolicy()
+    a, b = filled(policy, 1, 2)
+    policy.remove(a)
+    policy.insert(a)
+    assert list(policy.candidates()) == [b, a]
+
+
+def test_an_emptied_policy_can_be_filled_again() -> None:
+    policy = LruPolicy()
+    (a,) = filled(policy, 1)
+    policy.remove(a)
+    assert list(policy.candidates()) == []
+    policy.insert(a)
+    assert list(policy.candidates()) == [a]
+
+
+def test_candidates_of_several_spaces_come_by_age() -> None:
+    policies = [LruPolicy(), LruPolicy(), LruPolicy()]
+    filled(policies[0], 1, 4, 5)
+    filled(policies[2], 2, 3, 6)
+    assert [block.last_used for block in oldest_first(policies)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_groups_of_one_request_lose_their_blocks_in_turns() -> None:
+    policies = [LruPolicy(), LruPolicy()]
+    first, second = filled(policies[0], 1, 1, 1), filled(policies[1], 1, 1, 1)
+    assert list(oldest_first(policies)) == [block for pair in zip(first, second, strict=True) for block in pair]
+
+
+# -- which blocks go, one size class --------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_block_goes_first() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    store(cache, space, "b")
+    store(cache, space, "c")
+    assert names_readable(cache, space, "a", "b", "c") == ["b", "c"]
+
+
+def test_a_chain_loses_its_tail_before_its_head() -> None:
+    cache = new_cache(3)
+    space = open_space(cache)
+    store(cache, space, "head", "middle", "tail")
+    store(cache, space, "x")
+    assert names_readable(cache, space, "head", "middle", "tail") == ["head", "middle"]
+    store(cache, space, "y")
+    assert names_readable(cache, space, "head", "middle", "tail") == ["head"]
+
+
+def test_a_released_lease_is_a_use_of_its_blocks_with_the_tail_first_to_go() -> None:
+    cache = new_cache(3)
+    space = open_space(cache)
+    store(cache, space, "head", "tail")
+    store(cache, space, "other")
+    cache.release(lease(cache, space, "head", "tail"))
+    store(cache, space, "x")
+    assert names_readable(cache, space, "head", "tail", "other") == ["head", "tail"]
+    store(cache, space, "y")
+    assert names_readable(cache, space, "head", "tail") == ["head"]
+
+
+def test_a_load_is_a_use() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    store(cache, space, "b")
+    cache.end_load(cache.begin_load([(space, 0, keys("a"))], None, 0.0))  # type: ignore[arg-type]
+    store(cache, space, "c")
+    assert names_readable(cache, space, "a", "b") == ["a"]
+
+
+def test_a_lookup_without_a_lease_is_no_use() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    store(cache, space, "b")
+    cache.lookup(space, keys("a"), LookupMode.PREFIX)
+    store(cache, space, "c")
+    assert names_readable(cache, space, "a", "b") == ["b"]
+
+
+def test_a_store_is_a_use_of_the_head_that_was_present() -> None:
+    cache = new_cache(4)
+    space = open_space(cache)
+    store(cache, space, "head")
+    store(cache, space, "other")
+    store(cache, space, "head", "tail")
+    store(cache, space, "x", "y")
+    assert names_readable(cache, space, "head", "tail", "other") == ["head", "tail"]
+    store(cache, space, "z")
+    assert names_readable(cache, space, "head", "tail") == ["head"]
+
+
+def test_a_store_of_which_all_is_present_is_a_use_too() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    store(cache, space, "b")
+    assert begin(cache, space, keys("a")).present == 1
+    store(cache, space, "c")
+    assert names_readable(cache, space, "a", "b") == ["a"]
+
+
+def test_no_more_is_evicted_than_needed() -> None:
+    cache = new_cache(4)
+    space = open_space(cache)
+    store(cache, space, "a", "b", "c")
+    begin(cache, space, keys("x", "y"))
+    assert cache.stats().evicted_blocks == 1
+    assert names_readable(cache, space, "a", "b", "c") == ["a", "b"]
+
+
+def test_a_full_pool_refuses_and_evicts_nothing() -> None:
+    cache = new_cache(3)
+    space = open_space(cache)
+    store(cache, space, "a", "b", "c")
+    lease(cache, space, "a")
+    before = cache.stats()
+    assert refused(cache, space, "x", "y", "z")
+    assert cache.stats() == before
+    assert all(readable(cache, space, "a", "b", "c"))
+    cache.check_integrity()
+
+
+def test_a_refused_store_does_not_change_the_order_of_eviction() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    store(cache, space, "b")
+    assert refused(cache, space, "a", "x", "y")
+    store(cache, space, "c")
+    assert names_readable(cache, space, "a", "b") == ["b"]
+
+
+def test_a_block_of_the_same_request_is_no_victim() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a", "b")
+    assert refused(cache, space, "a", "x", "y")
+    store(cache, space, "a")
+    grant = begin(cache, space, keys("b", "x"))
+    assert names_readable(cache, space, "a", "b") == ["b"]
+    assert (grant.present, len(grant.reservations)) == (1, 1)
+
+
+def test_the_other_shard_of_a_block_being_stored_is_no_victim() -> None:
+    cache = new_cache(2)
+    space = open_space(cache, shards=(1, 1))
+    store(cache, space, "a", shard=0)
+    store(cache, space, "b", shard=0)
+    store(cache, space, "a", shard=1)
+    assert readable(cache, space, "a", "b") == [True, False]
+    assert cache.stats().evicted_blocks == 1
+    cache.check_integrity()
+
+
+def test_a_partly_sealed_block_is_evictable() -> None:
+    cache = new_cache(2)
+    space = open_space(cache, shards=(1, 1))
+    store(cache, space, "half", shard=0)
+    store(cache, space, "a")
+    assert readable(cache, space, "a", "half") == [True, False]
+    assert cache.stats().blocks == 1
+
+
+def test_an_evicted_block_takes_the_slots_of_all_its_shards_along() -> None:
+    cache = new_cache(4)
+    space = open_space(cache, shards=(1, 1))
+    store(cache, space, "a", "b")
+    store(cache, space, "c")
+    assert (cache.stats().evicted_blocks, cache.stats().evicted_bytes) == (1, 2 * 4096)
+    assert names_readable(cache, space, "a", "b", "c") == ["a", "c"]
+
+
+def test_namespaces_of_one_class_share_the_pool_by_age() -> None:
+    cache = new_cache(2)
+    one, two = open_space(cache, "one"), open_space(cache, "two")
+    store(cache, one, "a")
+    store(cache, two, "a")
+    store(cache, two, "b")
+    assert readable(cache, one, "a") == [False]
+    assert readable(cache, two, "a", "b") == [True, True]
+
+
+# -- which blocks go, several size classes --------------------------------------------------------------------------
+
+
+def test_the_second_model_gets_a_slab_of_a_pool_that_the_first_has_filled() -> None:
+    cache = new_cache(8, 4)
+    small, large = open_space(cache, "small"), open_space(cache, "large", shards=(2,))
+    store(cache, small, 1, 2, 3, 4, 5, 6, 7, 8)
+    store(cache, large, "a")
+    assert readable(cache, large, "a") == [True]
+    assert sum(readable(cache, small, 1, 2, 3, 4, 5, 6, 7, 8)) == 4
+    cache.check_integrity()
+
+
+def test_the_second_model_grows_beyond_its_first_slab_while_the_first_sleeps() -> None:
+    cache = new_cache(8, 4)
+    small, large = open_space(cache, "small"), open_space(cache, "large", shards=(2,))
+    store(cache, small, 1, 2, 3, 4, 5, 6, 7, 8)
+    for name in "abcd":
+        store(cache, large, name)
+    assert all(readable(cache, large, *"abcd"))
+    assert not any(readable(cache, small, 1, 2, 3, 4, 5, 6, 7, 8))
+
+
+def test_a_slab_that_was_used_since_is_not_taken_from_the_other_model() -> None:
+    cache = new_cache(8, 4)
+    small, large = open_space(cache, "small"), open_space(cache, "large", shards=(2,))
+    store(cache, large, "a")
+    store(cache, large, "b")
+    store(cache, small, 1, 2, 3, 4)
+    store(cache, large, "c")
+    assert names_readable(cache, large, *"abc") == ["b", "c"]
+    assert all(readable(cache, small, 1, 2, 3, 4))
+
+
+def test_a_slab_with_a_leased_block_is_not_reclaimed() -> None:
+    cache = new_cache(8, 4)
+    small, large = open_space(cache, "small"), open_space(cache, "large", shards=(4,))
+    store(cache, small, 1, 2, 3, 4)
+    store(cache, small, 5, 6, 7, 8)
+    lease(cache, small, 4)
+    store(cache, large, "a")
+    assert all(readable(cache, small, 1, 2, 3, 4))
+    assert refused(cache, large, "b", "c")
+    lease(cache, large, "a")
+    assert refused(cache, large, "b")
+
+
+def test_what_a_whole_slab_made_needless_is_not_evicted() -> None:
+    cache = new_cache(8, 4)
+    small, large = open_space(cache, "small"), open_space(cache, "large", shards=(2,))
+    store(cache, large, "old")
+    store(cache, small, 1, 2, 3, 4)
+    store(cache, large, "new")
+    # Two slots are needed: "old" is the oldest, then the slab of the small ones; that one alone is enough.
+    begin(cache, large, keys("x", "y"))
+    assert names_readable(cache, large, "old", "new") == ["old", "new"]
+    assert not any(readable(cache, small, 1, 2, 3, 4))
+    cache.check_integrity()
+
+
+def test_one_request_with_two_classes_is_granted_or_refused_as_a_whole() -> None:
+    cache = new_cache(8, 4)
+    small, large = open_space(cache, group=0), open_space(cache, group=1, shards=(2,))
+    store(cache, small, 1, 2, 3, 4, 5, 6, 7, 8)
+    before = cache.stats()
+    assert cache.begin_store([(small, 0, keys("a")), (large, 0, keys(*"abcde"))]) == "pool_full"
+    assert cache.stats() == before
+    grant = cache.begin_store([(small, 0, keys("a")), (large, 0, keys(*"ab"))])
+    assert not isinstance(grant, str)
+    assert [(one.part, one.index) for one in grant.reservations] == [(0, 0), (1, 0), (1, 1)]
+    cache.check_integrity()
+
+
+def test_a_slab_with_a_block_of_the_same_request_is_not_reclaimed() -> None:
+    cache = new_cache(4, 4)
+    small, large = open_space(cache, group=0), open_space(cache, group=1, shards=(2,))
+    store(cache, small, "a", "b")
+    assert cache.begin_store([(small, 0, keys("a")), (large, 0, keys("a"))]) == "pool_full"
+    assert all(readable(cache, small, "a", "b"))
+
+
+def test_shards_of_different_size_go_together() -> None:
+    cache = new_cache(8, 4)
+    space = open_space(cache, shards=(1, 2))
+    store(cache, space, "a", "b")
+    store(cache, space, "c")
+    assert names_readable(cache, space, *"abc") == ["a", "c"]
+    assert cache.stats().evicted_bytes == 3 * 4096
+    cache.check_integrity()
+
+
+def test_many_evicting_stores_look_at_few_blocks() -> None:
+    """Not O(n): a policy that counts what is taken from it."""
+    cache = new_cache(4096)
+    space = open_space(cache)
+    store(cache, space, *range(4096))
+    taken = 0
+    candidates = space.policy.candidates
+
+    class Counting(LruPolicy):
+        def candidates(self):  # type: ignore[no-untyped-def]
+            nonlocal taken
+            for block in candidates():
+                taken += 1
+                yield block
+
+    counting = Counting()
+    counting.insert, counting.remove = space.policy.insert, space.policy.remove  # type: ignore[method-assign]
+    space.policy = counting
+    for name in range(5000, 5100):
+        store(cache, space, name)
+    assert taken <= 2 * 100

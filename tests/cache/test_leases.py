@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import math
+
+from kvsidecar.cache.leases import LeaseTable
+
+
+def test_a_lease_is_alive_until_its_expiry_and_not_at_it() -> None:
+    table = LeaseTable()
+    lease = table.add("o", [], 10.0)
+    assert table.get(lease.id, 9.999) is lease
+    assert table.get(lease.id, 10.0) is None
+
+
+def test_a_lease_whose_time_is_over_cannot_be_renewed_even_before_the_sweep() -> None:
+    table = LeaseTable()
+    lease = table.add("o", [], 10.0)
+    assert not table.renew(lease.id, 10.0, 20.0)
+    assert table.pop_expired(10.0) == [lease]
+
+
+def test_a_renewed_lease_ends_at_its_new_time_only() -> None:
+    table = LeaseTable()
+    lease = table.add("o", [], 10.0)
+    assert table.renew(lease.id, 5.0, 20.0)
+    assert table.pop_expired(19.0) == []
+    assert table.pop_expired(20.0) == [lease]
+    assert table.pop_expired(99.0) == []
+
+
+def test_a_lease_can_be_renewed_to_end_sooner() -> None:
+    table = LeaseTable()
+    lease = table.add("o", [], 100.0)
+    assert table.renew(lease.id, 1.0, 2.0)
+    assert table.pop_expired(2.0) == [lease]
+    table.check_integrity()
+
+
+def test_a_released_lease_does_not_expire() -> None:
+    table = LeaseTable()
+    lease = table.add("o", [], 10.0)
+    assert table.pop(lease.id) is lease
+    assert table.pop(lease.id) is None
+    assert table.pop_expired(99.0) == []
+
+
+def test_an_owner_loses_its_leases_and_no_other() -> None:
+    table = LeaseTable()
+    mine, theirs = table.add("me", [], 10.0), table.add("them", [], 10.0)
+    assert table.pop_owner("me") == [mine]
+    assert table.pop_owner("me") == []
+    assert table.all() == [theirs]
+    table.check_integrity()
+
+
+def test_an_id_in_use_is_not_given_again() -> None:
+    ids = iter([7, 7, 8])
+    table = LeaseTable(lambda: next(ids))
+    assert [table.add("o", [], 1.0).id, table.add("o", [], 1.0).id] == [7, 8]
+
+
+def test_leases_that_never_expire_leave_nothing_behind_when_released() -> None:
+    table = LeaseTable()
+    kept = table.add("o", [], 50.0)
+    for _ in range(10_000):
+        table.pop(table.add("o", [], math.inf).id)
+    assert len(table._expiries) < 200
+    assert table.pop_expired(50.0) == [kept]
+
+
+def test_next_expiry_is_never_too_late() -> None:
+    table = LeaseTable()
+    assert table.next_expiry() is None
+    lease = table.add("o", [], 10.0)
+    table.add("o", [], 30.0)
+    assert table.next_expiry() == 10.0
+    table.pop(lease.id)
+    assert (table.next_expiry() or 0) <= 30.0
