@@ -325,3 +325,64 @@ def test_nothing_is_lost_between_submit_and_close(script: Script, worker: CopyWo
         thread.join(TIMEOUT)
     assert all(future.done() for future in futures)
     assert all(future.exception() is None for future in futures)
+
+
+class Gate:
+    """An event in the test's hands."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.error: Exception | None = None
+        self.asked = threading.Event()
+
+    def over(self) -> bool:
+        self.asked.set()
+        if self.error:
+            raise self.error
+        return self.open
+
+    def close(self) -> None: ...
+
+
+def test_a_copy_starts_when_its_event_is_over_and_those_behind_overtake_it(
+    script: Script, worker: CopyWorker, failures: Failures
+) -> None:
+    gate, started = Gate(), threading.Event()
+    gated = worker.submit(plan(1), after=gate, on_start=started.set)
+    assert worker.submit(plan(2)).result(TIMEOUT).nbytes == 2
+    assert gate.asked.wait(TIMEOUT)
+    assert not started.is_set()
+    assert script.calls == ["issue 2", "wait 2"]
+    gate.open = True
+    assert gated.result(TIMEOUT).nbytes == 1
+    assert started.is_set()
+
+
+def test_a_copy_whose_event_never_comes_can_be_cancelled(script: Script, worker: CopyWorker) -> None:
+    gated = worker.submit(plan(1), after=Gate())
+    assert gated.cancel()
+    assert worker.submit(plan(2)).result(TIMEOUT).nbytes == 2
+    assert worker.queued == 0
+    assert "issue 1" not in script.calls
+
+
+def test_an_event_that_cannot_be_asked_fails_its_copy_alone(script: Script, worker: CopyWorker) -> None:
+    gate = Gate()
+    gate.error = CopyFailed("no such event", outcome_known=True)
+    gated = worker.submit(plan(1), after=gate)
+    with pytest.raises(CopyFailed, match="no such event"):
+        gated.result(TIMEOUT)
+    assert worker.submit(plan(2)).result(TIMEOUT).nbytes == 2
+    assert worker.alive
+
+
+def test_a_hurried_copy_is_the_next_one(script: Script, worker: CopyWorker) -> None:
+    script.hold(1)
+    first = worker.submit(plan(1))
+    assert script.waiting[1].wait(TIMEOUT)
+    others = [worker.submit(plan(number)) for number in (2, 3, 4)]
+    worker.hurry(others[2])
+    script.gates[1].set()
+    for future in (first, *others):
+        future.result(TIMEOUT)
+    assert [call for call in script.calls if call.startswith("issue")] == ["issue 1", "issue 4", "issue 2", "issue 3"]

@@ -1,0 +1,176 @@
+"""Jobs as the wire has them: deadlines, flushes, and events, against a real daemon with raw messages."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvsidecar.client import Blocks, HostBuffer
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from kvsidecar.wire import layout_to_wire, namespace_to_wire
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+
+SLOW_FIRST_STORE = "store.in_flight@2=delay(0.4)"
+"""The first store that is not the self-test's: what comes behind it waits in the worker's queue."""
+
+
+class RawRank:
+    """An Attach stream in the test's hands."""
+
+    def __init__(self, daemon: DaemonProcess, channel: grpc.Channel, events: list[bytes]) -> None:
+        self.buffer = HostBuffer(1 << 20)
+        self.link = socket.socket(socket.AF_UNIX)
+        self.link.settimeout(SECONDS)
+        self.link.connect(daemon.socket + ".attach")
+        hello = pb.Hello(protocol=PROTOCOL, num_fds=1).SerializeToString()
+        socket.send_fds(self.link, [struct.pack("<I", len(hello)) + hello], [self.buffer.fd])
+        (length,) = struct.unpack("<I", self.link.recv(4))
+        welcome = pb.Welcome.FromString(self.link.recv(length))
+        self._requests: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[pb.AttachReply] = queue.SimpleQueue()
+        register = pb.Register(
+            protocol=PROTOCOL,
+            token=welcome.token,
+            instance="raw",
+            namespace=namespace_to_wire(NAMESPACE),
+            world_size=1,
+            device="host",
+            allocations=[pb.Allocation(fd_index=0, size=self.buffer.nbytes)],
+            groups=[layout_to_wire(layout())],
+            event_handles=events,
+        )
+        self._requests.put(pb.AttachRequest(register=register))
+        replies = pb_grpc.SidecarStub(channel).Attach(iter(self._requests.get, None), timeout=SECONDS)
+        self._reader = threading.Thread(target=self._read, args=(replies,))
+        self._reader.start()
+        self.registered = self.next("registered").registered
+
+    def _read(self, replies: Iterator[pb.AttachReply]) -> None:
+        for reply in replies:
+            self._replies.put(reply)
+
+    def send(self, request: pb.AttachRequest) -> None:
+        self._requests.put(request)
+
+    def store(self, job: int, *, deadline_ms: int = 0, event: int = 0) -> None:
+        """Block ``job`` under the hash of ``job``."""
+        blocks = [pb.Blocks(group=0, hashes=hashes(job)[0], block_ids=[job])]
+        self.send(pb.AttachRequest(store=pb.Store(job=job, blocks=blocks, deadline_ms=deadline_ms, event=event)))
+
+    def flush(self, *jobs: int, mode: pb.Flush.Mode, timeout_ms: int = 20_000) -> pb.Flushed:
+        self.send(pb.AttachRequest(flush=pb.Flush(flush=1, jobs=jobs, timeout_ms=timeout_ms, mode=mode)))
+        return self.next("flushed").flushed
+
+    def next(self, kind: str) -> pb.AttachReply:
+        """The next reply of this kind; others are kept."""
+        kept = []
+        while True:
+            reply = self._replies.get(timeout=SECONDS)
+            if reply.WhichOneof("message") == kind:
+                break
+            kept.append(reply)
+        for other in kept:
+            self._replies.put(other)
+        return reply
+
+    def ended(self, count: int) -> list[tuple[int, str]]:
+        """Job and reason ("" if it was done) of the next ends, in their order."""
+        ends = [self.next("done").done for _ in range(count)]
+        return [(end.job, end.reason) for end in ends]
+
+    def close(self) -> None:
+        self._requests.put(None)
+        self._reader.join(SECONDS)
+        self.link.close()
+
+
+@contextmanager
+def raw_rank(daemon: DaemonProcess, events: list[bytes] | None = None) -> Iterator[RawRank]:
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        rank = RawRank(daemon, channel, events or [])
+        yield rank
+        rank.close()
+
+
+@pytest.fixture
+def slow_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=SLOW_FIRST_STORE) as process:
+        yield process.wait_ready()
+
+
+def test_a_copy_that_has_not_started_at_its_deadline_never_does(slow_daemon: DaemonProcess) -> None:
+    with raw_rank(slow_daemon) as rank:
+        rank.store(1)
+        rank.store(2, deadline_ms=50)
+        rank.store(3, deadline_ms=20_000)
+        assert sorted(rank.ended(3)) == [(1, ""), (2, "deadline"), (3, "")]
+        assert slow_daemon.metric("kvsidecar_pool_reserved_bytes") == 0
+        assert slow_daemon.metric('kvsidecar_refusals_total{reason="deadline"}') == 1
+        other = Rank(slow_daemon)
+        assert [other.hits(job) for job in (1, 2, 3)] == [1, 0, 1]
+        other.close()
+
+
+def test_a_copy_that_runs_at_its_deadline_is_finished(slow_daemon: DaemonProcess) -> None:
+    with raw_rank(slow_daemon) as rank:
+        rank.store(1, deadline_ms=100)
+        assert rank.ended(1) == [(1, "")]
+
+
+def test_a_flush_that_cancels_stops_what_has_not_started_and_nothing_else(slow_daemon: DaemonProcess) -> None:
+    with raw_rank(slow_daemon) as rank:
+        for job in (1, 2, 3):
+            rank.store(job)
+        flushed = rank.flush(2, mode=pb.Flush.MODE_CANCEL)
+        assert list(flushed.pending) == []
+        assert rank.ended(3) == [(2, "cancelled"), (1, ""), (3, "")]
+
+
+def test_a_flush_that_finishes_lets_its_jobs_go_first(slow_daemon: DaemonProcess) -> None:
+    with raw_rank(slow_daemon) as rank:
+        for job in (1, 2, 3, 4):
+            rank.store(job)
+        assert list(rank.flush(4, mode=pb.Flush.MODE_FINISH).pending) == []
+        assert [job for job, _ in rank.ended(4)] == [1, 4, 2, 3]
+
+
+def test_a_flush_names_what_still_runs_at_its_deadline(slow_daemon: DaemonProcess) -> None:
+    with raw_rank(slow_daemon) as rank:
+        rank.store(1)
+        assert list(rank.flush(mode=pb.Flush.MODE_FINISH, timeout_ms=20).pending) == [1]
+        assert list(rank.flush(mode=pb.Flush.MODE_FINISH).pending) == []
+
+
+def test_blocks_may_be_overwritten_right_after_a_flush_and_load_as_they_were(slow_daemon: DaemonProcess) -> None:
+    rank = Rank(slow_daemon)
+    for block in range(4):
+        rank.fill(block, ("v", block))
+        rank.client.store([Blocks(0, hashes(("v", block)), [block])])
+    assert rank.client.flush(timeout=SECONDS) == frozenset()
+    rank.kv[:] = 0xEE
+    done(rank.load(*[("v", block) for block in range(4)], at=[7, 6, 5, 4]))
+    for block in range(4):
+        assert rank.holds(7 - block, ("v", block))
+    rank.close()
+
+
+def test_a_device_without_events_orders_on_the_host_and_says_so(daemon: DaemonProcess) -> None:
+    with raw_rank(daemon, [bytes(64)]) as rank:
+        assert not rank.registered.device_order
+        assert "order stores on the host" in rank.registered.device_order_refused
+        rank.store(1, event=1)
+        end = rank.next("done").done
+        assert end.reason == "invalid_request"
+        assert "event 1 is none of the 0" in end.error
+        rank.store(2)
+        assert rank.ended(1) == [(2, "")]
