@@ -38,6 +38,7 @@ class RawRank:
         welcome = pb.Welcome.FromString(self.link.recv(length))
         self._requests: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[pb.AttachReply] = queue.SimpleQueue()
+        self._kept: list[pb.AttachReply] = []
         register = pb.Register(
             protocol=PROTOCOL,
             token=welcome.token,
@@ -73,14 +74,12 @@ class RawRank:
 
     def next(self, kind: str) -> pb.AttachReply:
         """The next reply of this kind; others are kept."""
-        kept = []
-        while True:
-            reply = self._replies.get(timeout=SECONDS)
+        for reply in self._kept:
             if reply.WhichOneof("message") == kind:
-                break
-            kept.append(reply)
-        for other in kept:
-            self._replies.put(other)
+                self._kept.remove(reply)
+                return reply
+        while (reply := self._replies.get(timeout=SECONDS)).WhichOneof("message") != kind:
+            self._kept.append(reply)
         return reply
 
     def ended(self, count: int) -> list[tuple[int, str]]:
