@@ -107,6 +107,11 @@ def slow_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
         yield process.wait_ready()
 
 
+def until_running(daemon: DaemonProcess) -> None:
+    while not daemon.metric('kvsidecar_jobs_running{direction="store"}'):
+        pass
+
+
 def test_a_copy_that_has_not_started_at_its_deadline_never_does(slow_daemon: DaemonProcess) -> None:
     with raw_rank(slow_daemon) as rank:
         rank.store(1)
@@ -128,7 +133,9 @@ def test_a_copy_that_runs_at_its_deadline_is_finished(slow_daemon: DaemonProcess
 
 def test_a_flush_that_cancels_stops_what_has_not_started_and_nothing_else(slow_daemon: DaemonProcess) -> None:
     with raw_rank(slow_daemon) as rank:
-        for job in (1, 2, 3):
+        rank.store(1)
+        until_running(slow_daemon)
+        for job in (2, 3):
             rank.store(job)
         flushed = rank.flush(2, mode=pb.Flush.MODE_CANCEL)
         assert list(flushed.pending) == []
@@ -137,7 +144,9 @@ def test_a_flush_that_cancels_stops_what_has_not_started_and_nothing_else(slow_d
 
 def test_a_flush_that_finishes_lets_its_jobs_go_first(slow_daemon: DaemonProcess) -> None:
     with raw_rank(slow_daemon) as rank:
-        for job in (1, 2, 3, 4):
+        rank.store(1)
+        until_running(slow_daemon)
+        for job in (2, 3, 4):
             rank.store(job)
         assert list(rank.flush(4, mode=pb.Flush.MODE_FINISH).pending) == []
         assert [job for job, _ in rank.ended(4)] == [1, 4, 2, 3]
