@@ -182,7 +182,7 @@ def _wait_until_detached(client: Client) -> None:
 def _print_table(console: Console, stored: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
     table = Table(
         title="kvsidecar demo",
-        caption="copy GB/s: DMA alone. RPC GB/s: from the client's first call to its last answer, four jobs in flight.",
+        caption="copy GB/s: DMA alone. RPC GB/s: from the client's first call to its last answer.",
     )
     for column in ("engine", "rank", "did"):
         table.add_column(column)
