@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format proto clean
+.PHONY: help demo test soak check format proto clean
 
 help:
 	@echo "make demo    install, start a daemon, store, kill the engine, load, compare every byte"
 	@echo "make test    install what the tests need and run them"
+	@echo "make soak    a daemon under engines that are killed at random, for SECONDS=120 on DEVICE=host"
 	@echo "make check   format, lint, types, import contracts, generated code, Dockerfile"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make proto   regenerate kvsidecar/v1 from proto/"
@@ -37,6 +38,12 @@ demo: $(VENV)/run.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(ARGS)
+
+SECONDS ?= 120
+DEVICE ?= host
+
+soak: $(VENV)/test.stamp
+	@$(BIN)/python -m tests.soak --seconds $(SECONDS) --device $(DEVICE)
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/kvsidecar/v1/sidecar.proto
 

@@ -35,6 +35,10 @@ MAX_EVENTS = 256
 """Of one rank's ring: more stores than that do not wait for their compute at once."""
 
 
+MAX_SHARDS = 1024
+"""Of one block: every block carries a list of that length."""
+
+
 @dataclass(slots=True)
 class Peer:
     """One process connected to the attach socket."""
@@ -107,6 +111,8 @@ class Registration:
             if layout.group in seen:
                 raise InvalidRequest(f"group {layout.group} is registered twice")
             seen.add(layout.group)
+            if layout.num_shards > MAX_SHARDS:
+                raise InvalidRequest(f"group {layout.group}: num_shards {layout.num_shards} is more than {MAX_SHARDS}")
             if not 0 <= layout.shard < layout.num_shards:
                 raise InvalidRequest(
                     f"group {layout.group}: shard {layout.shard} is outside num_shards {layout.num_shards}"

@@ -50,6 +50,8 @@ class JobResult:
     nbytes: int = 0
     copy_seconds: float = 0.0
     queue_seconds: float = 0.0
+    unsettled: bool = False
+    """The copy failed, and it may still touch the device's blocks until this process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,9 @@ class Transfers:
         except InvalidRequest as error:
             result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
         except DeviceLost as error:
-            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error))
+            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error), unsettled=True)
+        except CopyFailed as error:
+            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error), unsettled=not error.outcome_known)
         except (DeviceError, failpoints.FailpointError) as error:
             result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error))
         finally:

@@ -149,6 +149,7 @@ async def test_a_failed_store_of_known_outcome_gives_its_slot_back(world: World)
     worker.futures[-1].set_exception(CopyFailed("refused", outcome_known=True))
     result = await job
     assert (result.outcome, result.reason, result.error) == (Outcome.FAILED, Refusal.COPY_FAILED, "refused")
+    assert not result.unsettled
     assert world.cache.stats().free_bytes == SLOTS * SLOT
     assert world.readable("a") == [False]
 
@@ -199,7 +200,8 @@ async def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever(world: World)
     load = world.job(Direction.LOAD, "a")
     worker = await world.started(Direction.LOAD)
     worker.futures[-1].set_exception(CopyFailed("?", outcome_known=False))
-    assert (await load).outcome is Outcome.FAILED
+    failed = await load
+    assert (failed.outcome, failed.unsettled) == (Outcome.FAILED, True)
     await world.stored("b", "c", "d")
     await world.stored("e", "f", "g")
     assert world.readable("a") == [True]

@@ -76,7 +76,7 @@ class DeviceEvent(Protocol):
         """
 
     def close(self) -> None:
-        """Give it back. Nobody asks any more."""
+        """Give it back. Who asks later is told that it is over."""
 
 
 class CopyStream(Protocol):

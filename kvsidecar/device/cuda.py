@@ -356,9 +356,15 @@ class CudaEvent:
     def __init__(self, device: CudaDevice, event: Any) -> None:
         self._device = device
         self._event = event
+        self._lock = threading.Lock()
+        self._closed = False
 
     def over(self) -> bool:
-        (status,) = driver.cuEventQuery(self._event)
+        # A copy that was cancelled may still lie in its worker's queue when its session closes the event.
+        with self._lock:
+            if self._closed:
+                return True
+            (status,) = driver.cuEventQuery(self._event)
         if status == driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
         check((status,), "asking an engine's event", lambda text: CopyFailed(text, outcome_known=True))
@@ -366,7 +372,9 @@ class CudaEvent:
 
     def close(self) -> None:
         self._device.make_current()
-        driver.cuEventDestroy(self._event)
+        with self._lock:
+            self._closed = True
+            driver.cuEventDestroy(self._event)
 
 
 class CudaCopyStream:

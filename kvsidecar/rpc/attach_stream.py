@@ -89,11 +89,17 @@ class AttachStream:
         self._outbox.put_nowait(pb.AttachReply(readiness=translate.readiness_to(snapshot)))
 
     async def _write(self) -> None:
-        while (reply := await self._outbox.get()) is not None:
-            await self._context.write(reply)
+        try:
+            while (reply := await self._outbox.get()) is not None:
+                await self._context.write(reply)
+        except grpc.aio.BaseError as error:
+            # The client has gone, and the handler has not heard of it yet: nobody reads what is owed.
+            _log.debug("a reply was not written", error=str(error))
 
-    def _take(self, message: pb.AttachRequest) -> None:
+    def _take(self, message: pb.AttachRequest | InvalidRequest) -> None:
         """Start what one message asks for. The jobs begin in the order of their messages."""
+        if isinstance(message, InvalidRequest):  # it did not parse
+            raise message
         match message.WhichOneof("message"):
             case "store":
                 self._start(message.store, Direction.STORE, self._store)
@@ -135,7 +141,7 @@ class AttachStream:
             result = await running
         except Exception:
             # Nobody expected this one. The client is owed an answer all the same, or it would wait for ever.
-            self._done(job, JobResult(Outcome.FAILED, error="internal error; see the daemon's log"))
+            self._done(job, JobResult(Outcome.FAILED, error="internal error; see the daemon's log", unsettled=True))
             raise
         finally:
             del self._session.jobs_by_id[job]

@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.errors import SocketInUse
 from kvsidecar.readiness import Readiness, Snapshot
+from kvsidecar.rpc.decoding import TolerantRegistrar
 from kvsidecar.rpc.endpoint import Endpoint
 from kvsidecar.rpc.service import Service
 from kvsidecar.tasks import TaskSet
@@ -39,7 +40,7 @@ class RpcServer:
         self._tasks = tasks
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=_OPTIONS)
-        pb_grpc.add_SidecarServicer_to_server(service, self._server)
+        pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

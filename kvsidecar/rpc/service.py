@@ -139,6 +139,8 @@ class Service(pb_grpc.SidecarServicer):
             return error
 
     async def _register(self, first: Any) -> Session:
+        if isinstance(first, InvalidRequest):  # it did not parse
+            raise first
         if first is grpc.aio.EOF or first.WhichOneof("message") != "register":
             raise InvalidRequest("the first message of an Attach stream must be `register`")
         message: pb.Register = first.register
@@ -189,7 +191,9 @@ class Service(pb_grpc.SidecarServicer):
             except KVSidecarError as error:
                 await _abort(context, error)
 
-    def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+    def _lookup(self, request: pb.LookupRequest | InvalidRequest) -> pb.LookupReply:
+        if isinstance(request, InvalidRequest):  # one of a stream that did not parse
+            raise request
         namespace = namespace_from_wire(request.namespace)
         if problem := namespace.problem():
             raise InvalidRequest(problem)

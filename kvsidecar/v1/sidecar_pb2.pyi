@@ -206,7 +206,7 @@ class AttachRequest(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., flush: _Optional[_Union[Flush, _Mapping]] = ...) -> None: ...
 
 class JobDone(_message.Message):
-    __slots__ = ("job", "outcome", "reason", "error", "copied_blocks", "skipped_blocks", "bytes", "copy_seconds", "queue_seconds")
+    __slots__ = ("job", "outcome", "reason", "error", "copied_blocks", "skipped_blocks", "bytes", "copy_seconds", "queue_seconds", "unsettled")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[JobDone.Outcome]
@@ -226,6 +226,7 @@ class JobDone(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     job: int
     outcome: JobDone.Outcome
     reason: str
@@ -235,7 +236,8 @@ class JobDone(_message.Message):
     bytes: int
     copy_seconds: float
     queue_seconds: float
-    def __init__(self, job: _Optional[int] = ..., outcome: _Optional[_Union[JobDone.Outcome, str]] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ..., copied_blocks: _Optional[int] = ..., skipped_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
+    unsettled: bool
+    def __init__(self, job: _Optional[int] = ..., outcome: _Optional[_Union[JobDone.Outcome, str]] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ..., copied_blocks: _Optional[int] = ..., skipped_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., unsettled: bool = ...) -> None: ...
 
 class Flushed(_message.Message):
     __slots__ = ("flush", "pending")

@@ -1,0 +1,234 @@
+"""The daemon's parts over a simulated machine, wired as `kvsidecar.daemon` wires them, and what must always hold."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import grpc
+import structlog
+
+from kvsidecar.cache.block import BlockIndex
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SlotAllocator, SlotState
+from kvsidecar.checksums import Checksums
+from kvsidecar.instances import Instances, Peer
+from kvsidecar.lookups import Lookups
+from kvsidecar.metrics import Metrics
+from kvsidecar.readiness import Readiness
+from kvsidecar.rpc.service import Service
+from kvsidecar.tasks import TaskSet
+from kvsidecar.transfers import Transfers
+from kvsidecar.types import Direction, Namespace, Verify
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.simulation.loop import SimLoop
+from tests.simulation.machine import Machine, SimHub, SimPlatform, Violation
+from tests.simulation.shapes import PAGE
+
+SLAB = 4 * PAGE
+DEVICES = ("gpu-0", "gpu-1")
+LEASE_MAX = 20.0
+
+_METRICS: Metrics | None = None
+
+
+def _metrics() -> Metrics:
+    """One for all worlds of a process: they decide nothing, and take longer to build than a world to run."""
+    global _METRICS
+    if _METRICS is None:
+        _METRICS = Metrics("simulation")
+    return _METRICS
+
+
+@contextmanager
+def quiet_and_repeatable() -> Iterator[None]:
+    """No log lines, and no order that comes from Python's hash seed: a seed must mean the same in every process."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+    def of(self: BlockIndex, block_hash: bytes) -> Any:
+        return self._dicts[zlib.crc32(block_hash) & 255]
+
+    with mock.patch.object(BlockIndex, "_of", of):
+        try:
+            yield
+        finally:
+            structlog.configure(**before)
+
+
+class Call:
+    """Stands for gRPC: a servicer context of one RPC whose other end is a simulated engine."""
+
+    def __init__(
+        self, on_reply: Callable[[pb.AttachReply], None] | None = None, wire: deque[tuple[Call, Any]] | None = None
+    ) -> None:
+        self._wire = wire
+        self._inbox: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_reply = on_reply
+        self.refused: tuple[grpc.StatusCode, str] | None = None
+        self.broken = False
+        """The client is not there any more: nobody reads."""
+
+    def send(self, message: Any) -> None:
+        """From the engine; on a slow wire it arrives when the scheduler says."""
+        if self._wire is None:
+            self.arrive(message)
+        else:
+            self._wire.append((self, message))
+
+    def arrive(self, message: Any) -> None:
+        self._inbox.append(message)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def half_close(self) -> None:
+        self.send(grpc.aio.EOF)
+
+    async def read(self) -> Any:
+        while not self._inbox:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._inbox.popleft()
+
+    async def write(self, reply: pb.AttachReply) -> None:
+        await asyncio.sleep(0)
+        if self.broken:
+            raise grpc.aio.InternalError("the call is over")  # as gRPC does before the handler hears of it
+        if self._on_reply is not None:
+            self._on_reply(reply)
+
+    async def abort(self, code: grpc.StatusCode, text: str = "") -> None:
+        self.refused = (code, text)
+        raise grpc.aio.AbortError(text)
+
+
+@dataclass(eq=False)
+class Lease:
+    """What an engine has been promised."""
+
+    id: int
+    keys: dict[int, list[int]]
+    """Keys that the daemon must keep, by group."""
+    expires_at: float
+    ended: bool = False
+    """Released, or the namespace was cleared: it promises nothing any more."""
+
+
+class World:
+    """One run of the daemon's decisions.
+
+    Args:
+        rng: every choice of the run comes from it.
+    """
+
+    def __init__(self, rng: random.Random, loop: SimLoop, note: Callable[[str], None]) -> None:
+        self.rng = rng
+        self.loop = loop
+        self.note = note
+        pool_bytes = rng.choice((2, 3, 5)) * SLAB + rng.choice((0, PAGE, 3 * PAGE))
+        self.machine = Machine(rng, pool_bytes, note)
+        self.platform = SimPlatform(self.machine, DEVICES)
+        self.hub = SimHub(self.platform, self._worker_failed)  # type: ignore[arg-type]
+        self.hub.machine = self.machine
+        self.hub.use_pool(self.machine.pool.ctypes.data)
+        self.readiness = Readiness(pool_bytes)
+        self.readiness.pinning()
+        self.readiness.become_ready()
+        self.tasks = TaskSet(self._task_failed)
+        self.cache = BlockCache(SlotAllocator(pool_bytes, SLAB), next_id=itertools.count(1).__next__)
+        self.instances = Instances(self.cache, self.hub, loop.time, self._task_failed)
+        checksums = Checksums(Verify.ALWAYS, lambda: self.machine.pool) if rng.random() < 0.5 else None
+        self.transfers = Transfers(
+            self.cache, self.hub, self.readiness, _metrics(), loop.time, slab_bytes=SLAB, checksums=checksums
+        )
+        self.lookups = Lookups(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
+        self.service = Service(
+            epoch=1,
+            instances=self.instances,
+            transfers=self.transfers,
+            lookups=self.lookups,
+            readiness=self.readiness,
+            metrics=_metrics(),
+            tasks=self.tasks,
+            status=pb.StatusReply,
+            drain=lambda: self.readiness.drain("asked to"),
+        )
+        self.wire: deque[tuple[Call, Any]] | None = deque() if rng.random() < 0.5 else None
+        """What engines have sent and the daemon has not got, if the wire is slow."""
+        self.leases: defaultdict[Namespace, list[Lease]] = defaultdict(list)
+        self.failures: list[str] = []
+        self._checked: object = None
+
+    # -- as in kvsidecar.daemon ------------------------------------------------------------------------------------
+
+    def peer_gone(self, peer: Peer) -> None:
+        for session in self.instances.remove_peer(peer):
+            self.tasks.spawn(self.service.drop(session), name="end-session-of-gone-peer")
+
+    def end_all(self) -> None:
+        """SIGTERM."""
+        self.readiness.drain("the daemon is shutting down")
+        for session in self.instances:
+            self.tasks.spawn(self.instances.end(session, gone=False), name="end-session")
+
+    def _worker_failed(self, uuid: str, direction: Direction, error: BaseException) -> None:
+        if all(device.lost for device in self.platform.devices.values()):
+            self.loop.call_soon(self.readiness.fail, "no device is left")
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        if not isinstance(error, grpc.aio.AbortError):
+            self.failures.append(f"task {name} failed: {type(error).__name__}: {error}")
+
+    # -- what must hold --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """After every step."""
+        if problems := Violation.seen + self.failures + self.loop.errors:
+            raise AssertionError("; ".join(problems))
+        # Every change of the cache moves its tick or a gauge; without one there is nothing new to look at.
+        now = (self.cache._tick, self.cache.stats())
+        if now != self._checked:
+            self.cache.check_integrity()
+            self._checked = now
+
+    def check_end(self) -> None:
+        """All engines have gone, and nothing moves any more."""
+        stats = self.cache.stats()
+        allocator = self.cache._table.slots
+        if len(self.instances) or self.instances._peers:
+            raise Violation(f"{len(self.instances)} sessions and {len(self.instances._peers)} peers are left")
+        if self.machine.mapped:
+            raise Violation(f"still mapped: {[each.name for each in self.machine.mapped.values()]}")
+        if stats.leases or stats.reserved_bytes:
+            raise Violation(f"{stats.leases} leases and {stats.reserved_bytes} reserved bytes are left")
+        certain = [copy for copy in self.machine.inflight if not copy.uncertain]
+        if certain:
+            raise Violation(f"{len(certain)} copies never ended")
+        loads = sum(copy.direction is Direction.LOAD for copy in self.machine.inflight)
+        if stats.loads != loads:
+            raise Violation(f"{stats.loads} loads hold pins; {loads} are of unknown outcome")
+        if not loads and stats.leased_bytes:
+            raise Violation(f"{stats.leased_bytes} bytes are pinned by nobody")
+        pages: set[int] = set()
+        for copy in self.machine.inflight:
+            for start, end in copy.host if copy.direction is Direction.STORE else ():
+                slab = allocator.slab_of(start)
+                if slab.states[slab.index_of(start)] != SlotState.QUARANTINED:
+                    raise Violation(f"the slot at {start}, of a store of unknown outcome, is not quarantined")
+                pages.update(range(start // PAGE, -(-end // PAGE)))
+        if stats.quarantined_bytes > len(pages) * PAGE:
+            raise Violation(f"{stats.quarantined_bytes} bytes are quarantined, {len(pages)} pages need to be")
+        if any(self.transfers.started_at.values()):
+            raise Violation("a job is still counted as running")
+        if len(self.tasks):
+            raise Violation(f"{len(self.tasks)} tasks never ended")
