@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import queue
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -102,7 +105,8 @@ class DaemonProcess:
         raise AssertionError(f"{name} is not exported")
 
     def client(self, **options: Any) -> Client:
-        return Client(self.socket, timeout=SECONDS, **options)
+        # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
+        return Client(self.socket, **{"timeout": SECONDS, "step_budget": SECONDS, **options})
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -124,6 +128,62 @@ class DaemonProcess:
             while not self._news.empty():
                 self.log.append(self._news.get() or {})
             print("daemon log:", *self.log, sep="\n  ")
+
+
+class Relay:
+    """Stands between a client and the daemon's gRPC socket, and can cut that connection; the attach socket is direct.
+
+    Both processes live on when it cuts: that is a broken stream, not a dead daemon.
+    """
+
+    def __init__(self, daemon: DaemonProcess, directory: Path) -> None:
+        self.socket = str(directory / "relay.sock")
+        os.symlink(daemon.socket + ".attach", self.socket + ".attach")
+        self._target = daemon.socket
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.socket)
+        self._listener.listen()
+        self._open: list[socket.socket] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.socket(socket.AF_UNIX)
+                far.connect(self._target)
+                with self._lock:
+                    self._open += [near, far]
+                threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
+
+    def _pump(self, near: socket.socket, far: socket.socket) -> None:
+        other = {near: far, far: near}
+        with contextlib.suppress(OSError):
+            while True:
+                for ready in select.select([near, far], [], [])[0]:
+                    data = ready.recv(65536)
+                    if not data:
+                        return self._end(near, far)
+                    other[ready].sendall(data)
+        self._end(near, far)
+        return None
+
+    @staticmethod
+    def _end(*sockets: socket.socket) -> None:
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        with self._lock:
+            self._end(*self._open)
+            self._open.clear()
+
+    def close(self) -> None:
+        self.cut()
+        self._end(self._listener)
+        self._listener.close()
 
 
 def layout(
@@ -152,6 +212,8 @@ class Rank:
         rank: int = 0,
         world_size: int = 1,
         groups: GroupLayout | None = None,
+        client: Client | None = None,
+        **attach: Any,
     ) -> None:
         self.namespace = namespace
         self.layout = groups or layout()
@@ -159,7 +221,7 @@ class Rank:
         shape = (region.num_rows, self.layout.num_blocks, region.row_bytes)
         self.buffer = HostBuffer(shape[0] * shape[1] * shape[2])
         self.kv: npt.NDArray[np.uint8] = np.frombuffer(self.buffer.memory, np.uint8).reshape(shape)
-        self.client = daemon.client(name=f"{instance} rank {rank}")
+        self.client = client or daemon.client(name=f"{instance} rank {rank}")
         self.client.attach(
             instance=instance,
             namespace=namespace,
@@ -167,6 +229,7 @@ class Rank:
             groups=[self.layout],
             rank=rank,
             world_size=world_size,
+            **attach,
         )
 
     def fill(self, block_id: int, content: object) -> None:

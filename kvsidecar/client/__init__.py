@@ -1,13 +1,31 @@
 """What an engine imports to use the daemon of its node: synchronous, thread-safe, and never in a step's way.
 
 >>> client = Client()                                                   # doctest: +SKIP
->>> client.attach(instance="llama", namespace=namespace, buffers=buffers, groups=groups)
+>>> client.attach(instance="llama", namespace=namespace, buffers=buffers, groups=groups, retry=True)
 >>> job = client.store([Blocks(group=0, hashes=hashes, block_ids=ids)], after=event)
 >>> for done in client.poll(): ...
 """
 
+from kvsidecar.client.backoff import Backoff
+from kvsidecar.client.breaker import BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
-from kvsidecar.client.client import DAEMON_LOST, Blocks, Client, Completion, GroupHits, JobDone, LookupResult, Readiness
+from kvsidecar.client.client import Client
+from kvsidecar.client.jobs import Completion
+from kvsidecar.client.ordering import DEVICE, EventRing
+from kvsidecar.client.results import (
+    BACKPRESSURE,
+    BREAKER_OPEN,
+    CLOSED,
+    DAEMON_LOST,
+    EVENT_FAILED,
+    NO_ANSWER,
+    NOT_ATTACHED,
+    Blocks,
+    GroupHits,
+    JobDone,
+    LookupResult,
+    Readiness,
+)
 from kvsidecar.errors import (
     AttachRefused,
     ClientError,
@@ -17,14 +35,25 @@ from kvsidecar.errors import (
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
 
 __all__ = [
+    "BACKPRESSURE",
+    "BREAKER_OPEN",
+    "CLOSED",
     "DAEMON_LOST",
+    "DEVICE",
+    "EVENT_FAILED",
+    "NOT_ATTACHED",
+    "NO_ANSWER",
     "Allocation",
     "AttachRefused",
+    "Backoff",
     "Blocks",
+    "BreakerState",
+    "CircuitBreaker",
     "Client",
     "ClientError",
     "Completion",
     "DaemonUnreachable",
+    "EventRing",
     "GroupHits",
     "GroupLayout",
     "HostBuffer",

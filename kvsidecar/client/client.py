@@ -2,151 +2,108 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import queue
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Final
 
-import grpc
-
-from kvsidecar.client import attach_socket
+from kvsidecar.client.backoff import Backoff
+from kvsidecar.client.breaker import BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import KVBuffers
-from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable
-from kvsidecar.paths import attach_path, default_socket_path
-from kvsidecar.types import PROTOCOL, GroupLayout, LookupMode, Namespace, Outcome, State
+from kvsidecar.client.flushing import flush
+from kvsidecar.client.jobs import Completion, Job, Jobs
+from kvsidecar.client.keeper import Keeper
+from kvsidecar.client.lookups import Lookups
+from kvsidecar.client.messages import Registration
+from kvsidecar.client.operator import Operator
+from kvsidecar.client.ordering import EventRing, HostOrder, Order
+from kvsidecar.client.results import (
+    BACKPRESSURE,
+    CLOSED,
+    DAEMON_LOST,
+    EVENT_FAILED,
+    NOT_ATTACHED,
+    Blocks,
+    JobDone,
+    LookupResult,
+    Readiness,
+)
+from kvsidecar.errors import ClientError, DaemonUnreachable
+from kvsidecar.paths import default_socket_path
+from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import MODE_TO_WIRE, OUTCOME_FROM_WIRE, STATE_FROM_WIRE, layout_to_wire, namespace_to_wire
-
-DAEMON_LOST = "daemon_lost"
-"""Reason of a job that ended because the connection to the daemon did."""
 
 
-class Completion(Protocol):
-    """Something to wait for before a copy may start; ``torch.cuda.Event`` is one."""
+class Default(Enum):
+    """Stands for the client's own default, where None already means something."""
 
-    def synchronize(self) -> None:
-        """Return when the work recorded before it is over. Called in a thread of the client."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Blocks of one KV cache group: ``hashes[i]`` is the content of block ``block_ids[i]`` of this rank."""
-
-    group: int
-    hashes: Sequence[bytes]
-    block_ids: Sequence[int]
+    DEFAULT = "default"
 
 
-@dataclass(frozen=True, slots=True)
-class JobDone:
-    """The end of one job. Bytes and seconds."""
-
-    job: int
-    outcome: Outcome
-    reason: str = ""
-    """Why it was declined or failed: a name of `kvsidecar.types.Refusal`, or `DAEMON_LOST`."""
-    error: str = ""
-    copied_blocks: int = 0
-    skipped_blocks: int = 0
-    """Stores only: blocks that the daemon has already, or that another rank is storing."""
-    nbytes: int = 0
-    copy_seconds: float = 0.0
-    """Of the DMA alone."""
-    queue_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """What the daemon said last of itself. Bytes and seconds."""
-
-    state: State
-    pool_bytes: int = 0
-    pinned_bytes: int = 0
-    pin_bytes_per_second: float = 0.0
-    eta_seconds: float | None = None
-    reason: str = ""
-
-    @property
-    def ready(self) -> bool:
-        return self.state is State.READY
-
-
-@dataclass(frozen=True, slots=True)
-class GroupHits:
-    hits: int
-    """Readable blocks: length of the prefix, or how many of all."""
-    found: tuple[bool, ...] = ()
-    """`LookupMode.BITMAP` only: one flag per hash."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookupResult:
-    ready: bool
-    """False: the pool is not pinned yet (or the daemon drains), and every hit is 0."""
-    groups: Mapping[int, GroupHits]
-    lease: int | None = None
-    lease_seconds: float = 0.0
-    """Granted; may be shorter than asked."""
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """One message still to be built: the engine's thread pays for a queue's put, not for protobuf."""
-
-    after: Completion | None
-    job: int = 0
-    store: Sequence[Blocks] | None = None
-    load: Sequence[Blocks] | None = None
-    lease: int = 0
-    message: pb.AttachRequest | None = None
-
-    def build(self) -> pb.AttachRequest:
-        if self.store is not None:
-            return pb.AttachRequest(store=pb.Store(job=self.job, blocks=_blocks(self.store)))
-        if self.load is not None:
-            return pb.AttachRequest(load=pb.Load(job=self.job, lease=self.lease, blocks=_blocks(self.load)))
-        assert self.message is not None
-        return self.message
+DEFAULT: Final = Default.DEFAULT
 
 
 class Client:
     """A connection to the daemon of this node. All methods may be called from any thread.
 
-    `store`, `load` and `poll` never wait for the daemon. The others do, at most ``timeout`` seconds.
+    `attach` once, and the client sees to the rest: it notices when the daemon is lost, however it is lost, answers
+    every outstanding job, goes on without offload, and attaches again by itself when a daemon is back.
+
+    `store`, `load` and `poll` never wait for the daemon; `lookup`, `release` and `renew` wait ``step_budget`` seconds
+    at most and not at all while the daemon is lost or hangs. The others may wait, at most ``timeout`` seconds.
 
     Args:
         socket: path of the daemon's gRPC socket; by default ``$KVSIDECAR_SOCKET``, then the same default as the
             daemon's.
         name: free text that the daemon shows in its log.
         timeout: seconds that a call may wait for the daemon, unless it says otherwise.
+        step_budget: seconds that a lookup, a release or a renewal may wait, unless it says otherwise. They take below
+            1 ms on an idle machine; the default leaves room for a busy one.
+        job_timeout: seconds after which a job's copy, if it has not started, never does, unless the job says
+            otherwise; None for no limit.
+        max_outstanding: jobs that have not ended; more are declined.
+        reconnect: delays between attempts to connect.
+        breaker: keeps a daemon that hangs from being asked.
     """
 
-    def __init__(self, socket: str | None = None, *, name: str = "", timeout: float = 5.0) -> None:
+    def __init__(
+        self,
+        socket: str | None = None,
+        *,
+        name: str = "",
+        timeout: float = 5.0,
+        step_budget: float = 0.1,
+        job_timeout: float | None = 30.0,
+        max_outstanding: int = 4096,
+        reconnect: Backoff | None = None,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
         self.socket = socket or os.environ.get("KVSIDECAR_SOCKET") or default_socket_path()
-        self.epoch = 0
-        """Of the daemon run this client is connected to; 0 before."""
-        self._name = name
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(f"unix:{self.socket}")
-        self._stub = pb_grpc.SidecarStub(self._channel)
-        self._link: attach_socket.Link | None = None
-        self._readiness = Readiness(State.STARTING, reason="not attached")
-        self._changed = threading.Condition()
-        # All below belong to _changed's lock, except that an empty _finished may be seen without it.
-        self._attached = False
-        self._lost = ""
-        self._running: set[int] = set()
-        self._finished: dict[int, JobDone] = {}
-        self._flushed: dict[int, frozenset[int]] = {}
-        self._numbers = itertools.count(1)
-        self._ordered: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._job_timeout = job_timeout
+        self._jobs = Jobs(max_outstanding)
+        self._changed = self._jobs.changed
+        self._breaker = breaker or CircuitBreaker()
+        self._keeper_options: dict[str, Any] = {
+            "name": name,
+            "timeout": timeout,
+            "probe_seconds": step_budget,
+            "jobs": self._jobs,
+            "breaker": self._breaker,
+            "backoff": reconnect or Backoff(),
+        }
+        self._step_budget = step_budget
+        self._new_keeper()
+        self._order = HostOrder(self._jobs)
+        self._events: EventRing | None = None
+        self._attaching = False
+        self._closed = False
+        self._operator = Operator(self.socket, timeout)
+
+    def _new_keeper(self) -> None:
+        self._keeper = Keeper(self.socket, **self._keeper_options)
+        self._lookups = Lookups(self._keeper, self._breaker, self._step_budget, self.socket)
 
     # -- the rank --------------------------------------------------------------------------------------------------
 
@@ -159,140 +116,189 @@ class Client:
         groups: Sequence[GroupLayout],
         rank: int = 0,
         world_size: int = 1,
+        events: EventRing | None = None,
+        retry: bool = False,
         timeout: float | None = None,
     ) -> None:
         """Register this rank's memory. Succeeds at once while the pool is still being pinned.
 
+        A scheduler that looks up with the same client attaches first: attaching ends the leases taken before.
+
         Args:
             instance: name of the engine deployment, the same for all of its ranks.
             namespace: what must be equal for two instances to share blocks.
-            buffers: this rank's memory; must stay allocated until `close` has returned.
+            buffers: this rank's memory; must stay allocated until `close` has returned True.
             groups: this rank's KV cache groups; their regions index ``buffers.allocations``.
+            events: for stores that are ordered on the device.
+            retry: return at once, whether or not a daemon is there, and attach when one is.
+            timeout: seconds to wait without ``retry``.
 
         Raises:
-            DaemonUnreachable: no daemon answers.
-            AttachRefused: the daemon refuses the registration; the text says what to change.
+            DaemonUnreachable: no daemon answers. Not with ``retry``; this client may try again.
+            AttachRefused: the daemon refuses the registration; the text says what to change. With ``retry`` it is
+                logged instead, and tried again: another daemon may take it.
         """
-        if self._attached or self._threads:
-            raise ClientError("this client was attached before: use a new one")
+        if self._attaching or self._closed:
+            raise ClientError("this client was attached or closed before: use a new one")
         timeout = self._timeout if timeout is None else timeout
-        fds = [allocation.fd for allocation in buffers.allocations if allocation.fd is not None]
-        link = attach_socket.connect(attach_path(self.socket), fds=fds, client=self._name, timeout=timeout)
-        self._link, stale = link, self._link
-        if stale is not None:
-            stale.close()
-        register = pb.Register(
-            protocol=PROTOCOL,
-            token=link.token,
-            instance=instance,
-            namespace=namespace_to_wire(namespace),
-            rank=rank,
-            world_size=world_size,
-            device=buffers.device,
-            groups=[layout_to_wire(layout) for layout in groups],
-        )
-        for allocation in buffers.allocations:
-            if allocation.fd is not None:
-                register.allocations.add(fd_index=fds.index(allocation.fd), size=allocation.size)
-            else:
-                register.allocations.add(cuda_ipc_handle=allocation.cuda_ipc_handle, size=allocation.size)
-        self._outgoing.put(_Outgoing(None, message=pb.AttachRequest(register=register)))
-        replies = self._stub.Attach(self._requests())
-        for target, arguments in ((self._read, (replies,)), (self._order, ())):
-            thread = threading.Thread(
-                target=target, args=arguments, name=f"kvsidecar-{target.__name__[1:]}", daemon=True
+        handles = tuple(events.handles) if events is not None else ()
+        registration = Registration(instance, namespace, buffers, tuple(groups), rank, world_size, handles)
+        self._events, self._attaching = events, True
+        keeper = self._keeper
+        attempts = keeper.attempts
+        keeper.start(registration, once=not retry)
+        if retry:
+            return
+        deadline = time.monotonic() + timeout
+        # A connection that was made for lookups is given up first, and may itself be an attempt that ends only now.
+        while keeper.session is None and keeper.error is None and time.monotonic() < deadline:
+            keeper.wait_attempt(attempts, deadline - time.monotonic())
+            attempts = keeper.attempts
+        if keeper.session is None:
+            error = keeper.error
+            keeper.close(0.0)
+            self._attaching = False
+            self._new_keeper()
+            raise error or DaemonUnreachable(
+                f"the daemon at {self.socket} did not answer the registration in {timeout:g} s"
             )
-            thread.start()
-            self._threads.append(thread)
-        with self._changed:
-            answered = self._changed.wait_for(lambda: self._attached or self._lost, timeout)
-        if not answered:
-            replies.cancel()
-            raise DaemonUnreachable(f"the daemon at {self.socket} did not answer the registration in {timeout:g} s")
-        if not self._attached:
-            raise AttachRefused(self._lost)
 
     @property
     def attached(self) -> bool:
-        """False before `attach`, and after the connection to the daemon was lost."""
-        return self._attached
+        """Whether jobs are taken: False before `attach` and while the daemon is lost. Never waits."""
+        return self._keeper.session is not None
+
+    def wait_attached(self, timeout: float) -> bool:
+        """Wait until this rank is attached, at most ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.attached, timeout)
+
+    @property
+    def epoch(self) -> int:
+        """Of the daemon run this client is connected to; 0 while there is none."""
+        connection = self._keeper.connection
+        return 0 if connection is None else connection.epoch
+
+    @property
+    def lost_reason(self) -> str:
+        """Why there is no connection to the daemon; empty while there is one, and before the first attempt."""
+        return str(self._keeper.error or "")
 
     @property
     def readiness(self) -> Readiness:
         """What the daemon said last; it tells every change by itself. Never waits."""
-        return self._readiness
+        session = self._keeper.session
+        if session is not None:
+            return session.readiness
+        if error := self._keeper.error:
+            return Readiness(State.FAILED, reason=str(error))
+        return Readiness(State.STARTING, reason="not attached")
 
     def wait_ready(self, timeout: float) -> Readiness:
-        """Wait until the daemon is ready, has failed, or is lost, or ``timeout`` seconds have passed.
+        """Wait until this rank is attached and the daemon is ready or has failed, at most ``timeout`` seconds.
 
         Raises:
-            DaemonUnreachable: the connection was lost.
+            DaemonUnreachable: the daemon is lost, and has not come back in this time.
         """
 
         def settled() -> bool:
-            return bool(self._lost) or self._readiness.state in (State.READY, State.FAILED)
+            return self.attached and self.readiness.state in (State.READY, State.FAILED)
 
         with self._changed:
             self._changed.wait_for(settled, timeout)
-            if self._lost:
-                raise DaemonUnreachable(self._lost)
-            return self._readiness
+            if not self.attached and self._keeper.error is not None:
+                raise DaemonUnreachable(str(self._keeper.error))
+            return self.readiness
+
+    @property
+    def device_order(self) -> bool:
+        """Whether ``after=DEVICE`` waits on the device: the daemon could open the ring of events."""
+        session = self._keeper.session
+        return session is not None and session.device_order
+
+    @property
+    def device_order_refused(self) -> str:
+        """Why ``after=DEVICE`` waits on the host; empty if it does not, or nobody knows yet."""
+        session = self._keeper.session
+        if session is None or session.device_order:
+            return ""
+        if self._events is None:
+            return "no ring of events was given to attach()"
+        return session.device_order_refused or "this daemon does not wait for events"
+
+    @property
+    def breaker_state(self) -> BreakerState:
+        """Whether lookups are made."""
+        return self._breaker.state
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
-    def store(self, blocks: Sequence[Blocks], *, after: Completion | None = None) -> int:
+    def store(
+        self,
+        blocks: Sequence[Blocks],
+        *,
+        after: Completion | Order | None = None,
+        timeout: float | Default | None = DEFAULT,
+    ) -> int:
         """Copy blocks from the device to the pool. Returns the job's number at once.
 
-        Args:
-            after: the store is sent when this is over. Give the event that was recorded behind the kernels that
-                write these blocks: a store that starts earlier copies what was there before.
-        """
-        return self._submit(_Outgoing(after, store=blocks))
+        The blocks must keep their content until the job is over, or `flush` has answered.
 
-    def load(self, blocks: Sequence[Blocks], *, lease: int | None = None, after: Completion | None = None) -> int:
+        Args:
+            after: a store that starts before the kernels that write these blocks are over copies what was there
+                before. Either the event that was recorded behind them, and the store is sent when it is over. Or
+                ``DEVICE``: after everything that the engine's current stream was given before this call; needs
+                ``attach(events=...)``, and waits on the device, or on the host where the device cannot.
+            timeout: seconds after which a copy that has not started never does.
+        """
+        if after is Order.DEVICE and self._events is None:
+            raise ClientError("after=DEVICE needs a ring of events: attach(events=...)")
+        return self._submit(Direction.STORE, blocks, after, 0, timeout)
+
+    def load(
+        self,
+        blocks: Sequence[Blocks],
+        *,
+        lease: int | None = None,
+        after: Completion | None = None,
+        timeout: float | Default | None = DEFAULT,
+    ) -> int:
         """Copy blocks from the pool to the device. Returns the job's number at once.
 
         The blocks must not be used, freed or given to anybody else before the job is over: DMA cannot be cancelled.
+        It is over when `poll` or `wait` says so and not before, whatever happens to the daemon in between.
+
+        Args:
+            timeout: seconds after which a copy that has not started never does.
         """
-        return self._submit(_Outgoing(after, load=blocks, lease=lease or 0))
+        return self._submit(Direction.LOAD, blocks, after, lease or 0, timeout)
 
     def poll(self) -> list[JobDone]:
-        """The jobs that have ended since the last call. Never waits."""
-        if not self._finished:
-            return []
-        with self._changed:
-            done = list(self._finished.values())
-            self._finished.clear()
-            return done
+        """The jobs that have ended since the last call, each once. Never waits."""
+        return self._jobs.poll()
 
     def wait(self, jobs: Iterable[int], timeout: float) -> dict[int, JobDone]:
         """Wait for these jobs, at most ``timeout`` seconds. Returns those that have ended; `poll` skips them then."""
-        wanted = tuple(jobs)
-        with self._changed:
-            self._changed.wait_for(lambda: all(job in self._finished for job in wanted), timeout)
-            return {job: self._finished.pop(job) for job in wanted if job in self._finished}
+        return self._jobs.wait(jobs, timeout)
 
-    def flush(self, jobs: Sequence[int] = (), *, timeout: float | None = None) -> frozenset[int]:
-        """Wait until these store jobs (by default all) no longer read the device.
+    @property
+    def outstanding(self) -> int:
+        """Jobs that have not ended."""
+        with self._changed:
+            return len(self._jobs.outstanding())
+
+    def flush(self, jobs: Sequence[int] = (), *, timeout: float | None = None, cancel: bool = False) -> frozenset[int]:
+        """Wait until these jobs (by default all stores) no longer touch the device's blocks.
+
+        Args:
+            timeout: seconds; those that have begun cannot be stopped.
+            cancel: jobs that have not started never do, and are declined as ``cancelled``. Otherwise they go first,
+                and are finished.
 
         Returns:
-            The jobs that still do after ``timeout`` seconds: empty means that all blocks may be overwritten.
+            The jobs that still do at the deadline: empty means that all of their blocks may be overwritten.
         """
-        timeout = self._timeout if timeout is None else timeout
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            unfinished = frozenset(job for job in (jobs or self._running) if job in self._running)
-            if not unfinished:
-                return frozenset()
-        number = next(self._numbers)
-        message = pb.AttachRequest(
-            flush=pb.Flush(flush=number, jobs=sorted(unfinished), timeout_ms=int(timeout * 1000))
-        )
-        # Behind the stores that still wait for their events: the daemon cannot flush what it has not been told of.
-        self._ordered.put(_Outgoing(None, message=message))
-        with self._changed:
-            self._changed.wait_for(lambda: number in self._flushed or self._lost, deadline + 0.1 - time.monotonic())
-            return self._flushed.pop(number, unfinished & self._running)
+        return flush(self._jobs, jobs, timeout=self._timeout if timeout is None else timeout, cancel=cancel)
 
     # -- lookups and leases ----------------------------------------------------------------------------------------
 
@@ -305,75 +311,57 @@ class Client:
         lease_seconds: float = 0.0,
         timeout: float | None = None,
     ) -> LookupResult:
-        """Which of these blocks the daemon can load, by KV cache group.
+        """Which of these blocks the daemon can load, by KV cache group. A daemon that does not answer has none.
 
         Args:
             groups: block hashes by group, in prefix order.
             lease_seconds: forbid their eviction for this long; 0 takes no lease.
+            timeout: seconds, instead of ``step_budget``.
 
         Raises:
-            DaemonUnreachable: no answer in time.
+            ClientError: the daemon refuses the request; the text says what to change.
         """
-        request = pb.LookupRequest(
-            namespace=namespace_to_wire(namespace),
-            mode=MODE_TO_WIRE[mode],
-            lease_ms=int(lease_seconds * 1000),
-            token=self._token() if lease_seconds else b"",
-        )
-        for group, hashes in groups.items():
-            request.groups.add(group=group, hashes=b"".join(hashes))
-        reply = self._call(self._stub.Lookup, request, timeout)
-        return LookupResult(
-            ready=reply.ready,
-            groups={
-                each.group: GroupHits(each.hits, _bits(each.bitmap, len(groups[each.group]))) for each in reply.groups
-            },
-            lease=reply.lease or None,
-            lease_seconds=reply.lease_ms / 1000,
-        )
+        return self._lookups.lookup(namespace, groups, mode, lease_seconds, timeout)
 
-    def release(self, lease: int) -> bool:
-        """End a lease. False if it had ended before."""
-        reply: pb.ReleaseReply = self._call(self._stub.Release, pb.ReleaseRequest(lease=lease))
-        return reply.released
+    def release(self, lease: int, *, timeout: float | None = None) -> bool:
+        """End a lease. False if it had ended before, or the daemon did not answer: then it ends by time."""
+        return self._lookups.release(lease, timeout)
 
-    def renew(self, lease: int, lease_seconds: float) -> float:
-        """Let a lease live for this long from now. Returns the seconds granted; 0 if it had ended before."""
-        request = pb.RenewRequest(lease=lease, lease_ms=int(lease_seconds * 1000))
-        reply: pb.RenewReply = self._call(self._stub.Renew, request)
-        return reply.lease_ms / 1000 if reply.renewed else 0.0
+    def renew(self, lease: int, lease_seconds: float, *, timeout: float | None = None) -> float:
+        """Let a lease live for this long from now. Returns the seconds granted; 0 if it had ended before, or nobody
+        answered."""
+        return self._lookups.renew(lease, lease_seconds, timeout)
 
     # -- operators -------------------------------------------------------------------------------------------------
 
     def status(self) -> pb.StatusReply:
-        """Everything the daemon says of itself."""
-        reply: pb.StatusReply = self._call(self._stub.Status, pb.StatusRequest())
-        return reply
+        """Everything the daemon says of itself. Raises DaemonUnreachable."""
+        return self._operator.status()
 
     def clear(self, namespace: Namespace | None = None) -> int:
         """Forget the blocks of a namespace, or of all. Returns how many can no longer be looked up."""
-        request = (
-            pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
-        )
-        reply: pb.ClearReply = self._call(self._stub.Clear, request)
-        return reply.blocks
+        return self._operator.clear(namespace)
 
     def drain(self) -> None:
         """Tell the daemon to take no new work."""
-        self._call(self._stub.Drain, pb.DrainRequest())
+        self._operator.drain()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self, timeout: float | None = None) -> None:
-        """Detach. When this returns within ``timeout`` the daemon has unmapped the memory: it may be freed."""
-        timeout = self._timeout if timeout is None else timeout
-        self._ordered.put(None)
-        for thread in self._threads:
-            thread.join(timeout)
-        self._channel.close()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+    def close(self, timeout: float | None = None) -> bool:
+        """Detach, and end all threads. Takes no more jobs; those outstanding are finished if that takes no longer.
+
+        Returns:
+            True: the daemon has unmapped this rank's memory, or is gone: it may be freed. False: that is not known
+            after ``timeout`` seconds, and a load may still write to it.
+        """
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        self._closed = True
+        self._order.stop()
+        self._order.join(deadline - time.monotonic())
+        self._keeper.close(max(0.0, deadline - time.monotonic()))
+        self._operator.close()
+        return self._keeper.unmapped
 
     def __enter__(self) -> Client:
         return self
@@ -381,134 +369,44 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- threads ---------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, outgoing: _Outgoing) -> int:
-        job = outgoing.job = next(self._numbers)
+    def _submit(
+        self,
+        direction: Direction,
+        blocks: Sequence[Blocks],
+        after: Completion | Order | None,
+        lease: int,
+        timeout: float | Default | None,
+    ) -> int:
+        number = self._jobs.number()
+        seconds = self._job_timeout if isinstance(timeout, Default) else timeout
         with self._changed:
-            if not self._attached:
-                reason = DAEMON_LOST if self._lost else "not_attached"
-                self._finished[job] = JobDone(job, Outcome.DECLINED, reason, self._lost)
-                self._changed.notify_all()
-                return job
-            self._running.add(job)
-        (self._outgoing if outgoing.after is None else self._ordered).put(outgoing)
-        return job
-
-    def _order(self) -> None:
-        """Thread: sends each job when what it comes after is over (DESIGN: store order ``HOST``)."""
-        while (outgoing := self._ordered.get()) is not None:
-            if outgoing.after is not None:
-                try:
-                    outgoing.after.synchronize()
-                except Exception as error:  # noqa: BLE001 - an engine's event may raise anything; the job must end
-                    self._finish(JobDone(outgoing.job, Outcome.FAILED, "event_failed", str(error)))
-                    continue
-            self._outgoing.put(outgoing)
-        self._outgoing.put(None)
-
-    def _requests(self) -> Iterator[pb.AttachRequest]:
-        """Iterated in a thread of gRPC; its end half-closes the stream."""
-        while (outgoing := self._outgoing.get()) is not None:
-            yield outgoing.build()
-
-    def _read(self, replies: Iterable[pb.AttachReply]) -> None:
-        """Thread: takes what the daemon says until the stream ends, however it ends."""
-        lost = "the daemon ended the connection"
-        try:
-            for reply in replies:
-                self._take(reply)
-        except grpc.RpcError as error:
-            lost = _details(error)
-        with self._changed:
-            self._attached = False
-            self._lost = lost
-            self._readiness = Readiness(State.FAILED, reason=lost)
-            for job in sorted(self._running):
-                self._finished[job] = JobDone(job, Outcome.FAILED, DAEMON_LOST, lost)
-            self._running.clear()
-            self._changed.notify_all()
-        # Ends the generator that gRPC iterates, and the ordering thread: nobody listens to them any more.
-        self._ordered.put(None)
-
-    def _take(self, reply: pb.AttachReply) -> None:
-        match reply.WhichOneof("message"):
-            case "registered":
-                with self._changed:
-                    self.epoch = reply.registered.epoch
-                    self._readiness = _readiness(reply.registered.readiness)
-                    self._attached = True
-                    self._changed.notify_all()
-            case "done":
-                self._finish(_job_done(reply.done))
-            case "flushed":
-                with self._changed:
-                    self._flushed[reply.flushed.flush] = frozenset(reply.flushed.pending)
-                    self._changed.notify_all()
-            case "readiness":
-                with self._changed:
-                    self._readiness = _readiness(reply.readiness)
-                    self._changed.notify_all()
-
-    def _finish(self, done: JobDone) -> None:
-        with self._changed:
-            self._running.discard(done.job)
-            self._finished[done.job] = done
-            self._changed.notify_all()
-
-    # -- calls -----------------------------------------------------------------------------------------------------
-
-    def _token(self) -> bytes:
-        if self._link is None:
-            self._link = attach_socket.connect(
-                attach_path(self.socket), fds=(), client=self._name, timeout=self._timeout
-            )
-            self.epoch = self._link.epoch
-        return self._link.token
-
-    def _call(self, method: grpc.UnaryUnaryMultiCallable, request: object, timeout: float | None = None):  # type: ignore[no-untyped-def,type-arg]
-        try:
-            return method(request, timeout=self._timeout if timeout is None else timeout)
-        except grpc.RpcError as error:
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise DaemonUnreachable(f"no kvsidecar answers at {self.socket}: {_details(error)}") from error
-            raise ClientError(_details(error)) from error
-
-
-def _details(error: grpc.RpcError) -> str:
-    return error.details() or error.code().name
-
-
-def _bits(bitmap: bytes, count: int) -> tuple[bool, ...]:
-    return tuple(bool(bitmap[i >> 3] >> (i & 7) & 1) for i in range(count)) if bitmap else ()
-
-
-def _blocks(blocks: Sequence[Blocks]) -> list[pb.Blocks]:
-    return [
-        pb.Blocks(group=each.group, hashes=b"".join(each.hashes), block_ids=list(each.block_ids)) for each in blocks
-    ]
-
-
-def _job_done(message: pb.JobDone) -> JobDone:
-    return JobDone(
-        job=message.job,
-        outcome=OUTCOME_FROM_WIRE.get(message.outcome, Outcome.FAILED),
-        reason=message.reason,
-        error=message.error,
-        copied_blocks=message.copied_blocks,
-        skipped_blocks=message.skipped_blocks,
-        nbytes=message.bytes,
-        copy_seconds=message.copy_seconds,
-        queue_seconds=message.queue_seconds,
-    )
-
-
-def _readiness(message: pb.Readiness) -> Readiness:
-    return Readiness(
-        state=STATE_FROM_WIRE.get(message.state, State.STARTING),
-        pool_bytes=message.pool_bytes,
-        pinned_bytes=message.pinned_bytes,
-        pin_bytes_per_second=message.pin_bytes_per_second,
-        eta_seconds=message.eta_seconds if message.HasField("eta_seconds") else None,
-        reason=message.reason,
-    )
+            session = self._keeper.session
+            if session is None or self._closed:
+                reason = CLOSED if self._closed else DAEMON_LOST if self._attaching else NOT_ATTACHED
+                self._jobs.decline(number, reason, self.lost_reason)
+                return number
+            if self._jobs.full:
+                self._jobs.decline(number, BACKPRESSURE, "too many jobs are outstanding")
+                return number
+            job = Job(number, direction, blocks, session, lease)
+            if seconds is not None:
+                job.deadline = time.monotonic() + seconds
+            entry = session.take_event(job) if isinstance(after, Order) else None
+            self._jobs.add(job)
+        if isinstance(after, Order):
+            assert self._events is not None
+            try:
+                # Before the message is sent: a wait for an event that was never recorded waits for nothing.
+                if entry is not None:
+                    self._events.record(entry)
+                after = self._events.mark() if entry is None else None
+            except Exception as error:  # noqa: BLE001 - an engine's event may raise anything; the job must end
+                self._jobs.finish(JobDone(number, Outcome.FAILED, EVENT_FAILED, str(error)))
+                return number
+        if after is None:
+            session.send(job)
+        else:
+            self._order.add(job, after)
+        return number

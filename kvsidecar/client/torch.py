@@ -3,7 +3,8 @@
 exporter = TorchExporter()
 regions = exporter.regions(layer_tensors)           # [num_blocks, ...] each
 groups = [GroupLayout(group=0, num_blocks=n, shard=rank, num_shards=tp_size, regions=regions)]
-client.attach(buffers=exporter.kv_buffers(), groups=groups, ...)
+client.attach(buffers=exporter.kv_buffers(), groups=groups, events=TorchEventRing(), ...)
+client.store(blocks, after=DEVICE)
 """
 
 from __future__ import annotations
@@ -101,3 +102,39 @@ class TorchExporter:
         self._allocations.append(allocation)
         self._bases.append(base)
         return len(self._bases) - 1, base
+
+
+class TorchEventRing:
+    """Interprocess events of one GPU, for stores with ``after=DEVICE``. Implements `kvsidecar.client.EventRing`.
+
+    The daemon needs the engine's ``/dev/shm`` and user to open them: the driver keeps their state in files there. Where
+    it has not, it says so at Attach, and stores wait on the host.
+
+    Args:
+        size: events; as many stores may wait for their turn on the device, further ones wait on the host.
+        device: of the KV cache; by default the current one.
+
+    Raises:
+        RuntimeError: the driver does not make them or cannot share them.
+    """
+
+    def __init__(self, size: int = 64, device: torch.device | int | None = None) -> None:
+        # Events live as long as this ring: what a daemon reads of one that its owner has destroyed is undefined.
+        with torch.cuda.device(device):
+            self._events = [torch.cuda.Event(enable_timing=False, interprocess=True) for _ in range(size)]
+            self._handles = tuple(bytes(event.ipc_handle()) for event in self._events)
+
+    @property
+    def handles(self) -> tuple[bytes, ...]:
+        """64 bytes each."""
+        return self._handles
+
+    def record(self, index: int) -> None:
+        """On the current stream of the current device, which must be the ring's."""
+        self._events[index].record()
+
+    def mark(self) -> torch.cuda.Event:
+        """A fresh event on the current stream, for this process alone."""
+        event = torch.cuda.Event(enable_timing=False)
+        event.record()
+        return event

@@ -1,0 +1,101 @@
+"""A circuit breaker: a daemon that hangs costs an engine a few budgets, not one a step. Pure but for its lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from kvsidecar.client.backoff import Backoff
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"
+    """Calls are made."""
+    OPEN = "open"
+    """No call is made until a probe is due."""
+    HALF_OPEN = "half_open"
+    """A probe is under way; still no other call is made."""
+
+
+class CircuitBreaker:
+    """Opens after so many calls in a row had no answer in time; a probe that is answered closes it. Thread-safe.
+
+    It makes no calls: who uses it asks `allows` before each, reports how it ended, and makes the probes in the
+    background, never in the thread of a caller who has a step to do.
+
+    Args:
+        failures: calls in a row without an answer that open it.
+        backoff: delays before the probes.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, *, failures: int = 3, backoff: Backoff | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if failures < 1:
+            raise ValueError("a breaker opens after at least one failure")
+        self._threshold = failures
+        self._backoff = backoff or Backoff(0.1, 2.0)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state = BreakerState.CLOSED
+        self._failures = 0
+        self._probe_at = 0.0
+
+    @property
+    def state(self) -> BreakerState:
+        return self._state
+
+    @property
+    def allows(self) -> bool:
+        """Whether a call may be made now. Never waits."""
+        return self._state is BreakerState.CLOSED
+
+    def succeeded(self) -> bool:
+        """A call or a probe was answered in time. Returns whether that closed the breaker."""
+        with self._lock:
+            self._failures = 0
+            if self._state is BreakerState.OPEN:
+                # A call from before the breaker opened. The probe decides: its answer is the newer one.
+                return False
+            closed = self._state is BreakerState.HALF_OPEN
+            self._state = BreakerState.CLOSED
+            self._backoff.reset()
+            return closed
+
+    def failed(self) -> bool:
+        """A call or a probe had no answer in time. Returns whether that opened a closed breaker."""
+        with self._lock:
+            if self._state is BreakerState.OPEN:
+                return False  # calls that began before it opened
+            self._failures += 1
+            was_closed = self._state is BreakerState.CLOSED
+            if was_closed and self._failures < self._threshold:
+                return False
+            self._state = BreakerState.OPEN
+            self._probe_at = self._clock() + self._backoff.next()
+            return was_closed
+
+    def probe_in(self) -> float | None:
+        """Seconds until a probe is due, 0 if it is; None if none is wanted or one is under way."""
+        with self._lock:
+            if self._state is not BreakerState.OPEN:
+                return None
+            return max(0.0, self._probe_at - self._clock())
+
+    def begin_probe(self) -> bool:
+        """Half-open, if a probe is due: the caller makes one call and reports how it ended."""
+        with self._lock:
+            if self._state is not BreakerState.OPEN or self._clock() < self._probe_at:
+                return False
+            self._state = BreakerState.HALF_OPEN
+            return True
+
+    def reset(self) -> None:
+        """Another daemon answers now: nothing is known against it."""
+        with self._lock:
+            self._state = BreakerState.CLOSED
+            self._failures = 0
+            self._backoff.reset()

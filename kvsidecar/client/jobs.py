@@ -1,0 +1,167 @@
+"""Which jobs are outstanding, and what became of the others. Every job ends once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+from kvsidecar.client.messages import blocks_to_wire
+from kvsidecar.client.results import Blocks, JobDone
+from kvsidecar.types import Direction, Outcome
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvsidecar.client.session import Session
+
+
+class Completion(Protocol):
+    """Something to wait for before a copy may start; ``torch.cuda.Event`` is one."""
+
+    def synchronize(self) -> None:
+        """Return when the work recorded before it is over. Called in a thread of the client."""
+
+
+class Phase(IntEnum):
+    """How far a job has come. Up to QUEUED the daemon does not know it, so no DMA of it can run."""
+
+    WAITING = 0
+    """For what it comes after."""
+    QUEUED = 1
+    """Behind the messages before it."""
+    SENT = 2
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One store or load from its submission to its end. Mutable under `Jobs.changed`."""
+
+    number: int
+    direction: Direction
+    blocks: Sequence[Blocks]
+    session: Session
+    """Of the daemon run it was submitted to: a job never moves to another one."""
+    lease: int = 0
+    deadline: float | None = None
+    """Monotonic seconds; the copy does not start after it."""
+    event: int = 0
+    """Entry of the event ring, from 1; 0 for none."""
+    phase: Phase = Phase.WAITING
+
+    def message(self, now: float) -> pb.AttachRequest:
+        """Raises TypeError or ValueError if the blocks are not what they should be."""
+        # 0 on the wire means no deadline, and a deadline that is over was answered before.
+        milliseconds = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
+        blocks = blocks_to_wire(self.blocks)
+        if self.direction is Direction.STORE:
+            store = pb.Store(job=self.number, blocks=blocks, event=self.event, deadline_ms=milliseconds)
+            return pb.AttachRequest(store=store)
+        return pb.AttachRequest(
+            load=pb.Load(job=self.number, blocks=blocks, lease=self.lease, deadline_ms=milliseconds)
+        )
+
+
+class Jobs:
+    """The jobs of one client.
+
+    Args:
+        limit: of outstanding jobs.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.changed = threading.Condition()
+        """Guards jobs, sessions and the connection of one client; notified when any of them changes."""
+        self._limit = limit
+        self._numbers = itertools.count(1)
+        self._outstanding: dict[int, Job] = {}
+        self._finished: dict[int, JobDone] = {}  # an empty one may be seen without the lock
+
+    def number(self) -> int:
+        """A number that no job or flush of this client has had."""
+        return next(self._numbers)
+
+    # -- with the lock held ------------------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        return len(self._outstanding) >= self._limit
+
+    def add(self, job: Job) -> None:
+        self._outstanding[job.number] = job
+
+    def is_outstanding(self, number: int) -> bool:
+        return number in self._outstanding
+
+    def outstanding(self, session: Session | None = None) -> list[Job]:
+        """Jobs that have not ended; of one session if it is named."""
+        return [job for job in self._outstanding.values() if session is None or job.session is session]
+
+    # -- without it --------------------------------------------------------------------------------------------------
+
+    def finish(self, done: JobDone) -> bool:
+        """A job has ended. False if it had ended before: the first end is the one that is reported."""
+        with self.changed:
+            job = self._outstanding.pop(done.job, None)
+            if job is None:
+                return False
+            job.session.job_over(job)
+            self._finished[done.job] = done
+            self.changed.notify_all()
+            return True
+
+    def decline(self, number: int, reason: str, error: str = "") -> None:
+        """Answer a job that was never outstanding."""
+        with self.changed:
+            self._finished[number] = JobDone(number, Outcome.DECLINED, reason, error)
+            self.changed.notify_all()
+
+    def has_outstanding(self, session: Session) -> bool:
+        with self.changed:
+            return bool(self.outstanding(session))
+
+    def end_waiting(self, session: Session, reason: str) -> None:
+        """Report the jobs whose events were not over in the time there was."""
+        self._end(session, reason, "", lambda job: job.phase is Phase.WAITING)
+
+    def end_unsent(self, session: Session, reason: str, error: str) -> None:
+        """Report the jobs that a lost daemon was never told of."""
+        self._end(session, reason, error, lambda job: job.phase is not Phase.SENT)
+
+    def end_stores(self, session: Session, reason: str, error: str) -> None:
+        """Report the stores of a session whose daemon will serve nothing more."""
+        self._end(session, reason, error, lambda job: job.direction is Direction.STORE)
+
+    def end(self, session: Session, reason: str, error: str) -> None:
+        """Report all jobs of a session of which no copy can run any more."""
+        self._end(session, reason, error, lambda _: True)
+
+    def _end(self, session: Session, reason: str, error: str, which: Callable[[Job], bool]) -> None:
+        with self.changed:
+            for job in self.outstanding(session):
+                if which(job):
+                    self.finish(JobDone(job.number, Outcome.FAILED, reason, error))
+
+    def cancel_unsent(self, numbers: Iterable[int], reason: str) -> None:
+        """Decline those of these jobs that the daemon has not been told of."""
+        with self.changed:
+            for number in numbers:
+                job = self._outstanding.get(number)
+                if job is not None and job.phase is not Phase.SENT:
+                    self.finish(JobDone(number, Outcome.DECLINED, reason))
+
+    def poll(self) -> list[JobDone]:
+        if not self._finished:
+            return []
+        with self.changed:
+            done = list(self._finished.values())
+            self._finished.clear()
+            return done
+
+    def wait(self, numbers: Iterable[int], timeout: float) -> dict[int, JobDone]:
+        wanted = tuple(numbers)
+        with self.changed:
+            self.changed.wait_for(lambda: all(number in self._finished for number in wanted), timeout)
+            return {number: self._finished.pop(number) for number in wanted if number in self._finished}

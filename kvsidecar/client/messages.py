@@ -1,0 +1,126 @@
+"""Between the client's data and the wire's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvsidecar.client.buffers import KVBuffers
+from kvsidecar.client.results import Blocks, GroupHits, JobDone, LookupResult, Readiness
+from kvsidecar.types import PROTOCOL, GroupLayout, LookupMode, Namespace, Outcome, State
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import MODE_TO_WIRE, OUTCOME_FROM_WIRE, STATE_FROM_WIRE, layout_to_wire, namespace_to_wire
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024 - 1024
+"""The daemon takes messages of 4 MiB; a larger one would cost the whole stream, with every job on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What one rank says of itself at Attach, as often as it must: every run of the daemon is told the same."""
+
+    instance: str
+    namespace: Namespace
+    buffers: KVBuffers
+    groups: tuple[GroupLayout, ...]
+    rank: int
+    world_size: int
+    event_handles: tuple[bytes, ...] = ()
+
+    @property
+    def fds(self) -> list[int]:
+        """Memfds that the attach socket has to carry before the message is understood."""
+        return [allocation.fd for allocation in self.buffers.allocations if allocation.fd is not None]
+
+    def message(self, token: bytes) -> pb.Register:
+        """The message for the daemon that answered the Hello with this token."""
+        register = pb.Register(
+            protocol=PROTOCOL,
+            token=token,
+            instance=self.instance,
+            namespace=namespace_to_wire(self.namespace),
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.buffers.device,
+            groups=[layout_to_wire(layout) for layout in self.groups],
+            event_handles=self.event_handles,
+        )
+        fds = self.fds
+        for allocation in self.buffers.allocations:
+            if allocation.fd is not None:
+                register.allocations.add(fd_index=fds.index(allocation.fd), size=allocation.size)
+            else:
+                register.allocations.add(cuda_ipc_handle=allocation.cuda_ipc_handle, size=allocation.size)
+        return register
+
+
+def blocks_to_wire(blocks: Iterable[Blocks]) -> list[pb.Blocks]:
+    return [
+        pb.Blocks(group=each.group, hashes=b"".join(each.hashes), block_ids=list(each.block_ids)) for each in blocks
+    ]
+
+
+def lookup_request(
+    namespace: Namespace,
+    groups: Mapping[int, Sequence[bytes]],
+    mode: LookupMode,
+    lease_seconds: float,
+    token: bytes,
+) -> pb.LookupRequest:
+    request = pb.LookupRequest(
+        namespace=namespace_to_wire(namespace),
+        mode=MODE_TO_WIRE[mode],
+        lease_ms=int(lease_seconds * 1000),
+        token=token if lease_seconds else b"",
+    )
+    for group, hashes in groups.items():
+        request.groups.add(group=group, hashes=b"".join(hashes))
+    return request
+
+
+def lookup_result(reply: pb.LookupReply, groups: Mapping[int, Sequence[bytes]]) -> LookupResult:
+    return LookupResult(
+        ready=reply.ready,
+        groups={each.group: GroupHits(each.hits, _bits(each.bitmap, len(groups[each.group]))) for each in reply.groups},
+        lease=reply.lease or None,
+        lease_seconds=reply.lease_ms / 1000,
+    )
+
+
+def no_hits(groups: Mapping[int, Sequence[bytes]], mode: LookupMode, reason: str) -> LookupResult:
+    """The answer to a lookup that the daemon did not answer."""
+    misses = {
+        group: GroupHits(0, (False,) * len(hashes) if mode is LookupMode.BITMAP else ())
+        for group, hashes in groups.items()
+    }
+    return LookupResult(ready=False, groups=misses, reason=reason)
+
+
+def job_done_from(message: pb.JobDone) -> JobDone:
+    return JobDone(
+        job=message.job,
+        outcome=OUTCOME_FROM_WIRE.get(message.outcome, Outcome.FAILED),
+        reason=message.reason,
+        error=message.error,
+        copied_blocks=message.copied_blocks,
+        skipped_blocks=message.skipped_blocks,
+        nbytes=message.bytes,
+        copy_seconds=message.copy_seconds,
+        queue_seconds=message.queue_seconds,
+        unsettled=message.unsettled,
+    )
+
+
+def readiness_from(message: pb.Readiness) -> Readiness:
+    return Readiness(
+        state=STATE_FROM_WIRE.get(message.state, State.STARTING),
+        pool_bytes=message.pool_bytes,
+        pinned_bytes=message.pinned_bytes,
+        pin_bytes_per_second=message.pin_bytes_per_second,
+        eta_seconds=message.eta_seconds if message.HasField("eta_seconds") else None,
+        reason=message.reason,
+    )
+
+
+def _bits(bitmap: bytes, count: int) -> tuple[bool, ...]:
+    return tuple(bool(bitmap[i >> 3] >> (i & 7) & 1) for i in range(count)) if bitmap else ()

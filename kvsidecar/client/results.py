@@ -1,0 +1,88 @@
+"""What a client gives and gets: blocks, the ends of jobs, readiness, answers to lookups. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvsidecar.types import Outcome, State
+
+DAEMON_LOST = "daemon_lost"
+"""There is no connection to the daemon, or the job's one ended before its answer came."""
+NOT_ATTACHED = "not_attached"
+"""`Client.attach` was not called, or failed."""
+CLOSED = "closed"
+"""`Client.close` was called."""
+BACKPRESSURE = "backpressure"
+"""As many jobs are outstanding as this client allows: the daemon hangs, or is far behind."""
+EVENT_FAILED = "event_failed"
+"""The engine's event that the job comes after could not be recorded or waited for."""
+NO_ANSWER = "no_answer"
+"""A lookup's budget passed without an answer."""
+BREAKER_OPEN = "breaker_open"
+"""Lookups are not sent: the last ones were not answered in time. A probe in the background ends this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of one KV cache group: ``hashes[i]`` is the content of block ``block_ids[i]`` of this rank."""
+
+    group: int
+    hashes: Sequence[bytes]
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """The end of one job. Bytes and seconds."""
+
+    job: int
+    outcome: Outcome
+    reason: str = ""
+    """Why it was declined or failed: a name of `kvsidecar.types.Refusal`, or one of this module's."""
+    error: str = ""
+    copied_blocks: int = 0
+    skipped_blocks: int = 0
+    """Stores only: blocks that the daemon has already, or that another rank is storing."""
+    nbytes: int = 0
+    copy_seconds: float = 0.0
+    """Of the DMA alone."""
+    queue_seconds: float = 0.0
+    unsettled: bool = False
+    """The copy failed, and may still touch this rank's blocks until the daemon's process has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What the daemon said last of itself. Bytes and seconds."""
+
+    state: State
+    pool_bytes: int = 0
+    pinned_bytes: int = 0
+    pin_bytes_per_second: float = 0.0
+    eta_seconds: float | None = None
+    reason: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.state is State.READY
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHits:
+    hits: int
+    """Readable blocks: length of the prefix, or how many of all."""
+    found: tuple[bool, ...] = ()
+    """`LookupMode.BITMAP` only: one flag per hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    ready: bool
+    """False: the daemon is not ready, or did not answer, and every hit is 0."""
+    groups: Mapping[int, GroupHits] = field(default_factory=dict)
+    lease: int | None = None
+    lease_seconds: float = 0.0
+    """Granted; may be shorter than asked."""
+    reason: str = ""
+    """Why the daemon did not answer: `DAEMON_LOST`, `NO_ANSWER` or `BREAKER_OPEN`. Empty when it did."""

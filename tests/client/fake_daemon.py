@@ -1,0 +1,136 @@
+"""A daemon of which a test writes every answer: both sockets, no pool, no copies. It runs in the test's process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from tests.harness import SECONDS
+
+_LENGTH = struct.Struct("<I")
+
+
+class Stream:
+    """One Attach stream as the daemon sees it."""
+
+    def __init__(self, register: pb.Register) -> None:
+        self.register = register
+        self.received: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[pb.AttachReply | None] = queue.SimpleQueue()
+
+    def next(self) -> pb.AttachRequest:
+        """The next message of the client."""
+        message = self.received.get(timeout=SECONDS)
+        assert message is not None, "the client ended the stream"
+        return message
+
+    def store(self) -> pb.Store:
+        message = self.next()
+        assert message.WhichOneof("message") == "store", message
+        return message.store
+
+    def done(self, job: int, outcome: int = pb.JobDone.OUTCOME_DONE) -> None:
+        self.answers.put(pb.AttachReply(done=pb.JobDone(job=job, outcome=outcome)))
+
+    def wait_issued(self, event: int) -> None:
+        self.answers.put(pb.AttachReply(wait_issued=pb.WaitIssued(event=event)))
+
+    def flushed(self, flush: int, *pending: int) -> None:
+        self.answers.put(pb.AttachReply(flushed=pb.Flushed(flush=flush, pending=pending)))
+
+
+class FakeDaemon(pb_grpc.SidecarServicer):
+    """Listens from the start to `close`.
+
+    Args:
+        registered: what a registration is answered with; epoch and session are filled in.
+    """
+
+    def __init__(self, directory: Path, *, epoch: int = 7, **registered: Any) -> None:
+        self.socket = str(directory / "kvs.sock")
+        self.epoch = epoch
+        self.registered = registered
+        self.streams: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        self.status = pb.StatusReply(epoch=epoch)
+        self.on_lookup: Callable[[pb.LookupRequest], pb.LookupReply] = lambda _: pb.LookupReply(ready=True)
+        self._links: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.socket + ".attach")
+        self._listener.listen()
+        self._server = grpc.server(ThreadPoolExecutor(16))
+        pb_grpc.add_SidecarServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{self.socket}")
+        self._server.start()
+        self._thread = threading.Thread(target=self._greet, daemon=True)
+        self._thread.start()
+
+    def stream(self) -> Stream:
+        """The next stream that is attached."""
+        return self.streams.get(timeout=SECONDS)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        for link in self._links:
+            link.close()
+        self._server.stop(0).wait()
+
+    def __enter__(self) -> FakeDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _greet(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return
+            data, fds, _, _ = socket.recv_fds(link, 4096, 8)
+            for fd in fds:
+                os.close(fd)
+            self._links.append(link)
+            hello = pb.Hello.FromString(data[_LENGTH.size :])
+            assert hello.num_fds == len(fds)
+            welcome = pb.Welcome(token=b"token", epoch=self.epoch).SerializeToString()
+            link.sendall(_LENGTH.pack(len(welcome)) + welcome)
+
+    def Attach(self, requests: Iterator[pb.AttachRequest], _context: Any) -> Iterator[pb.AttachReply]:  # noqa: N802
+        stream = Stream(next(requests).register)
+
+        def read() -> None:
+            try:
+                for request in requests:
+                    stream.received.put(request)
+            except grpc.RpcError:
+                pass  # the client broke it off
+            stream.received.put(None)
+            stream.answers.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        yield pb.AttachReply(registered=pb.Registered(epoch=self.epoch, session=11, **self.registered))
+        self.streams.put(stream)
+        while (answer := stream.answers.get()) is not None:
+            yield answer
+
+    def Status(self, _request: Any, _context: Any) -> pb.StatusReply:  # noqa: N802
+        return self.status
+
+    def Lookup(self, request: pb.LookupRequest, _context: Any) -> pb.LookupReply:  # noqa: N802
+        return self.on_lookup(request)
+
+    def Release(self, _request: Any, _context: Any) -> pb.ReleaseReply:  # noqa: N802
+        return pb.ReleaseReply(released=False)

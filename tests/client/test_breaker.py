@@ -1,0 +1,99 @@
+"""The circuit breaker: pure but for its lock, over a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsidecar.client import Backoff, BreakerState, CircuitBreaker
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> CircuitBreaker:
+    return CircuitBreaker(failures=3, backoff=Backoff(1.0, 4.0, jitter=0), clock=clock)
+
+
+def opened(breaker: CircuitBreaker) -> CircuitBreaker:
+    for _ in range(3):
+        breaker.failed()
+    assert breaker.state is BreakerState.OPEN
+    return breaker
+
+
+def test_it_opens_after_so_many_failures_in_a_row_and_says_so_once(breaker: CircuitBreaker) -> None:
+    assert [breaker.failed() for _ in range(2)] == [False, False]
+    assert breaker.allows
+    assert breaker.failed()
+    assert not breaker.allows
+    assert not breaker.failed(), "a call from before it opened"
+
+
+def test_an_answer_in_between_begins_the_count_again(breaker: CircuitBreaker) -> None:
+    for _ in range(5):
+        breaker.failed()
+        breaker.failed()
+        breaker.succeeded()
+    assert breaker.allows
+
+
+def test_a_probe_is_due_after_the_backoff_and_only_one_at_a_time(breaker: CircuitBreaker, clock: Clock) -> None:
+    assert breaker.probe_in() is None
+    opened(breaker)
+    assert breaker.probe_in() == 1.0
+    assert not breaker.begin_probe()
+    clock.now += 1.0
+    assert breaker.probe_in() == 0.0
+    assert breaker.begin_probe()
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert not breaker.begin_probe()
+    assert not breaker.allows, "while the probe is under way nobody else asks"
+    assert breaker.probe_in() is None
+
+
+def test_a_probe_that_is_answered_closes_it(breaker: CircuitBreaker, clock: Clock) -> None:
+    opened(breaker)
+    clock.now += 1.0
+    assert breaker.begin_probe()
+    assert breaker.succeeded()
+    assert breaker.allows
+    assert [breaker.failed() for _ in range(2)] == [False, False], "the count begins again"
+
+
+def test_a_probe_that_is_not_answered_makes_the_next_one_wait_longer(breaker: CircuitBreaker, clock: Clock) -> None:
+    opened(breaker)
+    for wait in (1.0, 2.0, 4.0, 4.0):
+        assert breaker.probe_in() == wait
+        clock.now += wait
+        assert breaker.begin_probe()
+        assert not breaker.failed()
+        assert breaker.state is BreakerState.OPEN
+
+
+def test_an_answer_from_before_it_opened_does_not_close_it(breaker: CircuitBreaker) -> None:
+    opened(breaker)
+    assert not breaker.succeeded()
+    assert not breaker.allows
+
+
+def test_another_daemon_is_given_a_fresh_start(breaker: CircuitBreaker, clock: Clock) -> None:
+    opened(breaker)
+    breaker.reset()
+    assert breaker.allows
+    opened(breaker)
+    assert breaker.probe_in() == 1.0
+
+
+def test_a_breaker_that_never_closes_calls_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        CircuitBreaker(failures=0)

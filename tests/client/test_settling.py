@@ -1,0 +1,129 @@
+"""When a lost session's copies can no longer touch the memory: every answer a daemon may give, and none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from kvsidecar.client.settling import settle
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+EPOCH, SESSION = 7, 11
+
+
+class Call:
+    """One question that has been answered, or has failed."""
+
+    def __init__(self, answer: pb.StatusReply | None) -> None:
+        self._answer = answer
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+    def result(self) -> pb.StatusReply:
+        if self._answer is None:
+            raise grpc.RpcError
+        return self._answer
+
+
+def status(epoch: int, *sessions: int) -> pb.StatusReply:
+    return pb.StatusReply(epoch=epoch, ranks=[pb.RankStatus(session=session) for session in sessions])
+
+
+def asked(
+    *answers: pb.StatusReply | None, dies_after: int | None = None, watched: bool = True, link_ended: bool = False
+) -> tuple[bool, int]:
+    """Whether there was a proof, and how many questions it took; gives up when there is no answer left."""
+    left = list(answers)
+    questions = 0
+
+    def ask(*_: Any, **__: Any) -> Call:
+        nonlocal questions
+        questions += 1
+        return Call(left.pop(0))
+
+    process = SimpleNamespace(fd=3 if watched else None, gone=lambda: dies_after == questions)
+    connection: Any = SimpleNamespace(
+        link=SimpleNamespace(process=process, ended=lambda: link_ended),
+        stub=SimpleNamespace(Status=SimpleNamespace(future=ask)),
+    )
+    session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH)
+    proven = settle(
+        connection, session, poll=lambda _, until: until(), going_down=lambda: None, give_up=lambda: not left,
+        wake=lambda: None,
+    )  # fmt: skip
+    return proven, questions
+
+
+def test_the_end_of_the_process_is_a_proof() -> None:
+    assert asked(None, dies_after=0) == (True, 0)
+    assert asked(None, None, None, dies_after=2) == (True, 2)
+
+
+def test_a_session_that_the_daemon_no_longer_lists_has_ended() -> None:
+    assert asked(status(EPOCH, SESSION, 12), status(EPOCH, SESSION), status(EPOCH, 12), None) == (True, 3)
+
+
+def test_no_answer_proves_nothing() -> None:
+    assert asked(None, None, None) == (False, 3)
+
+
+def test_a_closed_attach_socket_proves_nothing() -> None:
+    assert asked(None, None, link_ended=True) == (False, 2)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_another_epoch_is_a_proof_only_where_the_process_cannot_be_watched(watched: bool) -> None:
+    proven, _ = asked(status(EPOCH + 1), None, watched=watched)
+    assert proven is not watched
+
+
+def test_the_end_of_a_process_is_seen_and_not_before() -> None:
+    import socket
+    import subprocess
+    import sys
+
+    from kvsidecar.client.daemon_process import DaemonProcess
+
+    script = (
+        "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); s.listen(); c, _ = s.accept(); "
+        "c.send(b'x'); c.close(); s.close(); print('closed', flush=True); sys.stdin.read()"
+    )
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as connection:
+        listener.bind("")
+        child = subprocess.Popen(
+            [sys.executable, "-c", script, str(listener.fileno())], pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        while True:
+            try:
+                connection.connect(listener.getsockname())
+                break
+            except ConnectionRefusedError:
+                pass  # it does not listen yet
+        process = DaemonProcess(connection)
+        assert connection.recv(1) == b"x"
+        assert (process.pid, process.fd is not None) == (child.pid, True)
+        assert child.stdout.readline() == b"closed\n"
+        assert connection.recv(1) == b""
+        assert not process.gone(), "its sockets are closed, and it lives"
+        child.communicate()
+        assert process.gone()
+        fd = process.fd
+        process.close()
+        assert fd is not None
+        with pytest.raises(OSError):
+            os.fstat(fd)

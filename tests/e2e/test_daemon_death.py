@@ -1,0 +1,380 @@
+"""A daemon that dies, hangs, is cut off or is not there: the engine goes on, and comes back by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvsidecar.client import (
+    Backoff,
+    Blocks,
+    BreakerState,
+    CircuitBreaker,
+    Client,
+    DaemonUnreachable,
+    JobDone,
+    Outcome,
+)
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, Relay, done, hashes
+
+SOON = 0.2
+"""Seconds within which "at once" must happen on a busy test machine."""
+
+
+def second(point: str) -> str:
+    """The second hit of a failpoint by a job: the copies of the self-test at the start pass those in the worker."""
+    return f"{point}@{3 if point.endswith('in_flight') else 1}"
+
+
+def kill(daemon: DaemonProcess) -> None:
+    daemon.process.kill()
+    daemon.process.wait(SECONDS)
+
+
+def pause(daemon: DaemonProcess) -> None:
+    """Returns when the process is stopped: SIGSTOP takes effect at some later time."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    status = Path(f"/proc/{daemon.process.pid}/status")
+    while "State:\tT" not in status.read_text():
+        pass
+
+
+def quick(socket_path: str, **options: Any) -> Client:
+    """A client whose retries are as quick as the tests'."""
+    defaults: dict[str, Any] = {"timeout": SECONDS, "step_budget": SECONDS, "reconnect": Backoff(0.01, 0.05)}
+    return Client(socket_path, **{**defaults, **options})
+
+
+@contextlib.contextmanager
+def no_leaks() -> Iterator[None]:
+    """Neither threads nor descriptors of the client are left; gRPC's own go away on their own time."""
+
+    def ours() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("kvsidecar-")}
+
+    def descriptors() -> list[str]:
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(f"/proc/self/fd/{name}"))
+        return sorted(link for link in links if "pidfd" in link or "eventfd" in link)
+
+    threads, before = ours(), descriptors()
+    yield
+    assert ours() <= threads
+    deadline = time.monotonic() + SECONDS
+    while len(descriptors()) > len(before):
+        assert time.monotonic() < deadline, (before, descriptors())
+
+
+def job_ends(client: Client, count: int) -> list[JobDone]:
+    """The next ends of jobs, all that `poll` gives until there are so many."""
+    ends: list[JobDone] = []
+    with client._changed:
+        client._changed.wait_for(lambda: ends.extend(client.poll()) or len(ends) >= count, SECONDS)
+    return ends
+
+
+def works(rank: Rank, *names: object) -> None:
+    """Store and load, byte for byte."""
+    done(rank.store(*names))
+    assert rank.hits(*names) == len(names)
+    targets = list(range(7, 7 - len(names), -1))
+    done(rank.load(*names, at=targets))
+    for target, name in zip(targets, names, strict=True):
+        assert rank.holds(target, name)
+
+
+# -- death ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_outlives_an_idle_daemon_and_comes_back_by_itself(
+    short_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvsidecar.client")
+    with no_leaks():
+        with DaemonProcess(short_dir) as first:
+            rank = Rank(first.wait_ready(), client=quick(first.socket))
+            works(rank, "a", "b")
+            epoch = rank.client.epoch
+            kill(first)
+        with rank.client._changed:
+            assert rank.client._changed.wait_for(lambda: not rank.client.attached, SECONDS)
+        began = time.monotonic()
+        assert rank.store("c").reason == "daemon_lost"
+        lost = rank.client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=5)
+        assert (lost.ready, lost.groups[0].hits, lost.lease, lost.reason) == (False, 0, None, "daemon_lost")
+        assert not rank.client.release(1)
+        assert time.monotonic() - began < SOON
+        with DaemonProcess(short_dir) as second:
+            assert rank.client.wait_attached(SECONDS)
+            assert rank.client.wait_ready(SECONDS).ready
+            assert rank.client.epoch not in (0, epoch)
+            assert rank.hits("a") == 0, "what the dead daemon held is gone"
+            works(rank, "a", "b")
+            assert rank.client.poll() == []
+            assert rank.client.close()
+            assert second.terminate() == 0
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["WARNING", "INFO"], [record.message for record in caplog.records]
+
+
+@pytest.mark.parametrize("point", ["store.after_reserve", "store.in_flight", "store.before_seal"])
+def test_a_daemon_killed_mid_store_costs_its_jobs_and_nothing_else(short_dir: Path, point: str) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(point)}=kill") as first:
+        rank = Rank(first.wait_ready(), client=quick(first.socket))
+        done(rank.store("kept"))
+        for block_id, name in enumerate(("x", "y", "z")):
+            rank.fill(block_id, name)
+        jobs = [rank.client.store([Blocks(0, hashes(name), [i])]) for i, name in enumerate(("x", "y", "z"))]
+        ends = job_ends(rank.client, 3)
+        assert sorted(end.job for end in ends) == jobs
+        assert {end.outcome for end in ends} <= {Outcome.FAILED, Outcome.DECLINED}
+        assert {end.reason for end in ends} == {"daemon_lost"}
+        first.process.wait(SECONDS)
+    with DaemonProcess(short_dir):
+        assert rank.client.wait_ready(SECONDS).ready
+        assert rank.hits("x") == 0
+        works(rank, "x", "y")
+        assert rank.client.poll() == [], "a job was reported twice"
+        rank.close()
+
+
+@pytest.mark.parametrize("point", ["load.before_copy", "load.in_flight"])
+def test_a_daemon_killed_mid_load_costs_its_jobs_and_nothing_else(short_dir: Path, point: str) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(point)}=kill") as first:
+        rank = Rank(first.wait_ready(), client=quick(first.socket))
+        done(rank.store("a", "b"))
+        done(rank.load("a", at=[4]))
+        jobs = [rank.client.load([Blocks(0, hashes("a", "b"), [5 + i, 3 - i])]) for i in range(2)]
+        ends = job_ends(rank.client, 2)
+        assert sorted(end.job for end in ends) == jobs
+        assert {end.reason for end in ends} == {"daemon_lost"}
+        first.process.wait(SECONDS)
+    with DaemonProcess(short_dir):
+        assert rank.client.wait_ready(SECONDS).ready
+        works(rank, "a", "b")
+        assert rank.client.poll() == [], "a job was reported twice"
+        rank.close()
+
+
+def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_of_the_stream(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="load.before_copy=delay(3600)") as daemon:
+        relay = Relay(daemon.wait_ready(), short_dir)
+        rank = Rank(daemon, client=quick(relay.socket, timeout=1.0))
+        done(rank.store("a"))
+        load = rank.client.load([Blocks(0, hashes("a"), [5])], timeout=0.01)
+        with rank.client._changed:  # it is on its way: from now on a copy of it may run
+            assert rank.client._changed.wait_for(lambda: rank.client._jobs.outstanding()[0].phase == 2, SECONDS)
+        pause(daemon)
+        relay.cut()
+        with rank.client._changed:
+            assert rank.client._changed.wait_for(lambda: not rank.client.attached, SECONDS)
+        assert rank.client.wait([load], 2.5) == {}, "reported although the daemon's process lives"
+        assert rank.store("b").reason == "daemon_lost"
+        assert rank.client.flush([load], timeout=0.05) == {load}
+        kill(daemon)
+        ended = rank.finish(load)
+        assert (ended.outcome, ended.reason) == (Outcome.FAILED, "daemon_lost")
+        relay.close()
+        rank.close()
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(short_dir: Path, direction: str) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(direction + '.in_flight')}=delay(0.7)") as daemon:
+        relay = Relay(daemon.wait_ready(), short_dir)
+        rank = Rank(daemon, client=quick(relay.socket))
+        done(rank.store("a"))
+        done(rank.load("a", at=[1]))
+        rank.fill(2, "b")
+        submit = rank.client.load if direction == "load" else rank.client.store
+        running, queued = ("a" if direction == "load" else "d", 4), ("a", 5) if direction == "load" else ("b", 2)
+        jobs = [submit([Blocks(0, hashes(name), [block_id])]) for name, block_id in (running, queued)]
+        while not daemon.metric(f'kvsidecar_jobs_queued{{direction="{direction}"}}'):
+            pass
+        epoch = rank.client.epoch
+        relay.cut()
+        ended = rank.client.wait(jobs, SECONDS)
+        assert {(end.outcome, end.reason) for end in ended.values()} == {(Outcome.FAILED, "daemon_lost")}
+        assert sorted(ended) == jobs
+        rank.kv[:] = 0  # the engine gives the blocks to others
+        assert rank.client.wait_attached(SECONDS)
+        assert rank.client.epoch == epoch
+        works(rank, "c")
+        assert not rank.kv[:, [4, 5]].any(), "a lost load wrote after it was reported"
+        if rank.hits("b"):
+            done(rank.load("b", at=[6]))
+            assert rank.holds(6, "b"), "a lost store read after it was reported"
+        rank.close()
+        relay.close()
+
+
+def test_a_daemon_that_dies_in_the_registration_is_joined_when_it_is_back(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="attach.after_import@0=kill") as first:
+        client = quick(first.socket)
+        with pytest.raises(DaemonUnreachable):
+            Rank(first.wait_ready(), client=client)
+        first.process.wait(SECONDS)
+        rank = Rank(first, client=client, retry=True)
+    with DaemonProcess(short_dir):
+        assert client.wait_ready(SECONDS).ready
+        works(rank, "a")
+        rank.close()
+
+
+def test_a_daemon_that_is_stopped_and_started_again_is_joined(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as first:
+        rank = Rank(first.wait_ready(), client=quick(first.socket))
+        works(rank, "a")
+        assert first.terminate() == 0
+    with DaemonProcess(short_dir):
+        assert rank.client.wait_ready(SECONDS).ready
+        works(rank, "a")
+        rank.close()
+
+
+def test_a_scheduler_that_only_looks_up_comes_back_too(short_dir: Path) -> None:
+    scheduler = quick(str(short_dir / "kvs.sock"))
+    began = time.monotonic()
+    missing = scheduler.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=5)
+    assert (missing.ready, missing.reason) == (False, "daemon_lost")
+    assert time.monotonic() - began < SOON
+    for _ in range(2):
+        with DaemonProcess(short_dir) as daemon:
+            rank = Rank(daemon.wait_ready())
+            done(rank.store("a"))
+            epoch = rank.client.epoch
+            with scheduler._changed:
+                assert scheduler._changed.wait_for(lambda epoch=epoch: scheduler.epoch == epoch, SECONDS)
+            found = scheduler.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=5)
+            assert (found.ready, found.groups[0].hits) == (True, 1)
+            assert scheduler.release(found.lease or 0)
+            rank.close()
+    assert scheduler.close()
+
+
+# -- a daemon that is not there, or hangs ----------------------------------------------------------------------------
+
+
+def test_attach_without_a_daemon_raises_at_once_and_may_be_tried_again(short_dir: Path) -> None:
+    with no_leaks():
+        nowhere = SimpleNamespace(socket=str(short_dir / "kvs.sock"))
+        client = quick(nowhere.socket)
+        began = time.monotonic()
+        with pytest.raises(DaemonUnreachable, match="is the daemon running"):
+            Rank(nowhere, client=client)  # type: ignore[arg-type]
+        assert time.monotonic() - began < SOON
+        with DaemonProcess(short_dir) as daemon:
+            rank = Rank(daemon.wait_ready(), client=client)
+            works(rank, "a")
+            rank.close()
+
+
+def test_attach_with_retry_returns_at_once_and_joins_when_the_daemon_appears(short_dir: Path) -> None:
+    with no_leaks():
+        nowhere = SimpleNamespace(socket=str(short_dir / "kvs.sock"))
+        client = quick(nowhere.socket)
+        began = time.monotonic()
+        rank = Rank(nowhere, client=client, retry=True)  # type: ignore[arg-type]
+        assert time.monotonic() - began < SOON
+        assert not client.attached
+        assert rank.store("a").reason == "daemon_lost"
+        with pytest.raises(DaemonUnreachable):
+            client.wait_ready(0.1)
+        with DaemonProcess(short_dir):
+            assert client.wait_ready(SECONDS).ready
+            works(rank, "a")
+            rank.close()
+
+
+def test_a_hung_daemon_costs_a_few_budgets_and_is_used_again_when_it_goes_on(daemon: DaemonProcess) -> None:
+    budget = 0.05
+    breaker = CircuitBreaker(failures=3, backoff=Backoff(0.05, 0.1))
+    rank = Rank(daemon, client=quick(daemon.socket, step_budget=budget, breaker=breaker))
+    done(rank.store("a"))
+    pause(daemon)
+    waited, reasons = [], []
+    for _ in range(20):
+        began = time.monotonic()
+        result = rank.client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=1)
+        waited.append(time.monotonic() - began)
+        reasons.append(result.reason)
+        assert (result.ready, result.groups[0].hits) == (False, 0)
+    assert reasons == ["no_answer"] * 3 + ["breaker_open"] * 17
+    assert max(waited) < budget + SOON
+    assert max(waited[3:]) < budget, "a lookup waited although the breaker is open"
+    assert rank.client.attached, "a daemon that hangs is not lost"
+    daemon.process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + SECONDS
+    while rank.client.breaker_state is not BreakerState.CLOSED:
+        assert time.monotonic() < deadline, "the breaker never closed"
+    assert rank.client.lookup(NAMESPACE, {0: hashes("a")}, timeout=SECONDS).groups[0].hits == 1
+    rank.close()
+
+
+def test_jobs_for_a_hung_daemon_do_not_pile_up(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon, client=quick(daemon.socket, max_outstanding=3))
+    pause(daemon)
+    rank.fill(0, "a")
+    jobs = [rank.client.store([Blocks(0, hashes("a"), [0])]) for _ in range(5)]
+    declined = {end.job: end.reason for end in rank.client.poll()}
+    assert declined == dict.fromkeys(jobs[3:], "backpressure")
+    assert rank.client.outstanding == 3
+    daemon.process.send_signal(signal.SIGCONT)
+    ended = rank.client.wait(jobs[:3], SECONDS)
+    assert [ended[job].outcome for job in jobs[:3]] == [Outcome.DONE] * 3
+    rank.close()
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_close_while_it_reconnects_ends_all_threads(short_dir: Path) -> None:
+    with no_leaks():
+        with DaemonProcess(short_dir) as daemon:
+            rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, reconnect=Backoff(3600, 3600)))
+            kill(daemon)
+        with rank.client._changed:
+            assert rank.client._changed.wait_for(lambda: bool(rank.client.lost_reason), SECONDS)
+        began = time.monotonic()
+        assert rank.client.close(), "the process is gone: nothing is mapped any more"
+        assert time.monotonic() - began < SECONDS / 2
+        closed = rank.finish(rank.client.store([]))
+        assert closed.reason == "closed"
+        rank.close()
+
+
+def test_close_while_the_daemon_hangs_says_that_the_memory_may_still_be_written(daemon: DaemonProcess) -> None:
+    with no_leaks():
+        rank = Rank(daemon, client=quick(daemon.socket))
+        done(rank.store("a"))
+        pause(daemon)
+        load = rank.client.load([Blocks(0, hashes("a"), [5])])
+        with rank.client._changed:
+            assert rank.client._changed.wait_for(lambda: rank.client._jobs.outstanding()[0].phase == 2, SECONDS)
+        began = time.monotonic()
+        assert not rank.client.close(timeout=0.2)
+        assert time.monotonic() - began < 0.2 + 1.0
+        assert rank.client.wait([load], 0) == {}, "a load was reported that may still write"
+
+
+def test_close_while_the_daemon_hangs_in_the_greeting_ends_all_threads(short_dir: Path) -> None:
+    with no_leaks(), DaemonProcess(short_dir) as daemon:
+        daemon.wait_ready()
+        pause(daemon)
+        client = quick(daemon.socket)
+        Rank(daemon, client=client, retry=True)
+        began = time.monotonic()
+        client.close(timeout=0.1)
+        assert time.monotonic() - began < 1.0

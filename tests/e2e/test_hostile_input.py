@@ -1,0 +1,375 @@
+"""Whatever a client sends, the daemon answers with a documented status, lives, leaks nothing, and harms nobody.
+
+Ten seconds in CI; ``KVSIDECAR_HOSTILE_SECONDS=600`` for more, ``KVSIDECAR_HOSTILE_SEED=N`` for other requests. A
+failure names the seed and the number of the request: the same seed sends the same requests in the same order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import layout_to_wire, namespace_to_wire
+from tests.e2e.hostile_messages import METHODS, Generator, extremes, request_types
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+
+DOCUMENTED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+}
+RSS_GROWTH = 64 << 20
+"""Bytes. A leak of a page per request is more; gRPC's and Python's own arenas are less."""
+BUFFER_BYTES = 1 << 20
+
+
+class Attacker:
+    """Sends everything to one daemon, one request at a time."""
+
+    def __init__(self, daemon: DaemonProcess, seed: int) -> None:
+        self.daemon = daemon
+        self.seed = seed
+        self.number = 0
+        self.codes: Counter[tuple[str, str]] = Counter()
+        self.touched: set[tuple[str, str]] = set()
+        self.tokens: list[bytes] = []
+        self.leases: list[int] = []
+        self.generator = Generator(
+            random.Random(seed), self.touched, lambda: self.tokens[-3:] + hashes("a", "b") + [b"\0" * 64]
+        )
+        self._channel: Any = grpc.insecure_channel(f"unix:{daemon.socket}", [("grpc.max_send_message_length", -1)])
+
+    def close(self) -> None:
+        self._channel.close()
+
+    @property
+    def rng(self) -> random.Random:
+        return self.generator.rng
+
+    def attack(self) -> None:
+        """One hostile request of a random kind."""
+        self.number += 1
+        kind = self.rng.choice(("unary", "unary", "lookups", "attach", "attach", "attach", "hello", "garbage", "huge"))
+        getattr(self, f"_{kind}")()
+
+    def sweep(self) -> None:
+        """Every value of every request at its extremes, with all else right."""
+        for method, good in (
+            ("Attach", pb.AttachRequest(register=self._register(b"", 1))),
+            *(("Attach", request) for request in self._jobs(1)[:3]),
+            *((name, self._good(name)) for name in ("Lookup", "Release", "Renew", "Clear")),
+        ):
+            for message in extremes(good):
+                self.number += 1
+                if isinstance(message, pb.AttachRequest):
+                    self._attach_with(message)
+                else:
+                    self.call(method, [message.SerializeToString()])
+
+    def _attach_with(self, message: pb.AttachRequest) -> None:
+        """A registration, or a job after a good one."""
+        with self._shared("good") as (token, _):
+            if message.HasField("register"):
+                message.register.token = token
+                self.call("Attach", [message.SerializeToString()])
+            else:
+                first = pb.AttachRequest(register=self._register(token, 1))
+                self.call("Attach", [first.SerializeToString(), message.SerializeToString()])
+
+    # -- gRPC ------------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, requests: list[bytes]) -> list[Any]:
+        """Send bytes to a method; its replies. The status must be a documented one, and come in time."""
+        method = METHODS[name]
+        path = f"/{method.containing_service.full_name}/{name}"
+        replies: list[Any] = []
+        code, text = grpc.StatusCode.OK, ""
+        try:
+            if method.client_streaming:
+                replies += self._channel.stream_stream(path)(iter(requests), timeout=SECONDS)
+            else:
+                replies.append(self._channel.unary_unary(path)(requests[0], timeout=SECONDS))
+        except grpc.RpcError as error:
+            code, text = error.code(), error.details() or ""
+        self.codes[name, code.name] += 1
+        sizes = [len(request) for request in requests]
+        assert code in DOCUMENTED, f"{self} {name} of {sizes} bytes was answered {code.name}: {text[:500]}"
+        assert code is grpc.StatusCode.OK or text, f"{self} {name}: {code.name} without a word"
+        assert len(text) < 4096, f"{self} {name}: the text of {code.name} has {len(text)} characters"
+        return replies
+
+    def _unary(self) -> None:
+        name = self.rng.choice(("Lookup", "Release", "Renew", "Status", "Clear"))
+        self.call(name, [self._bytes(self._good(name))])
+
+    def _lookups(self) -> None:
+        self.call("LookupStream", [self._bytes(self._good("Lookup")) for _ in range(self.rng.randint(0, 5))])
+
+    def _huge(self) -> None:
+        """Around the limit of a message, and far over it."""
+        size = self.rng.choice(((4 << 20) - 300, 4 << 20, (4 << 20) + 1, 16 << 20))
+        request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_BITMAP)
+        request.groups.add(group=0, hashes=bytes(size // 32 * 32))
+        self.call("Lookup", [request.SerializeToString()])
+
+    def _attach(self) -> None:
+        kinds = [self.rng.choice(KINDS) for _ in range(self.rng.choice((1, 1, 1, 2, 4)))]
+        with self._shared(*kinds) as (token, connection):
+            register = self._register(token, len(kinds))
+            messages = [pb.AttachRequest(register=register)]
+            messages += [self.rng.choice(self._jobs()) for _ in range(self.rng.choice((0, 1, 5, 20)))]
+            good_start = self.rng.random() < 0.6
+            requests = [messages[0].SerializeToString() if good_start else self._bytes(messages[0])]
+            requests += [self._bytes(message) for message in messages[1:]]
+            if self.rng.random() < 0.1:
+                connection.close()  # the token ends before the stream begins
+            self.call("Attach", requests)
+
+    def _bytes(self, message: Message) -> bytes:
+        choice = self.rng.random()
+        if choice < 0.6:
+            self.generator.spoil(message)
+        elif choice < 0.9:
+            message.Clear()
+            self.generator.random(message)
+        return self.generator.mangle(message.SerializeToString())
+
+    # -- the attach socket and the raw one -------------------------------------------------------------------------
+
+    def _hello(self) -> None:
+        hello = pb.Hello(protocol=PROTOCOL, num_fds=1, client="x")
+        with ExitStack() as stack:
+            count = self.rng.choice((0, 1, 2, 40))
+            fds = [stack.enter_context(shared_fd(self.rng.choice(KINDS))) for _ in range(count)]
+            payload = self._bytes(hello)
+            frame = self.rng.choice(
+                (framed(payload), framed(payload)[:-1], struct.pack("<I", self.rng.choice((0, 4096, 4097, 2**32 - 1))),
+                 self.rng.randbytes(self.rng.choice((1, 4, 5, 3000))))
+            )  # fmt: skip
+            exchange(stack.enter_context(self._connect()), frame, fds)
+
+    def _garbage(self) -> None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(SECONDS)
+            connection.connect(self.daemon.socket)
+            preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            with suppress(OSError):
+                connection.sendall(
+                    self.rng.choice((b"GET / HTTP/1.1\r\n\r\n", preface, b""))
+                    + self.rng.randbytes(self.rng.choice((1, 9, 500)))
+                )
+
+    @contextmanager
+    def _shared(self, *kinds: str) -> Iterator[tuple[bytes, socket.socket]]:
+        """An attach connection with descriptors of these kinds, and its token."""
+        with ExitStack() as stack:
+            fds = [stack.enter_context(shared_fd(kind)) for kind in kinds]
+            connection = stack.enter_context(self._connect())
+            hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client="hostile")
+            welcome = exchange(connection, framed(hello.SerializeToString()), fds)
+            assert welcome is not None, f"{self} a good Hello was not answered"
+            self.tokens.append(welcome.token)
+            yield welcome.token, connection
+
+    @contextmanager
+    def _connect(self) -> Iterator[socket.socket]:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(SECONDS)
+            connection.connect(self.daemon.socket + ".attach")
+            yield connection
+
+    # -- requests that would be right ------------------------------------------------------------------------------
+
+    def _good(self, name: str) -> Message:
+        lease = self.rng.choice((0, 1, 2**48 - 1, 2**64 - 1))
+        match name:
+            case "Lookup":
+                groups = [pb.LookupGroup(group=0, hashes=b"".join(hashes("a", "b")))]
+                return pb.LookupRequest(
+                    namespace=namespace_to_wire(NAMESPACE),
+                    mode=pb.LookupRequest.MODE_PREFIX,
+                    groups=groups,
+                    lease_ms=self.rng.choice((0, 100)),
+                    token=self.rng.choice((b"", *self.tokens[-2:])),
+                )
+            case "Release":
+                return pb.ReleaseRequest(lease=lease)
+            case "Renew":
+                return pb.RenewRequest(lease=lease, lease_ms=100)
+            case "Clear":
+                return pb.ClearRequest(namespace=namespace_to_wire(NAMESPACE))
+            case _:
+                return pb.StatusRequest()
+
+    def _register(self, token: bytes, num_fds: int) -> pb.Register:
+        return pb.Register(
+            protocol=PROTOCOL,
+            token=token,
+            instance="hostile",
+            namespace=namespace_to_wire(NAMESPACE),
+            world_size=1,
+            device="host",
+            allocations=[pb.Allocation(fd_index=index, size=BUFFER_BYTES) for index in range(num_fds)],
+            groups=[layout_to_wire(layout())],
+        )
+
+    def _jobs(self, job: int | None = None) -> list[pb.AttachRequest]:
+        """One of each kind that may follow a registration, and a second registration."""
+        job = self.rng.choice((0, 1, 2, 3, 2**64 - 1)) if job is None else job
+        blocks = [pb.Blocks(group=0, hashes=b"".join(hashes("a", "b")), block_ids=[0, 1])]
+        return [
+            pb.AttachRequest(store=pb.Store(job=job, blocks=blocks)),
+            pb.AttachRequest(load=pb.Load(job=job, blocks=blocks)),
+            pb.AttachRequest(flush=pb.Flush(flush=job, jobs=[1, 2], timeout_ms=10)),
+            pb.AttachRequest(register=self._register(b"", 1)),
+        ]
+
+    def __str__(self) -> str:
+        return f"KVSIDECAR_HOSTILE_SEED={self.seed}, request {self.number}:"
+
+
+def framed(payload: bytes) -> bytes:
+    return struct.pack("<I", len(payload)) + payload
+
+
+def exchange(connection: socket.socket, frame: bytes, fds: list[int]) -> pb.Welcome | None:
+    """Send one frame; the Welcome, or None if the daemon gave none. Ends our direction if the frame is not complete."""
+    with suppress(OSError):
+        socket.send_fds(connection, [frame], fds)
+        complete = len(frame) >= 4 and len(frame) == 4 + struct.unpack("<I", frame[:4])[0]
+        if not complete:
+            connection.shutdown(socket.SHUT_WR)
+        head = connection.recv(4, socket.MSG_WAITALL)
+        if len(head) == 4:
+            return pb.Welcome.FromString(connection.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL))
+    return None
+
+
+@contextmanager
+def shared_fd(kind: str) -> Iterator[int]:
+    """A descriptor as a client may share it: a sealed memfd, or something else."""
+    if kind == "pipe":
+        fd, other = os.pipe()
+        os.close(other)
+    elif kind == "directory":
+        fd = os.open("/", os.O_RDONLY)
+    else:
+        fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, {"sparse": 1 << 40, "empty": 0}.get(kind, BUFFER_BYTES))
+        seals = {"unsealed": 0, "read-only": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE}.get(kind, fcntl.F_SEAL_SHRINK)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+KINDS = ("good", "good", "good", "good", "sparse", "empty", "unsealed", "read-only", "pipe", "directory")
+
+
+class Holdings:
+    """What the daemon holds for others, as the kernel and its own metrics say."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        process = Path(f"/proc/{daemon.process.pid}")
+        self.fds = len(os.listdir(process / "fd"))
+        self.shared_mappings = (process / "maps").read_text().count("/memfd:")
+        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        self.rss = int(status["VmRSS"].split()[0]) * 1024
+        self.ranks = daemon.metric("kvsidecar_attached_ranks")
+        self.leases = daemon.metric("kvsidecar_leases")
+        self.reserved = daemon.metric("kvsidecar_pool_reserved_bytes")
+
+    def more_than(self, before: Holdings) -> list[str]:
+        now, then = vars(self), vars(before)
+        return [f"{name}: {then[name]} -> {now[name]}" for name in now if name != "rss" and now[name] > then[name]]
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def store_and_load(rank: Rank, number: int) -> None:
+    """A well-behaved engine's work: what comes back is what was stored."""
+    stored = rank.store(("good", number), at=[2])
+    assert done(stored).copied_blocks + stored.skipped_blocks == 1
+    rank.fill(3, "something else")
+    done(rank.load(("good", number), at=[3]))
+    assert rank.holds(3, ("good", number)), f"other bytes came back after request {number}"
+    assert not rank.kv[:, 4:].any(), f"blocks that nobody named were written before request {number}"
+
+
+@pytest.mark.timeout(0)
+def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
+    seconds = float(os.environ.get("KVSIDECAR_HOSTILE_SECONDS", "10"))
+    seed = int(os.environ.get("KVSIDECAR_HOSTILE_SEED", "1"))
+    with DaemonProcess(short_dir, "--lease-max", "1") as daemon:
+        rank = Rank(daemon.wait_ready(), instance="good")
+        attacker = Attacker(daemon, seed)
+        attacker.sweep()
+        for _ in range(100):  # what grows once, with the first requests, is no leak
+            attacker.attack()
+        store_and_load(rank, 0)
+        attacker.close()
+        assert wait_for(lambda: daemon.metric("kvsidecar_attached_ranks") == 1)
+        before = Holdings(daemon)
+        attacker = Attacker(daemon, seed + 1)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            attacker.attack()
+            if attacker.number % 10 == 0:
+                store_and_load(rank, attacker.number)
+        store_and_load(rank, attacker.number + 1)
+        attacker.close()
+        print(f"{attacker.number} requests:", *sorted(attacker.codes.items()), sep="\n  ")
+        assert wait_for(lambda: not Holdings(daemon).more_than(before)), Holdings(daemon).more_than(before)
+        after = Holdings(daemon)
+        assert after.rss < before.rss + RSS_GROWTH, (
+            f"{after.rss - before.rss} bytes more after {attacker.number} requests"
+        )
+        assert after.leases == after.reserved == 0
+        rank.close()
+        assert daemon.terminate() == 0
+        daemon.wait_log("stopped")
+        bad = [
+            line for line in daemon.log if line["event"] in ("task failed", "stderr") or line.get("level") == "error"
+        ]
+        assert not bad, bad[:5]
+    if seconds >= 5:
+        untouched = {
+            (message.name, field.name) for message in request_types() for field in message.fields
+        } - attacker.touched
+        assert not untouched, f"the generator never reached {sorted(untouched)}"
+
+
+def test_a_drain_with_unknown_fields_is_a_drain(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        attacker = Attacker(daemon, 0)
+        attacker.call("Drain", [b"\xfa\x3e\x03abc"])
+        assert rank.store("a").reason == "draining"
+        attacker.close()
+        rank.close()
+        assert daemon.terminate() == 0

@@ -1,0 +1,17 @@
+"""A few seconds of `make soak`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.soak.run import Soak
+
+
+@pytest.mark.timeout(180)
+def test_engines_that_are_killed_at_random_leave_no_wrong_byte_and_no_leak(short_dir: Path) -> None:
+    result = Soak(short_dir, device="host", seed=1, progress=print).run(8)
+    assert result.good, (result.leaks, result.problems, result.counts)
+    for what in ("stores", "loads", "hits", "kills"):
+        assert result.counts[what] > 0, f"the soak saw no {what}: {result.counts}"
