@@ -153,7 +153,8 @@ class _Plan:
         self._spaces = spaces
         self._protected = protected
         self._victims: dict[Block, None] = {}
-        self._slab_evicted = False
+        self._one_by_one = True
+        """Each victim gave one slot, and so none too many."""
         self._blocks: dict[int, _Queue[Block]] = {}
         self._slabs: dict[int, _Queue[Slab[Block]]] = {}
 
@@ -177,22 +178,24 @@ class _Plan:
 
     def evict(self, block: Block) -> None:
         self._victims[block] = None
-        for slot in block.held_slots():
+        slots = block.held_slots()
+        self._one_by_one &= len(slots) == 1
+        for slot in slots:
             self._supply.free(slot)
 
     def evict_slab(self, slab: Slab[Block]) -> None:
-        self._slab_evicted = True
+        self._one_by_one = False
         for block in slab.blocks():
             if block not in self._victims:
                 self.evict(block)
 
     def victims(self) -> list[Block]:
-        if self._slab_evicted:
+        if not self._one_by_one:
             self._spare()
         return list(self._victims)
 
     def _spare(self) -> None:
-        """A whole slab may have made earlier victims needless: keep what can be kept, the newest first."""
+        """What gave several slots may have made earlier victims needless: keep what can be kept, the newest first."""
         oldest_first = sorted(self._victims, key=lambda block: block.last_used)
         for block in oldest_first[::-1]:
             for slot in block.held_slots():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvsidecar.cache.block import LoadGrant, StoreGrant
+from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.types import LookupMode, Refusal
@@ -171,13 +171,21 @@ def test_slots_are_taken_on_the_wanted_node() -> None:
 
 def test_a_preferred_node_never_makes_a_store_fail_that_would_fit() -> None:
     cache = new_cache(8, 4, numa=[0, 1])
-    small, large = open_space(cache, group=0), open_space(cache, group=1, shards=(4,))
-    begin(cache, small, keys("a"))
-    # One slab is left. The small shard fits beside "a", on whichever node that is.
+    small, large = open_space(cache, group=0), open_space(cache, group=1, shards=(2,))
+    begin(cache, large, keys("a"))
+    # One slab is left for the small shard, if the large one goes beside "a", on whichever node that is.
     for node in (0, 1):
         grant = cache.begin_store([(small, 0, keys("b")), (large, 0, keys("b"))], node=node)
         assert isinstance(grant, StoreGrant)
         cache.abort_all(grant)
+
+
+def test_a_small_shard_leaves_the_last_full_slab_to_a_large_one_of_the_same_request() -> None:
+    cache = new_cache(5, 4)
+    small, large = open_space(cache, group=0), open_space(cache, group=1, shards=(4,))
+    grant = cache.begin_store([(small, 0, keys("a")), (large, 0, keys("a"))])
+    assert isinstance(grant, StoreGrant)
+    assert [one.slot for one in grant.reservations] == [4 * PAGE, 0]
 
 
 # -- leases -------------------------------------------------------------------------------------------------------
@@ -345,6 +353,59 @@ def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever() -> None:
     assert refused(cache, space, "b")
     with pytest.raises(AssertionError, match="ended before"):
         cache.end_load(load)
+    cache.check_integrity()
+
+
+# -- wrong bytes --------------------------------------------------------------------------------------------------
+
+
+def begin_load(cache: BlockCache, space: Space, *names: str) -> LoadGrant:
+    load = cache.begin_load([(space, 0, keys(*names))], None, 0.0)
+    assert isinstance(load, LoadGrant)
+    return load
+
+
+def test_a_condemned_block_is_a_miss_and_its_slot_is_withdrawn_when_the_last_load_ends() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a", "b")
+    bad, other = begin_load(cache, space, "b", "a"), begin_load(cache, space, "a")
+    cache.condemn(bad, 0, 1)
+    assert names_readable(cache, space, "a", "b") == ["b"]
+    cache.end_load(bad)
+    assert cache.stats().quarantined_bytes == 0
+    cache.check_integrity()
+    cache.end_load(other)
+    stats = cache.stats()
+    assert (stats.quarantined_bytes, stats.used_bytes, stats.free_bytes) == (PAGE, PAGE, 0)
+    assert refused(cache, space, "x", "y")
+    cache.check_integrity()
+
+
+def test_the_other_shards_of_a_condemned_block_free_their_slots() -> None:
+    cache = new_cache(2)
+    space = open_space(cache, shards=(1, 1))
+    store(cache, space, "a")
+    load = begin_load(cache, space, "a")
+    cache.condemn(load, 0, 0)
+    cache.condemn(load, 0, 0)
+    cache.end_load(load)
+    assert (cache.stats().quarantined_bytes, cache.stats().free_bytes) == (PAGE, PAGE)
+    with pytest.raises(AssertionError, match="ended before"):
+        cache.condemn(load, 0, 0)
+    cache.check_integrity()
+
+
+def test_a_condemned_hash_can_be_stored_anew_elsewhere() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    load = begin_load(cache, space, "a")
+    cache.condemn(load, 0, 0)
+    store(cache, space, "a")
+    assert begin_load(cache, space, "a").slots != load.slots
+    cache.end_load(load)
+    assert readable(cache, space, "a") == [True]
     cache.check_integrity()
 
 

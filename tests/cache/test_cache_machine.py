@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,6 +17,8 @@ from kvsidecar.cache.block import LoadGrant, Reservation, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.types import LookupMode, Refusal
 from tests.cache.support import PAGE, key, namespace, new_cache, open_space
+
+pytestmark = pytest.mark.timeout(600)  # a pass takes seconds, but to make a failure short takes minutes
 
 Key = tuple[int, str]
 """Index of the space, name of the block."""
@@ -35,6 +38,8 @@ POOLS = [
     (6, 2, (1,), (2,)),
     (6, 3, (1, 2), (3,)),
     (7, 3, (1, 2), (2,)),
+    (5, 4, (1,), (3,)),
+    (8, 4, (1,), (2,)),
 ]
 name_lists = st.lists(st.sampled_from(NAMES), min_size=1, max_size=2) | st.lists(st.sampled_from(NAMES), max_size=5)
 space_ids = st.sampled_from([0, 1])
@@ -57,6 +62,8 @@ class OpenLoad:
     grant: LoadGrant
     expected: list[tuple[int, int, Token]]
     """Slot, pages, token."""
+    asked: list[tuple[int, int, Key]]
+    """Part, index, block."""
     keys: list[Key] = field(default_factory=list)
     """Of blocks that were not cleared."""
 
@@ -84,6 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.loads: list[OpenLoad] = []
         self.lost_loads: list[OpenLoad] = []
         self.lost_slots: list[tuple[int, int]] = []
+        self.condemned: tuple[int, int] | None = None
         self.now = 0.0
         self.serial = 0
 
@@ -195,6 +203,10 @@ class CacheMachine(RuleBasedStateMachine):
             space, shard, names = parts[one.part]
             assert one.shard == shard
             self.serial += 1
+            for slot, pages in [*self.lost_slots, *([self.condemned] if self.condemned else [])]:
+                assert not slot - self.pages_of(one) * PAGE < one.slot < slot + pages * PAGE, (
+                    "a lost slot was given out"
+                )
             block = (space, names[one.index])
             self.open.append(OpenReservation(one, block, (block, shard, self.serial), grant))
             self.write(one.slot, self.pages_of(one), ("half written", self.serial))
@@ -317,7 +329,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert grant is Refusal.NOT_FOUND
         else:
             assert isinstance(grant, LoadGrant)
-            load = OpenLoad(grant, [], asked)
+            places = [(part, index) for part, (_, _, names) in enumerate(parts) for index in range(len(names))]
+            load = OpenLoad(grant, [], [(*place, block) for place, block in zip(places, asked, strict=True)], asked)
             for (space, shard, names), slots in zip(parts, grant.slots, strict=True):
                 for name, slot in zip(names, slots, strict=True):
                     load.expected.append((slot, self.shards[space][shard], self.sealed[space, name][shard]))
@@ -333,6 +346,19 @@ class CacheMachine(RuleBasedStateMachine):
             self.lost_loads.append(load)
         else:
             self.cache.end_load(load.grant)
+
+    @precondition(lambda self: self.condemned is None and any(load.asked for load in self.loads))
+    @rule(data=st.data())
+    def condemn(self, data: st.DataObject) -> None:
+        load = data.draw(st.sampled_from([load for load in self.loads if load.asked]))
+        which = data.draw(st.integers(0, len(load.asked) - 1))
+        part, index, block = load.asked[which]
+        self.cache.condemn(load.grant, part, index)
+        self.condemned = load.expected[which][:2]
+        if block in load.keys:  # else it was cleared, and the one of this name is another
+            del self.sealed[block]
+            for holder in (*self.leases.values(), *self.loads, *self.lost_loads):
+                holder.keys = [other for other in holder.keys if other != block]
 
     # -- the rest ------------------------------------------------------------------------------------------------
 

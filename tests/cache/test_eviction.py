@@ -218,6 +218,16 @@ def test_an_evicted_block_takes_the_slots_of_all_its_shards_along() -> None:
     assert names_readable(cache, space, "a", "b", "c") == ["a", "c"]
 
 
+def test_what_a_block_with_two_slots_made_needless_is_not_evicted() -> None:
+    cache = new_cache(3)
+    single, double = open_space(cache, "single"), open_space(cache, "double", shards=(1, 1))
+    store(cache, single, "old")
+    store(cache, double, "new")
+    begin(cache, single, keys("x", "y"))
+    assert readable(cache, single, "old") == [True]
+    assert readable(cache, double, "new") == [False]
+
+
 def test_namespaces_of_one_class_share_the_pool_by_age() -> None:
     cache = new_cache(2)
     one, two = open_space(cache, "one"), open_space(cache, "two")

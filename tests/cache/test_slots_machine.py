@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,6 +14,9 @@ from tests.cache.support import PAGE, new_cache, open_space
 
 NEEDS = st.dictionaries(st.integers(1, 4), st.integers(1, 4), min_size=1, max_size=3)
 NODES = st.sampled_from([None, 0, 1])
+
+
+pytestmark = pytest.mark.timeout(600)  # a pass takes seconds, but to make a failure short takes minutes
 
 
 class SlotsMachine(RuleBasedStateMachine):
