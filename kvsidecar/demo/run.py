@@ -130,7 +130,7 @@ def _show_pinning(console: Console, client: Client, daemon: subprocess.Popen[byt
             time.sleep(0.02)
 
 
-def _command(action: str, name: str, kind: str, shape: Shape, socket: str) -> list[str]:
+def engine_command(action: str, name: str, kind: str, shape: Shape, socket: str) -> list[str]:
     command = [sys.executable, "-m", "kvsidecar.demo.engine", action, "--name", name, "--socket", socket]
     command += ["--layers", str(shape.layers), "--row-bytes", str(shape.row_bytes)]
     command += ["--num-blocks", str(shape.num_blocks), "--seed", str(random.randrange(2**32))]
@@ -139,7 +139,7 @@ def _command(action: str, name: str, kind: str, shape: Shape, socket: str) -> li
 
 def _engine_a(console: Console, kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    command = _command("store", "engine-a", kind, shape, socket)
+    command = engine_command("store", "engine-a", kind, shape, socket)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
         try:
@@ -162,7 +162,7 @@ def _engine_a(console: Console, kind: str, shape: Shape, socket: str) -> list[di
 
 
 def _engine_b(kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
-    command = _command("load", "engine-b", kind, shape, socket)
+    command = engine_command("load", "engine-b", kind, shape, socket)
     try:
         engine = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ENGINE_SECONDS, check=True)
     except subprocess.SubprocessError as error:
