@@ -91,6 +91,10 @@ class UnknownPeer(KVSidecarError):
     """The token is not one of a live attach-socket connection."""
 
 
+class LimitExceeded(KVSidecarError):
+    """The client asks for more than one client may have at once."""
+
+
 class Unavailable(KVSidecarError):
     """The daemon does not take this request in its present state.
 

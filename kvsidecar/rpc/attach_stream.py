@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from kvsidecar import __version__, log
-from kvsidecar.errors import InvalidRequest, KVSidecarError
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
 from kvsidecar.instances import JobControl, RunningJob, Session
 from kvsidecar.readiness import Readiness, Snapshot
 from kvsidecar.rpc import translate
@@ -21,6 +21,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 _log = log.get("rpc")
 
 Context = grpc.aio.ServicerContext[Any, Any]
+MAX_UNREAD = 16384
+"""Answers kept for a client that does not read its stream; each is about 100 bytes."""
+
 Job = TypeVar("Job", pb.Store, pb.Load)
 
 
@@ -43,7 +46,7 @@ class AttachStream:
         self._readiness = readiness
         self._transfers = transfers
         self._tasks = tasks
-        # Replies are few (one per job) and small; a client with n jobs outstanding is owed n of them at most.
+        # One reply per job, and some of readiness: bounded by MAX_UNREAD, beyond which the stream is ended.
         self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
 
@@ -120,6 +123,10 @@ class AttachStream:
         if message.job in jobs:
             raise InvalidRequest(
                 f"job {message.job} is still running: a job id may be used again once its JobDone has come"
+            )
+        if self._outbox.qsize() >= MAX_UNREAD:
+            raise LimitExceeded(
+                f"{MAX_UNREAD} answers wait for this client to read them: read the Attach stream while jobs are sent"
             )
         if self._session.ending:
             self._done(message.job, self._transfers.declined(direction, Refusal.DRAINING))

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from kvsidecar import log
-from kvsidecar.errors import InvalidRequest, KVSidecarError, ProtocolMismatch, Unavailable
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, ProtocolMismatch, Unavailable
 from kvsidecar.instances import Instances, Session
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
@@ -121,7 +121,10 @@ class Service(pb_grpc.SidecarServicer):
             # In a task of its own: this handler is cancelled when the client dies, the end must come nevertheless.
             await asyncio.shield(self._tasks.spawn(self._end(session, gone=gone), name=f"end-{session.id:x}"))
             self._handlers.pop(session.id, None)
-        await stream.finish()
+        if isinstance(refused, LimitExceeded):
+            stream.cancel()  # what is owed would wait for a client that does not read
+        else:
+            await stream.finish()
         if refused is not None:
             await _abort(context, refused)
 

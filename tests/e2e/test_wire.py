@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -243,3 +244,31 @@ def test_descriptors_are_closed_with_their_client(daemon: DaemonProcess) -> None
     deadline = time.monotonic() + SECONDS
     while open_fds(daemon) > before:
         assert time.monotonic() < deadline, "a descriptor leaked"
+
+
+def test_a_client_that_does_not_read_is_ended_and_others_go_on(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(1 << 20)
+    with (
+        hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection,
+        stub(daemon) as sidecar,
+    ):
+        first = pb.AttachRequest(register=register(welcome(connection).token, buffer))
+        ended = threading.Event()
+
+        def flood() -> Iterator[pb.AttachRequest]:
+            yield first
+            for job in range(1, 1_000_000):
+                if ended.is_set():
+                    return
+                yield pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(group=99)]))
+
+        replies = sidecar.Attach(flood(), timeout=SECONDS)
+        daemon.wait_log("rank detached")
+        ended.set()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(replies)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "read the Attach stream" in caught.value.details()
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    rank.close()
