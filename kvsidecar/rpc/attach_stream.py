@@ -21,7 +21,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 _log = log.get("rpc")
 
 Context = grpc.aio.ServicerContext[Any, Any]
-MAX_UNREAD = 16384
+MAX_UNREAD = 8192
 """Answers kept for a client that does not read its stream; each is about 100 bytes."""
 
 Job = TypeVar("Job", pb.Store, pb.Load)
