@@ -288,8 +288,7 @@ class Instances:
                 for layout, space in zip(registration.groups, spaces, strict=True)
             }
         except BaseException:
-            for event in events:
-                await asyncio.to_thread(event.close)
+            await _close_events(events)
             await self._give_back(device, memories, spaces)
             raise
         session = Session(
@@ -325,8 +324,7 @@ class Instances:
         session.ending = True
         # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
         await session.jobs.join()
-        for event in session.events:
-            await asyncio.to_thread(event.close)
+        await _close_events(session.events)
         spaces = [group.space for group in session.groups.values()]
         await self._give_back(session.device, list(session.memories), spaces)
         del self._sessions[session.id]
@@ -339,8 +337,7 @@ class Instances:
             for handle in handles:
                 events.append(await asyncio.to_thread(device.import_event, handle))  # noqa: PERF401
         except ImportRefused as error:
-            for event in events:
-                await asyncio.to_thread(event.close)
+            await _close_events(events)
             return (), str(error)
         return tuple(events), ""
 
@@ -368,6 +365,11 @@ class Instances:
             except DeviceError as error:
                 # A lost device unmaps nothing any more; the rest must be given back all the same.
                 _log.error("engine memory was not unmapped", device=device.uuid, error=str(error))
+
+
+async def _close_events(events: Sequence[DeviceEvent]) -> None:
+    for event in events:
+        await asyncio.to_thread(event.close)
 
 
 def _source(allocation: CudaAllocation | FdAllocation, peer: Peer) -> MemorySource:
