@@ -41,7 +41,6 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuGetErrorName": (ctypes.c_int, _OUT),
     "cuGetErrorString": (ctypes.c_int, _OUT),
     "cuDeviceGet": (_OUT, ctypes.c_int),
-    "cuDeviceGetCount": (_OUT,),
     "cuDeviceGetUuid_v2": (_OUT, ctypes.c_int),
     "cuDeviceGetName": (_OUT, ctypes.c_int, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (_OUT, ctypes.c_int),
@@ -93,15 +92,6 @@ def error_text(status: int) -> str:
     return _describe(_library(), status)
 
 
-def init() -> None:
-    """Load and start the driver. Everything else does it at need.
-
-    Raises:
-        DriverUnusable: there is none, or it does not start.
-    """
-    _library()
-
-
 def _call(name: str, *arguments: Any, error: type[Exception] = DriverUnusable, hint: str = "") -> None:
     status = getattr(_library(), name)(*arguments)
     if status:
@@ -109,12 +99,6 @@ def _call(name: str, *arguments: Any, error: type[Exception] = DriverUnusable, h
 
 
 # -- devices -----------------------------------------------------------------------------------------------------
-
-
-def device_count() -> int:
-    count = ctypes.c_int()
-    _call("cuDeviceGetCount", ctypes.byref(count))
-    return count.value
 
 
 def device_uuid(ordinal: int) -> str:
