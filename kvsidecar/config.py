@@ -85,6 +85,11 @@ def _chunk_size(value: str | int) -> int:
     return nbytes
 
 
+def _store_chunk(value: str | int) -> int | None:
+    # The default goes through this too, and off in a file may be a bare word or false.
+    return None if value in ("off", None, False) else _whole_pages(value)
+
+
 def _slab_size(value: str | int) -> int | Literal["auto"]:
     return "auto" if value == "auto" else _whole_pages(value)
 
@@ -110,6 +115,7 @@ class Shown:
 # NoDecode: pydantic-settings would read the variable of a type that it takes for structured as JSON.
 _PoolSize = Annotated[Size, NoDecode, BeforeValidator(_size), Shown("SIZE|PERCENT")]
 _SlabSize = Annotated[int | Literal["auto"], NoDecode, BeforeValidator(_slab_size), Shown("auto|SIZE")]
+_StoreChunk = Annotated[int | None, NoDecode, BeforeValidator(_store_chunk), Shown("SIZE|off", "3 MiB")]
 _ChunkSize = Annotated[int, BeforeValidator(_chunk_size), Shown("SIZE", "1 GiB")]
 _Seconds = Annotated[float, Field(allow_inf_nan=False), Shown("SECONDS")]
 
@@ -178,6 +184,13 @@ class Settings(BaseSettings):
         True,
         description="Refuse a pool that exceeds a memory limit before touching it; off for virtual machines whose "
         "memory grows as it is used.",
+    )
+    # The curve is in docs/benchmarks.md, "Pacing": 3 MiB stores at about 45 GB/s while a sampled token's copy takes
+    # about 50 µs; without a bound the link is full and the token waits 500 µs and more.
+    store_chunk: _StoreChunk = Field(
+        3 * MiB,
+        description="Bytes of stores in flight at a time while an engine is busy on their GPU, so that its own small "
+        "copies, such as sampled tokens, pass; off: stores always use the whole link.",
     )
     verify: Verify = Field(
         Verify.OFF,

@@ -22,7 +22,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.checksums import Checksums
 from kvsidecar.config import Settings
-from kvsidecar.device.base import PITCHED_COPY, CopyPlan, Platform
+from kvsidecar.device.base import COPY, CopyList, Platform
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import DeviceError, DeviceLost, PinFailed, PinStopped, PoolRefused
 from kvsidecar.http import Probes
@@ -79,7 +79,7 @@ class Daemon:
         self.readiness = Readiness(pool.nbytes)
         self._metrics = Metrics(platform.name)
         self._tasks = TaskSet(self._task_failed)
-        self._hub = DeviceHub(platform, self._worker_failed_in_thread)
+        self._hub = DeviceHub(platform, self._worker_failed_in_thread, store_chunk=settings.store_chunk)
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
             next_id=lambda: secrets.randbits(ID_BITS) | 1,
@@ -225,12 +225,13 @@ class Daemon:
             for offset in {0, self._pool.nbytes - nbytes}:
                 window = self._pool.view()[offset : offset + nbytes]
                 pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
-                copies = np.array([(memory.address, nbytes, offset, nbytes, 1)], PITCHED_COPY)
-                plan = CopyPlan(copies, nbytes)
+                copies = np.array([(memory.address, nbytes, offset, nbytes, nbytes, 1)], COPY)
                 window[:] = pattern
-                await asyncio.wrap_future((await self._hub.worker(uuid, Direction.LOAD)).submit(plan))
+                load = (await self._hub.worker(uuid, Direction.LOAD)).submit(CopyList(copies, nbytes))
+                await asyncio.wrap_future(load)
                 window[:] = 0
-                await asyncio.wrap_future((await self._hub.worker(uuid, Direction.STORE)).submit(plan))
+                store = (await self._hub.worker(uuid, Direction.STORE)).submit(CopyList(copies, nbytes))
+                await asyncio.wrap_future(store)
                 if not np.array_equal(window, pattern):
                     raise DeviceError(f"the self-test copy to {uuid} and back came back different")
         finally:

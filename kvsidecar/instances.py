@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from kvsidecar import failpoints, log
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.copy_plan import BoundGroup, bind
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult, CopyWorker
 from kvsidecar.errors import DeviceError, ImportRefused, InvalidRequest, UnknownPeer
-from kvsidecar.layout import BoundGroup, bind, check_regions
+from kvsidecar.layout import check_regions
 from kvsidecar.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, Namespace, Refusal
 

@@ -1,21 +1,17 @@
-"""Regions, block ids and slots -> the copies that move them. Pure: numpy and arithmetic, no clock, no driver.
+"""What a layout may be: regions that fit their allocations, block ids that fit the layout. Pure.
 
 An engine registers, per KV cache group, strided regions of its allocations (`Region`). `check_regions` refuses what
-does not fit them, `bind` prepares the arrays once, and `plan_copies` turns one job into pitched copies without a
-Python loop per block. A slot holds the regions one after another: region ``i`` starts at the sum of ``block_bytes``
-of the regions before it, its rows without a gap.
+does not fit them or may overlap, `check_block_ids` what a job may not name. `kvsidecar.copy_plan` makes the copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.device.base import PITCHED_COPY, CopyPlan
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Region
 
@@ -25,8 +21,6 @@ MAX_ROWS: Final = 2**16
 """Rows of all regions of one group. A thousand layers x K/V x heads still fit; it bounds the work of a check."""
 MAX_BYTES: Final = 2**62 - 1
 """Of every size, stride and end: the sum of two must fit a signed 64-bit integer, where numpy wraps silently."""
-MERGE_BOUNDARY: Final = 2 * 1024 * 1024
-"""Copies are not merged across a pool offset that is a multiple of this many bytes; see `plan_copies`."""
 
 
 def check_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> None:
@@ -168,122 +162,3 @@ def check_block_ids(ids: npt.NDArray[np.int64], num_blocks: int) -> None:
     if again.size:
         first = again.min()
         raise InvalidRequest(f"block id {ids[first]} comes twice (number {first} of the list); a block has one writer")
-
-
-@dataclass(frozen=True, slots=True)
-class BoundGroup:
-    """The regions of one group at their addresses: arrays of one entry a region, made once per registration."""
-
-    num_blocks: int
-    shard_bytes: int
-    """Bytes of one slot's content."""
-    allocation: npt.NDArray[np.int64]
-    address: npt.NDArray[np.uint64]
-    """Of row 0 of block 0."""
-    block_stride: npt.NDArray[np.uint64]
-    pitch: npt.NDArray[np.uint64]
-    row_bytes: npt.NDArray[np.uint64]
-    num_rows: npt.NDArray[np.uint64]
-    slot_offset: npt.NDArray[np.uint64]
-    """Where the region's rows begin in a slot."""
-
-
-def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
-    """Put a checked layout at the addresses of its allocations.
-
-    Args:
-        layout: passed `check_regions`.
-        base_addresses: where each allocation is mapped in this process, in the registration's order.
-    """
-    regions = layout.regions
-    # Rows without a gap are one row: a plain copy is faster than a pitched one, and it can merge with its neighbour.
-    shapes = [
-        (r.block_bytes, r.block_bytes, 1)
-        if r.num_rows == 1 or r.row_stride == r.row_bytes
-        else (r.row_stride, r.row_bytes, r.num_rows)
-        for r in regions
-    ]
-    sizes = np.array([r.block_bytes for r in regions], dtype=np.uint64)
-    return BoundGroup(
-        num_blocks=layout.num_blocks,
-        shard_bytes=layout.shard_bytes,
-        allocation=np.array([r.allocation for r in regions], dtype=np.int64),
-        address=np.array([base_addresses[r.allocation] + r.offset for r in regions], dtype=np.uint64),
-        block_stride=np.array([r.block_stride for r in regions], dtype=np.uint64),
-        pitch=np.array([pitch for pitch, _, _ in shapes], dtype=np.uint64),
-        row_bytes=np.array([row_bytes for _, row_bytes, _ in shapes], dtype=np.uint64),
-        num_rows=np.array([num_rows for _, _, num_rows in shapes], dtype=np.uint64),
-        slot_offset=np.cumsum(sizes) - sizes,
-    )
-
-
-def plan_copies(
-    bound: BoundGroup,
-    block_ids: npt.NDArray[np.int64],
-    slot_offsets: npt.NDArray[np.int64],
-    *,
-    boundary: int = MERGE_BOUNDARY,
-) -> CopyPlan:
-    """The copies between blocks and slots: one per (block, region), neighbours merged where both sides touch.
-
-    Args:
-        bound: from `bind`.
-        block_ids: passed `check_block_ids`. Checked for range again: a bad one here is a write into memory that
-            belongs to someone else.
-        slot_offsets: where each block's slot begins, in bytes from the pool's base. Slots lie in one pin chunk each.
-        boundary: copies do not merge over a pool offset that is a multiple of this. The driver refuses a copy that
-            spans two registrations, so the pin chunk size must be a multiple of it.
-
-    Raises:
-        InvalidRequest: an id is out of range.
-        ValueError: the arrays differ in length.
-    """
-    if len(block_ids) != len(slot_offsets):
-        raise ValueError(f"{len(block_ids)} block ids but {len(slot_offsets)} slots")
-    if len(block_ids) == 0:
-        return CopyPlan(copies=np.zeros(0, dtype=PITCHED_COPY), nbytes=0)
-    if int(block_ids.min()) < 0 or int(block_ids.max()) >= bound.num_blocks:
-        check_block_ids(block_ids, bound.num_blocks)
-    # Unsigned throughout: numpy makes floats of uint64 with int64, and floats lose the low bits of an address.
-    blocks = block_ids.astype(np.uint64)[:, np.newaxis]
-    slots = slot_offsets.astype(np.uint64)[:, np.newaxis]
-    copies = np.empty((len(block_ids), len(bound.address)), dtype=PITCHED_COPY)
-    copies["device_address"] = bound.address + blocks * bound.block_stride
-    copies["device_pitch"] = bound.pitch
-    copies["host_offset"] = slots + bound.slot_offset
-    copies["row_bytes"] = bound.row_bytes
-    copies["num_rows"] = bound.num_rows
-    allocation = np.broadcast_to(bound.allocation, copies.shape).ravel()
-    merged = _merge(copies.ravel(), allocation, boundary)
-    return CopyPlan(copies=merged, nbytes=len(block_ids) * bound.shard_bytes)
-
-
-def _merge(copies: npt.NDArray[np.void], allocation: npt.NDArray[np.int64], boundary: int) -> npt.NDArray[np.void]:
-    """Join each single-row copy with the next one where both sides go on without a gap.
-
-    Not over two allocations, even if they lie side by side: the driver refuses a copy that spans two mappings.
-    """
-    single = copies["num_rows"] == 1
-    host_end = copies["host_offset"] + copies["row_bytes"]
-    device_end = copies["device_address"] + copies["row_bytes"]
-    joins = (
-        single[:-1]
-        & single[1:]
-        & (host_end[:-1] == copies["host_offset"][1:])
-        & (device_end[:-1] == copies["device_address"][1:])
-        & (allocation[:-1] == allocation[1:])
-        & (host_end[:-1] % np.uint64(boundary) != 0)
-    )
-    if not joins.any():
-        return copies
-    firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
-    merged = copies[firsts]
-    merged["row_bytes"] = np.add.reduceat(copies["row_bytes"], firsts)
-    return merged
-
-
-def concat(plans: Sequence[CopyPlan]) -> CopyPlan:
-    """One plan of several, in their order."""
-    if not plans:
-        return CopyPlan(copies=np.zeros(0, dtype=PITCHED_COPY), nbytes=0)
-    return CopyPlan(copies=np.concatenate([plan.copies for plan in plans]), nbytes=sum(plan.nbytes for plan in plans))

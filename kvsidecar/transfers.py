@@ -18,12 +18,13 @@ from kvsidecar import failpoints
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
 from kvsidecar.checksums import Checksums
+from kvsidecar.copy_plan import BlockCopies
 from kvsidecar.device.base import CopyPlan, DeviceEvent
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest
 from kvsidecar.instances import JobControl, Session, SessionGroup
-from kvsidecar.layout import check_block_ids, concat, plan_copies
+from kvsidecar.layout import check_block_ids
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 from kvsidecar.types import Direction, Outcome, Refusal
@@ -258,16 +259,15 @@ class Transfers:
             reserved = [each for each in grant.reservations if each.part == number]
             index = np.fromiter((each.index for each in reserved), np.int64, len(reserved))
             slots = np.fromiter((each.slot for each in reserved), np.int64, len(reserved))
-            plans.append(plan_copies(group.bound, part.block_ids[index], slots, boundary=self._slab_bytes))
-        return concat(plans)
+            plans.append((group.bound, part.block_ids[index], slots))
+        return BlockCopies(plans, boundary=self._slab_bytes)
 
     def _plan_load(self, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
-        return concat(
-            [
-                plan_copies(group.bound, part.block_ids, np.array(slots, np.int64), boundary=self._slab_bytes)
-                for group, part, slots in zip(groups, parts, grant.slots, strict=True)
-            ]
-        )
+        plans = [
+            (group.bound, part.block_ids, np.array(slots, np.int64))
+            for group, part, slots in zip(groups, parts, grant.slots, strict=True)
+        ]
+        return BlockCopies(plans, boundary=self._slab_bytes)
 
     def _count(self, direction: Direction, result: JobResult) -> None:
         self._metrics.jobs.labels(direction.value, result.outcome.value).inc()

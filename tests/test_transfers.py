@@ -15,17 +15,18 @@ from kvsidecar import failpoints
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.checksums import Checksums
+from kvsidecar.copy_plan import bind
 from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.instances import Peer, Registration, Session, SessionGroup
-from kvsidecar.layout import bind
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import GroupBlocks, JobResult, Transfers
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
+from tests.plans import copies_of
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
 SLOT = 4096
@@ -138,7 +139,7 @@ async def test_a_store_of_what_is_there_copies_nothing_and_of_the_rest_only_the_
     job = world.job(Direction.STORE, "a", "b", at=[6, 7])
     worker = await world.started(Direction.STORE, 2)
     assert worker.plans[-1].nbytes == SLOT
-    assert worker.plans[-1].copies["device_address"].tolist() == [0x10000 + 7 * SLOT]
+    assert copies_of(worker.plans[-1])["device_address"].tolist() == [0x10000 + 7 * SLOT]
     worker.end()
     assert (await job).skipped_blocks == 1
 

@@ -6,6 +6,7 @@ Two real implementations stand behind these Protocols, ``device/cuda.py`` and ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,25 +15,56 @@ import numpy.typing as npt
 
 from kvsidecar.types import Direction
 
-PITCHED_COPY = np.dtype(
+COPY = np.dtype(
     [
         ("device_address", np.uint64),
         ("device_pitch", np.uint64),
         ("host_offset", np.uint64),
+        ("host_pitch", np.uint64),
         ("row_bytes", np.uint64),
         ("num_rows", np.uint64),
     ]
 )
-"""One pitched copy. Rows of ``row_bytes`` lie ``device_pitch`` apart on the device and without a gap in the pool,
-from ``host_offset`` bytes after the pool's base. A copy of one row is a plain copy; its pitch is not used."""
+"""One copy. Rows of ``row_bytes`` lie ``device_pitch`` apart on the device and ``host_pitch`` apart in the pool, from
+``host_offset`` bytes after the pool's base. A copy of one row is a plain copy; its pitches are not used."""
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """All copies of one job in one direction: ``copies`` has dtype `PITCHED_COPY` and shape ``(n,)``."""
+class CopyCall:
+    """What is issued in one call."""
 
     copies: npt.NDArray[np.void]
+    """dtype `COPY`, shape ``(n,)``, n at least 1."""
+    batched: bool
+    """All have one row, and they are so many that a batch of plain copies is the fastest."""
     nbytes: int
+
+
+class CopyPlan(Protocol):
+    """All copies of one job in one direction, handed out slice by slice. Used by one thread."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole plan."""
+
+    def take(self, chunk: int | None) -> Sequence[CopyCall]:
+        """The next calls, in any order; empty when there are none left.
+
+        Args:
+            chunk: most bytes of one call (a row more at most), if the copies must leave room for an engine's own.
+        """
+
+
+class CopyList:
+    """A plan of copies that are known already. Implements `CopyPlan`."""
+
+    def __init__(self, copies: npt.NDArray[np.void], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._calls = [CopyCall(copies, batched=False, nbytes=nbytes)] if len(copies) else []
+
+    def take(self, chunk: int | None) -> Sequence[CopyCall]:
+        calls, self._calls = self._calls, []
+        return calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +111,37 @@ class DeviceEvent(Protocol):
         """Give it back. Who asks later is told that it is over."""
 
 
-class CopyStream(Protocol):
-    """One direction of one device. Used by exactly one thread, the one that opened it."""
+class CopyMark(Protocol):
+    """The end of one call that was issued, and of all before it. Used by the thread of its stream."""
 
-    def issue(self, plan: CopyPlan, pool_address: int) -> None:
-        """Start all copies of the plan.
+    def over(self) -> bool:
+        """Whether it is over. Never blocks.
 
         Raises:
-            CopyFailed: with ``outcome_known=True`` if no byte of the plan can move any more (nothing was started, or
-                what was started is over), False if that is not known.
+            CopyFailed: with ``outcome_known=False``.
             DeviceLost: the context is gone.
         """
 
     def wait(self) -> None:
-        """Return when everything issued is over.
+        """Return when it is over. May spin: wait for what will be over soon. Raises as `over` does."""
+
+
+class PreparedCall(Protocol):
+    """A call in the form that its stream issues; opaque to everybody else."""
+
+
+class CopyStream(Protocol):
+    """One direction of one device. Used by exactly one thread, the one that opened it."""
+
+    def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
+        """Do all that takes time, so that `issue` does not keep the link waiting. Nothing moves yet."""
+
+    def issue(self, prepared: PreparedCall) -> CopyMark:
+        """Start all copies of the call, behind those that were issued before.
 
         Raises:
-            CopyFailed: with ``outcome_known=False``.
+            CopyFailed: with ``outcome_known=True`` if nothing that was issued so far can move a byte any more, False
+                if that is not known.
             DeviceLost: the context is gone.
         """
 

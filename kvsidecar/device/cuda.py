@@ -18,15 +18,17 @@ from typing import Any, Final
 from cuda.bindings import driver
 
 from kvsidecar.device.base import (
-    CopyPlan,
+    CopyCall,
+    CopyMark,
     CopyStream,
     CudaIpcSource,
     Device,
     DeviceEvent,
     DeviceMemory,
     MemorySource,
+    PreparedCall,
 )
-from kvsidecar.device.pitch import split_wide
+from kvsidecar.device.driver_calls import SUCCESS, CopyCalls, DriverCall
 from kvsidecar.device.system import mps_runs, nvidia_module_version, pci_numa_node
 from kvsidecar.errors import (
     CopyFailed,
@@ -234,6 +236,7 @@ class CudaDevice:
         self._own = 0
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PITCH
         self.max_pitch = int(check(driver.cuDeviceGetAttribute(attribute, handle), "asking for the maximum pitch"))
+        self.ordinal = int(handle)
 
     @property
     def uuid(self) -> str:
@@ -380,79 +383,105 @@ class CudaEvent:
 class CudaCopyStream:
     """One non-blocking stream. Implements `kvsidecar.device.base.CopyStream`; made in the thread that uses it.
 
-    Order: a store's plan is issued only when the compute that wrote its blocks is over (`CudaEvent`, or the client
-    waited), and a plain asynchronous copy reads no earlier than it is issued, in stream order. A batched call must ask
-    for that with ``srcAccessOrder = STREAM`` for stores, whose source the engine writes; loads read pool slots that
-    nobody writes while they are pinned, and may use ANY.
+    A store's copies are issued only when the compute that wrote its blocks is over (`CudaEvent`, or the client
+    waited); what the driver may read when is told in `kvsidecar.device.driver_calls`.
     """
 
     def __init__(self, device: CudaDevice, direction: Direction) -> None:
         device.make_current()
         self._name = f"{direction} copy on {device.uuid}"
-        self._store = direction is Direction.STORE
-        self._max_pitch = device.max_pitch
+        self._calls = CopyCalls(
+            _driver_function, store=direction is Direction.STORE, ordinal=device.ordinal, max_pitch=device.max_pitch
+        )
         # Non-blocking: no implicit order with the legacy default stream.
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = check(driver.cuStreamCreate(int(flags)), "creating a stream")
-        # A wait for a stream, or for an event without BLOCKING_SYNC, spins a core for as long as the copy takes.
-        events = driver.CUevent_flags
-        flags = int(events.CU_EVENT_BLOCKING_SYNC) | int(events.CU_EVENT_DISABLE_TIMING)
-        try:
-            self._event = check(driver.cuEventCreate(flags), "creating an event")
-        except DeviceError:
-            driver.cuStreamDestroy(self._stream)
-            raise
-        # One descriptor for all pitched copies: the driver has read it when the call returns.
-        self._copy = copy = driver.CUDA_MEMCPY2D()
-        kinds = driver.CUmemorytype
-        device_kind, host_kind = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
-        copy.srcMemoryType, copy.dstMemoryType = (device_kind, host_kind) if self._store else (host_kind, device_kind)
+        self._number = int(self._stream)
+        self._idle_events: list[Any] = []
 
-    def issue(self, plan: CopyPlan, pool_address: int) -> None:
-        copy, stream = self._copy, self._stream
-        copies = split_wide(plan.copies, self._max_pitch).tolist()
-        for index, (address, pitch, offset, row_bytes, num_rows) in enumerate(copies):
-            host = pool_address + offset
-            if num_rows == 1:
-                if self._store:
-                    (status,) = driver.cuMemcpyDtoHAsync(host, address, row_bytes, stream)
-                else:
-                    (status,) = driver.cuMemcpyHtoDAsync(address, host, row_bytes, stream)
-            else:
-                copy.WidthInBytes, copy.Height = row_bytes, num_rows
-                if self._store:
-                    copy.srcDevice, copy.srcPitch, copy.dstHost, copy.dstPitch = address, pitch, host, row_bytes
-                else:
-                    copy.srcHost, copy.srcPitch, copy.dstDevice, copy.dstPitch = host, row_bytes, address, pitch
-                (status,) = driver.cuMemcpy2DAsync(copy, stream)
-            if status != _SUCCESS:
-                self._refuse(status, f"{self._name}, piece {index + 1} of {len(copies)}", started=index > 0)
-        (status,) = driver.cuEventRecord(self._event, stream)
-        if status != _SUCCESS:
-            self._refuse(status, f"{self._name}, recording its end", started=bool(copies))
+    def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
+        return self._calls.prepare(call.copies, pool_address, batched=call.batched)
 
-    def wait(self) -> None:
-        (status,) = driver.cuEventSynchronize(self._event)
+    def issue(self, prepared: PreparedCall) -> CopyMark:
+        assert isinstance(prepared, DriverCall)
+        event = self._idle_events.pop() if self._idle_events else self._new_event()
+        status = self._calls.issue(prepared, self._number)
+        if status != SUCCESS:
+            self._idle_events.append(event)
+            self._refuse(driver.CUresult(status), f"issuing {prepared.count} copies")
+        (status,) = driver.cuEventRecord(event, self._stream)
         if status != _SUCCESS:
-            text = f"{self._name}: {describe(status)}"
-            raise DeviceLost(text) if status.name in STICKY else CopyFailed(text, outcome_known=False)
+            self._idle_events.append(event)
+            self._refuse(status, "recording the end of a call")
+        return CudaMark(self, event)
+
+    def end_of(self, event: Any, status: Any) -> None:
+        """What the driver says of an event that a call recorded: it is over, or an error."""
+        if status == _SUCCESS:
+            self._idle_events.append(event)
+            return
+        text = f"{self._name}: {describe(status)}"
+        raise DeviceLost(text) if status.name in STICKY else CopyFailed(text, outcome_known=False)
 
     def close(self) -> None:
-        driver.cuEventDestroy(self._event)
+        for event in self._idle_events:
+            driver.cuEventDestroy(event)
         driver.cuStreamDestroy(self._stream)
 
-    def _refuse(self, status: Any, doing: str, *, started: bool) -> None:
-        """Raise for a call that failed while issuing, after what was started before it is over if that is possible."""
-        text = f"{doing}: {describe(status)}"
+    def _new_event(self) -> Any:
+        # Without BLOCKING_SYNC a wait spins, which answers tens of microseconds sooner than an interrupt: the worker
+        # sleeps until just before the end, and waits for that.
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        status, event = driver.cuEventCreate(int(flags))
+        if status != _SUCCESS:
+            self._refuse(status, "creating an event")
+        return event
+
+    def _refuse(self, status: Any, doing: str) -> None:
+        """Raise for a call that failed while issuing, after what was started is over if that is possible."""
+        text = f"{self._name}, {doing}: {describe(status)}"
         if status.name in STICKY:
             raise DeviceLost(text)
-        if started:
-            # Slots and blocks may be used again only when no byte can move any more.
-            (drained,) = driver.cuStreamSynchronize(self._stream)
-            if drained.name in STICKY:
-                raise DeviceLost(f"{text}; then {describe(drained)}")
-            raise CopyFailed(text, outcome_known=drained == _SUCCESS)
-        raise CopyFailed(text, outcome_known=True)
+        # Slots and blocks may be used again only when no byte can move any more, and nobody knows which copies of a
+        # batch were started before the one that the driver refused.
+        (drained,) = driver.cuStreamSynchronize(self._stream)
+        if drained.name in STICKY:
+            raise DeviceLost(f"{text}; then {describe(drained)}")
+        raise CopyFailed(text, outcome_known=drained == _SUCCESS)
+
+
+class CudaMark:
+    """An event behind one call. Implements `kvsidecar.device.base.CopyMark`."""
+
+    __slots__ = ("_event", "_stream")
+
+    def __init__(self, stream: CudaCopyStream, event: Any) -> None:
+        self._stream = stream
+        self._event = event
+
+    def over(self) -> bool:
+        if self._event is None:
+            return True
+        (status,) = driver.cuEventQuery(self._event)
+        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        return self._ended(status)
+
+    def wait(self) -> None:
+        if self._event is not None:
+            (status,) = driver.cuEventSynchronize(self._event)
+            self._ended(status)
+
+    def _ended(self, status: Any) -> bool:
+        event, self._event = self._event, None
+        self._stream.end_of(event, status)
+        return True
+
+
+def _driver_function(name: str, version: int) -> int:
+    """Address of a driver function with the signature of this CUDA version; 0 if this driver has none."""
+    status, address, _ = driver.cuGetProcAddress(name.encode(), version, 0)
+    return int(address) if status == _SUCCESS and address is not None else 0
 
 
 def _open_context(uuid: str, handle: Any) -> Any:

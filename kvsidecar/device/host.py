@@ -17,7 +17,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.device.base import CopyPlan, CopyStream, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
+from kvsidecar.device.base import (
+    CopyCall,
+    CopyMark,
+    CopyStream,
+    Device,
+    DeviceEvent,
+    DeviceMemory,
+    MemfdSource,
+    MemorySource,
+    PreparedCall,
+)
 from kvsidecar.errors import DeviceNotFound, ImportRefused, PinFailed
 from kvsidecar.memory_limits import memlock_limit
 from kvsidecar.types import Direction
@@ -160,31 +170,51 @@ class HostDevice:
         return HostCopyStream(direction)
 
 
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    call: CopyCall
+    pool_address: int
+
+
 class HostCopyStream:
     """Copies in the calling thread, without the GIL. Implements `kvsidecar.device.base.CopyStream`."""
 
     def __init__(self, direction: Direction) -> None:
         self._store = direction is Direction.STORE
 
-    def issue(self, plan: CopyPlan, pool_address: int) -> None:
+    def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
+        return HostCall(call, pool_address)
+
+    def issue(self, prepared: PreparedCall) -> CopyMark:
         """Do all copies. A host copy has no way to fail but a signal, so this raises nothing."""
-        for address, pitch, offset, row_bytes, num_rows in plan.copies.tolist():
-            host = pool_address + offset
+        assert isinstance(prepared, HostCall)
+        for address, pitch, offset, host_pitch, row_bytes, num_rows in prepared.call.copies.tolist():
+            host = prepared.pool_address + offset
             if num_rows == 1:
                 ctypes.memmove(*((host, address) if self._store else (address, host)), row_bytes)
                 continue
             rows = _view(address, num_rows, row_bytes, pitch)
-            slot = _view(host, num_rows, row_bytes, row_bytes)
+            slot = _view(host, num_rows, row_bytes, host_pitch)
             if self._store:
                 np.copyto(slot, rows)
             else:
                 np.copyto(rows, slot)
-
-    def wait(self) -> None:
-        """Everything is over when `issue` returns."""
+        return _OVER
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class _Over:
+    """Everything is over when `HostCopyStream.issue` returns."""
+
+    def over(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+_OVER = _Over()
 
 
 class _Rows:

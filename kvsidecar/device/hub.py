@@ -20,11 +20,20 @@ class DeviceHub:
         platform: where devices come from.
         on_worker_failure: told (device UUID, direction, error) when a worker can copy no more. Called in the
             worker's thread.
+        store_chunk: bytes of stores in flight at a time while an engine is busy on their device; None for no bound.
     """
 
-    def __init__(self, platform: Platform, on_worker_failure: Callable[[str, Direction, BaseException], None]) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        on_worker_failure: Callable[[str, Direction, BaseException], None],
+        *,
+        store_chunk: int | None = None,
+    ) -> None:
         self.platform = platform
         self._on_worker_failure = on_worker_failure
+        self._store_chunk = store_chunk
+        self._busy: frozenset[str] = frozenset()
         self._pool_address: int | None = None
         self._devices: dict[str, Device] = {}
         self._workers: dict[tuple[str, Direction], CopyWorker] = {}
@@ -34,6 +43,15 @@ class DeviceHub:
     def use_pool(self, address: int) -> None:
         """The pool is pinned and lies at ``address``; workers may copy from now on."""
         self._pool_address = address
+
+    def set_busy(self, uuids: frozenset[str]) -> None:
+        """Devices on which an engine computes: its own small copies, such as those of sampled tokens, must pass the
+        stores there. Elsewhere stores may use the whole link."""
+        self._busy = uuids
+
+    def _chunk(self, uuid: str, direction: Direction) -> int | None:
+        """Called from the workers' threads. Copies to the device do not delay those from it (measured)."""
+        return self._store_chunk if direction is Direction.STORE and uuid in self._busy else None
 
     async def device(self, uuid: str) -> Device:
         """The device, made usable at the first call.
@@ -89,6 +107,7 @@ class DeviceHub:
             device,
             direction,
             pool_address=self._pool_address,
+            chunk=lambda: self._chunk(device.uuid, direction),
             on_failure=lambda error: self._on_worker_failure(device.uuid, direction, error),
         )
 

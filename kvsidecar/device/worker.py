@@ -1,4 +1,5 @@
-"""CopyWorker: one thread for one direction of one device. It issues a plan, waits for it, reports, takes the next."""
+"""CopyWorker: one thread for one direction of one device. It keeps the link busy: the next calls are issued while
+earlier ones run, those of the next plan too."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvsidecar import failpoints
-from kvsidecar.device.base import CopyPlan, CopyStream, Device, DeviceEvent
+from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, Device, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.types import Direction
 
 _PR_SET_NAME: Final = 15
+_PR_SET_TIMERSLACK: Final = 29
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -27,13 +29,22 @@ class CopyResult:
 
     nbytes: int
     copy_seconds: float
-    """From the first issue to the end of the last byte."""
+    """From the first issue, or the end of the copy before it, to the end of the last byte."""
     queue_seconds: float
-    """Waited behind other copies."""
+    """Until then."""
 
 
-POLL_SECONDS = 50e-6
-"""How often a copy's event is asked while nothing else can run. A copy of one block takes about as long."""
+POLL_SECONDS: Final = 50e-6
+"""How often the event before a copy is asked while nothing else can run. A copy of one block takes about as long."""
+AHEAD_BYTES: Final = 64 << 20
+"""Issued and not over: more than a millisecond of copying, so that the link does not wait for this thread; not much
+more, because what is issued cannot be cancelled or overtaken."""
+SPIN_SECONDS: Final = 100e-6
+"""A call that is over sooner than this is waited for with a spinning core, a later one asleep until then."""
+FIRST_RATE: Final = 10e9
+"""Bytes per second, before anything was measured: low, since a wait that ends early costs little."""
+RATE_SAMPLE_BYTES: Final = 1 << 20
+"""Smaller calls say nothing about the rate."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +54,22 @@ class _Copy:
     on_start: Callable[[], None] | None
     future: Future[CopyResult] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One call in flight; without a mark, the end of its copy."""
+
+    copy: _Copy
+    mark: CopyMark | None
+    nbytes: int
+    issued: float
 
 
 class CopyWorker:
-    """Copies in the order of submission, one plan at a time. Every future it gives out is resolved, whatever happens.
+    """Copies in the order of submission. Every future it gives out is resolved, whatever happens.
 
     A future ends with its `CopyResult`, or with what the copy ended with: `CopyFailed` (the worker goes on) or
     `DeviceLost` (it does not). An exception that nobody expected ends the worker too: the running copy then fails with
@@ -57,6 +80,8 @@ class CopyWorker:
         device: copies go to and from its memory.
         direction: store or load.
         pool_address: what the plans' host offsets count from.
+        chunk: asked from this thread; the most bytes that may be in flight at a time while an engine's own copies in
+            this direction must pass, None while the whole link may be used.
         on_failure: told once why this worker can copy no more, in its thread, after all futures are resolved.
 
     Raises:
@@ -69,17 +94,33 @@ class CopyWorker:
         direction: Direction,
         pool_address: int,
         *,
+        chunk: Callable[[], int | None] = lambda: None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._device = device
         self._direction = direction
         self._pool_address = pool_address
+        self._chunk = chunk
         self._on_failure = on_failure
+        # Only the worker's thread uses these.
+        self._calls: deque[CopyCall] = deque()
+        """Of `_issuing`, planned and not issued."""
+        self._issuing: _Copy | None = None
+        self._ready: tuple[int, PreparedCall] | None = None
+        """The next call of `_issuing`: its bytes, and what the stream made of it."""
+        self._flights: deque[_Flight] = deque()
+        self._ahead = 0
+        """Bytes of the calls in flight."""
+        self._last_end = 0.0
+        self._previous_end = 0.0
+        """Of the copy before."""
+        self._rate = FIRST_RATE
+
         self._changed = threading.Condition()
         # All below are guarded by _changed.
         self._queue: deque[_Copy] = deque()
-        self._current: _Copy | None = None
-        self._started = 0.0
+        self._running: deque[_Copy] = deque()
+        """Started and not resolved."""
         self._closing = False
         self._failure: BaseException | None = None
 
@@ -102,8 +143,8 @@ class CopyWorker:
 
     @property
     def running(self) -> bool:
-        """Whether a copy is in flight."""
-        return self._current is not None
+        """Whether a copy has been started and is not over."""
+        return bool(self._running)
 
     @property
     def queued(self) -> int:
@@ -111,9 +152,12 @@ class CopyWorker:
         return len(self._queue)
 
     def oldest_inflight_seconds(self) -> float:
-        """How long the copy in flight has been in flight; 0 if there is none. A stuck driver shows here."""
+        """Since when the oldest copy that is not over has been running; 0 if there is none. A stuck driver shows
+        here."""
         with self._changed:
-            return 0.0 if self._current is None else time.monotonic() - self._started
+            if not self._running:
+                return 0.0
+            return time.monotonic() - max(self._running[0].started, self._last_end)
 
     def submit(
         self,
@@ -154,7 +198,7 @@ class CopyWorker:
     def close(self, timeout: float) -> bool:
         """Finish what is queued, close the stream and end the thread. May be called more than once.
 
-        What is not finished after ``timeout`` seconds fails: the copy in flight with ``outcome_known=False``, the
+        What is not finished after ``timeout`` seconds fails: what was started with ``outcome_known=False``, the
         queued ones, which then never start, with True.
 
         Returns:
@@ -168,10 +212,10 @@ class CopyWorker:
             return True
         with self._changed:
             queue, self._queue = self._queue, deque()
-            current = self._current
+            running = tuple(self._running)
         text = f"the {self._direction} worker was closed and did not finish in {timeout:g} s"
-        if current is not None:
-            _fail(current, CopyFailed(text, outcome_known=False))
+        for copy in running:
+            _fail(copy, CopyFailed(text, outcome_known=False))
         for copy in queue:
             _fail(copy, CopyFailed(text, outcome_known=True))
         return False
@@ -180,6 +224,7 @@ class CopyWorker:
 
     def _run(self, opened: Future[None], name: str) -> None:
         _prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)  # what top and gdb show; Python sets its own name only
+        _prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # ns; the default of 50 µs is as long as a copy of one block
         try:
             stream = self._device.open_stream(self._direction)
         except BaseException as error:  # noqa: BLE001 - the constructor raises it
@@ -194,38 +239,132 @@ class CopyWorker:
 
     def _serve(self, stream: CopyStream) -> None:
         """Copy until closed and empty. Raises what the worker does not survive."""
-        while (copy := self._next()) is not None:
-            try:
-                try:
-                    failpoints.hit("copy.device_lost")
-                except failpoints.FailpointError as error:
-                    raise DeviceLost(str(error)) from error
-                stream.issue(copy.plan, self._pool_address)
-                failpoints.hit("store.in_flight" if self._direction is Direction.STORE else "load.in_flight")
-                stream.wait()
-            except CopyFailed as error:
-                self._end()
-                _fail(copy, error)
-                continue
-            now = time.monotonic()
-            result = CopyResult(copy.plan.nbytes, now - self._started, self._started - copy.submitted)
-            self._end()
-            # The future may be resolved already: `close` gave up on it.
-            with suppress(InvalidStateError):
-                copy.future.set_result(result)
+        while True:
+            self._retire()
+            chunk = self._chunk()
+            # Filled before it may be issued, so that nothing is planned while the link is idle.
+            filled = self._fill(stream, chunk)
+            if filled and (self._ahead < AHEAD_BYTES if chunk is None else not self._ahead):
+                self._issue(stream)
+            elif self._flights:
+                self._wait(spin=chunk is not None)
+            elif not filled:
+                return
 
-    def _next(self) -> _Copy | None:
-        """The next copy, marked as in flight; None when there will be none."""
+    def _fill(self, stream: CopyStream, chunk: int | None) -> bool:
+        """Have the next call ready to be issued, of this copy or the next one. False: there is none while others are
+        in flight, or there will be none any more."""
+        while self._ready is None:
+            if not self._calls:
+                if self._issuing is None:
+                    self._issuing = self._next(wait=not self._flights)
+                    if self._issuing is None:
+                        return False
+                self._calls.extend(self._issuing.plan.take(chunk))
+                if not self._calls:
+                    failpoints.hit("store.in_flight" if self._direction is Direction.STORE else "load.in_flight")
+                    self._flights.append(_Flight(self._issuing, None, 0, 0.0))
+                    self._issuing = None
+                    self._retire()
+                    continue
+            call = self._calls.popleft()
+            self._ready = call.nbytes, stream.prepare(call, self._pool_address)
+        return True
+
+    def _issue(self, stream: CopyStream) -> None:
+        assert self._ready is not None
+        assert self._issuing is not None
+        nbytes, prepared = self._ready
+        self._ready = None
+        copy = self._issuing
+        try:
+            mark = stream.issue(prepared)
+        except CopyFailed as error:
+            # The rest of this copy is not issued. Nothing of it moves any more, or nobody knows and its slots are
+            # never used again; either way its calls in flight are only waited for, so as not to disturb the others.
+            self._calls.clear()
+            self._issuing = None
+            copy.failed = True
+            self._end(copy)
+            _fail(copy, error)
+            return
+        self._flights.append(_Flight(copy, mark, nbytes, time.monotonic()))
+        self._ahead += nbytes
+
+    def _retire(self) -> None:
+        """Report what is over."""
+        while self._flights:
+            flight = self._flights[0]
+            if flight.mark is not None:
+                try:
+                    if not flight.mark.over():
+                        return
+                except CopyFailed as error:
+                    self._fail_flights(error)
+                    return
+            self._flights.popleft()
+            now = time.monotonic()
+            if flight.mark is not None:
+                self._ahead -= flight.nbytes
+                if flight.nbytes >= RATE_SAMPLE_BYTES:
+                    seconds = max(1e-6, now - max(self._last_end, flight.issued))
+                    self._rate += 0.2 * (flight.nbytes / seconds - self._rate)
+                self._last_end = now
+            elif not flight.copy.failed:
+                self._report(flight.copy, now)
+
+    def _report(self, copy: _Copy, now: float) -> None:
+        began = max(copy.started, self._previous_end)
+        self._previous_end = now
+        self._end(copy)
+        # The future may be resolved already: `close` gave up on it.
+        with suppress(InvalidStateError):
+            copy.future.set_result(CopyResult(copy.plan.nbytes, now - began, began - copy.submitted))
+
+    def _wait(self, *, spin: bool) -> None:
+        """Wait for the oldest call in flight, or until a copy is submitted."""
+        flight = self._flights[0]
+        assert flight.mark is not None
+        sleep = max(self._last_end, flight.issued) + flight.nbytes / self._rate - time.monotonic() - SPIN_SECONDS
+        if spin or sleep <= 0:
+            try:
+                flight.mark.wait()
+            except CopyFailed as error:
+                self._fail_flights(error)
+            return
         with self._changed:
-            while True:
-                if (copy := self._take_startable()) is not None:
-                    self._current = copy
-                    self._started = time.monotonic()
-                    break
-                if self._closing and not self._queue:
+            # What is queued although there is room waits for its event.
+            gated = self._queue and self._ahead < AHEAD_BYTES
+            self._changed.wait(min(sleep, POLL_SECONDS) if gated else sleep)
+
+    def _fail_flights(self, error: CopyFailed) -> None:
+        """An asynchronous error belongs to nobody: all that is in flight fails with it."""
+        copies = dict.fromkeys(flight.copy for flight in self._flights)
+        self._flights.clear()
+        self._ahead = 0
+        if self._issuing is not None:
+            copies[self._issuing] = None
+            self._calls.clear()
+            self._issuing = self._ready = None
+        for copy in copies:
+            if not copy.failed:
+                self._end(copy)
+                _fail(copy, CopyFailed(str(error), outcome_known=error.outcome_known))
+
+    def _next(self, *, wait: bool) -> _Copy | None:
+        """The next copy, marked as running. None: there is none, or with ``wait``, there will be none."""
+        with self._changed:
+            while (copy := self._take_startable()) is None:
+                if not wait or (self._closing and not self._queue):
                     return None
                 # Those in the queue wait for their events, which nobody tells us about.
                 self._changed.wait(POLL_SECONDS if self._queue else None)
+            copy.started = time.monotonic()
+            self._running.append(copy)
+        try:
+            failpoints.hit("copy.device_lost")
+        except failpoints.FailpointError as error:
+            raise DeviceLost(str(error)) from error
         if copy.on_start is not None:
             copy.on_start()
         return copy
@@ -246,19 +385,21 @@ class CopyWorker:
                 return copy
         return None
 
-    def _end(self) -> None:
-        """Nothing is in flight. Before the future is resolved: who hears of the end sees ``running`` False."""
+    def _end(self, copy: _Copy) -> None:
+        """Before its future is resolved: who hears of the end sees ``running`` False."""
         with self._changed:
-            self._current = None
+            self._running.remove(copy)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:
             self._failure = error
-            current, self._current = self._current, None
+            running, self._running = self._running, deque()
             queue, self._queue = self._queue, deque()
-        if current is not None:
-            lost = isinstance(error, DeviceLost)
-            _fail(current, error if lost else CopyFailed(self._ended_by(error), outcome_known=False), error)
+        lost = isinstance(error, DeviceLost)
+        for copy in running:
+            _fail(
+                copy, DeviceLost(str(error)) if lost else CopyFailed(self._ended_by(error), outcome_known=False), error
+            )
         for copy in queue:
             _fail(copy, self._refusal(error), error)
         if self._on_failure is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvsidecar.device.base import PITCHED_COPY, CopyPlan, Platform
+from kvsidecar.device.base import COPY, CopyList, Platform
 
 GUARD = 0xA5
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -17,10 +17,10 @@ only_cuda = pytest.mark.parametrize("platform", [cuda], indirect=True)
 """For what the host has nothing like."""
 
 
-def plan_of(*copies: tuple[int, int, int, int, int]) -> CopyPlan:
-    """(device address, pitch, host offset, row bytes, rows) each."""
-    array = np.array(list(copies), dtype=PITCHED_COPY)
-    return CopyPlan(array, int((array["row_bytes"] * array["num_rows"]).sum()))
+def plan_of(*copies: tuple[int, int, int, int, int]) -> CopyList:
+    """(device address, pitch, host offset, row bytes, rows) each; without a gap in the pool."""
+    array = np.array([(address, pitch, host, width, width, rows) for address, pitch, host, width, rows in copies], COPY)
+    return CopyList(array, int((array["row_bytes"] * array["num_rows"]).sum()))
 
 
 class Pool:

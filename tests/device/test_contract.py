@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 import kvsidecar
+from kvsidecar import copy_plan
+from kvsidecar.copy_plan import BlockCopies, bind
 from kvsidecar.device.base import CopyPlan, CudaIpcSource, Device, DeviceMemory, MemfdSource, Platform
 from kvsidecar.device.worker import CopyWorker
 from kvsidecar.errors import CopyFailed, DeviceNotFound, ImportRefused
-from kvsidecar.layout import bind, check_regions, plan_copies
+from kvsidecar.layout import check_regions
 from kvsidecar.types import Direction, GroupLayout, Region
 from tests.device.device_support import GUARD, Pool, only_cuda, plan_of
 from tests.device.exporter import Exporter, pattern
@@ -53,8 +55,8 @@ def is_mapped(memory: DeviceMemory, kind: str) -> bool:
         return False
 
 
-def copy(device: Device, direction: Direction, pool: Pool, plan: CopyPlan) -> None:
-    worker = CopyWorker(device, direction, pool.address)
+def copy(device: Device, direction: Direction, pool: Pool, plan: CopyPlan, chunk: int | None = None) -> None:
+    worker = CopyWorker(device, direction, pool.address, chunk=lambda: chunk)
     result = worker.submit(plan).result(TIMEOUT)
     assert result.nbytes == plan.nbytes
     assert worker.close(TIMEOUT)
@@ -212,11 +214,25 @@ def expected(shape: Shape, block: int, contents: list[npt.NDArray[np.uint8]]) ->
     return np.concatenate(rows)
 
 
+SMALL: dict[str, Any] = {"LEAD_BYTES": 1, "SLICE_BYTES": 400 << 10, "CALL_BYTES": 100 << 10}
+METHODS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "default": ({}, None),
+    "pieces": (SMALL | {"PIECE_ISSUE_US": 0.0, "PITCHED_US": 1e9}, None),
+    "pitched": (SMALL | {"PITCHED_US": -1e9}, None),
+    "paced": (SMALL, 10_000),
+}
+"""What makes the plan choose each kind of copy although the blocks are few, and the chunk."""
+
+
 @pytest.mark.parametrize("shape", _shapes(), ids=lambda shape: shape.name)
 @pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("method", METHODS)
 def test_store_and_load_move_the_blocks_and_nothing_else(
-    device: Device, kind: str, pool: Pool, shape: Shape, seed: int
+    device: Device, kind: str, pool: Pool, shape: Shape, seed: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    constants, chunk = METHODS[method]
+    for name, value in constants.items():
+        monkeypatch.setattr(copy_plan, name, value)
     rng = np.random.default_rng(seed)
     layout = GroupLayout(group=0, num_blocks=shape.num_blocks, shard=0, num_shards=1, regions=shape.regions)
     # Slots apart, so that guard bytes lie between them; for the second seed side by side, so that copies merge.
@@ -233,7 +249,7 @@ def test_store_and_load_move_the_blocks_and_nothing_else(
         bound = bind(layout, [memory.address for memory in memories])
         before = [pattern(seed + i, nbytes) for i, nbytes in enumerate(shape.allocations)]
 
-        copy(device, Direction.STORE, pool, plan_copies(bound, ids, slots))
+        copy(device, Direction.STORE, pool, BlockCopies([(bound, ids, slots)], boundary=1 << 20), chunk)
         want = np.full(pool.nbytes, GUARD, np.uint8)
         for block, at in zip(ids, slots, strict=True):
             want[at : at + layout.shard_bytes] = expected(shape, int(block), before)
@@ -245,7 +261,7 @@ def test_store_and_load_move_the_blocks_and_nothing_else(
         pool.bytes[:] = pattern(seed + 100, pool.nbytes)
         kept = pool.bytes.copy()
         ids = rng.permutation(shape.num_blocks)[:count].astype(np.int64)
-        copy(device, Direction.LOAD, pool, plan_copies(bound, ids, slots))
+        copy(device, Direction.LOAD, pool, BlockCopies([(bound, ids, slots)], boundary=1 << 20), chunk)
         after = [content.copy() for content in before]
         for block, at in zip(ids, slots, strict=True):
             _scatter(shape, int(block), after, pool.bytes[at : at + layout.shard_bytes])
@@ -308,8 +324,9 @@ def test_memory_of_a_killed_engine_is_usable_until_released_and_free_after(
 def test_a_refused_piece_fails_its_job_and_not_the_device(device: Device, pool: Pool) -> None:
     memory = device.allocate(2 * MIB)
     worker = CopyWorker(device, Direction.STORE, pool.address)
-    good, bad = (memory.address, 0, 0, 4096, 1), (4096, 0, 4096, 4096, 1)
-    for plan in (plan_of(bad), plan_of(good, bad), plan_of(good, (4096, 8192, 0, 4096, 2))):
+    # Beyond its allocation. (An address that is none at all would be taken for one of the host's.)
+    good, bad = (memory.address, 0, 0, 4096, 1), (memory.address, 0, 4096, 4 * MIB, 1)
+    for plan in (plan_of(bad), plan_of(good, bad), plan_of(good, (memory.address, 2 * MIB, 0, 4096, 2))):
         with pytest.raises(CopyFailed, match="CUDA_ERROR_INVALID_VALUE") as failure:
             worker.submit(plan).result(TIMEOUT)
         assert failure.value.outcome_known
@@ -321,7 +338,7 @@ def test_a_refused_piece_fails_its_job_and_not_the_device(device: Device, pool: 
 
 @only_cuda
 def test_rows_farther_apart_than_the_driver_takes(device: Device, pool: Pool) -> None:
-    """Layers of a large KV cache lie more than 2 GiB apart, which is beyond the largest pitch."""
+    """Layers of a large KV cache lie more than 2 GiB apart, beyond the largest pitch of a single 2D copy."""
     pitch = (1 << 31) + 4096
     memory = device.allocate(2 * pitch + MIB)
     pool.bytes[: 3 * MIB] = pattern(9, 3 * MIB)

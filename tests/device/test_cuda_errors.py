@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from cuda.bindings import driver
 
 from kvsidecar.device import cuda
-from kvsidecar.device.base import PITCHED_COPY, CudaIpcSource
+from kvsidecar.device.base import CopyCall, CopyMark, CudaIpcSource
 from kvsidecar.device.cuda import CudaPlatform, check, initialize
-from kvsidecar.device.pitch import split_wide
+from kvsidecar.device.driver_calls import ATTRIBUTES, COPY_2D, OPERATION, SIGNATURES
 from kvsidecar.errors import (
     CopyFailed,
     DeviceError,
@@ -64,7 +67,7 @@ class Driver:
             "cuMemGetAddressRange": (OK, 4096, 1 << 20),
             "cuPointerGetAttribute": (OK, 0),
             "cuMemGetInfo": (OK, 1, 2),
-            "cuStreamCreate": (OK, object()),
+            "cuStreamCreate": (OK, 77),
             "cuEventCreate": (OK, object()),
         }
         self.attributes = {"CU_DEVICE_ATTRIBUTE_COMPUTE_MODE": 0, "CU_DEVICE_ATTRIBUTE_MAX_PITCH": 2**31 - 1}
@@ -80,6 +83,8 @@ class Driver:
         def answer(*arguments: Any) -> Any:
             self.calls.append(name)
             script = self.answers.get(name, (OK,))
+            if callable(script):
+                return script(*arguments)
             return script.pop(0) if isinstance(script, list) else script
 
         return answer
@@ -223,74 +228,206 @@ def test_an_import_that_fails_after_opening_closes_again(
 GOOD, ROWS = (4096, 0, 0, 64, 1), (4096, 128, 0, 64, 2)
 
 
+class Functions:
+    """The driver's copy calls as C functions that answer with scripted statuses and note what they were asked."""
+
+    def __init__(self, scripted: Driver, *names: str) -> None:
+        self.statuses: dict[str, list[Any]] = {name: [] for name in names}
+        self.calls: list[str] = []
+        self.batches: list[npt.NDArray[np.void]] = []
+        self._keep: list[Any] = []
+        self._addresses = {name: self._function(name) for name in names}
+        scripted.answers["cuGetProcAddress"] = self._find
+
+    def _find(self, name: bytes, version: int, flags: int) -> tuple[Any, int, Any]:
+        return OK, self._addresses.get(name.decode(), 0), None
+
+    def _function(self, name: str) -> int:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if name == "cuMemcpy3DBatchAsync":
+                nbytes = arguments[0] * OPERATION.itemsize
+                self.batches.append(np.frombuffer(ctypes.string_at(arguments[1], nbytes), OPERATION))
+            statuses = self.statuses[name]
+            return int(statuses.pop(0)) if statuses else 0
+
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *SIGNATURES[name])(call)
+        self._keep.append(function)
+        return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+PLAIN = {Direction.STORE: "cuMemcpyDtoHAsync", Direction.LOAD: "cuMemcpyHtoDAsync"}
+
+
+def call_of(*copies: tuple[int, int, int, int, int], batched: bool = False) -> CopyCall:
+    (call,) = plan_of(*copies).take(None)
+    return replace(call, batched=batched)
+
+
 @pytest.mark.parametrize(
-    ("statuses", "drained", "kind", "known", "synchronized"),
+    ("statuses", "drained", "kind", "known"),
     [
-        ([INVALID], OK, CopyFailed, True, False),  # nothing was started
-        ([OK, INVALID], OK, CopyFailed, True, True),  # what was started is over
-        ([OK, INVALID], INVALID, CopyFailed, False, True),
-        ([OK, INVALID], LOST, DeviceLost, None, True),
-        ([LOST], OK, DeviceLost, None, False),
-        ([OK, LOST], OK, DeviceLost, None, False),
+        ([INVALID], OK, CopyFailed, True),  # what was started, if anything, is over
+        ([INVALID], INVALID, CopyFailed, False),
+        ([INVALID], LOST, DeviceLost, None),
+        ([LOST], OK, DeviceLost, None),
     ],
 )
-@pytest.mark.parametrize("piece", [GOOD, ROWS])
+@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_what_a_failed_issue_says_of_its_outcome(
     scripted: Driver,
     direction: Direction,
-    piece: tuple[int, int, int, int, int],
+    batched: bool,
     statuses: list[Any],
     drained: Any,
     kind: type[DeviceError],
     known: bool | None,
-    synchronized: bool,
 ) -> None:
+    functions = Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(direction)
-    plain = "cuMemcpyDtoHAsync" if direction is Direction.STORE else "cuMemcpyHtoDAsync"
-    name = plain if piece is GOOD else "cuMemcpy2DAsync"
-    scripted.answers[name] = [(status,) for status in statuses]
+    functions.statuses["cuMemcpyBatchAsync" if batched else "cuMemcpy3DBatchAsync"] = list(statuses)
     scripted.answers["cuStreamSynchronize"] = (drained,)
-    with pytest.raises(kind, match="piece") as failure:
-        stream.issue(plan_of(piece, piece, piece), 0)
+    with pytest.raises(kind, match="issuing 3 copies") as failure:
+        stream.issue(stream.prepare(call_of(GOOD, GOOD, GOOD, batched=batched), 0))
     assert getattr(failure.value, "outcome_known", None) is known
-    assert ("cuStreamSynchronize" in scripted.calls) is synchronized
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("lacking", ["the driver", "the system"])
+def test_without_the_batched_calls_each_copy_is_its_own(scripted: Driver, direction: Direction, lacking: str) -> None:
+    names = [name for name in SIGNATURES if lacking == "the system" or "Batch" not in name]
+    functions = Functions(scripted, *names)
+    for name in names:
+        if "Batch" in name:
+            functions.statuses[name] = [driver.CUresult.CUDA_ERROR_NOT_SUPPORTED]
+    stream = CudaPlatform().device(FIRST).open_stream(direction)
+    wide = (4096, 2**31, 0, 512, 3)  # over the maximum pitch: a copy a row
+    for _ in range(2):
+        functions.calls.clear()
+        stream.issue(stream.prepare(call_of(GOOD, GOOD, batched=True), 0))
+        stream.issue(stream.prepare(call_of(GOOD, ROWS, wide), 0))
+    assert functions.calls == [PLAIN[direction]] * 3 + ["cuMemcpy2DAsync"] + [PLAIN[direction]] * 3  # asked once
+    functions.statuses["cuMemcpy2DAsync"] = [INVALID]
+    with pytest.raises(CopyFailed):
+        stream.issue(stream.prepare(call_of(ROWS, GOOD), 0))
+
+
+def test_stores_read_in_stream_order_and_loads_when_they_like(scripted: Driver) -> None:
+    functions = Functions(scripted, *SIGNATURES)
+    device = CudaPlatform().device(FIRST)
+    orders = driver.CUmemcpySrcAccessOrder
+    for direction, order in (
+        (Direction.STORE, orders.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM),
+        (Direction.LOAD, orders.CU_MEMCPY_SRC_ACCESS_ORDER_ANY),
+    ):
+        stream = device.open_stream(direction)
+        stream.issue(stream.prepare(call_of(*[ROWS] * 100), 1 << 30))
+        batch = functions.batches.pop()
+        assert len(batch) == 100
+        assert (batch["srcAccessOrder"] == int(order)).all()
+        there, here = ("src", "dst") if direction is Direction.STORE else ("dst", "src")
+        address, pitch, offset, row_bytes, num_rows = ROWS
+        assert (batch[there]["ptr"] == address).all()
+        assert (batch[there]["rowLength"] == pitch).all()
+        assert (batch[here]["ptr"] == (1 << 30) + offset).all()
+        assert (batch[here]["rowLength"] == row_bytes).all()
+        assert (batch["width"] == row_bytes).all()
+        assert (batch["height"] == num_rows).all()
+        assert (batch["depth"] == 1).all()
+
+
+def test_the_arrays_have_the_layout_of_the_drivers_structures() -> None:
+    """The bindings know the driver's headers: each field, written through them, must be found in our record."""
+
+    def bytes_of(structure: Any, dtype: np.dtype[np.void]) -> Any:
+        return np.frombuffer(ctypes.string_at(structure.getPtr(), dtype.itemsize), dtype)[0]
+
+    operation = driver.CUDA_MEMCPY3D_BATCH_OP()
+    operand = driver.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+    locations = driver.CUmemLocationType
+    for number, side in enumerate((operation.src, operation.dst)):
+        side.type = operand
+        side.op.ptr.ptr = 1000 + number
+        side.op.ptr.rowLength = 2000 + number
+        side.op.ptr.layerHeight = 3000 + number
+        side.op.ptr.locHint.type = locations.CU_MEM_LOCATION_TYPE_DEVICE
+        side.op.ptr.locHint.id = 7 + number
+    operation.extent.width, operation.extent.height, operation.extent.depth = 11, 12, 13
+    operation.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY
+    operation.flags = 1
+    found = bytes_of(operation, OPERATION)
+    for number, side_name in enumerate(("src", "dst")):
+        side = found[side_name]
+        assert (side["type"], side["ptr"], side["rowLength"], side["layerHeight"]) == (
+            1, 1000 + number, 2000 + number, 3000 + number
+        )  # fmt: skip
+        assert side["locHint"].tolist() == (1, 7 + number)
+    assert [found[name] for name in ("width", "height", "depth", "srcAccessOrder", "flags")] == [11, 12, 13, 3, 1]
+
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    attributes.srcLocHint.type, attributes.srcLocHint.id = locations.CU_MEM_LOCATION_TYPE_DEVICE, 5
+    attributes.dstLocHint.type, attributes.dstLocHint.id = locations.CU_MEM_LOCATION_TYPE_HOST, 0
+    attributes.flags = 1
+    assert bytes_of(attributes, ATTRIBUTES).tolist() == (1, (1, 5), (2, 0), 1)
+
+    copy = driver.CUDA_MEMCPY2D()
+    kinds = driver.CUmemorytype
+    copy.srcMemoryType, copy.dstMemoryType = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
+    copy.srcDevice, copy.srcPitch, copy.dstHost, copy.dstPitch = 21, 22, 23, 24
+    copy.WidthInBytes, copy.Height = 25, 26
+    record = bytes_of(copy, COPY_2D)
+    assert (record["src"]["MemoryType"], record["src"]["Device"], record["src"]["Pitch"]) == (2, 21, 22)
+    assert (record["dst"]["MemoryType"], record["dst"]["Host"], record["dst"]["Pitch"]) == (1, 23, 24)
+    assert (record["WidthInBytes"], record["Height"]) == (25, 26)
+
+
+def test_a_driver_without_the_plain_calls_is_refused(scripted: Driver) -> None:
+    Functions(scripted, "cuMemcpyBatchAsync")
+    with pytest.raises(DriverUnusable, match="cuMemcpyDtoHAsync"):
+        CudaPlatform().device(FIRST).open_stream(Direction.STORE)
 
 
 def test_a_failed_event_or_wait(scripted: Driver) -> None:
+    Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
     scripted.answers["cuEventRecord"] = (INVALID,)
     with pytest.raises(CopyFailed) as failure:
-        stream.issue(plan_of(GOOD), 0)
+        stream.issue(stream.prepare(call_of(GOOD), 0))
     assert failure.value.outcome_known
-    scripted.answers["cuEventSynchronize"] = (INVALID,)
-    with pytest.raises(CopyFailed) as failure:
-        stream.wait()
-    assert not failure.value.outcome_known
-    scripted.answers["cuEventSynchronize"] = (LOST,)
-    with pytest.raises(DeviceLost):
-        stream.wait()
+    scripted.answers["cuEventRecord"] = (OK,)
+    scripted.answers["cuEventSynchronize"] = scripted.answers["cuEventQuery"] = (INVALID,)
+    for ask in (CopyMark.wait, CopyMark.over):
+        mark = stream.issue(stream.prepare(call_of(GOOD), 0))
+        with pytest.raises(CopyFailed) as failure:
+            getattr(mark, ask.__name__)()
+        assert not failure.value.outcome_known
+    scripted.answers["cuEventSynchronize"] = scripted.answers["cuEventQuery"] = (LOST,)
+    for ask in (CopyMark.wait, CopyMark.over):
+        mark = stream.issue(stream.prepare(call_of(GOOD), 0))
+        with pytest.raises(DeviceLost):
+            getattr(mark, ask.__name__)()
 
 
-def test_a_stream_without_an_event_is_given_back(scripted: Driver) -> None:
-    device = CudaPlatform().device(FIRST)
+def test_marks_are_asked_and_their_events_used_again(scripted: Driver) -> None:
+    Functions(scripted, *SIGNATURES)
+    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    for _ in range(3):
+        mark = stream.issue(stream.prepare(call_of(GOOD), 0))
+        scripted.answers["cuEventQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
+        assert not mark.over()
+        scripted.answers["cuEventQuery"] = (OK,)
+        assert mark.over()
+        mark.wait()  # over already: the driver is not asked about an event that serves another call by now
+    assert scripted.calls.count("cuEventCreate") == 1
+    assert "cuEventSynchronize" not in scripted.calls
+
+
+def test_without_an_event_nothing_is_issued(scripted: Driver) -> None:
+    functions = Functions(scripted, *SIGNATURES)
+    stream = CudaPlatform().device(FIRST).open_stream(Direction.LOAD)
     scripted.answers["cuEventCreate"] = (INVALID, None)
-    with pytest.raises(DeviceError):
-        device.open_stream(Direction.LOAD)
-    assert "cuStreamDestroy" in scripted.calls
-
-
-def test_wide_pitches_become_rows() -> None:
-    copies = plan_of((10, 100, 0, 4, 3), (5000, 4, 12, 4, 1), (7000, 101, 16, 4, 2), (0, 999, 24, 8, 1)).copies
-    assert split_wide(copies, 101) is copies
-    assert split_wide(copies, 100).tolist() == [
-        (10, 100, 0, 4, 3),
-        (5000, 4, 12, 4, 1),
-        (7000, 101, 16, 4, 1),
-        (7101, 101, 20, 4, 1),
-        (0, 999, 24, 8, 1),
-    ]
-    assert split_wide(copies, 1)["device_address"].tolist() == [10, 110, 210, 5000, 7000, 7101, 0]
-    assert split_wide(copies, 1)["host_offset"].tolist() == [0, 4, 8, 12, 16, 20, 24]
-    assert copies["num_rows"].tolist() == [3, 1, 2, 1]
-    assert len(split_wide(np.zeros(0, dtype=PITCHED_COPY), 100)) == 0
+    with pytest.raises(CopyFailed):
+        stream.issue(stream.prepare(call_of(GOOD), 0))
+    assert functions.calls == []

@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvsidecar.device.base import PITCHED_COPY, CopyPlan, CopyStream
+from kvsidecar.device.base import COPY, CopyCall, CopyList, CopyMark, CopyStream, PreparedCall
 from kvsidecar.device.host import HostDevice
-from kvsidecar.device.worker import CopyResult, CopyWorker
+from kvsidecar.device.worker import AHEAD_BYTES, CopyResult, CopyWorker
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.types import Direction
 
 TIMEOUT = 30.0
 POOL = 1 << 20
+CHUNK = 4096
 
 
-def plan(nbytes: int) -> CopyPlan:
-    return CopyPlan(np.zeros(0, dtype=PITCHED_COPY), nbytes)
+def plan(nbytes: int) -> CopyList:
+    return CopyList(np.zeros(1, COPY), nbytes)
+
+
+class Calls:
+    """A plan of several calls, each in a slice of its own, known by their ``nbytes``."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.nbytes = sum(sizes)
+        self.chunks: list[int | None] = []
+        self._left = list(sizes)
+
+    def take(self, chunk: int | None) -> list[CopyCall]:
+        self.chunks.append(chunk)
+        return [CopyCall(np.zeros(1, COPY), False, self._left.pop(0))] if self._left else []
+
+
+class Door(CopyList):
+    """An empty plan that holds the worker until it is opened, so that what is submitted meanwhile is found queued."""
+
+    def __init__(self) -> None:
+        super().__init__(np.zeros(0, COPY), 0)
+        self.open = threading.Event()
+
+    def take(self, chunk: int | None) -> Sequence[CopyCall]:
+        assert self.open.wait(TIMEOUT)
+        return super().take(chunk)
 
 
 class Script(HostDevice):
@@ -53,29 +79,50 @@ class Script(HostDevice):
 class ScriptedStream:
     def __init__(self, script: Script) -> None:
         self._script = script
-        self._issued = 0
 
-    def issue(self, plan: CopyPlan, pool_address: int) -> None:
+    def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         assert pool_address == POOL
-        self._script.threads.add(threading.get_ident())
-        self._script.calls.append(f"issue {plan.nbytes}")
-        self._issued = plan.nbytes
-        if plan.nbytes in self._script.issue_errors:
-            raise self._script.issue_errors[plan.nbytes]
+        return call
 
-    def wait(self) -> None:
-        if self._issued in self._script.gates:
-            self._script.waiting[self._issued].set()
-            assert self._script.gates[self._issued].wait(TIMEOUT)
-        self._script.calls.append(f"wait {self._issued}")
-        if self._issued in self._script.wait_errors:
-            raise self._script.wait_errors[self._issued]
+    def issue(self, prepared: PreparedCall) -> CopyMark:
+        call = prepared
+        assert isinstance(call, CopyCall)
+        self._script.threads.add(threading.get_ident())
+        self._script.calls.append(f"issue {call.nbytes}")
+        if call.nbytes in self._script.issue_errors:
+            raise self._script.issue_errors[call.nbytes]
+        return ScriptedMark(self._script, call.nbytes)
 
     def close(self) -> None:
         self._script.threads.add(threading.get_ident())
         self._script.calls.append("close")
         if self._script.close_error is not None:
             raise self._script.close_error
+
+
+class ScriptedMark:
+    def __init__(self, script: Script, nbytes: int) -> None:
+        self._script = script
+        self._nbytes = nbytes
+        self._ended = False
+
+    def over(self) -> bool:
+        gate = self._script.gates.get(self._nbytes)
+        if gate is not None and not gate.is_set():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        if self._ended:
+            return
+        if self._nbytes in self._script.gates:
+            self._script.waiting[self._nbytes].set()
+            assert self._script.gates[self._nbytes].wait(TIMEOUT)
+        self._ended = True
+        self._script.calls.append(f"wait {self._nbytes}")
+        if self._nbytes in self._script.wait_errors:
+            raise self._script.wait_errors[self._nbytes]
 
 
 class Failures:
@@ -102,6 +149,16 @@ def failures() -> Failures:
 
 @pytest.fixture
 def worker(script: Script, failures: Failures) -> Iterator[CopyWorker]:
+    """Paced: one call at a time, so that a test knows which one runs."""
+    worker = CopyWorker(script, Direction.STORE, POOL, chunk=lambda: CHUNK, on_failure=failures)
+    yield worker
+    for gate in script.gates.values():
+        gate.set()
+    assert worker.close(TIMEOUT)
+
+
+@pytest.fixture
+def unpaced(script: Script, failures: Failures) -> Iterator[CopyWorker]:
     worker = CopyWorker(script, Direction.STORE, POOL, on_failure=failures)
     yield worker
     for gate in script.gates.values():
@@ -115,7 +172,7 @@ def outcome_known(future: Future[CopyResult]) -> bool:
     return error.outcome_known
 
 
-def test_plans_run_one_at_a_time_in_order(script: Script, worker: CopyWorker, failures: Failures) -> None:
+def test_paced_calls_run_one_at_a_time_in_order(script: Script, worker: CopyWorker, failures: Failures) -> None:
     script.hold(1)
     first = worker.submit(plan(1))
     assert script.waiting[1].wait(TIMEOUT)
@@ -386,3 +443,74 @@ def test_a_hurried_copy_is_the_next_one(script: Script, worker: CopyWorker) -> N
     for future in (first, *others):
         future.result(TIMEOUT)
     assert [call for call in script.calls if call.startswith("issue")] == ["issue 1", "issue 4", "issue 2", "issue 3"]
+
+
+def test_unpaced_calls_are_issued_while_others_run(script: Script, unpaced: CopyWorker) -> None:
+    for number in (1, 2, 3):
+        script.hold(number)
+    door = Door()
+    unpaced.submit(door)
+    futures = [unpaced.submit(plan(number)) for number in (1, 2, 3)]
+    door.open.set()
+    assert script.waiting[1].wait(TIMEOUT)
+    assert script.calls == ["issue 1", "issue 2", "issue 3"]
+    assert (unpaced.running, unpaced.queued) == (True, 0)
+    script.gates[3].set()
+    script.gates[1].set()
+    assert futures[0].result(TIMEOUT).nbytes == 1
+    assert script.waiting[2].wait(TIMEOUT)
+    assert not futures[2].done()  # reported in order, as a stream ends
+    script.gates[2].set()
+    assert [future.result(TIMEOUT).nbytes for future in futures] == [1, 2, 3]
+
+
+def test_no_more_is_issued_than_the_bound_and_one_call(script: Script, unpaced: CopyWorker) -> None:
+    sizes = [AHEAD_BYTES - 1, 2, 3]
+    script.hold(sizes[0])
+    future = unpaced.submit(Calls(*sizes))
+    assert script.waiting[sizes[0]].wait(TIMEOUT)
+    assert [call for call in script.calls if call.startswith("issue")] == [f"issue {sizes[0]}", "issue 2"]
+    script.gates[sizes[0]].set()
+    assert future.result(TIMEOUT).nbytes == sum(sizes)
+
+
+def test_pacing_is_asked_for_each_slice(script: Script, failures: Failures) -> None:
+    """An engine that becomes busy while a long store runs does not wait for its end."""
+    answers: list[int | None] = [None, CHUNK, None]
+    worker = CopyWorker(
+        script, Direction.STORE, POOL, chunk=lambda: answers.pop(0) if answers else CHUNK, on_failure=failures
+    )
+    calls = Calls(1, 2)
+    assert worker.submit(calls).result(TIMEOUT).nbytes == 3
+    assert worker.close(TIMEOUT)
+    assert set(calls.chunks) == {None, CHUNK}
+
+
+def test_a_refused_call_ends_its_copy_and_not_those_in_flight(script: Script, unpaced: CopyWorker) -> None:
+    script.hold(1)
+    script.issue_errors[3] = CopyFailed("refused", outcome_known=True)
+    good, bad, later = unpaced.submit(plan(1)), unpaced.submit(Calls(2, 3, 4)), unpaced.submit(plan(5))
+    assert outcome_known(bad) is True
+    script.gates[1].set()
+    assert good.result(TIMEOUT).nbytes == 1
+    assert later.result(TIMEOUT).nbytes == 5
+    assert "issue 4" not in script.calls
+
+
+def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: Script, unpaced: CopyWorker) -> None:
+    """Nobody knows whose error it is."""
+    script.wait_errors[1] = CopyFailed("asynchronous", outcome_known=False)
+    script.hold(1)
+    door = Door()
+    unpaced.submit(door)
+    futures = [unpaced.submit(plan(1)), unpaced.submit(plan(2))]
+    door.open.set()
+    assert script.waiting[1].wait(TIMEOUT)
+    script.gates[1].set()
+    assert [outcome_known(future) for future in futures] == [False, False]
+    assert unpaced.submit(plan(3)).result(TIMEOUT).nbytes == 3
+
+
+def test_an_empty_plan_is_over_at_once(script: Script, unpaced: CopyWorker) -> None:
+    assert unpaced.submit(CopyList(np.zeros(0, COPY), 0)).result(TIMEOUT).nbytes == 0
+    assert script.calls == []

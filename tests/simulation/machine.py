@@ -21,6 +21,7 @@ from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceLost, DeviceNotFound, ImportRefused
 from kvsidecar.types import Direction
+from tests.plans import copies_of
 
 HANDLE_BYTES = 64
 
@@ -74,7 +75,8 @@ class Copy:
     """One submitted plan."""
 
     direction: Direction
-    plan: CopyPlan
+    copies: npt.NDArray[np.void]
+    nbytes: int
     after: Event | None
     on_start: Callable[[], None] | None
     future: Future[CopyResult]
@@ -172,7 +174,7 @@ class Machine:
 
     def uses(self, copy: Copy, allocation: Allocation) -> bool:
         """Whether the plan names memory of this allocation."""
-        addresses = copy.plan.copies["device_address"].astype(np.int64)
+        addresses = copy.copies["device_address"].astype(np.int64)
         return bool(((addresses >= allocation.address) & (addresses < allocation.address + len(allocation.data))).any())
 
     def move_ghost(self) -> None:
@@ -293,8 +295,13 @@ class SimWorker:
     ) -> Future[CopyResult]:
         if self.failure is not None:
             raise DeviceLost(str(self.failure))
-        host = [(int(c["host_offset"]), int(c["host_offset"] + c["row_bytes"] * c["num_rows"])) for c in plan.copies]
-        copy = Copy(self.direction, plan, after, on_start, Future(), host)
+        copies = copies_of(plan, self._machine.rng.choice([None, 100, 1000]))
+        host = [
+            (row, row + width)
+            for _, _, offset, pitch, width, rows in copies.tolist()
+            for row in range(offset, offset + rows * pitch, pitch)
+        ]
+        copy = Copy(self.direction, copies, plan.nbytes, after, on_start, Future(), host)
         self._machine.submitted(copy)
         self._queue.append(copy)
         return copy.future
@@ -326,7 +333,7 @@ class SimWorker:
         else:
             copy, self._current = self._current, None
             self._machine.inflight.remove(copy)
-            copy.future.set_result(CopyResult(copy.plan.nbytes, 0.0, 0.0))
+            copy.future.set_result(CopyResult(copy.nbytes, 0.0, 0.0))
 
     def _startable(self, copy: Copy) -> bool:
         return copy.future.cancelled() or copy.after is None or copy.after.over()
@@ -337,7 +344,7 @@ class SimWorker:
         if not copy.future.set_running_or_notify_cancel():
             self._machine.inflight.remove(copy)
             return
-        copy.pieces = _pieces(copy.plan, self._machine.rng)
+        copy.pieces = _pieces(copy.copies, self._machine.rng)
         self._current = copy
         if copy.on_start is not None:
             copy.on_start()
@@ -380,12 +387,12 @@ class SimHub(DeviceHub):
         )
 
 
-def _pieces(plan: CopyPlan, rng: random.Random) -> list[tuple[int, int, int]]:
+def _pieces(copies: npt.NDArray[np.void], rng: random.Random) -> list[tuple[int, int, int]]:
     """Rows of all copies, some cut in two, in any order: DMA promises none."""
     pieces = []
-    for address, pitch, offset, row_bytes, num_rows in plan.copies.tolist():
+    for address, pitch, offset, host_pitch, row_bytes, num_rows in copies.tolist():
         for row in range(num_rows):
-            start, host = address + row * pitch, offset + row * row_bytes
+            start, host = address + row * pitch, offset + row * host_pitch
             cut = rng.randrange(row_bytes)
             pieces += [(start, host, cut)] * (cut > 0) + [(start + cut, host + cut, row_bytes - cut)]
     rng.shuffle(pieces)
