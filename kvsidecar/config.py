@@ -203,6 +203,10 @@ class Settings(BaseSettings):
     drain_timeout: _Seconds = Field(
         10.0, ge=0, description="Seconds to wait for running copies at shutdown; must lie inside the grace period."
     )
+    # Longer than the drain_timeout of the daemon that ends, which finishes its copies and unpins before it gives way.
+    lock_wait: _Seconds = Field(
+        15.0, ge=0, description="Seconds to wait at start for another daemon on the same socket to end; 0: do not wait."
+    )
     stuck_after: _Seconds = Field(
         60.0, gt=0, description="Seconds after which a copy still in flight makes /health fail."
     )

@@ -156,7 +156,8 @@ class Daemon:
     # -- start -----------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        self._endpoint.acquire()
+        if not await self._endpoint.acquire(wait_seconds=self._settings.lock_wait, stop=self._stop):
+            return
         await self._rpc.start()
         self._attach.start()
         self._endpoint.secure_grpc_socket()

@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,12 +50,22 @@ class DaemonProcess:
         directory: for the sockets.
         flags: of serve.
         device: ``host`` or ``cuda``.
+        under: a command that runs the daemon, such as ``unshare``.
+        until: the log line that the constructor waits for.
         variables: environment variables.
     """
 
-    def __init__(self, directory: Path, *flags: str, device: str = "host", **variables: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *flags: str,
+        device: str = "host",
+        under: Sequence[str] = (),
+        until: str = "listening",
+        **variables: str,
+    ) -> None:
         self.socket = str(directory / "kvs.sock")
-        command = [sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
+        command = [*under, sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
         command += ["--http-port", "0", "--log-format", "json", "--log-level", "debug", *flags]
         if "--pool-size" not in flags:
             command += ["--pool-size", "1MiB"]
@@ -63,7 +74,7 @@ class DaemonProcess:
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.http = self.wait_log("listening")["http"]
+        self.http = self.wait_log(until).get("http", "")
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -6,14 +6,24 @@ grpcio 1.85). So the lock comes first, and only who holds it may remove a stale 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import fcntl
 import grp
 import os
+import socket
 import stat
+import time
 from pathlib import Path
 
+from kvsidecar import log
 from kvsidecar.errors import ConfigError, SocketInUse
+
+RETRY_SECONDS = 0.05
+"""How often a lock that another daemon holds is tried."""
+
+_log = log.get("endpoint")
 
 
 class Endpoint:
@@ -33,34 +43,63 @@ class Endpoint:
         self.gid = _gid(group)
         self._lock: int | None = None
 
-    def acquire(self) -> None:
-        """Take the lock and free the paths.
+    async def acquire(self, *, wait_seconds: float, stop: asyncio.Event) -> bool:
+        """Take the lock and free the paths. False if ``stop`` was set while another daemon held the lock.
+
+        A daemon that was told to end, or killed, keeps the lock until its pool is unpinned, which takes seconds for a
+        large one: a second pool beside it might not fit. Whether it is ending cannot be told from outside (a process
+        that was killed still listens while the kernel takes its memory down), so any holder is waited for.
+
+        Args:
+            wait_seconds: how long, at most.
 
         Raises:
             SocketInUse: another daemon holds the lock, or a path holds what is not a socket of ours.
         """
+        lock = self._open_lock()
+        try:
+            if not await self._lock_within(lock, wait_seconds, stop):
+                return False
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            for path in (self.grpc_path, self.attach_path):
+                self._remove_stale(path)
+            self._lock = lock  # from here on what lies at the paths is ours to remove
+            return True
+        finally:
+            if self._lock is None:
+                os.close(lock)
+
+    def _open_lock(self) -> int:
         directory = self.grpc_path.parent
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o755 if self.mode & 0o077 else 0o700)
-            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise SocketInUse(f"cannot use {directory} for the socket ({error.strerror}): set socket") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            raise SocketInUse(
-                f"another kvsidecar serves {self.grpc_path}: stop it, or give this one its own socket"
-            ) from error
-        try:
-            for path in (self.grpc_path, self.attach_path):
-                self._remove_stale(path)
-        except BaseException:
-            os.close(lock)
-            raise
-        self._lock = lock  # from here on what lies at the paths is ours to remove
+
+    async def _lock_within(self, lock: int, wait_seconds: float, stop: asyncio.Event) -> bool:
+        deadline = time.monotonic() + wait_seconds
+        told = False
+        # Asked again and again: a thread that blocks in flock() could not be told to stop.
+        while not _try_lock(lock):
+            holder = os.pread(lock, 300, 0).decode(errors="replace") or "a process that has not named itself"
+            if (left := deadline - time.monotonic()) <= 0:
+                raise SocketInUse(
+                    f"another kvsidecar serves {self.grpc_path} ({holder}): stop it, or give this one its own socket"
+                )
+            if not told:
+                _log.warning(
+                    "waiting for another daemon to end",
+                    socket=str(self.grpc_path),
+                    holder=holder,
+                    wait_seconds=wait_seconds,
+                )
+                told = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), min(left, RETRY_SECONDS))
+                return False
+        return True
 
     def secure_grpc_socket(self) -> None:
         """Give the bound gRPC socket its group and mode, and check that it is ours.
@@ -98,6 +137,16 @@ class Endpoint:
         if found.st_uid != os.geteuid():
             raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set socket to another path")
         path.unlink()
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        return False
+    return True
 
 
 def _gid(group: str | None) -> int | None:

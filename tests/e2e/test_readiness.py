@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvsidecar.client import LookupMode, Outcome, State
+from kvsidecar.client import Blocks, LookupMode, Outcome, State
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
 
 SLOW_PIN = "pool.pin_chunk=delay(0.15)"
+WAITING = "waiting for another daemon to end"
 CHUNKS = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
 
 
@@ -26,7 +29,7 @@ def grpc_health(daemon: DaemonProcess, service: str = "kvsidecar.v1.Sidecar") ->
 
 def locked_kib(daemon: DaemonProcess) -> int:
     status = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    return int(status.partition("VmLck:")[2].split()[0])
+    return int((status.partition("VmLck:")[2].split() or ["0"])[0])  # a process that has ended has no such line
 
 
 def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir: Path) -> None:
@@ -153,14 +156,49 @@ def test_sigterm_ends_streams_removes_sockets_and_exits_with_0(daemon: DaemonPro
 def test_a_second_daemon_on_the_same_socket_is_refused_and_harms_nothing(daemon: DaemonProcess) -> None:
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", daemon.socket]
     second = subprocess.run(
-        [*command, "--pool-size", "1MiB", "--http-port", "0"],
+        [*command, "--pool-size", "1MiB", "--http-port", "0", "--lock-wait", "0.2"],
         capture_output=True, text=True, timeout=SECONDS, env=environment(),
     )  # fmt: skip
     assert second.returncode == 73
-    assert f"another kvsidecar serves {daemon.socket}" in second.stderr
+    assert f"another kvsidecar serves {daemon.socket} (pid {daemon.process.pid} on " in second.stderr
+    assert second.stderr.count(WAITING) == 1
     assert "Traceback" not in second.stderr
     rank = Rank(daemon)
     wait_until_ready(rank.client)
+    done(rank.store("a"))
+    rank.close()
+
+
+def test_a_daemon_waits_for_the_end_of_the_one_before_it_and_never_pins_beside_it(short_dir: Path) -> None:
+    slow_copy = "store.in_flight@2=delay(0.5)"  # the first that is not the self-test's
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=slow_copy) as first:
+        rank = Rank(first.wait_ready())
+        with DaemonProcess(short_dir, until=WAITING) as second:
+            assert second.log[-1]["holder"].startswith(f"pid {first.process.pid} on ")
+            assert second.log[-1]["wait_seconds"] == 15
+            assert (locked_kib(first), locked_kib(second)) == (1024, 0)
+            rank.fill(0, "a")
+            job = rank.client.store([Blocks(0, hashes("a"), [0])])
+            while not first.metric('kvsidecar_jobs_running{direction="store"}'):
+                pass
+            first.process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + SECONDS
+            while not locked_kib(second):
+                assert time.monotonic() < deadline
+            assert locked_kib(first) == 0, "two pools were pinned at once"
+            assert first.process.wait(SECONDS) == 0
+            assert rank.finish(job).outcome is Outcome.DONE, "the copy was not finished, or its client not told"
+            rank.close()
+            late = Rank(second.wait_ready())
+            done(late.store("b"))
+            late.close()
+            assert second.terminate() == 0
+
+
+def test_sigterm_ends_a_daemon_that_waits_for_another_one(daemon: DaemonProcess, short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--lock-wait", "600", until=WAITING) as second:
+        assert second.terminate() == 0
+    rank = Rank(daemon)
     done(rank.store("a"))
     rank.close()
 
