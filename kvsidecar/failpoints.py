@@ -8,6 +8,9 @@ Rules are separated by ``;``. ``name@N`` means the N-th hit of that name only, c
 it every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``kill`` (SIGKILL to the own process: nothing is flushed,
 no handler runs, as when the kernel's OOM killer strikes). All rules that match a hit apply, in the order written.
 
+Every rule that applies is said in the log before it does what it does: nobody shall look for the cause of a fault that
+was ordered, and a test knows from the line that the point is reached.
+
 A ``delay`` sleeps in the thread that hits the point. In a point that the event loop passes it stops the whole loop.
 """
 
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
+from kvsidecar import log
 from kvsidecar.errors import ConfigError
 
 VARIABLE = "KVSIDECAR_FAILPOINTS"
@@ -41,7 +45,8 @@ KNOWN: dict[str, str] = {
     "copy.device_lost": "in the worker's thread, before a job's copies: raise() stands for a sticky CUDA error",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
 }
-"""Every point there is, and where it lies. A test holds that each name hit in the code is here."""
+"""Every point there is, and where it lies. Tests hold that the code has each of them once, that an engine's ordinary
+day passes each, and that some test goes wrong there."""
 
 
 class FailpointError(RuntimeError):
@@ -55,6 +60,8 @@ class _Rule:
     text: str
     seconds: float
 
+
+_log = log.get("failpoints")
 
 _RULE = re.compile(
     r"\s*(?P<name>[\w.]+)(?:@(?P<only_hit>\d+))?=(?:(?P<kill>kill)|(?P<action>\w+)\((?P<argument>[^)]*)\))\s*"
@@ -125,6 +132,7 @@ def _apply(name: str) -> None:
         matching = [rule for rule in _rules.get(name, ()) if rule.only_hit in (None, number)]
     # Outside the lock: a delay at one point must not hold up the hits of other threads.
     for rule in matching:
+        _log.warning("failpoint", name=name, hit=number, action=rule.action)
         if rule.action == "delay":
             time.sleep(rule.seconds)
         elif rule.action == "kill":

@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import structlog
 
 import kvsidecar
 from kvsidecar import failpoints
 from kvsidecar.errors import ConfigError, KVSidecarError
 from kvsidecar.failpoints import FailpointError, hit
+from tests.harness import DaemonProcess, Rank, done
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +122,10 @@ def test_kill_ends_the_process_at_once() -> None:
         "failpoints.hit('store.before_seal'); print('alive', flush=True); failpoints.hit('store.before_seal')\n"
         "print('still alive')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "alive\n")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    # The log of a process that has not configured it goes to standard output too.
+    said = [line for line in ran.stdout.splitlines() if "failpoint" not in line]
+    assert (ran.returncode, said) == (-signal.SIGKILL, ["alive"])
 
 
 @pytest.mark.parametrize(
@@ -156,13 +160,45 @@ def test_the_environment_turns_them_on_and_without_the_variable_off() -> None:
     assert outcomes("pool.reserve", 1) == [""]
 
 
-def test_every_point_in_the_code_is_known() -> None:
-    """A typo in a name would be a point that no test can ever reach."""
-    package = Path(kvsidecar.__file__).parent
-    hits = {
-        name
-        for file in package.rglob("*.py")
-        for name in re.findall(r"failpoints\.hit\(\s*\"([^\"]+)\"", file.read_text())
-    }
-    assert hits - failpoints.KNOWN.keys() == set()
-    assert {"pool.reserve", "pool.prefault_chunk", "pool.pin_chunk"} <= hits
+def test_the_log_says_which_rule_applied() -> None:
+    with structlog.testing.capture_logs() as said, failpoints.active("pool.reserve@1=delay(0)"):
+        outcomes("pool.reserve", 3)
+        outcomes("pool.pin_chunk", 1)
+    wanted = {"name": "pool.reserve", "hit": 1, "action": "delay", "part": "failpoints"}
+    assert said == [{"event": "failpoint", "log_level": "warning", **wanted}]
+
+
+PACKAGE = Path(kvsidecar.__file__).parent
+TESTS = Path(__file__).parent
+
+
+def test_the_code_has_every_point_once() -> None:
+    """A typo in a name would be a point that no test can reach; of two places with one name, a test reaches either."""
+    calls = [
+        call
+        for file in PACKAGE.rglob("*.py")
+        if file.name != "failpoints.py"
+        for call in re.findall(r"failpoints\.hit\((.*)\)", file.read_text())
+    ]
+    names = [name for call in calls for name in re.findall(r'"([^"]+)"', call)]
+    assert all('"' in call for call in calls), "a name that is put together cannot be found by who looks for it"
+    assert sorted(names) == sorted(failpoints.KNOWN)
+
+
+def test_some_test_goes_wrong_at_every_point() -> None:
+    texts = [file.read_text() for file in TESTS.rglob("*.py") if file.name != Path(__file__).name]
+    unused = {name for name in failpoints.KNOWN if not any(name in text for text in texts)}
+    assert not unused, "no test injects a fault there: write one, or delete the point"
+
+
+def test_an_engines_ordinary_day_passes_every_point(short_dir: Path) -> None:
+    everywhere = ";".join(f"{name}=delay(0)" for name in failpoints.KNOWN)
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=everywhere) as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store("a"))
+        done(rank.load("a", at=[1]))
+        rank.close()
+        assert daemon.terminate() == 0
+        daemon.wait_log("stopped")
+        passed = {line["name"] for line in daemon.log if line["event"] == "failpoint"}
+    assert passed == failpoints.KNOWN.keys()
