@@ -91,6 +91,10 @@ class UnknownPeer(KVSidecarError):
     """The token is not one of a live attach-socket connection."""
 
 
+class AccessDenied(KVSidecarError):
+    """The request would reach what belongs to another user of the machine."""
+
+
 class LimitExceeded(KVSidecarError):
     """The client asks for more than one client may have at once."""
 

@@ -20,10 +20,10 @@ from kvsidecar.copy_plan import BoundGroup, bind
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult, CopyWorker
-from kvsidecar.errors import DeviceError, ImportRefused, InvalidRequest, UnknownPeer
+from kvsidecar.errors import AccessDenied, DeviceError, ImportRefused, InvalidRequest, UnknownPeer
 from kvsidecar.layout import check_regions
 from kvsidecar.tasks import TaskSet
-from kvsidecar.types import Direction, GroupLayout, Namespace, Refusal
+from kvsidecar.types import Direction, GroupLayout, Namespace, Refusal, text_problem
 
 _log = log.get("instances")
 
@@ -100,6 +100,9 @@ class Registration:
             raise InvalidRequest(problem)
         if not self.instance:
             raise InvalidRequest("instance is empty: name the engine deployment")
+        for name, text in (("instance", self.instance), ("device", self.device)):
+            if problem := text_problem(name, text):
+                raise InvalidRequest(problem)
         if not 0 <= self.rank < self.world_size:
             raise InvalidRequest(f"rank {self.rank} is outside world_size {self.world_size}")
         if not self.groups:
@@ -262,7 +265,8 @@ class Instances:
         """Attach one rank: all or nothing.
 
         Raises:
-            InvalidRequest, NamespaceMismatch, UnknownPeer, DeviceNotFound, ImportRefused: nothing is left behind.
+            InvalidRequest, NamespaceMismatch, UnknownPeer, AccessDenied, DeviceNotFound, ImportRefused: nothing is
+                left behind.
         """
         registration.check()
         peer = self.peer(registration.token)
@@ -283,6 +287,8 @@ class Instances:
             events, refused = await self._open_events(device, registration.event_handles)
             # The peer may have gone while the driver worked; nobody would end this session then.
             self.peer(registration.token)
+            # Last, and without an await until the session is there: of two users at once, one must see the other.
+            self._refuse_memory_of_others(device, memories, peer)
             bases = [memory.address for memory in memories]
             groups = {
                 layout.group: SessionGroup(layout, bind(layout, bases), space)
@@ -330,6 +336,22 @@ class Instances:
         await self._give_back(session.device, list(session.memories), spaces)
         del self._sessions[session.id]
         session.ended.set()
+
+    def _refuse_memory_of_others(self, device: Device, memories: Sequence[DeviceMemory], peer: Peer) -> None:
+        """A handle opens memory for whoever knows it. One that came into another user's hands must not: the daemon
+        would copy the KV of the first user to the second, or over it.
+
+        Raises:
+            AccessDenied: a session of another uid has one of these allocations.
+        """
+        wanted = {memory.key for memory in memories}
+        for session in self._sessions.values():
+            others = session.device is device and session.peer.uid != peer.uid
+            if others and not wanted.isdisjoint(memory.key for memory in session.memories):
+                raise AccessDenied(
+                    "an allocation is registered already by a process of another user: only ranks of one user may "
+                    "register the same memory"
+                )
 
     async def _open_events(self, device: Device, handles: Sequence[bytes]) -> tuple[tuple[DeviceEvent, ...], str]:
         """The ring, or an empty one and why: a rank whose events do not open orders its stores on the host."""

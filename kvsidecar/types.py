@@ -29,6 +29,10 @@ HASH_BYTES_MIN = 16
 """Shorter hashes collide by accident or by intent (CVE-2025-25183: Python's 8-byte ``hash()`` as block hash)."""
 HASH_BYTES_MAX = 64
 
+MAX_TEXT_BYTES = 1024
+"""Of each text of a client that the daemon keeps, in UTF-8. Namespaces outlive their engines, and every lookup, status
+and log line carries such texts."""
+
 
 class Direction(StrEnum):
     """Way of a copy, named after the job that asks for it."""
@@ -106,6 +110,12 @@ class LookupMode(Enum):
     """Each block for itself."""
 
 
+def text_problem(name: str, text: str) -> str | None:
+    """What is wrong with a text that the daemon is to keep, or None."""
+    length = len(text.encode())
+    return f"{name} has {length} bytes; it may have {MAX_TEXT_BYTES}" if length > MAX_TEXT_BYTES else None
+
+
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """What must be equal for two instances to share blocks. A missing field here is silent corruption.
@@ -132,6 +142,8 @@ class Namespace:
             value = getattr(self, field.name)
             if field.name != "extra" and not value:
                 return f"namespace.{field.name} is missing: engines that differ in it would share KV silently"
+            if isinstance(value, str) and (problem := text_problem(f"namespace.{field.name}", value)):
+                return f"{problem}; put a hash of it there"
         if not HASH_BYTES_MIN <= self.hash_bytes <= HASH_BYTES_MAX:
             return f"namespace.hash_bytes is {self.hash_bytes}; it must be {HASH_BYTES_MIN} to {HASH_BYTES_MAX}"
         return None

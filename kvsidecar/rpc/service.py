@@ -243,6 +243,8 @@ class Service(pb_grpc.SidecarServicer):
         if request.HasField("namespace") == request.all:
             raise InvalidRequest("clear takes either a namespace or `all`")
         namespace = None if request.all else namespace_from_wire(request.namespace)
+        if namespace is not None and (problem := namespace.problem()):
+            raise InvalidRequest(problem)
         blocks = self._lookups.clear(namespace)
         _log.info("cleared", namespace=str(namespace) if namespace else "all", blocks=blocks)
         return pb.ClearReply(blocks=blocks)

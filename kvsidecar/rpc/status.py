@@ -13,6 +13,7 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.NamespaceMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.UnknownPeer: grpc.StatusCode.UNAUTHENTICATED,
+    errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     # devices
