@@ -13,6 +13,7 @@ import pytest
 
 from kvsidecar.client import Allocation, AttachRefused, Blocks, GroupLayout, KVBuffers, Region
 from kvsidecar.client.cuda_driver import CudaContext, ipc_handle
+from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces, with_pid
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
 
 pytestmark = [
@@ -189,6 +190,60 @@ def test_gpu_memory_of_a_killed_engine_is_free_within_a_second(
     engine.communicate()
     rank = GpuRank(cuda_daemon, context, STACKED)
     assert rank.client.lookup(NAMESPACE, {0: hashes("a")}).groups[0].hits == 1
+    rank.close()
+
+
+NAMESAKE = """
+import os, sys
+import numpy as np
+from kvsidecar.client import AttachRefused
+from kvsidecar.client.cuda_driver import CudaContext
+from tests import harness
+from tests.e2e import test_gpu
+daemon = object.__new__(harness.DaemonProcess)
+daemon.socket = sys.argv[1]
+print(os.getpid(), flush=True)
+context = CudaContext(0)
+try:
+    rank = test_gpu.GpuRank(daemon, context, test_gpu.CONTIGUOUS)
+except AttachRefused as error:
+    print("refused:", error, flush=True)
+    sys.exit()
+(stored,) = rank.fill(7)
+for job in (
+    rank.client.store([harness.Blocks(0, harness.hashes("a"), [3])]),
+    rank.client.load([harness.Blocks(0, harness.hashes("a"), [4])]),
+):
+    harness.done(rank.client.wait([job], harness.SECONDS)[job])
+size = test_gpu.LAYERS * test_gpu.ROW
+stored[4 * size : 5 * size] = stored[3 * size : 4 * size]
+print("works" if np.array_equal(rank.read()[0], stored) else "WRONG BYTES", flush=True)
+rank.close()
+"""
+
+
+@needs_pid_namespaces
+@pytest.mark.parametrize("same_pid", [False, True], ids=["another PID value", "the daemon's PID value"])
+def test_44_an_engine_in_another_pid_namespace_works_or_is_refused_in_words(
+    cuda_daemon: DaemonProcess, context: CudaContext, same_pid: bool
+) -> None:
+    """The driver tells exporters apart by PID value: one that has the importer's looks like the importer itself."""
+    under = with_pid(cuda_daemon.process.pid) if same_pid else UNSHARE
+    # Ends by itself within the time of pytest, and fails then: a hang is what must not be.
+    ran = subprocess.run(
+        [*under, sys.executable, "-c", NAMESAKE, cuda_daemon.socket],
+        stdout=subprocess.PIPE, text=True, timeout=3 * SECONDS,
+    )  # fmt: skip
+    pid, outcome = ran.stdout.strip().split("\n", 1)
+    print(f"an engine of PID {pid} beside a daemon of PID {cuda_daemon.process.pid}: {outcome}")
+    assert (int(pid) == cuda_daemon.process.pid) is same_pid
+    if outcome != "works":
+        assert outcome.startswith("refused:")
+        assert "PID namespace" in outcome
+    rank = GpuRank(cuda_daemon, context, STACKED)  # whatever the driver said, the daemon's context is well
+    rank.fill(1)
+    job = rank.client.store([Blocks(0, hashes("b"), [0])])
+    done(rank.client.wait([job], SECONDS)[job])
     rank.close()
 
 
