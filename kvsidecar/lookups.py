@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.eviction import LruPolicy
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 from kvsidecar.types import LookupMode, Namespace, Refusal
@@ -51,6 +53,9 @@ class Lookups:
         self._metrics = metrics
         self._clock = clock
         self._lease_max = lease_max
+        # A namespace that nobody has stored in is looked up like one that has other blocks, hash by hash: an answer
+        # that is quicker by a loop would tell a tenant which models the node serves (benchmarks/lookup_timing.py).
+        self._nobodys = Space(Namespace("", "", "", 0, 0, 0, ""), 0, 1, LruPolicy())
         self._hits = metrics.lookup_blocks.labels("hit")
         self._misses = metrics.lookup_blocks.labels("miss")
 
@@ -75,20 +80,14 @@ class Lookups:
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
             return LookupResult(False, nothing)
         self.expire()
-        spaces = [self._cache.find_space(namespace, group) for group, _ in groups]
-        known = [(space, hashes) for space, (_, hashes) in zip(spaces, groups, strict=True) if space is not None]
+        parts = [(self._cache.find_space(namespace, group) or self._nobodys, hashes) for group, hashes in groups]
         lease = None
         lease_seconds = min(lease_seconds, self._lease_max)
         if lease_seconds > 0:
-            lease, found = self._cache.lookup_and_lease(known, mode, self._clock(), lease_seconds, owner)
+            lease, found = self._cache.lookup_and_lease(parts, mode, self._clock(), lease_seconds, owner)
         else:
-            found = [self._cache.lookup(space, hashes, mode) for space, hashes in known]
-        answers = iter(found)
-        result = tuple(
-            # A namespace that nobody has stored in is answered like a block that is not there.
-            _hits(group, [False] * len(hashes) if space is None else next(answers), mode)
-            for space, (group, hashes) in zip(spaces, groups, strict=True)
-        )
+            found = [self._cache.lookup(space, hashes, mode) for space, hashes in parts]
+        result = tuple(_hits(group, hits, mode) for (group, _), hits in zip(groups, found, strict=True))
         hits = sum(each.hits for each in result)
         self._hits.inc(hits)
         self._misses.inc(sum(len(hashes) for _, hashes in groups) - hits)

@@ -1,0 +1,115 @@
+"""Does the time of a lookup tell a tenant what another one has stored? (Row 41 of docs/faults.md.)
+
+python benchmarks/lookup_timing.py [--rounds 5000] [--hashes 64]
+
+Tenant B asks, in a random order that is new in each round: its own namespace about hashes that nobody stored; its own
+namespace about the hashes of tenant A's blocks; a namespace that does not exist; and, for comparison, about blocks of
+its own. Printed are the medians, and the Kolmogorov-Smirnov distance of each from the first with its critical value
+at 1 %: below it, the two distributions cannot be told apart by this many lookups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, LookupMode, Namespace, Region
+
+ROW_BYTES = 64
+TENANT_A = Namespace("tenant-a", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
+TENANT_B = dataclasses.replace(TENANT_A, model="tenant-b")
+NOBODY = dataclasses.replace(TENANT_A, model="tenant-x")  # names of one length: the messages are equally long
+
+
+def hashes(name: str, count: int) -> list[bytes]:
+    return [hashlib.sha256(f"{name} {number}".encode()).digest() for number in range(count)]
+
+
+def attach_and_store(socket: str, namespace: Namespace, names: list[bytes]) -> Client:
+    client = Client(socket, timeout=60.0, step_budget=60.0)
+    buffer = HostBuffer(len(names) * ROW_BYTES)
+    layout = GroupLayout(0, len(names), 0, 1, (Region(0, 0, 0, ROW_BYTES, ROW_BYTES, 1),))
+    client.attach(instance=namespace.model, namespace=namespace, buffers=buffer.kv_buffers(), groups=[layout])
+    client.wait_ready(60.0)
+    job = client.store([Blocks(0, names, list(range(len(names))))])
+    done = client.wait([job], 60.0)[job]
+    if done.copied_blocks != len(names):
+        raise RuntimeError(f"the blocks were not stored: {done}")
+    return client
+
+
+def ks_distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
+    """The largest difference between the two empirical distribution functions."""
+    at = np.sort(np.concatenate([one, other]))
+    below = [np.searchsorted(np.sort(each), at, side="right") / len(each) for each in (one, other)]
+    return float(np.abs(below[0] - below[1]).max())
+
+
+def measure(socket: str, rounds: int, count: int) -> dict[str, npt.NDArray[np.float64]]:
+    """Seconds of each lookup, by case."""
+    tenant_a = attach_and_store(socket, TENANT_A, hashes("a", count))
+    tenant_b = attach_and_store(socket, TENANT_B, hashes("b", count))
+    cases = {
+        "nobody's hashes": (TENANT_B, hashes("x", count)),
+        "another tenant's hashes": (TENANT_B, hashes("a", count)),
+        "an unknown namespace": (NOBODY, hashes("a", count)),
+        "its own blocks": (TENANT_B, hashes("b", count)),
+    }
+    seconds: dict[str, list[float]] = {case: [] for case in cases}
+    order = list(cases)
+    for number in range(-rounds // 10, rounds):  # the first tenth warms up
+        random.shuffle(order)
+        for case in order:
+            namespace, names = cases[case]
+            started = time.perf_counter()
+            found = tenant_b.lookup(namespace, {0: names}, mode=LookupMode.BITMAP)
+            taken = time.perf_counter() - started
+            if found.groups[0].hits != (count if case == "its own blocks" else 0):
+                raise RuntimeError(f"{case}: {found.groups[0].hits} hits")
+            if number >= 0:
+                seconds[case].append(taken)
+    tenant_a.close()
+    tenant_b.close()
+    return {case: np.array(taken) for case, taken in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5000)
+    parser.add_argument("--hashes", type=int, default=64, help="of one lookup")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
+        socket = str(Path(directory) / "kvs.sock")
+        serve = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", socket]
+        serve += ["--http-port", "0", "--pool-size", "4MiB", "--slab-size", "1MiB", "--chunk-size", "1MiB"]
+        daemon = subprocess.Popen([*serve, "--log-level", "error"])
+        try:
+            while not Path(socket + ".attach").exists():
+                time.sleep(0.01)
+            seconds = measure(socket, options.rounds, options.hashes)
+        finally:
+            daemon.terminate()
+            daemon.wait()
+    critical = 1.63 * (2 / options.rounds) ** 0.5  # two samples of the same size, 1 %
+    table = Table("lookup of", "median us", "p95 us", "KS distance", title=f"critical distance {critical:.3f}")
+    base = seconds["nobody's hashes"]
+    for case, taken in seconds.items():
+        median, late = (float(np.quantile(taken, q)) * 1e6 for q in (0.5, 0.95))
+        table.add_row(case, f"{median:.1f}", f"{late:.1f}", f"{ks_distance(base, taken):.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
