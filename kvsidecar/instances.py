@@ -283,7 +283,8 @@ class Instances:
                     raise ImportRefused(
                         f"an allocation was registered with {allocation.size} bytes but has {memory.nbytes}"
                     )
-            failpoints.hit("attach.after_import")
+            # In a thread as the import is: while a driver takes its time the loop goes on, and hears that clients go.
+            await asyncio.to_thread(lambda: failpoints.hit("attach.after_import"))
             events, refused = await self._open_events(device, registration.event_handles)
             # The peer may have gone while the driver worked; nobody would end this session then.
             self.peer(registration.token)

@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import AttachRefused, Blocks, ClientError, GroupLayout, HostBuffer, Outcome, Region
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.e2e.test_wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
 
 FIRST = 2
@@ -128,6 +131,27 @@ def test_3_an_engine_killed_while_it_attaches_leaves_nothing(short_dir: Path) ->
             while mappings(daemon):
                 assert time.monotonic() < deadline, "the dead engine's memory is still mapped"
         nothing_is_left_of(daemon)
+
+
+def test_3_an_attach_that_its_client_gives_up_leaves_nothing(short_dir: Path) -> None:
+    """The process lives on, and so does its attach connection: nothing but the end of the stream tells."""
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="attach.after_import@0=delay(0.3)") as daemon:
+        daemon.wait_ready()
+        buffer = HostBuffer(1 << 20)
+        with (
+            hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection,
+            stub(daemon) as sidecar,
+        ):
+            request = pb.AttachRequest(register=register(welcome(connection).token, buffer))
+            attaching = sidecar.Attach(iter([request]), timeout=SECONDS)
+            daemon.wait_log("failpoint")
+            attaching.cancel()
+            assert mappings(daemon) == 1, "the registration was over before it was given up"
+            deadline = time.monotonic() + 1.3
+            while mappings(daemon):
+                assert time.monotonic() < deadline, "memory of a rank that is not attached is still mapped"
+            nothing_is_left_of(daemon)
+        buffer.close()
 
 
 def test_4_an_engine_killed_before_its_first_store_leaves_nothing(daemon: DaemonProcess) -> None:
