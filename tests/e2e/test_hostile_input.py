@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import layout_to_wire, namespace_to_wire
-from tests.e2e.hostile_messages import METHODS, Generator, extremes, request_types
+from tests.e2e.hostile_messages import METHODS, Generator, extremes, reply_types, request_types
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 
 DOCUMENTED = {
@@ -358,10 +358,19 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
         ]
         assert not bad, bad[:5]
     if seconds >= 5:
+        assert {name for name, _ in attacker.codes} == METHODS.keys() - {"Drain"}  # which has a test of its own
         untouched = {
             (message.name, field.name) for message in request_types() for field in message.fields
         } - attacker.touched
         assert not untouched, f"the generator never reached {sorted(untouched)}"
+
+
+def test_every_message_is_a_request_that_is_driven_or_a_reply() -> None:
+    """A new kind of request that comes over another way than a method or the Hello must be driven too."""
+    known = {message.full_name for message in (*request_types(), *reply_types())}
+    assert {message.full_name for message in pb.DESCRIPTOR.message_types_by_name.values()} == {
+        name for name in known if name.count(".") == pb.DESCRIPTOR.package.count(".") + 1
+    }
 
 
 def test_a_drain_with_unknown_fields_is_a_drain(short_dir: Path) -> None:
