@@ -281,6 +281,30 @@ def _scatter(shape: Shape, block: int, contents: list[npt.NDArray[np.uint8]], sl
             at += region.row_bytes
 
 
+@pytest.mark.parametrize("method", ["pieces", "pitched"])
+def test_fifty_thousand_copies_in_one_job(
+    device: Device, platform: Platform, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of 51,828 copies in one call hung a peer's driver; the calls of a plan are bounded."""
+    for name, value in METHODS[method][0].items():
+        monkeypatch.setattr(copy_plan, name, value)
+    rows, blocks, row = 84, 617, 512
+    memory = device.allocate(rows * blocks * row)
+    big = Pool(platform, rows * blocks * row)
+    layout = GroupLayout(0, blocks, 0, 1, (Region(0, 0, blocks * row, row, row, rows),))
+    content = pattern(3, rows * blocks * row).reshape(rows, blocks, row)
+    big.bytes[: content.size] = content.transpose(1, 0, 2).ravel()
+    ids = np.arange(blocks, dtype=np.int64)
+    bound = bind(layout, [memory.address])
+    copy(device, Direction.LOAD, big, BlockCopies([(bound, ids, ids * (rows * row))], boundary=1 << 40))
+    big.bytes[:] = GUARD
+    shuffled = np.random.default_rng(3).permutation(ids)
+    copy(device, Direction.STORE, big, BlockCopies([(bound, shuffled, ids * (rows * row))], boundary=1 << 40))
+    assert np.array_equal(big.bytes[: content.size], content[:, shuffled].transpose(1, 0, 2).ravel())
+    big.close()
+    device.release_memory(memory)
+
+
 def test_many_plans_in_order(device: Device, pool: Pool) -> None:
     """Loads are first in, first out: of many that write the same bytes the last one wins."""
     memory = device.allocate(2 * MIB)
