@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvsidecar import __version__
@@ -101,6 +101,11 @@ class Metrics:
             "kvsidecar_pin_seconds",
             "Time from the start of pinning until the whole pool was pinned.",
             buckets=(0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800),
+            registry=self.registry,
+        )
+        self.register_seconds = Gauge(
+            "kvsidecar_pin_register_seconds",
+            "Of the time that pinning took, in calls that pin; the rest waited for pages.",
             registry=self.registry,
         )
         self.loop_lag_seconds = Histogram(

@@ -3,9 +3,9 @@
 Exactly the configured bytes: one anonymous mapping, registered chunk by chunk. No caching allocator that rounds up.
 
 Why faulting and pinning are apart: MADV_POPULATE_WRITE faults with several threads and returns an error where a touch
-would be a SIGBUS; the driver faults with one thread. Why chunks: during one registration the kernel holds this
-process's ``mmap_lock``, so everything else in it that maps memory waits; and one call on 512 GiB or more fails in
-current drivers.
+would be a SIGBUS; the driver faults with one thread. While a chunk is pinned, the next one is faulted in. Why chunks:
+during one registration the kernel holds this process's ``mmap_lock``, so everything else in it that maps memory waits;
+and one call on 512 GiB or more fails in current drivers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,8 @@ class PinProgress:
     eta_seconds: float | None
     """None until the first chunk is pinned."""
     seconds: float
+    register_seconds: float = 0.0
+    """Of these, in calls of `Platform.pin`; the rest waits for pages, which the kernel clears meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,42 +262,48 @@ class HostPool:
 
     def _pin_chunks(self, pages: Pages, on_progress: Callable[[PinProgress], None], stop: threading.Event) -> None:
         started = self._clock()
+        registering = 0.0
         chunks = list(_chunks(self._parts, self._spec.chunk_bytes))
         done = 0
-        on_progress(self._progress(done, started))
+        on_progress(self._progress(done, started, registering))
         # Leaving the block waits for all threads, also after a failure: nothing may be unmapped under one that still
         # touches it.
         with ThreadPoolExecutor(self._spec.prefault_threads, thread_name_prefix="kvsidecar-prefault") as threads:
+            faulting = [] if stop.is_set() else self._prefault(chunks[0], pages, threads)
             for number, chunk in enumerate(chunks, start=1):
                 if stop.is_set():
                     raise PinStopped(f"pinning was stopped before chunk {number} of {len(chunks)}")
                 try:
                     failpoints.hit("pool.prefault_chunk")
-                    self._prefault(chunk, pages, threads)
+                    for piece in faulting:
+                        piece.result()
+                    if number < len(chunks):
+                        faulting = self._prefault(chunks[number], pages, threads)
                     failpoints.hit("pool.pin_chunk")
+                    began = self._clock()
                     self._platform.pin(self.address + chunk.offset, chunk.nbytes)
+                    registering += self._clock() - began
                 except Exception as error:
                     where = f"{format_size(chunk.nbytes)} at {format_size(chunk.offset)}"
                     raise PinFailed(f"chunk {number} of {len(chunks)} ({where}): {_reason(error)}") from error
                 self._pinned.append(chunk)
                 done += chunk.nbytes
-                on_progress(self._progress(done, started))
+                on_progress(self._progress(done, started, registering))
 
-    def _prefault(self, chunk: Part, pages: Pages, threads: ThreadPoolExecutor) -> None:
+    def _prefault(self, chunk: Part, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[None]]:
+        """Begin to fault a chunk in. It is there when all of these are over."""
         step = -(-chunk.nbytes // self._spec.prefault_threads)
         step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
         start, end = self.address + chunk.offset, self.address + chunk.offset + chunk.nbytes
-        pieces = [
+        return [
             threads.submit(host_memory.populate, piece, min(step, end - piece)) for piece in range(start, end, step)
         ]
-        for piece in pieces:
-            piece.result()
 
-    def _progress(self, done: int, started: float) -> PinProgress:
+    def _progress(self, done: int, started: float, registering: float) -> PinProgress:
         seconds = self._clock() - started
         rate = done / seconds if seconds > 0 else 0.0
         eta = (self.nbytes - done) / rate if rate else None
-        return PinProgress(self.nbytes, done, rate, eta, seconds)
+        return PinProgress(self.nbytes, done, rate, eta, seconds, registering)
 
     def _give_back(self) -> str:
         """Unpin in reverse order and unmap. Says what came of it, or "" if nothing was pinned."""
