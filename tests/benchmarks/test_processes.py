@@ -1,0 +1,110 @@
+import os
+import sys
+
+import pytest
+
+from benchmarks.peers.processes import Child, PeerFailedError, free_port, library_path, listens
+from benchmarks.peers.timing import poll_until
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"  # an orphan that its new parent has not reaped yet
+
+
+LAUNCHER = """
+import subprocess, sys, time
+server = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"])
+print(server.pid, flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize("then", ["server.wait()", "time.sleep(0.5)"], ids=["launcher lives", "launcher is gone"])
+def test_a_server_behind_a_launcher_is_ended_too(tmp_path, then):
+    log = tmp_path / "log"
+    with Child("launcher", python(LAUNCHER.format(then=then)), log) as child:
+        child.wait_until(lambda: len(child.text().split()) == 2, 20)
+        pid = next(int(word) for word in child.text().split() if word.isdigit())
+        assert is_alive(pid)
+        if "sleep" in then:
+            child.wait(20)
+    # A killed process that is nobody's child here takes a moment to be gone.
+    poll_until(lambda: not is_alive(pid), 20, "the server is gone", pause=0.01)
+
+
+def test_one_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.peers.processes.GRACE", 0.2)
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    with Child("stubborn", python(code), tmp_path / "log") as child:
+        child.wait_until(lambda: "up" in child.text(), 20)
+    assert not child.running
+
+
+def test_one_that_dies_before_it_is_ready_tells_its_last_words_and_its_log(tmp_path):
+    code = "print('\\x1b[31mlibpython3.12.so.1.0:   cannot open\\x1b[0m'); print(); raise SystemExit(3)"
+    with (
+        Child("the server", python(code), tmp_path / "log") as child,
+        pytest.raises(PeerFailedError, match=r"server ended before .*: libpython3.12.so.1.0: cannot open \(.*log\)"),
+    ):
+        child.wait_until(lambda: False, 20)
+
+
+def test_the_backtrace_of_a_panic_does_not_hide_its_reason(tmp_path):
+    (tmp_path / "log").write_text(
+        "thread 'main' panicked at src/lib.rs:200:5:\nUnable to load libcuda\nstack backtrace:\n   0: __rustc::begin\n"
+        "             at /rustc/library/std/src/panicking.rs:689:5\nnote: Some details are omitted\n"
+    )
+    assert Child("server", [], tmp_path / "log").last_words().startswith("Unable to load libcuda (")
+
+
+def test_one_that_is_not_ready_in_time_is_given_up(tmp_path):
+    with (
+        Child("slow", python("import time; time.sleep(600)"), tmp_path / "log") as child,
+        pytest.raises(PeerFailedError, match="slow is not ready after 0 s: it said nothing"),
+    ):
+        child.wait_until(lambda: False, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit(4)", "status 4"),
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("import time; time.sleep(600)", "not done after 1 s"),
+    ],
+)
+def test_a_bad_end_says_how(tmp_path, code, said):
+    with Child("worker", python(code), tmp_path / "log") as child, pytest.raises(PeerFailedError, match=said):
+        child.wait(1 if "time" in code else 20)
+
+
+def test_a_good_end_is_silent_and_leaving_is_harmless(tmp_path):
+    with Child("worker", python("pass"), tmp_path / "log") as child:
+        child.wait(20)
+    child.end()
+
+
+def test_a_free_port_is_one_that_nobody_listens_on():
+    assert not listens(free_port())
+
+
+def test_the_library_path_keeps_what_is_set_and_adds_each_folder_that_has_something(tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/already/there")
+    for folder, name in (("a", "libcudart.so.13"), ("b", "libother.so"), ("c", "libnvrtc.so.13")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch()
+    search = [tmp_path / name for name in ("a", "b", "c", "absent", "a")]
+    assert library_path(search=search) == f"/already/there:{tmp_path / 'a'}:{tmp_path / 'c'}"
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert library_path(search=[tmp_path / "b"]) == ""
