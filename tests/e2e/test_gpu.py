@@ -210,10 +210,8 @@ except AttachRefused as error:
     print("refused:", error, flush=True)
     sys.exit()
 (stored,) = rank.fill(7)
-for job in (
-    rank.client.store([harness.Blocks(0, harness.hashes("a"), [3])]),
-    rank.client.load([harness.Blocks(0, harness.hashes("a"), [4])]),
-):
+for submit, block in (rank.client.store, 3), (rank.client.load, 4):
+    job = submit([harness.Blocks(0, harness.hashes("a"), [block])])
     harness.done(rank.client.wait([job], harness.SECONDS)[job])
 size = test_gpu.LAYERS * test_gpu.ROW
 stored[4 * size : 5 * size] = stored[3 * size : 4 * size]
