@@ -1,7 +1,8 @@
-"""NVIDIA GPUs through the CUDA driver API. The only module that imports cuda; import it only where a GPU is wanted.
+"""NVIDIA GPUs through the CUDA driver API. Import it only where a GPU is wanted: only the modules ``cuda*`` here import
+cuda.
 
 Sources: CUDA Driver API, "Initialization", "Primary Context Management", "Memory Management" (cuIpcOpenMemHandle,
-cuMemHostRegister, cuMemcpy2DAsync), "Event Management"; CUDA C++ Programming Guide, "Interprocess Communication".
+cuMemHostRegister); CUDA C++ Programming Guide, "Interprocess Communication".
 No kernel is ever launched here: it would be time-sliced against the engine's.
 """
 
@@ -11,29 +12,25 @@ import ctypes
 import hashlib
 import threading
 import uuid as uuids
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from cuda.bindings import driver
 
+from kvsidecar.device import cuda_status
 from kvsidecar.device.base import (
-    CopyCall,
-    CopyMark,
     CopyStream,
     CudaIpcSource,
     Device,
     DeviceEvent,
     DeviceMemory,
     MemorySource,
-    PreparedCall,
 )
-from kvsidecar.device.driver_calls import SUCCESS, CopyCalls, DriverCall
-from kvsidecar.device.system import mps_runs, nvidia_module_version, pci_numa_node
+from kvsidecar.device.cuda_status import OK, STICKY, check, describe
+from kvsidecar.device.cuda_stream import CudaCopyStream, CudaEvent
+from kvsidecar.device.system import mps_runs, pci_numa_node
 from kvsidecar.errors import (
-    CopyFailed,
     DeviceError,
-    DeviceLost,
     DeviceNotFound,
     DriverUnusable,
     ImportRefused,
@@ -41,91 +38,8 @@ from kvsidecar.errors import (
 )
 from kvsidecar.types import Direction
 
-MIN_CUDA: Final = 12080
-"""12.8, the first driver with the batched copies; written as cuDriverGetVersion does: 1000 * major + 10 * minor."""
 IPC_HANDLE_BYTES: Final = 64
 """``CU_IPC_HANDLE_SIZE``."""
-
-STICKY: Final = frozenset(
-    f"CUDA_ERROR_{name}"
-    for name in (
-        "DEINITIALIZED",
-        "DEVICE_UNAVAILABLE",
-        "ECC_UNCORRECTABLE",
-        "NVLINK_UNCORRECTABLE",
-        "CONTAINED",
-        "ILLEGAL_ADDRESS",
-        "LAUNCH_TIMEOUT",
-        "CONTEXT_IS_DESTROYED",
-        "ASSERT",
-        "HARDWARE_STACK_ERROR",
-        "ILLEGAL_INSTRUCTION",
-        "MISALIGNED_ADDRESS",
-        "INVALID_ADDRESS_SPACE",
-        "INVALID_PC",
-        "LAUNCH_FAILED",
-        "TENSOR_MEMORY_LEAK",
-        "MPS_RPC_FAILURE",
-        "MPS_CLIENT_TERMINATED",
-        "EXTERNAL_DEVICE",
-        "UNKNOWN",
-    )
-)
-"""Names of errors that a context does not survive: the driver's text says "leaves the process in an inconsistent
-state", or that the device is gone. By name, because older bindings lack some of them."""
-
-_SUCCESS: Final = driver.CUresult.CUDA_SUCCESS
-
-
-def describe(status: Any) -> str:
-    """``CUDA_ERROR_...: the driver's sentence``."""
-    _, text = driver.cuGetErrorString(status)
-    return f"{status.name}: {text.decode()}" if text else str(status.name)
-
-
-def check(result: tuple[Any, ...], doing: str, refuse: Callable[[str], DeviceError] = DeviceError) -> Any:
-    """What a call of the bindings returned after its status.
-
-    Args:
-        result: the tuple, status first.
-        doing: begins the error's text, e.g. ``creating a stream``.
-        refuse: makes the exception of an error that the context survives.
-
-    Raises:
-        DeviceLost: the error is one of `STICKY`.
-        DeviceError: whatever ``refuse`` makes, for any other error.
-    """
-    status, *values = result
-    if status != _SUCCESS:
-        text = f"{doing}: {describe(status)}"
-        raise DeviceLost(text) if status.name in STICKY else refuse(text)
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-def initialize() -> int:
-    """Start the driver.
-
-    Returns:
-        Number of visible GPUs; 0 if there is none.
-
-    Raises:
-        DriverUnusable: there is no driver, it does not start, or it is too old.
-    """
-    try:
-        (status,) = driver.cuInit(0)
-    except (RuntimeError, OSError) as error:  # the bindings load libcuda here; they have exceptions of their own
-        raise DriverUnusable("no CUDA driver: libcuda.so.1 does not load; install the NVIDIA driver") from error
-    if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
-        return 0
-    if status != _SUCCESS:
-        raise DriverUnusable(f"the CUDA driver does not start: {describe(status)}")
-    version = check(driver.cuDriverGetVersion(), "asking for the driver's version", DriverUnusable)
-    if version < MIN_CUDA:
-        raise DriverUnusable(
-            f"driver {nvidia_module_version()} (CUDA {version // 1000}.{version % 1000 // 10}) is too old: "
-            f"kvsidecar needs {MIN_CUDA // 1000}.{MIN_CUDA % 1000 // 10} (driver 570 or newer)"
-        )
-    return int(check(driver.cuDeviceGetCount(), "counting GPUs", DriverUnusable))
 
 
 class CudaPlatform:
@@ -137,7 +51,7 @@ class CudaPlatform:
     """
 
     def __init__(self, *, pin_device: str | None = None) -> None:
-        count = initialize()
+        count = cuda_status.initialize()
         if count == 0:
             raise DriverUnusable(
                 "the CUDA driver sees no GPU; check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's GPU request"
@@ -178,7 +92,7 @@ class CudaPlatform:
         # PORTABLE: pinned for the contexts of all GPUs, also of those that come later. With unified addressing (all
         # 64-bit Linux) the address on the device is the address itself, so nobody asks cuMemHostGetDevicePointer.
         (status,) = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)
-        if status != _SUCCESS:
+        if status != OK:
             raise PinFailed(f"cuMemHostRegister of {nbytes} bytes: {describe(status)}")
 
     def unpin(self, address: int, nbytes: int) -> None:
@@ -290,7 +204,7 @@ class CudaDevice:
         opened = driver.CUipcEventHandle()
         ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_BYTES)
         status, event = driver.cuIpcOpenEventHandle(opened)
-        if status != _SUCCESS:
+        if status != OK:
             check(driver.cuMemGetInfo()[:1], f"after a refused event, {self._uuid} does not answer")
             raise ImportRefused(
                 f"the interprocess event does not open on {self._uuid} ({describe(status)}): events need a /dev/shm "
@@ -320,7 +234,7 @@ class CudaDevice:
         ctypes.memmove(handle.getPtr(), raw, IPC_HANDLE_BYTES)
         lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS  # the only flag there is, and required
         status, pointer = driver.cuIpcOpenMemHandle(handle, int(lazy))
-        if status != _SUCCESS:
+        if status != OK:
             # A bad handle is the client's, whatever code the driver picks; only a context that does not answer any
             # more is ours. cuMemGetInfo fails in every context that a sticky error has ended.
             check(driver.cuMemGetInfo()[:1], f"after a refused handle, {self._uuid} does not answer")
@@ -348,142 +262,6 @@ class CudaDevice:
         return int(base) + int(nbytes) - address
 
 
-class CudaEvent:
-    """An engine's interprocess event. Implements `kvsidecar.device.base.DeviceEvent`.
-
-    It is asked, never waited for with cuStreamWaitEvent: a wait for an event whose process has died never ends, and
-    cuIpcCloseMemHandle then hangs in this process, for ever (``benchmarks/dead_event.py``, measured with driver 580).
-    A question costs about a microsecond and leaves nothing behind on the device.
-    """
-
-    def __init__(self, device: CudaDevice, event: Any) -> None:
-        self._device = device
-        self._event = event
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def over(self) -> bool:
-        # A copy that was cancelled may still lie in its worker's queue when its session closes the event.
-        with self._lock:
-            if self._closed:
-                return True
-            (status,) = driver.cuEventQuery(self._event)
-        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        check((status,), "asking an engine's event", lambda text: CopyFailed(text, outcome_known=True))
-        return True
-
-    def close(self) -> None:
-        self._device.make_current()
-        with self._lock:
-            self._closed = True
-            driver.cuEventDestroy(self._event)
-
-
-class CudaCopyStream:
-    """One non-blocking stream. Implements `kvsidecar.device.base.CopyStream`; made in the thread that uses it.
-
-    A store's copies are issued only when the compute that wrote its blocks is over (`CudaEvent`, or the client
-    waited); what the driver may read when is told in `kvsidecar.device.driver_calls`.
-    """
-
-    def __init__(self, device: CudaDevice, direction: Direction) -> None:
-        device.make_current()
-        self._name = f"{direction} copy on {device.uuid}"
-        self._calls = CopyCalls(
-            _driver_function, store=direction is Direction.STORE, ordinal=device.ordinal, max_pitch=device.max_pitch
-        )
-        # Non-blocking: no implicit order with the legacy default stream.
-        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self._stream = check(driver.cuStreamCreate(int(flags)), "creating a stream")
-        self._number = int(self._stream)
-        self._idle_events: list[Any] = []
-
-    def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
-        return self._calls.prepare(call.copies, pool_address, batched=call.batched)
-
-    def issue(self, prepared: PreparedCall) -> CopyMark:
-        assert isinstance(prepared, DriverCall)
-        event = self._idle_events.pop() if self._idle_events else self._new_event()
-        status = self._calls.issue(prepared, self._number)
-        if status != SUCCESS:
-            self._idle_events.append(event)
-            self._refuse(driver.CUresult(status), f"issuing {prepared.count} copies")
-        (status,) = driver.cuEventRecord(event, self._stream)
-        if status != _SUCCESS:
-            self._idle_events.append(event)
-            self._refuse(status, "recording the end of a call")
-        return CudaMark(self, event)
-
-    def end_of(self, event: Any, status: Any) -> None:
-        """What the driver says of an event that a call recorded: it is over, or an error."""
-        if status == _SUCCESS:
-            self._idle_events.append(event)
-            return
-        text = f"{self._name}: {describe(status)}"
-        raise DeviceLost(text) if status.name in STICKY else CopyFailed(text, outcome_known=False)
-
-    def close(self) -> None:
-        for event in self._idle_events:
-            driver.cuEventDestroy(event)
-        driver.cuStreamDestroy(self._stream)
-
-    def _new_event(self) -> Any:
-        # Without BLOCKING_SYNC a wait spins, which answers tens of microseconds sooner than an interrupt: the worker
-        # sleeps until just before the end, and waits for that.
-        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        status, event = driver.cuEventCreate(int(flags))
-        if status != _SUCCESS:
-            self._refuse(status, "creating an event")
-        return event
-
-    def _refuse(self, status: Any, doing: str) -> None:
-        """Raise for a call that failed while issuing, after what was started is over if that is possible."""
-        text = f"{self._name}, {doing}: {describe(status)}"
-        if status.name in STICKY:
-            raise DeviceLost(text)
-        # Slots and blocks may be used again only when no byte can move any more, and nobody knows which copies of a
-        # batch were started before the one that the driver refused.
-        (drained,) = driver.cuStreamSynchronize(self._stream)
-        if drained.name in STICKY:
-            raise DeviceLost(f"{text}; then {describe(drained)}")
-        raise CopyFailed(text, outcome_known=drained == _SUCCESS)
-
-
-class CudaMark:
-    """An event behind one call. Implements `kvsidecar.device.base.CopyMark`."""
-
-    __slots__ = ("_event", "_stream")
-
-    def __init__(self, stream: CudaCopyStream, event: Any) -> None:
-        self._stream = stream
-        self._event = event
-
-    def over(self) -> bool:
-        if self._event is None:
-            return True
-        (status,) = driver.cuEventQuery(self._event)
-        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        return self._ended(status)
-
-    def wait(self) -> None:
-        if self._event is not None:
-            (status,) = driver.cuEventSynchronize(self._event)
-            self._ended(status)
-
-    def _ended(self, status: Any) -> bool:
-        event, self._event = self._event, None
-        self._stream.end_of(event, status)
-        return True
-
-
-def _driver_function(name: str, version: int) -> int:
-    """Address of a driver function with the signature of this CUDA version; 0 if this driver has none."""
-    status, address, _ = driver.cuGetProcAddress(name.encode(), version, 0)
-    return int(address) if status == _SUCCESS and address is not None else 0
-
-
 def _open_context(uuid: str, handle: Any) -> Any:
     """The primary context of a GPU: one context per GPU and process may open IPC handles."""
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
@@ -503,7 +281,7 @@ def _open_context(uuid: str, handle: Any) -> Any:
             f"{uuid} has no memory left for the daemon's context (about 300 MiB): leave room, for example with a lower "
             "gpu_memory_utilization, or start the daemon first"
         )
-    if status != _SUCCESS:
+    if status != OK:
         raise DriverUnusable(f"no context on {uuid}: {describe(status)}")
     check(driver.cuCtxSetCurrent(context), f"using the context of {uuid}", DriverUnusable)
     # The driver reserves memory for kernels that this process never launches: 527 MiB by default, 267 MiB like this
@@ -524,4 +302,4 @@ def _uuid(handle: Any) -> str:
 
 def _numa_node(handle: Any) -> int | None:
     status, bus = driver.cuDeviceGetPCIBusId(32, handle)
-    return pci_numa_node(bus.split(b"\0")[0].decode()) if status == _SUCCESS else None
+    return pci_numa_node(bus.split(b"\0")[0].decode()) if status == OK else None

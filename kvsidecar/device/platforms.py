@@ -30,10 +30,10 @@ def open_platform(kind: str, *, pin_device: str | None = None) -> tuple[Platform
     if kind == "auto" and not _has_driver():
         return _host(), "there is no CUDA driver (libcuda.so.1)"
     try:
-        from kvsidecar.device import cuda
+        from kvsidecar.device import cuda, cuda_status
     except ImportError as error:
         raise DriverUnusable(f"cuda-python does not import: {error}; install cuda-python 13") from error
-    if kind == "auto" and cuda.initialize() == 0:
+    if kind == "auto" and cuda_status.initialize() == 0:
         return _host(), "the CUDA driver sees no GPU"
     platform = cuda.CudaPlatform(pin_device=pin_device)
     count = len(platform.device_uuids())

@@ -1,4 +1,4 @@
-"""What `device/cuda.py` makes of errors that a healthy GPU does not have. Scripted answers, no driver."""
+"""What `device/cuda*.py` make of errors that a healthy GPU does not have. Scripted answers, no driver."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy.typing as npt
 import pytest
 from cuda.bindings import driver
 
-from kvsidecar.device import cuda
+from kvsidecar.device import cuda, cuda_status, cuda_stream
 from kvsidecar.device.base import CopyCall, CopyMark, CudaIpcSource
-from kvsidecar.device.cuda import CudaPlatform, check, initialize
+from kvsidecar.device.cuda import CudaPlatform
+from kvsidecar.device.cuda_status import STICKY, check, initialize
 from kvsidecar.device.driver_calls import ATTRIBUTES, COPY_2D, OPERATION, SIGNATURES
 from kvsidecar.errors import (
     CopyFailed,
@@ -93,7 +94,8 @@ class Driver:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Driver:
     scripted = Driver()
-    monkeypatch.setattr(cuda, "driver", scripted)
+    for module in (cuda, cuda_status, cuda_stream):
+        monkeypatch.setattr(module, "driver", scripted)
     monkeypatch.setattr(cuda, "mps_runs", lambda: False)
     return scripted
 
@@ -112,12 +114,12 @@ def test_check(scripted: Driver) -> None:
 
 def test_sticky_names_exist() -> None:
     names = {status.name for status in driver.CUresult}
-    assert names >= cuda.STICKY
+    assert names >= STICKY
 
 
 def test_a_driver_that_is_too_old(scripted: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted.answers["cuDriverGetVersion"] = (OK, 12020)
-    monkeypatch.setattr(cuda, "nvidia_module_version", lambda: "535.161.08")
+    monkeypatch.setattr(cuda_status, "nvidia_module_version", lambda: "535.161.08")
     with pytest.raises(DriverUnusable, match=r"driver 535\.161\.08 \(CUDA 12\.2\) is too old: kvsidecar needs 12\.8"):
         initialize()
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvsidecar.device import cuda, platforms
+from kvsidecar.device import cuda_status, platforms
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import ConfigError, DriverUnusable
 
@@ -34,7 +34,7 @@ def test_auto_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_with_a_driver_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platforms, "_has_driver", lambda: True)
-    monkeypatch.setattr(cuda, "initialize", lambda: 0)
+    monkeypatch.setattr(cuda_status, "initialize", lambda: 0)
     platform, why = open_platform("auto")
     assert (platform.name, why) == ("host", "the CUDA driver sees no GPU")
     with pytest.raises(DriverUnusable, match="sees no GPU"):
@@ -48,7 +48,7 @@ def test_auto_with_a_driver_that_does_not_work(monkeypatch: pytest.MonkeyPatch) 
     def too_old() -> NoReturn:
         raise DriverUnusable("too old")
 
-    monkeypatch.setattr(cuda, "initialize", too_old)
+    monkeypatch.setattr(cuda_status, "initialize", too_old)
     for kind in ("auto", "cuda"):
         with pytest.raises(DriverUnusable, match="too old"):
             open_platform(kind)
