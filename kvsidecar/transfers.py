@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,7 @@ class Transfers:
         self._clock = clock
         self._slab_bytes = slab_bytes
         self._checksums = checksums
+        self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
         self.started_at: dict[Direction, dict[object, float]] = {direction: {} for direction in Direction}
         """When each job that is not over was taken, in order."""
 
@@ -181,7 +183,7 @@ class Transfers:
             self._cache.abort_all(grant)  # nothing was started
             raise
         try:
-            copied = await asyncio.wrap_future(copying)
+            copied = await _end_of(copying)
         except BaseException as error:
             if copying.cancelled():  # it was still queued, and never started
                 self._cache.abort_all(grant)
@@ -237,7 +239,7 @@ class Transfers:
             self._cache.end_load(grant)  # nothing was started
             raise
         try:
-            copied = await asyncio.wrap_future(copying)
+            copied = await _end_of(copying)
         except BaseException as error:
             if copying.cancelled():  # it was still queued, and never started
                 self._cache.end_load(grant)
@@ -270,14 +272,51 @@ class Transfers:
         return BlockCopies(plans, boundary=self._slab_bytes)
 
     def _count(self, direction: Direction, result: JobResult) -> None:
-        self._metrics.jobs.labels(direction.value, result.outcome.value).inc()
+        self._counts[direction].outcomes[result.outcome].inc()
         if result.reason is not None:
             self._metrics.refuse(result.reason)
         if result.nbytes:
-            self._metrics.copied_bytes.labels(direction.value).inc(result.nbytes)
-            self._metrics.copy_bytes.labels(direction.value).observe(result.nbytes)
-            self._metrics.copy_seconds.labels(direction.value).observe(result.copy_seconds)
-            self._metrics.queue_seconds.labels(direction.value).observe(result.queue_seconds)
+            self._counts[direction].copied(result)
+
+
+class _Counts:
+    """The metrics of one direction: looking a label up takes longer than counting."""
+
+    def __init__(self, metrics: Metrics, direction: Direction) -> None:
+        label = direction.value
+        self.outcomes = {outcome: metrics.jobs.labels(label, outcome.value) for outcome in Outcome}
+        self._copied_bytes = metrics.copied_bytes.labels(label)
+        self._copy_bytes = metrics.copy_bytes.labels(label)
+        self._copy_seconds = metrics.copy_seconds.labels(label)
+        self._queue_seconds = metrics.queue_seconds.labels(label)
+
+    def copied(self, result: JobResult) -> None:
+        self._copied_bytes.inc(result.nbytes)
+        self._copy_bytes.observe(result.nbytes)
+        self._copy_seconds.observe(result.copy_seconds)
+        self._queue_seconds.observe(result.queue_seconds)
+
+
+async def _end_of(copying: Future[CopyResult]) -> CopyResult:
+    """What `asyncio.wrap_future` does, in half the time, since nobody else waits for this future."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def wake(_: Future[CopyResult]) -> None:
+        if not loop.is_closed():  # a copy that was given up at shutdown may end after it
+            loop.call_soon_threadsafe(end)
+
+    copying.add_done_callback(wake)
+    try:
+        await ended
+    except asyncio.CancelledError:
+        copying.cancel()  # if it has not started; the caller finds out
+        raise
+    return copying.result()
 
 
 def _groups(session: Session, parts: Sequence[GroupBlocks]) -> list[SessionGroup]:
