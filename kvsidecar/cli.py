@@ -1,9 +1,12 @@
-"""The command line: ``kvsidecar serve | status | demo``. Imports what a command needs when it runs: help is instant."""
+"""The command line: ``kvsidecar serve | status | demo | bench``.
+
+Imports what a command needs when it runs: help is instant.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -107,3 +110,56 @@ def demo(blocks: int, device: str) -> None:
     from kvsidecar.demo.run import run
 
     sys.exit(run(blocks=blocks, device=device))
+
+
+@main.command()
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "host"]),
+    default="auto",
+    show_default=True,
+    help="Where the engine's KV lies; auto: on a GPU if there is one.",
+)
+@click.option("--socket", metavar="PATH", help="Measure a running daemon. [default: start one for this run]")
+@click.option("--pool-size", metavar="SIZE", help="Of the daemon that is started. [default: 12 GiB, host 1 GiB]")
+@click.option("--pin-size", metavar="SIZE", help="Pool that the pin measurement pins. [default: 64 GiB, host 1 GiB]")
+@click.option("--only", metavar="NAME[,NAME]", help="Measure only these; --list shows the names.")
+@click.option("--list", "list_names", is_flag=True, help="Show what can be measured, and exit.")
+@click.option("--quick", is_flag=True, help="Few samples: shows that everything works, not how fast.")
+@click.option("--repeat", type=int, metavar="COUNT", help="Rounds of every bandwidth figure at least. [default: 7]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of block ids, hashes and contents.")
+@click.option("--json", metavar="FILE|-", help="Write everything as JSON; - for standard output.")
+@click.option("--plot", metavar="DIR", help="Draw PNGs; needs pip install 'kvsidecar[bench]'.")
+@click.option(
+    "--compare", multiple=True, metavar="FILE", help="Show figures of other systems, or of an earlier --json."
+)
+@click.option("--targets", is_flag=True, help="Show what the project aims at on an H200, and whether it is met.")
+@click.option("--pacing-curve", is_flag=True, help="Measure the token copy for several --store-chunk of the daemon.")
+@click.argument("serve_flags", nargs=-1, metavar="[-- SERVE_OPTION...]")
+def bench(list_names: bool, **given: Any) -> None:
+    """Measure what the daemon gives an engine on this machine.
+
+    Starts a daemon for this run, or uses a running one, attaches as an engine does, and measures through the public
+    client: bandwidth against the limit of the link, latencies, job rates, pinning, and what an engine's own work
+    notices. Takes two to four minutes on a GPU. Options after -- go to the daemon that is started.
+
+    Exit codes: 1 a measurement failed (the others are reported), 69 no driver or no daemon, 78 a bad option, 130
+    interrupted (what was measured is reported).
+    """
+    from kvsidecar.bench.errors import BadOption
+    from kvsidecar.bench.options import MEASUREMENTS, Options
+    from kvsidecar.errors import KVSidecarError
+
+    if list_names:
+        for name, what in MEASUREMENTS.items():
+            click.echo(f"{name:13} {what}")
+        return
+    try:
+        options = Options.checked(**given)
+        from kvsidecar.bench.run import run
+
+        sys.exit(run(options))
+    except BadOption as error:
+        _fail(str(error), EXIT_CONFIG)
+    except KVSidecarError as error:
+        _fail(str(error), EXIT_UNAVAILABLE)

@@ -1,0 +1,208 @@
+"""Store and load of every layout, through RPC: by blocks a job, jobs in flight, one and both directions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvsidecar.bench.engine import Engine, Finished, Held, direction_submits, throughput
+from kvsidecar.bench.errors import BenchError, Skipped
+from kvsidecar.bench.layouts import BLOCK_COUNTS, CONTIGUOUS, IN_FLIGHT, STACKED, Layout
+from kvsidecar.bench.report import Measurement, Row
+from kvsidecar.bench.setting import Setting
+from kvsidecar.bench.stats import median, no_garbage_collection, percentiles
+from kvsidecar.types import Direction
+from kvsidecar.units import format_size
+
+UNPACED, PACED, EVICTING = "unpaced", "paced", "evicting"
+"""Modes: the engine is idle, and stores use the whole link; it is not; the pool is full, and every store evicts."""
+BOTH_BLOCKS, BOTH_IN_FLIGHT, BOTH_SECONDS = 512, 2, 1.0
+EVICTING_LAYOUTS = (CONTIGUOUS.name, STACKED.name)
+MOST_ROUNDS = 300
+
+
+def measure(setting: Setting, out: Measurement) -> None:
+    for layout in setting.layouts():
+        setting.say(layout.name)
+        try:
+            sized = setting.sized(layout)
+        except Skipped as reason:
+            out.note(str(reason))
+            continue
+        with setting.engine(sized) as engine:
+            try:
+                _Layout(setting, out, engine).measure()
+            finally:
+                engine.clear()
+
+
+class _Layout:
+    """All figures of one layout."""
+
+    def __init__(self, setting: Setting, out: Measurement, engine: Engine) -> None:
+        self._setting = setting
+        self._out = out
+        self._engine = engine
+        self._layout: Layout = engine.layout
+        self._stored_bytes = 0
+        """Since the last clear."""
+
+    def measure(self) -> None:
+        if not self._engine.set_idle(True):
+            self._out.note("this client cannot say whether the engine is idle: stores are not paced")
+        for in_flight in IN_FLIGHT:
+            for blocks in BLOCK_COUNTS:
+                if self._fits(blocks, in_flight):
+                    self._cell(Direction.STORE, UNPACED, blocks, in_flight)
+                    self._cell(Direction.LOAD, UNPACED, blocks, in_flight)
+        if self._fits(BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT):
+            self._both()
+        if self._setting.is_private and self._layout.name in EVICTING_LAYOUTS:
+            self._evicting()
+        if self._engine.set_idle(False):
+            for in_flight in IN_FLIGHT:
+                for blocks in BLOCK_COUNTS:
+                    if self._fits(blocks, in_flight):
+                        self._cell(Direction.STORE, PACED, blocks, in_flight)
+
+    def _fits(self, blocks: int, in_flight: int) -> bool:
+        need = blocks * in_flight * self._layout.block_bytes
+        if need <= self._setting.in_flight_bytes:
+            return True
+        size, pool = format_size(need), format_size(self._setting.pool_bytes)
+        self._out.note(f"{self._layout.name}: {in_flight} jobs of {blocks} blocks are {size}, too much for {pool}")
+        return False
+
+    def _cell(self, direction: Direction, mode: str, blocks: int, in_flight: int) -> None:
+        """One figure: rounds of jobs, ``in_flight`` at a time."""
+        job_bytes = blocks * self._layout.block_bytes
+        jobs = 1 if in_flight == 1 else min(4 * in_flight, max(in_flight, self._setting.in_flight_bytes // job_bytes))
+        self._clear()
+        if direction is Direction.STORE:
+            self._add(direction, mode, blocks, in_flight, self._rounds(direction, blocks, jobs, in_flight, []))
+            return
+        with self._engine.held(blocks, in_flight) as held:
+            self._add(direction, mode, blocks, in_flight, self._rounds(direction, blocks, jobs, in_flight, held))
+
+    def _rounds(
+        self, direction: Direction, blocks: int, jobs: int, in_flight: int, held: list[Held]
+    ) -> list[list[Finished]]:
+        rounds: list[list[Finished]] = []
+        until = 0.0
+        with no_garbage_collection():
+            # The first round is thrown away: it pays for what is done once.
+            while len(rounds) <= self._setting.repeat or (time.perf_counter() < until and len(rounds) < MOST_ROUNDS):
+                if direction is Direction.STORE:
+                    self._make_room(jobs * blocks * self._layout.block_bytes)
+                submits = direction_submits(self._engine, direction, blocks, jobs, held)
+                rounds.append(self._engine.run(submits, in_flight))
+                until = until or time.perf_counter() + self._setting.cell_seconds
+        return rounds[1:]
+
+    def _make_room(self, nbytes: int) -> None:
+        """Free slots for what comes: these figures are of stores that evict nothing."""
+        if self._stored_bytes + nbytes > self._setting.in_flight_bytes:
+            self._clear()
+        self._stored_bytes += nbytes
+
+    def _clear(self) -> None:
+        self._engine.clear()
+        self._stored_bytes = 0
+
+    def _add(self, direction: Direction, mode: str, blocks: int, in_flight: int, rounds: list[list[Finished]]) -> None:
+        jobs = [job for each in rounds for job in each]
+        p50, p99 = percentiles([job.seconds for job in jobs])
+        bandwidth = median([throughput(each) for each in rounds])
+        self._out.add(
+            **self._common(direction.value, mode, blocks, in_flight, bandwidth),
+            ms_p50=round(p50 * 1e3, 4),
+            ms_p99=round(p99 * 1e3, 4),
+            copy_ms_p50=round(median([job.copy_seconds for job in jobs]) * 1e3, 4),
+            jobs=len(jobs),
+        )
+
+    def _common(self, direction: str, mode: str, blocks: int, in_flight: int, bytes_per_second: float) -> Row:
+        return {
+            "layout": self._layout.name,
+            "rows": self._layout.rows,
+            "row_bytes": self._layout.row_bytes,
+            "ids": "consecutive" if self._layout.consecutive else "random",
+            "direction": direction,
+            "mode": mode,
+            "blocks": blocks,
+            "in_flight": in_flight,
+            "gbps": round(bytes_per_second / 1e9, 3),
+        }
+
+    # -- both directions -----------------------------------------------------------------------------------------------
+
+    def _both(self) -> None:
+        self._clear()
+        with self._engine.held(BOTH_BLOCKS, BOTH_IN_FLIGHT) as held:
+            stop = threading.Event()
+            flows = [_Flow(self._engine, direction, held, stop) for direction in Direction]
+            for flow in flows:
+                flow.start()
+            stop.wait(self._setting.seconds(BOTH_SECONDS))
+            stop.set()
+            for flow in flows:
+                flow.join()
+        for flow in flows:
+            if flow.error is not None:
+                raise BenchError(f"both directions: {flow.error}")
+        store, load = (flow.finished for flow in flows)
+        # While both ran: from the later of the first ends to the earlier of the last ones.
+        start, end = max(store[0].done, load[0].done), min(store[-1].done, load[-1].done)
+        if end <= start:
+            self._out.note(f"{self._layout.name}: too few jobs ended to say how both directions go together")
+            return
+        store_rate, load_rate = (_rate(finished, start, end) for finished in (store, load))
+        self._out.add(
+            **self._common("both", UNPACED, BOTH_BLOCKS, BOTH_IN_FLIGHT, store_rate + load_rate),
+            store_gbps=round(store_rate / 1e9, 3),
+            load_gbps=round(load_rate / 1e9, 3),
+            jobs=len(store) + len(load),
+        )
+
+    # -- a full pool ---------------------------------------------------------------------------------------------------
+
+    def _evicting(self) -> None:
+        """The life of a pool that has been in use for a while."""
+        engine, blocks = self._engine, max(BLOCK_COUNTS)
+        jobs = 1 + self._setting.pool_bytes // (blocks * self._layout.block_bytes)
+        engine.run(engine.stores(blocks, jobs), max(IN_FLIGHT) // 2)
+        for in_flight in IN_FLIGHT:
+            if self._fits(blocks, in_flight):
+                count = 1 if in_flight == 1 else 2 * in_flight
+                with no_garbage_collection():
+                    rounds = [engine.run(engine.stores(blocks, count), in_flight) for _ in range(self._setting.repeat)]
+                self._add(Direction.STORE, EVICTING, blocks, in_flight, rounds)
+
+
+class _Flow(threading.Thread):
+    """Jobs of one direction until ``stop`` is set."""
+
+    def __init__(self, engine: Engine, direction: Direction, held: list[Held], stop: threading.Event) -> None:
+        super().__init__(name=f"bench-{direction}")
+        self._engine = engine
+        self._direction = direction
+        self._held = held
+        self._stop_event = stop
+        self.finished: list[Finished] = []
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._stop_event.is_set() or len(self.finished) < 2 * BOTH_IN_FLIGHT:
+                submits: list[Callable[[], int]] = direction_submits(
+                    self._engine, self._direction, BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT, self._held
+                )
+                self.finished += self._engine.run(submits, BOTH_IN_FLIGHT)
+        except Exception as error:  # noqa: BLE001 - raised again by who started this thread
+            self.error = error
+
+
+def _rate(finished: list[Finished], start: float, end: float) -> float:
+    """Bytes per second of what ended after ``start`` and not after ``end``."""
+    return sum(each.nbytes for each in finished if start < each.done <= end) / (end - start)

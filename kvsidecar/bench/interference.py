@@ -1,0 +1,64 @@
+"""An engine's own work on the GPU, slowed by the daemon's copies at full speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvsidecar.bench.errors import Skipped
+from kvsidecar.bench.processes import Child
+from kvsidecar.bench.report import Measurement
+from kvsidecar.bench.setting import Setting
+from kvsidecar.bench.stats import median
+from kvsidecar.bench.token_copy import BLOCKS, IN_FLIGHT, LOAD, SETTLE_SECONDS, STORE, rates, traffic_layout
+from kvsidecar.types import Direction
+
+REPEATS = {"decode": 600, "gemm": 600}
+"""About a second each on an H200."""
+TRAFFIC: tuple[tuple[Direction, ...], ...] = ((STORE,), (LOAD,), (STORE, LOAD))
+
+
+def measure(setting: Setting, out: Measurement) -> None:
+    probe = setting.probe()
+    torch = probe.call("torch")
+    if torch["version"] is None:
+        raise Skipped(torch["reason"])
+    with setting.rank(traffic_layout(setting), BLOCKS, IN_FLIGHT, (STORE, LOAD)) as rank:
+        for kind, repeats in REPEATS.items():
+            for directions in TRAFFIC:
+                setting.say(f"{kind} while {' and '.join(directions)}")
+                _slowdown(setting, out, probe, rank, kind, setting.samples(repeats), directions)
+
+
+def _slowdown(
+    setting: Setting,
+    out: Measurement,
+    probe: Child,
+    rank: Child,
+    kind: str,
+    repeats: int,
+    directions: Sequence[Direction],
+) -> None:
+    """Alone, under traffic, alone again: what drifts by itself must not look like interference."""
+
+    def once() -> float:
+        return median(probe.call("work", kind=kind, repeats=repeats)["seconds"])
+
+    first = once()
+    rank.call("start", directions=[direction.value for direction in directions], idle=True)
+    try:
+        time.sleep(setting.seconds(SETTLE_SECONDS))
+        before = rank.call("count")
+        under = once()
+        after = rank.call("count")
+    finally:
+        rank.call("stop")
+    alone = (first + once()) / 2
+    out.add(
+        work=kind,
+        traffic="+".join(direction.value for direction in directions),
+        alone_ms=round(alone * 1e3, 4),
+        under_ms=round(under * 1e3, 4),
+        slowdown=round(under / alone - 1, 5),
+        **rates(before, after),
+    )

@@ -1,0 +1,77 @@
+"""One-block jobs per second with 1 to 8 ranks attached: what the daemon's own work allows."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+
+from kvsidecar.bench.layouts import TINY
+from kvsidecar.bench.processes import Child, Daemon
+from kvsidecar.bench.report import Measurement
+from kvsidecar.bench.setting import Setting
+from kvsidecar.types import Direction
+from kvsidecar.units import MiB
+
+RANKS = (1, 2, 4, 8)
+IN_FLIGHT = 8
+"""Jobs a rank has outstanding."""
+SECONDS = 1.5
+TWO_CORES = 2
+HOST_POOL = 4 * MiB
+
+
+def measure(setting: Setting, out: Measurement) -> None:
+    _rates(setting, out, RANKS, setting.daemon(), setting.device, cores=None)
+    mine = sorted(os.sched_getaffinity(0))
+    if setting.is_private and (setting.device != "host" or len(mine) > TWO_CORES):
+        # The figure that machines share: daemon and ranks on two cores, and no GPU.
+        cores = frozenset(mine[:TWO_CORES])
+        with setting.private_daemon(HOST_POOL, device="host", cores=cores) as daemon:
+            _rates(setting, out, RANKS[-1:], daemon, "host", cores=cores)
+
+
+def _rates(
+    setting: Setting,
+    out: Measurement,
+    numbers: tuple[int, ...],
+    daemon: Daemon,
+    device: str,
+    cores: frozenset[int] | None,
+) -> None:
+    with ExitStack() as stack:
+        children: list[Child] = []
+        for number in range(max(numbers)):
+            setting.say(f"attaching rank {number} on {device}")
+            rank = setting.rank(
+                TINY, 1, IN_FLIGHT, tuple(Direction), daemon=daemon, device=device, cores=cores, number=number
+            )
+            children.append(stack.enter_context(rank))
+        for count in numbers:
+            for direction in Direction:
+                setting.say(f"{count} ranks, {direction}")
+                rate = _rate(children[:count], direction, setting.seconds(SECONDS))
+                out.add(
+                    ranks=count,
+                    attached=len(children),
+                    direction=direction.value,
+                    device=device,
+                    cores=len(cores or os.sched_getaffinity(0)),
+                    jobs_per_second=round(rate, 1),
+                )
+
+
+def _rate(children: list[Child], direction: Direction, seconds: float) -> float:
+    for child in children:
+        child.call("start", directions=[direction.value], idle=True)
+    time.sleep(seconds / 5)
+    before = [child.call("count") for child in children]
+    time.sleep(seconds)
+    after = [child.call("count") for child in children]
+    for child in children:
+        child.call("stop")
+    rates: list[float] = [
+        (late[direction.value]["jobs"] - early[direction.value]["jobs"]) / (late["time"] - early["time"])
+        for early, late in zip(before, after, strict=True)
+    ]
+    return sum(rates)

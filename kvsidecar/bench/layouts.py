@@ -1,0 +1,150 @@
+"""The KV layouts that are measured: real engines' shapes, each with one name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from kvsidecar.bench.errors import Skipped
+from kvsidecar.types import GroupLayout, Namespace, Region
+from kvsidecar.units import GiB, KiB, MiB, format_size
+
+BLOCK_COUNTS = (1, 8, 64, 512)
+"""Blocks of one job."""
+IN_FLIGHT = (1, 4)
+"""Jobs that are outstanding at a time."""
+MOST_BLOCKS = max(BLOCK_COUNTS) * max(IN_FLIGHT)
+
+
+class Form(StrEnum):
+    CONTIGUOUS = "contiguous"
+    """All bytes of a block beside each other."""
+    STACKED = "stacked"
+    """One allocation, ``[rows, blocks, row bytes]``: a constant stride from row to row (vLLM since 0.33)."""
+    SEPARATE = "separate"
+    """One allocation a row (vLLM up to 0.32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One rank's KV cache of one group."""
+
+    name: str
+    form: Form
+    rows: int
+    row_bytes: int
+    what: str
+    consecutive: bool = False
+    """Block ids of a job follow one another; otherwise they are random."""
+    num_blocks: int = MOST_BLOCKS
+
+    @property
+    def block_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def allocation_bytes(self) -> tuple[int, ...]:
+        """Sizes of the allocations, in the order in which regions name them."""
+        if self.form is Form.SEPARATE:
+            return (self.row_bytes * self.num_blocks,) * self.rows
+        return (self.nbytes,)
+
+    def regions(self) -> tuple[Region, ...]:
+        width, stack = self.row_bytes, self.row_bytes * self.num_blocks
+        if self.form is Form.SEPARATE:
+            return tuple(Region(row, 0, width, width, width, 1) for row in range(self.rows))
+        if self.form is Form.STACKED:
+            return (Region(0, 0, stack, width, width, self.rows),)
+        return (Region(0, 0, width, self.block_bytes, width, self.rows),)
+
+    def group(self) -> GroupLayout:
+        return GroupLayout(group=0, num_blocks=self.num_blocks, shard=0, num_shards=1, regions=self.regions())
+
+    def namespace(self, run: str) -> Namespace:
+        """Of this layout alone, in this run alone: nothing is shared with a real engine."""
+        return Namespace(
+            model=f"kvsidecar-bench-{run}",
+            dtype="uint8",
+            kv_layout=f"{self.form}-{self.rows}x{self.row_bytes}",
+            block_size=16,
+            tp_size=1,
+            pp_size=1,
+            hash_algorithm="random",
+        )
+
+    def extents(self, block: int) -> list[tuple[int, int, int]]:
+        """Where a block's rows lie, in order: (allocation, first byte, bytes)."""
+        return [
+            (
+                region.allocation,
+                region.offset + row * region.row_stride + block * region.block_stride,
+                region.row_bytes,
+            )
+            for region in self.regions()
+            for row in range(region.num_rows)
+        ]
+
+    def block_ids(self, count: int, jobs: int, rng: np.random.Generator) -> list[list[int]]:
+        """Block ids of several jobs; no two share a block while there are enough."""
+        if self.consecutive:
+            starts = [job * count % (self.num_blocks - count + 1) for job in range(jobs)]
+            return [list(range(start, start + count)) for start in starts]
+        ids: list[int] = []
+        while len(ids) < count * jobs:
+            # Whole rounds only: the ids of one job must differ from each other.
+            ids += rng.permutation(self.num_blocks)[: self.num_blocks // count * count].tolist()
+        return [ids[job * count : (job + 1) * count] for job in range(jobs)]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a process that measures with it; `from_json` there."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Layout:
+        return cls(**{**fields, "form": Form(fields["form"])})
+
+    def scaled(self, divisor: int) -> Layout:
+        """The same rows, this many times narrower: for a host without room for real ones."""
+        return replace(self, row_bytes=max(1, self.row_bytes // divisor))
+
+    def sized(self, free_bytes: int | None = None) -> Layout:
+        """With as many blocks as make about 4 GiB of real size, and fit.
+
+        Args:
+            free_bytes: memory of the device; None on the host, where layouts are scaled to fit.
+
+        Raises:
+            Skipped: not even one job of the largest size fits.
+        """
+        if free_bytes is None:
+            return self
+        count = 2 * MOST_BLOCKS if self.block_bytes * 2 * MOST_BLOCKS <= 5 * GiB else MOST_BLOCKS
+        while count * self.block_bytes > free_bytes // 2:
+            count //= 2
+        if count < max(BLOCK_COUNTS):
+            need = max(BLOCK_COUNTS) * self.block_bytes * 2
+            raise Skipped(f"{self.name} needs {format_size(need)} of free GPU memory; {format_size(free_bytes)} are")
+        return replace(self, num_blocks=count)
+
+
+CONTIGUOUS = Layout("contiguous", Form.CONTIGUOUS, 1, 2 * MiB, "block-contiguous (cross-layer)")
+STACKED = Layout("stacked-64k", Form.STACKED, 32, 64 * KiB, "layer-stacked, Llama-3.1-8B (vLLM 0.33)")
+LAYOUTS: tuple[Layout, ...] = (
+    CONTIGUOUS,
+    STACKED,
+    Layout("stacked-128k", Form.STACKED, 32, 128 * KiB, "layer-stacked, twice the heads"),
+    Layout("separate-64k-consecutive", Form.SEPARATE, 32, 64 * KiB, "an allocation a layer (vLLM 0.26)", True),
+    Layout("separate-64k", Form.SEPARATE, 32, 64 * KiB, "an allocation a layer, random ids"),
+    Layout("mla-18k", Form.STACKED, 61, 18 * KiB, "layer-stacked MLA, DeepSeek-V3"),
+    Layout("tp8-8k", Form.STACKED, 80, 8 * KiB, "layer-stacked, Llama-70B under TP 8"),
+    Layout("tp8-4k", Form.STACKED, 160, 4 * KiB, "K and V apart, Llama-70B under TP 8"),
+)
+TINY = Layout("tiny", Form.CONTIGUOUS, 1, 4 * KiB, "blocks that cost nothing to copy", num_blocks=1024)
+"""Where the question is the daemon's work, and not the link's."""

@@ -1,0 +1,62 @@
+"""What a result depends on besides the code: the machine, in a few facts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.bench.driver import Cuda
+
+_SYS_PCI = Path("/sys/bus/pci/devices")
+
+
+def facts(cuda: Cuda | None) -> dict[str, Any]:
+    """Facts by name; what cannot be known is None."""
+    return {
+        "cpu": _first("/proc/cpuinfo", r"model name\s*:\s*(.+)"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": _memory("MemTotal"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **({} if cuda is None else _gpu(cuda)),
+    }
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping."""
+    return _memory("MemAvailable") or 0
+
+
+def _gpu(cuda: Cuda) -> dict[str, Any]:
+    return {
+        "gpu": cuda.name,
+        "gpu_memory_bytes": cuda.memory_info()[1],
+        "cuda": cuda.version,
+        "driver": _first("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)\s"),
+        "pcie": _link(_SYS_PCI / cuda.pci_bus_id),
+    }
+
+
+def _link(device: Path) -> str | None:
+    """Such as ``32.0 GT/s PCIe x16``. The current speed of an idle link may be lower than what it takes under load."""
+    with suppress(OSError):
+        speed = (device / "max_link_speed").read_text().strip()
+        width = (device / "current_link_width").read_text().strip()
+        return f"{speed} x{width}"
+    return None
+
+
+def _memory(name: str) -> int | None:
+    found = _first("/proc/meminfo", rf"{name}:\s+(\d+) kB")
+    return None if found is None else int(found) * 1024
+
+
+def _first(file: str, pattern: str) -> str | None:
+    with suppress(OSError):
+        found = re.search(pattern, Path(file).read_text())
+        return None if found is None else found[1].strip()
+    return None

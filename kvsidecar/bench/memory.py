@@ -1,0 +1,114 @@
+"""The engine's KV memory: on the GPU or on the host, shared with the daemon as an engine shares it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.bench.driver import Cuda
+from kvsidecar.bench.layouts import Layout
+from kvsidecar.client import Allocation, HostBuffer, KVBuffers
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class EngineMemory(Protocol):
+    """The allocations of one rank. The caller writes and reads whole blocks, rows one after another."""
+
+    def kv_buffers(self) -> KVBuffers: ...
+
+    def write(self, block: int, content: Bytes) -> None:
+        """Fill a block. The content must not change before `settle`."""
+
+    def read(self, block: int, into: Bytes) -> None:
+        """Copy a block; it is there after `settle`."""
+
+    def settle(self) -> None:
+        """Wait until everything written and read is."""
+
+    def close(self) -> None:
+        """Give the memory back; the daemon must have unmapped it."""
+
+
+class HostMemory:
+    """A memfd per allocation."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._buffers = [HostBuffer(nbytes, "kvsidecar-bench") for nbytes in layout.allocation_bytes]
+        self._arrays: list[Bytes] = [np.frombuffer(buffer.memory, np.uint8) for buffer in self._buffers]
+        for array in self._arrays:
+            array[::4096] = 1  # no copy may pay for the first touch of a page
+
+    def kv_buffers(self) -> KVBuffers:
+        return KVBuffers("host", tuple(Allocation(buffer.nbytes, fd=buffer.fd) for buffer in self._buffers))
+
+    def write(self, block: int, content: Bytes) -> None:
+        place = 0
+        for allocation, start, nbytes in self._layout.extents(block):
+            self._arrays[allocation][start : start + nbytes] = content[place : place + nbytes]
+            place += nbytes
+
+    def read(self, block: int, into: Bytes) -> None:
+        place = 0
+        for allocation, start, nbytes in self._layout.extents(block):
+            into[place : place + nbytes] = self._arrays[allocation][start : start + nbytes]
+            place += nbytes
+
+    def settle(self) -> None:
+        """Nothing here runs on after its call."""
+
+    def close(self) -> None:
+        self._arrays.clear()
+        for buffer in self._buffers:
+            buffer.close()
+
+
+class CudaMemory:
+    """Plain device allocations, exported as CUDA IPC handles."""
+
+    def __init__(self, cuda: Cuda, layout: Layout) -> None:
+        self._cuda = cuda
+        self._layout = layout
+        self._stream = cuda.stream()
+        self._addresses: list[int] = []
+        try:
+            for nbytes in layout.allocation_bytes:
+                self._addresses.append(cuda.alloc(nbytes))
+                self._stream.fill(self._addresses[-1], 0, nbytes)
+            self._stream.synchronize()
+        except BaseException:
+            self.close()
+            raise
+
+    def kv_buffers(self) -> KVBuffers:
+        sizes = zip(self._addresses, self._layout.allocation_bytes, strict=True)
+        allocations = (Allocation(nbytes, cuda_ipc_handle=self._cuda.ipc_handle(address)) for address, nbytes in sizes)
+        return KVBuffers(self._cuda.uuid, tuple(allocations))
+
+    def write(self, block: int, content: Bytes) -> None:
+        host = content.ctypes.data
+        for allocation, start, nbytes in self._layout.extents(block):
+            self._stream.to_device(self._addresses[allocation] + start, host, nbytes)
+            host += nbytes
+
+    def read(self, block: int, into: Bytes) -> None:
+        host = into.ctypes.data
+        for allocation, start, nbytes in self._layout.extents(block):
+            self._stream.to_host(host, self._addresses[allocation] + start, nbytes)
+            host += nbytes
+
+    def settle(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._stream.close()
+        for address in self._addresses:
+            self._cuda.free(address)
+
+
+def engine_memory(layout: Layout, cuda: Cuda | None) -> EngineMemory:
+    """Memory of this layout on the GPU, or on the host where there is none."""
+    return HostMemory(layout) if cuda is None else CudaMemory(cuda, layout)

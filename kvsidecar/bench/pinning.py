@@ -1,0 +1,73 @@
+"""An engine's steps while a daemon pins its pool, and how fast it pins."""
+
+from __future__ import annotations
+
+import time
+
+from kvsidecar.bench.errors import BenchError
+from kvsidecar.bench.processes import PrivateDaemon
+from kvsidecar.bench.report import Measurement, Row
+from kvsidecar.bench.setting import Setting
+from kvsidecar.bench.stats import percentiles
+from kvsidecar.units import GiB, format_size
+
+IDLE_SECONDS = 4.0
+PIN_FIELDS = ("prefault_seconds", "register_seconds")
+"""What the daemon's ``ready`` line says beside the total, if it does."""
+
+
+def measure(setting: Setting, out: Measurement) -> None:
+    setting.need_private("pinning")
+    nbytes = setting.pin_bytes()
+    probe = setting.probe()
+    with_torch = probe.call("torch")["version"] is not None
+    what = probe.call("steps", torch=with_torch)["what"]
+    try:
+        setting.say(f"an engine's steps alone ({what})")
+        started = time.perf_counter()
+        time.sleep(setting.seconds(IDLE_SECONDS))
+        idle_until = time.perf_counter()
+        setting.say(f"an engine's steps while {format_size(nbytes)} are pinned")
+        with setting.private_daemon(nbytes) as daemon:
+            pinned_at = time.perf_counter()
+    finally:
+        steps = [(begin, took) for begin, took in probe.call("steps_over")["steps"]]
+    listening = daemon.times.get("listening", daemon.started)
+    for phase, begin, end in (
+        ("idle", started, idle_until),
+        ("daemon starts", daemon.started, listening),
+        ("daemon pins", listening, pinned_at),
+    ):
+        # A step belongs to every phase that it touches: one that is stalled ends after the stall.
+        within = [took for at, took in steps if at + took > begin and at < end]
+        if within:
+            out.add(phase=phase, what=what, **_steps(within))
+    out.add(phase="pool", **_pool(daemon, nbytes, pinned_at))
+
+
+def _steps(took: list[float]) -> Row:
+    p50, p99 = percentiles(took)
+    return {
+        "steps": len(took),
+        "p50_ms": round(p50 * 1e3, 4),
+        "p99_ms": round(p99 * 1e3, 4),
+        "max_ms": round(max(took) * 1e3, 4),
+    }
+
+
+def _pool(daemon: PrivateDaemon, nbytes: int, ready_at: float) -> Row:
+    ready = daemon.said.get("ready")
+    if ready is None:
+        raise BenchError("the daemon's log does not say that it is ready")
+    seconds = float(ready["seconds"])
+    parts = {name: float(ready[name]) if name in ready else None for name in PIN_FIELDS}
+    register = parts["register_seconds"]
+    return {
+        "pool_bytes": nbytes,
+        "pages": ready.get("pages"),
+        "pin_seconds": seconds,
+        "start_to_ready_seconds": round(ready_at - daemon.started, 3),
+        "ms_per_gib": round(seconds * 1e3 / (nbytes / GiB), 2),
+        **parts,
+        "register_ms_per_gib": None if register is None else round(register * 1e3 / (nbytes / GiB), 2),
+    }

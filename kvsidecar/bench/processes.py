@@ -1,0 +1,275 @@
+"""The processes of a run: a daemon of its own, and children that play engines. None outlives the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket as sockets
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvsidecar.bench.errors import BenchError
+from kvsidecar.client import Client, State
+from kvsidecar.units import format_size
+from kvsidecar.wire import STATE_FROM_WIRE
+
+READY_SECONDS = 300.0
+"""A pool of some hundred GiB takes a minute."""
+STOP_SECONDS = 20.0
+REPLY_SECONDS = 180.0
+"""The first use of torch on a cold machine takes most of a minute."""
+
+# A daemon whose bench was killed must not keep its pool pinned. The kernel then sends SIGTERM (PR_SET_PDEATHSIG is 1).
+_LAUNCHER = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+
+def _spawn(arguments: Sequence[str], *, cores: frozenset[int] | None, **options: Any) -> subprocess.Popen[bytes]:
+    """Start Python with these arguments, outside the terminal's process group: Ctrl-C is for the bench alone."""
+    # The settings of a daemon that this user runs for real are not those of the benchmark.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
+    mine = os.sched_getaffinity(0)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)  # of this thread, and inherited by what it starts
+    try:
+        command = [sys.executable, "-c", _LAUNCHER, *arguments]
+        return subprocess.Popen(command, env=environment, start_new_session=True, **options)
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def _last_lines(file: Path, count: int = 8) -> str:
+    return "\n".join(file.read_text(errors="replace").splitlines()[-count:])
+
+
+# -- the daemon --------------------------------------------------------------------------------------------------
+
+
+class Daemon(Protocol):
+    """A daemon that is ready."""
+
+    socket: str
+    pid: int | None
+    """None: it cannot be told from here."""
+
+
+class RunningDaemon:
+    """One that somebody else runs.
+
+    Raises:
+        DaemonUnreachable: nobody answers.
+        BenchError: it is not ready.
+    """
+
+    def __init__(self, socket: str) -> None:
+        with Client(socket, name="kvsidecar bench") as client:
+            status = client.status()
+        readiness = status.readiness
+        state = STATE_FROM_WIRE[readiness.state]
+        if state is not State.READY:
+            raise BenchError(f"the daemon at {client.socket} is {state}: {readiness.reason}")
+        self.socket = client.socket
+        self.backend: str = status.backend
+        self.pool_bytes: int = readiness.pool_bytes
+        self.pid = _peer_pid(client.socket)
+
+
+def _peer_pid(socket: str) -> int | None:
+    with sockets.socket(sockets.AF_UNIX) as connection:
+        connection.connect(socket)
+        pid: int = struct.unpack("3i", connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))[0]
+    return pid or None
+
+
+class PrivateDaemon:
+    """``kvsidecar serve`` for this run alone. `private_daemon` starts and stops it.
+
+    Args:
+        device: ``cuda`` or ``host``.
+        flags: further options of serve.
+        cores: that it may run on; None for all.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        device: str,
+        pool_bytes: int,
+        flags: Sequence[str],
+        cores: frozenset[int] | None,
+    ) -> None:
+        number = len(list(directory.glob("daemon-*.log")))
+        self.socket = str(directory / f"daemon-{number}.sock")
+        self.pool_bytes = pool_bytes
+        self._log = directory / f"daemon-{number}.log"
+        arguments = ["-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket, "--http-port", "0"]
+        arguments += ["--pool-size", str(pool_bytes), "--log-format", "json", *flags]
+        self.started = time.perf_counter()
+        with self._log.open("wb") as stream:
+            self._process = _spawn(arguments, cores=cores, stderr=stream, stdin=subprocess.DEVNULL)
+        self.pid: int | None = self._process.pid
+        self.times: dict[str, float] = {}
+        """When its log said ``listening`` and ``ready``, on this process's clock."""
+        self.said: dict[str, dict[str, Any]] = {}
+        """The same lines of the log."""
+
+    def wait_ready(self) -> None:
+        """Raises BenchError with what its log says if it does not become ready."""
+        read = 0
+        with self._log.open("rb") as log:
+            while "ready" not in self.said:
+                line = log.readline()
+                read += len(line)
+                if not line.endswith(b"\n"):
+                    log.seek(read - len(line))
+                    read -= len(line)
+                    self._wait_for_more()
+                    continue
+                self._heard(line)
+
+    def _wait_for_more(self) -> None:
+        if time.perf_counter() - self.started > READY_SECONDS:
+            raise BenchError(f"the daemon was not ready after {READY_SECONDS:g} s; its log ends:\n{self.log_end()}")
+        if self._process.poll() is not None:
+            raise BenchError(f"the daemon ended with exit code {self._process.returncode}:\n{self.log_end()}")
+        time.sleep(0.002)
+
+    def _heard(self, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            return
+        event = said.get("event", "")
+        if event == "not ready":
+            raise BenchError(f"the daemon cannot pin {format_size(self.pool_bytes)}: {said.get('reason')}")
+        self.said[event] = said
+        self.times[event] = time.perf_counter()
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def log_end(self) -> str:
+        return _last_lines(self._log)
+
+    def stop(self) -> None:
+        """End it in order, or by force if it does not end."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+
+
+@contextmanager
+def private_daemon(
+    directory: Path, device: str, pool_bytes: int, flags: Sequence[str], *, cores: frozenset[int] | None = None
+) -> Iterator[PrivateDaemon]:
+    """A daemon that is ready, until the end of the block."""
+    daemon = PrivateDaemon(directory, device, pool_bytes, flags, cores)
+    try:
+        daemon.wait_ready()
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+# -- children ----------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process of the benchmark that answers JSON lines, one at a time; `serve` is its other end. It ends with its
+    standard input.
+
+    Args:
+        module: run as ``python -m``, with ``config`` as its only argument.
+    """
+
+    def __init__(
+        self, module: str, config: Mapping[str, Any], directory: Path, *, cores: frozenset[int] | None = None
+    ) -> None:
+        number = len(list(directory.glob("child-*.log")))
+        self._what = module.rpartition(".")[2]
+        self._log = directory / f"child-{number}.log"
+        self._buffer = b""
+        with self._log.open("wb") as stream:
+            self._process = _spawn(
+                ["-m", module, json.dumps(config)],
+                cores=cores,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+            )
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Ask and wait for the answer. Raises BenchError with the child's own words if it cannot do it."""
+        self.ask(do, **arguments)
+        return self.answer()
+
+    def ask(self, do: str, **arguments: Any) -> None:
+        """Ask only; `answer` waits."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + REPLY_SECONDS
+        fd = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise BenchError(f"the {self._what} process did not answer in {REPLY_SECONDS:g} s")
+            piece = os.read(fd, 1 << 16)
+            if not piece:
+                raise self._ended()
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise BenchError(f"the {self._what} process: {reply['error']}")
+        return reply
+
+    def _ended(self) -> BenchError:
+        code = self._process.wait()
+        return BenchError(f"the {self._what} process ended with exit code {code}:\n{_last_lines(self._log)}")
+
+    def close(self) -> None:
+        """Let it end, or end it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        finally:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGKILL)
+                self._process.wait()
+            self._process.stdout.close()
+
+
+def serve(handlers: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+    """The child's end: answer until standard input ends."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = handlers[request.pop("do")](**request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()

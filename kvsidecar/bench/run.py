@@ -1,0 +1,187 @@
+"""`kvsidecar bench`: one measurement after another, and then what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from kvsidecar import __version__
+from kvsidecar.bench import (
+    bandwidth,
+    footprint,
+    interference,
+    job_rate,
+    latency,
+    limit,
+    machine,
+    pinning,
+    targets,
+    token_copy,
+    verify,
+)
+from kvsidecar.bench.errors import Skipped
+from kvsidecar.bench.options import Options
+from kvsidecar.bench.report import Measurement, Report, load_peers
+from kvsidecar.bench.setting import Setting
+from kvsidecar.bench.tables import WIDTH, print_report, print_targets
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.units import format_duration
+
+EXIT_INTERRUPTED = 130
+
+MEASURE: dict[str, Callable[[Setting, Measurement], None]] = {
+    "footprint": footprint.measure,
+    "limit": limit.measure,
+    "verify": verify.measure,
+    "bandwidth": bandwidth.measure,
+    "lookup": latency.lookups,
+    "submit": latency.submit,
+    "jobs": job_rate.measure,
+    "token": token_copy.measure,
+    "pacing": token_copy.pacing_curve,
+    "interference": interference.measure,
+    "pin": pinning.measure,
+}
+
+
+def run(options: Options) -> int:
+    """Measure and report. Returns the exit code: 1 if a measurement failed, 130 if it was interrupted.
+
+    Raises:
+        KVSidecarError: it could not begin; the text is one sentence.
+    """
+    peers = [row for file in options.compare for row in load_peers(file)]
+    progress = Progress(Console(stderr=True))
+    # SIGTERM ends a run as Ctrl-C does: in order, and with what there is.
+    with _terminable(), tempfile.TemporaryDirectory(prefix="kvs-bench-") as directory, progress:
+        setting = Setting(options, Path(directory), progress.detail)
+        report = Report(
+            version=__version__,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            device=setting.device,
+            machine=machine.facts(setting.cuda),
+            options=options.to_json(),
+            peers=peers,
+        )
+        if setting.divisor > 1:
+            report.machine["rows_divided_by"] = setting.divisor
+        interrupted = _measure_all(setting, report, progress)
+        report.targets = targets.evaluate(report)
+    _show(report, options)
+    failed = any(each.status == "failed" for each in report.measurements.values())
+    return EXIT_INTERRUPTED if interrupted else int(failed)
+
+
+def _measure_all(setting: Setting, report: Report, progress: Progress) -> bool:
+    """Returns whether it was interrupted."""
+    interrupted = False
+    try:
+        for name in setting.options.names:
+            measurement = report.measurements[name] = Measurement(name)
+            progress.begin(name)
+            _measure(setting, measurement)
+            progress.end(measurement)
+    except KeyboardInterrupt:
+        interrupted = True
+    # From here on everything has a time limit of its own, and a second Ctrl-C would leave a daemon behind.
+    with _deaf():
+        for measurement in report.measurements.values():
+            if measurement.status == "running":
+                measurement.status = "interrupted"
+                progress.end(measurement)
+        progress.begin("stopping")
+        setting.close()
+    return interrupted
+
+
+def _measure(setting: Setting, measurement: Measurement) -> None:
+    started = time.perf_counter()
+    try:
+        MEASURE[measurement.name](setting, measurement)
+        measurement.status = "ok"
+    except Skipped as error:
+        measurement.status, measurement.reason = "skipped", str(error)
+    except KVSidecarError as error:
+        measurement.status, measurement.reason = "failed", str(error)
+    except Exception as error:  # noqa: BLE001 - the others go on: this one's failure is reported, and the exit code says so
+        measurement.status, measurement.reason = "failed", f"{type(error).__name__}: {error}"
+    finally:
+        measurement.seconds = round(time.perf_counter() - started, 2)
+
+
+def _show(report: Report, options: Options) -> None:
+    to_stdout = options.json == "-"
+    console = Console(stderr=to_stdout)
+    if not console.is_terminal:
+        console = Console(stderr=to_stdout, width=WIDTH)
+    print_report(report, console)
+    if options.targets:
+        print_targets(report, console)
+    if to_stdout:
+        sys.stdout.write(report.to_json() + "\n")
+    elif options.json is not None:
+        Path(options.json).write_text(report.to_json() + "\n")
+    if options.plot is not None:
+        from kvsidecar.bench.plots import write_plots
+
+        for file in write_plots(report, options.plot):
+            console.print(f"wrote {file}", highlight=False, markup=False)
+
+
+class Progress:
+    """What goes on, on standard error: one line a measurement, and what it is at where somebody watches."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("starting") if console.is_terminal else None
+        self._name = ""
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def begin(self, name: str) -> None:
+        self._name = name
+        self.detail("")
+
+    def detail(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(f"{self._name}: {text}" if text else self._name)
+
+    def end(self, measurement: Measurement) -> None:
+        text = f"{measurement.name}: {measurement.status}, {format_duration(measurement.seconds)}"
+        if measurement.reason:
+            text += f": {measurement.reason}"
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,46 @@
+"""Samples -> what is reported of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+
+def latency(seconds: Sequence[float]) -> dict[str, float]:
+    """Microseconds of a list of durations: ``n``, ``p50_us``, ``p99_us``, ``min_us`` and ``max_us``."""
+    if not seconds:
+        raise ValueError("there is nothing to summarise")
+    p50, p99 = percentiles(seconds)
+    return {
+        "n": len(seconds),
+        "p50_us": round(p50 * 1e6, 2),
+        "p99_us": round(p99 * 1e6, 2),
+        "min_us": round(min(seconds) * 1e6, 2),
+        "max_us": round(max(seconds) * 1e6, 2),
+    }
+
+
+def percentiles(samples: Sequence[float]) -> tuple[float, float]:
+    """p50 and p99; with fewer than a hundred samples the latter is close to the largest."""
+    p50, p99 = np.percentile(np.asarray(samples, np.float64), (50, 99))
+    return float(p50), float(p99)
+
+
+def median(samples: Sequence[float]) -> float:
+    return float(np.median(np.asarray(samples, np.float64)))
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A collection takes milliseconds in a process that has imported gRPC and numpy; an engine freezes its heap too."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
