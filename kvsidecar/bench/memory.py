@@ -40,7 +40,7 @@ class HostMemory:
         self._buffers = [HostBuffer(nbytes, "kvsidecar-bench") for nbytes in layout.allocation_bytes]
         self._arrays: list[Bytes] = [np.frombuffer(buffer.memory, np.uint8) for buffer in self._buffers]
         for array in self._arrays:
-            array[::4096] = 1  # no copy may pay for the first touch of a page
+            array[::4096] = 0  # no copy may pay for the first touch of a page
 
     def kv_buffers(self) -> KVBuffers:
         return KVBuffers("host", tuple(Allocation(buffer.nbytes, fd=buffer.fd) for buffer in self._buffers))

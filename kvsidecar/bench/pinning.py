@@ -30,6 +30,7 @@ def measure(setting: Setting, out: Measurement) -> None:
         setting.say(f"an engine's steps while {format_size(nbytes)} are pinned")
         with setting.private_daemon(nbytes) as daemon:
             pinned_at = time.perf_counter()
+        stopped_at = time.perf_counter()
     finally:
         steps = [(begin, took) for begin, took in probe.call("steps_over")["steps"]]
     listening = daemon.times.get("listening", daemon.started)
@@ -37,6 +38,7 @@ def measure(setting: Setting, out: Measurement) -> None:
         ("idle", started, idle_until),
         ("daemon starts", daemon.started, listening),
         ("daemon pins", listening, pinned_at),
+        ("daemon unpins and ends", pinned_at, stopped_at),
     ):
         # A step belongs to every phase that it touches: one that is stalled ends after the stall.
         within = [took for at, took in steps if at + took > begin and at < end]

@@ -149,11 +149,12 @@ def systems(report: Report) -> plt.Figure | None:
         if not limit:
             return None
         for place, layout in enumerate(layouts):
-            figures = {name: _best([*own, *peers], layout, system=name, direction=direction) for name in colors}
-            present = {name: gbps for name, gbps in figures.items() if gbps is not None}
-            for index, (name, gbps) in enumerate(present.items()):
-                x, share = place + (index - (len(present) - 1) / 2) * width, gbps / limit * 100
-                axis.bar(x, share, width * 0.93, color=colors[name])
+            figures = [_best([*own, *peers], layout, system=name, direction=direction) for name in colors]
+            present = [row for row in figures if row is not None]
+            for index, row in enumerate(present):
+                x, gbps = place + (index - (len(present) - 1) / 2) * width, row["gbps"]
+                share = 100 * (row.get("of_limit") or gbps / limit)
+                axis.bar(x, share, width * 0.93, color=colors[row["system"]])
                 text = f"{gbps:.0f}" if gbps >= 10 else f"{gbps:.1f}"
                 # Inside the bar where it would lie on the line of the limit.
                 inside = {"va": "top", "color": "white"} if share > 92 else {"va": "bottom", "color": INK}
@@ -165,9 +166,9 @@ def systems(report: Report) -> plt.Figure | None:
     return figure
 
 
-def _best(rows: Sequence[Row], layout: str, **match: str) -> float | None:
-    found = [row["gbps"] for row in rows if row.get("layout") == layout and match.items() <= row.items()]
-    return max(found, default=None)
+def _best(rows: Sequence[Row], layout: str, **match: str) -> Row | None:
+    found = (row for row in rows if row.get("layout") == layout and match.items() <= row.items())
+    return max(found, key=lambda row: float(row["gbps"]), default=None)
 
 
 # -- latencies ---------------------------------------------------------------------------------------------------
@@ -248,12 +249,12 @@ _MISS: dict[str, Any] = {"marker": "D", "markersize": 8, "markerfacecolor": "whi
 
 def _lookup_line(axis: Any, places: dict[int, int], rows: Sequence[Row], color: str, *, band: bool) -> None:
     by_hashes = sorted(rows, key=lambda row: int(row["hashes"]))
-    hits = [row for row in by_hashes if row.get("hits", row["hashes"])]
+    hits = [row for row in by_hashes if row["hits"]]
     x, p50 = [places[row["hashes"]] for row in hits], [row["p50_us"] for row in hits]
     axis.plot(x, p50, color=color, marker="o", linewidth=1.8)
     if band:
         axis.fill_between(x, p50, [row["p99_us"] for row in hits], color=color, alpha=0.18, linewidth=0)
     for row in by_hashes:
-        if not row.get("hits", row["hashes"]):
+        if not row["hits"]:
             above = [[0], [max(0.0, row.get("p99_us", row["p50_us"]) - row["p50_us"])]]
             axis.errorbar(places[row["hashes"]], row["p50_us"], yerr=above, capsize=4, color=color, **_MISS)

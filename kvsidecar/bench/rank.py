@@ -105,6 +105,7 @@ class Rank:
     def stop(self) -> dict[str, Any]:
         for traffic in self._traffics.values():
             traffic.stop()
+        self._engine.set_idle(True)
         self._raise_errors()
         return {}
 
@@ -132,6 +133,7 @@ def main() -> None:
         }
         for traffic in traffics.values():
             stack.callback(traffic.stop)
+        engine.set_idle(True)  # until told otherwise: a rank that waits must not have others' stores paced
         rank = Rank(engine, traffics)
         sys.stdout.write("{}\n")  # ready
         sys.stdout.flush()

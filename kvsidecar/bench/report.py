@@ -96,7 +96,7 @@ class Report:
 
 # -- other systems -----------------------------------------------------------------------------------------------
 
-_BANDWIDTH: dict[str, Any] = {
+_TRANSFER: dict[str, Any] = {
     "system": str,
     "layout": str,
     "blocks": int,
@@ -104,15 +104,19 @@ _BANDWIDTH: dict[str, Any] = {
     "direction": str,
     "gbps": (int, float),
 }
-_LOOKUP: dict[str, Any] = {"system": str, "hashes": int, "p50_us": (int, float)}
+_LOOKUP: dict[str, Any] = {"system": str, "hashes": int, "hit": bool, "us_p50": (int, float)}
 
 
 def load_peers(file: Path) -> list[Row]:
-    """Rows of another system, or of another run of this one, for ``--compare``.
+    """Figures of other systems, or of another run of this one, for ``--compare``.
 
-    Either ``{"rows": [...]}`` (a list alone will do), a row being ``{"system", "layout", "blocks", "in_flight",
-    "direction", "gbps"}`` or, for lookups, ``{"system", "hashes", "p50_us"}`` with ``"hits": 0`` for misses. Or what
-    ``--json`` wrote, whose rows are then those of the system ``kvsidecar VERSION (DATE)``.
+    Either ``{"rows": [...], "lookups": [...]}``: a row is ``{"system", "layout", "blocks", "in_flight", "direction",
+    "gbps"}``, and may have ``variant`` (part of the system's name), ``ids`` (``random`` or ``consecutive``),
+    ``of_limit`` (share of the limit of its own run) and ``valid`` (false: it is left out); a lookup is ``{"system",
+    "hashes", "hit", "us_p50"}``. Or what ``--json`` wrote: the system is then ``kvsidecar VERSION (DATE)``.
+
+    Returns:
+        Rows with ``gbps``, and rows with ``hashes``, as those of `Report.peers`.
 
     Raises:
         BadOption: it cannot be read, or a row is not of that form.
@@ -124,31 +128,51 @@ def load_peers(file: Path) -> list[Row]:
     except ValueError as error:
         raise BadOption(f"--compare={str(file)!r} is not JSON: {error}") from error
     try:
-        if isinstance(content, dict) and "schema" in content:
-            rows = _own_rows(content)
-        else:
-            rows = content["rows"] if isinstance(content, dict) else content
-        return [_peer_row(row) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadOption(f"--compare={str(file)!r} is not a result: {error}") from error
+        if "schema" in content:
+            return _own_rows(content)
+        rows = [_transfer(row) for row in content["rows"] if row.get("valid", True)]
+        return [*rows, *(_lookup(row) for row in content.get("lookups", []))]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadOption(f"--compare={str(file)!r} is not a result: {type(error).__name__}: {error}") from error
 
 
 def _own_rows(content: dict[str, Any]) -> list[Row]:
     if content["schema"] != SCHEMA:
         raise ValueError(f"its schema is {content['schema']}, this version reads {SCHEMA}")
     system = f"{SYSTEM} {content['version']} ({content['date'][:10]})"
-    measured = content["measurements"]
-    bandwidth = [row for row in measured.get("bandwidth", {}).get("rows", []) if row.get("mode") == "unpaced"]
-    lookups = [row for row in measured.get("lookup", {}).get("rows", []) if row["lease"] or not row["hits"]]
-    return [{**row, "system": system} for row in (*bandwidth, *lookups) if row.get("direction") != "both"]
+    rows: dict[str, list[Row]] = {name: each["rows"] for name, each in content["measurements"].items()}
+    limits = {row["direction"]: row["gbps"] for row in rows.get("limit", [])}
+    found = []
+    for row in rows.get("bandwidth", []):
+        if row["mode"] == "unpaced" and row["direction"] in limits and row["direction"] != "both":
+            found.append({**row, "system": system, "of_limit": row["gbps"] / limits[row["direction"]]})
+    for row in rows.get("lookup", []):
+        if row["lease"] or (not row["hits"] and row["mode"] == "prefix"):
+            found.append({**row, "system": system})
+    return found
 
 
-def _peer_row(row: Any) -> Row:
-    if not isinstance(row, dict):
-        raise TypeError(f"{row!r} is not a row")
-    for key, kind in (_LOOKUP if "hashes" in row else _BANDWIDTH).items():
+def _transfer(row: Row) -> Row:
+    _check(row, _TRANSFER)
+    if row["direction"] not in ("store", "load"):
+        raise ValueError(f"a row has direction={row['direction']!r}, which is neither store nor load")
+    # Here the order of the ids is part of a layout's name.
+    consecutive = row.get("ids") == "consecutive" and not row["layout"].endswith("-consecutive")
+    return {
+        **{key: row[key] for key in _TRANSFER},
+        "system": f"{row['system']} {row.get('variant') or ''}".strip(),
+        "layout": row["layout"] + ("-consecutive" if consecutive else ""),
+        "of_limit": row.get("of_limit"),
+    }
+
+
+def _lookup(row: Row) -> Row:
+    _check(row, _LOOKUP)
+    hits = row["hashes"] if row["hit"] else 0
+    return {"system": row["system"], "hashes": row["hashes"], "hits": hits, "p50_us": row["us_p50"]}
+
+
+def _check(row: Row, fields: dict[str, Any]) -> None:
+    for key, kind in fields.items():
         if not isinstance(row.get(key), kind):
             raise ValueError(f"a row has {key}={row.get(key)!r}: {row}")  # noqa: TRY004 - a value in a file
-    if "direction" in row and row["direction"] not in ("store", "load"):
-        raise ValueError(f"a row has direction={row['direction']!r}, which is neither store nor load")
-    return dict(row)

@@ -264,13 +264,20 @@ def _peers(report: Report) -> Iterable[Table]:
                 next((row for row in bandwidth if row["system"] == each and match.items() <= row.items()), None)
                 for each in systems
             ]
-            table.add_row(
-                *map(str, shape), *("-" if row is None else _share(row["gbps"], limit) for row in (own, *peers))
-            )
+            table.add_row(*map(str, shape), *(_peer_cell(row, limit) for row in (own, *peers)))
         yield table
     lookups = [row for row in report.peers if "hashes" in row]
     if lookups:
-        table = _table("Beside other systems: lookups", "system", "hashes", "p50 µs", "p99 µs")
+        table = _table("Beside other systems: lookups", "system", "hashes", "hits", "p50 µs", "p99 µs")
         for row in lookups:
-            table.add_row(row["system"], str(row["hashes"]), _number(row["p50_us"]), _number(row.get("p99_us")))
+            counts = str(row["hashes"]), str(row["hits"])
+            table.add_row(row["system"], *counts, _number(row["p50_us"]), _number(row.get("p99_us")))
         yield table
+
+
+def _peer_cell(row: Row | None, limit: float | None) -> str:
+    """GB/s, and the share of the limit of the run that it is from."""
+    if row is None:
+        return "-"
+    of_limit = row.get("of_limit")
+    return _share(row["gbps"], row["gbps"] / of_limit if of_limit else limit)

@@ -45,12 +45,11 @@ def measure(setting: Setting, out: Measurement) -> None:
 
 
 def round_trip(engine: Engine, count: int, rng: np.random.Generator) -> int:
-    """Store ``count`` blocks, load them to other ids. Returns how many of them came back different."""
+    """Store ``count`` blocks, load them to other ids, which are zero before. Returns how many came back different."""
     source, target = engine.layout.block_ids(count, 2, rng)
-    content, before = (Content(count, engine.layout.block_bytes, rng) for _ in range(2))
+    content = Content(count, engine.layout.block_bytes, rng)
     for index in range(count):
         engine.memory.write(source[index], content.of(index))
-        engine.memory.write(target[index], before.of(index))
     engine.memory.settle()
     hashes = engine.fresh(count)
     engine.finish(engine.client.store([Blocks(0, hashes, source)]))
