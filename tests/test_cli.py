@@ -27,7 +27,7 @@ def test_help_shows_every_option_with_its_default_and_variable() -> None:
     assert text.count("[default:") == len(Settings.model_fields) + 1
 
 
-@pytest.mark.parametrize("module", ["torch", "grpc", "aiohttp", "numpy", "cuda", "uvloop", "rich"])
+@pytest.mark.parametrize("module", ["torch", "grpc", "aiohttp", "numpy", "cuda", "uvloop", "rich", "matplotlib"])
 def test_help_imports_nothing_heavy(module: str) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "kvsidecar", "serve", "--help"]
     times = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment()).stderr
@@ -38,7 +38,9 @@ def test_help_imports_nothing_heavy(module: str) -> None:
 
 def test_no_file_of_the_daemon_pulls_in_torch(short_dir: Path) -> None:
     (short_dir / "torch.py").write_text("raise SystemExit('torch was imported')")
-    script = "import kvsidecar.serve, kvsidecar.cli, kvsidecar.device.host, kvsidecar.demo.run, sys; sys.exit(0)"
+    script = (
+        "import kvsidecar.serve, kvsidecar.cli, kvsidecar.device.host, kvsidecar.demo.run, kvsidecar.bench.run, sys"
+    )
     path = os.pathsep.join([str(short_dir), *filter(None, sys.path)])
     ran = subprocess.run(
         [sys.executable, "-c", script],

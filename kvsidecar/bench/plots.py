@@ -82,7 +82,7 @@ def bandwidth(report: Report) -> plt.Figure | None:
     layouts = list(dict.fromkeys(row["layout"] for row in report.rows("bandwidth", mode=UNPACED, in_flight=1)))
     if not layouts or report.limit("store") is None:
         return None
-    figure, axes = _figure(report, "Store and load through RPC, as a share of one large pinned copy", 13.5, 5.6, 2)
+    figure, axes = _figure(report, "Store and load through RPC, as a share of one large pinned copy", 14.5, 5.8, 2)
     for axis, direction in zip(axes, ("store", "load"), strict=True):
         for index, (count, shade) in enumerate(zip(BLOCK_COUNTS, BLOCK_SHADES, strict=True)):
             offset = (index - (len(BLOCK_COUNTS) - 1) / 2) * 0.2
@@ -94,7 +94,7 @@ def bandwidth(report: Report) -> plt.Figure | None:
                     x = place + offset
                     axis.plot([x - 0.085, x + 0.085], [several * 100] * 2, color=LIMIT, linewidth=2)
         _limit_line(axis, f"{direction}: limit {report.limit(direction):.1f} GB/s", len(layouts))
-        axis.set_xticks(range(len(layouts)), [_layout_label(report, name) for name in layouts], fontsize=8.5)
+        axis.set_xticks(range(len(layouts)), [_layout_label(report, name) for name in layouts], fontsize=8.2)
     axes[0].set_ylabel("% of the limit")
     blocks = [
         Patch(color=shade, label=f"{count} block{'s' if count > 1 else ''}")

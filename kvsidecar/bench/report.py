@@ -142,14 +142,17 @@ def _own_rows(content: dict[str, Any]) -> list[Row]:
     system = f"{SYSTEM} {content['version']} ({content['date'][:10]})"
     rows: dict[str, list[Row]] = {name: each["rows"] for name, each in content["measurements"].items()}
     limits = {row["direction"]: row["gbps"] for row in rows.get("limit", [])}
-    found = []
-    for row in rows.get("bandwidth", []):
-        if row["mode"] == "unpaced" and row["direction"] in limits and row["direction"] != "both":
-            found.append({**row, "system": system, "of_limit": row["gbps"] / limits[row["direction"]]})
-    for row in rows.get("lookup", []):
-        if row["lease"] or (not row["hits"] and row["mode"] == "prefix"):
-            found.append({**row, "system": system})
-    return found
+    bandwidth = [
+        {**row, "system": system, "of_limit": row["gbps"] / limits[row["direction"]]}
+        for row in rows.get("bandwidth", [])
+        if row["mode"] == "unpaced" and row["direction"] in ("store", "load") and row["direction"] in limits
+    ]
+    lookups = [
+        {**row, "system": system}
+        for row in rows.get("lookup", [])
+        if row["lease"] or (not row["hits"] and row["mode"] == "prefix")
+    ]
+    return [*bandwidth, *lookups]
 
 
 def _transfer(row: Row) -> Row:

@@ -1,0 +1,98 @@
+"""`kvsidecar bench` as a process, and a report that looks like one of an H200."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS
+from kvsidecar.bench.report import Measurement, Report
+from tests.harness import SECONDS, environment
+
+
+def start(*arguments: str, temporary: Path | None = None, **options: Any) -> subprocess.Popen[str]:
+    """Start it.
+
+    Args:
+        temporary: where it keeps its sockets and logs; what it starts has this path in its command line.
+    """
+    variables = {"COLUMNS": "150", **({} if temporary is None else {"TMPDIR": str(temporary)})}
+    command = [sys.executable, "-m", "kvsidecar", "bench", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.Popen(command, env=environment(**variables), **pipes)
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 4 * SECONDS) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=seconds)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run(*arguments: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return finish(start(*arguments, temporary=temporary))
+
+
+def processes_of(directory: Path) -> list[str]:
+    """Command lines of living processes that name a path in this directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if f"{directory}/" in line:
+                found.append(line)
+    return found
+
+
+def wait_gone(directory: Path) -> list[str]:
+    """What is still there after a while."""
+    deadline = time.monotonic() + SECONDS
+    while (left := processes_of(directory)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def wait_line(process: subprocess.Popen[str], text: str) -> None:
+    """Read its standard error up to a line with this text."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return
+    raise AssertionError(f"it ended without saying {text!r}")
+
+
+def report(share: float = 0.97) -> Report:
+    """A report in which every store and load reaches this share of the limit, with one job in flight and with more."""
+    measurements = {name: Measurement(name, "ok") for name in ("limit", "bandwidth", "lookup", "token", "pacing")}
+    for direction, gbps in (("store", 55.0), ("load", 55.0), ("both", 98.0)):
+        measurements["limit"].add(direction=direction, gbps=gbps, best_gbps=gbps, nbytes=1 << 30)
+    for layout in LAYOUTS:
+        shape = {"layout": layout.name, "rows": layout.rows, "row_bytes": layout.row_bytes}
+        shape["ids"] = "consecutive" if layout.consecutive else "random"
+        for direction in ("store", "load"):
+            for blocks in BLOCK_COUNTS:
+                for in_flight in IN_FLIGHT:
+                    measurements["bandwidth"].add(
+                        **shape, direction=direction, mode="unpaced", blocks=blocks, in_flight=in_flight,
+                        gbps=share * 55.0, ms_p50=0.2, ms_p99=0.4, copy_ms_p50=0.1, jobs=9,
+                    )  # fmt: skip
+    for hashes in (1, 8, 64, 512):
+        measurements["lookup"].add(hashes=hashes, hits=hashes, lease=True, mode="prefix", **latency(80 + hashes / 4))
+    measurements["lookup"].add(hashes=4096, hits=0, lease=False, mode="prefix", **latency(800))
+    for traffic, mode, p50, gbps in (
+        ("none", "", 40, 0), ("store", "unpaced", 900, 54), ("store", "paced", 58, 45),
+    ):  # fmt: skip
+        measurements["token"].add(traffic=traffic, mode=mode, **latency(p50), store_gbps=gbps, load_gbps=0)
+    for chunk, p50, gbps in (("", 40, 0), ("off", 900, 54), ("2 MiB", 58, 45)):
+        measurements["pacing"].add(chunk=chunk, **latency(p50), store_gbps=gbps, load_gbps=0)
+    machine = {"gpu": "NVIDIA H200", "pcie": "32.0 GT/s PCIe x16"}
+    return Report("0.1.0", "2026-11-21T12:00:00+00:00", "cuda", machine, {}, measurements)
+
+
+def latency(p50: float) -> dict[str, float]:
+    return {"n": 100, "p50_us": p50, "p99_us": 2 * p50, "min_us": p50 / 2, "max_us": 3 * p50}

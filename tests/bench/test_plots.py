@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.bench.report import Report
+from tests.bench import support
+
+pytest.importorskip("matplotlib")
+
+import itertools
+
+from matplotlib.axes import Axes
+
+from kvsidecar.bench import plots
+
+
+def heights(axis: Axes) -> list[float]:
+    return [round(bar.get_height(), 3) for bar in axis.patches]  # type: ignore[attr-defined]
+
+
+def test_every_plot_is_drawn_from_a_full_report(tmp_path: Path) -> None:
+    report = support.report()
+    report.peers = [{"system": "Other", "layout": "contiguous", "blocks": 512, "direction": "store", "gbps": 30.0}]
+    report.peers += [{"system": "Other", "hashes": 64, "hits": 64, "p50_us": 260.0}]
+    names = [file.name for file in plots.write_plots(report, tmp_path)]
+    assert names == ["bandwidth.png", "systems.png", "token-latency.png", "lookup.png"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
+    empty = Report("0", "2026-11-21T00:00:00+00:00", "host", {}, {})
+    assert plots.write_plots(empty, tmp_path) == []
+
+
+def test_bars_are_shares_of_the_limit_one_a_layout_and_number_of_blocks() -> None:
+    figure = plots.bandwidth(support.report(0.5))
+    assert figure is not None
+    for axis in figure.axes:
+        assert heights(axis) == [50.0] * 8 * 4
+
+
+def test_title_names_machine_version_and_day() -> None:
+    figure = plots.bandwidth(support.report())
+    assert figure is not None
+    texts = [text.get_text() for text in figure.texts]
+    assert "NVIDIA H200 (32.0 GT/s PCIe x16), kvsidecar 0.1.0, 2026-11-21" in texts
+
+
+def test_no_two_labels_below_an_axis_overlap() -> None:
+    figure = plots.bandwidth(support.report())
+    assert figure is not None
+    figure.canvas.draw()
+    for axis in figure.axes:
+        boxes = [label.get_window_extent() for label in axis.get_xticklabels()]
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+
+
+def test_other_systems_are_drawn_by_their_own_limit_and_only_where_they_have_figures() -> None:
+    report = support.report(0.9)
+    of_other = {"system": "Other", "blocks": 512, "gbps": 30.0, "of_limit": 0.4}
+    report.peers = [{**of_other, "layout": "contiguous", "direction": "store"}]
+    figure = plots.systems(report)
+    assert figure is not None
+    store, load = figure.axes
+    assert heights(store) == [90.0, 40.0]
+    assert heights(load) == [90.0]

@@ -1,0 +1,249 @@
+"""`kvsidecar bench` on the host device, as a person runs it: one real run, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS
+from kvsidecar.bench.options import MEASUREMENTS
+from kvsidecar.bench.targets import TARGETS
+from tests.bench import support
+from tests.harness import DaemonProcess
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass
+class Ran:
+    text: str
+    progress: str
+    code: int
+    json: dict[str, Any]
+    plots: Path
+    directory: Path
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return self.json["measurements"][name]["rows"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    directory = tmp_path_factory.mktemp("bench")
+    with tempfile.TemporaryDirectory(prefix="kvs-") as short:
+        temporary = Path(short)
+        file, plots = directory / "result.json", directory / "plots"
+        done = support.run(
+            "--device", "host", "--quick", "--targets", "--json", str(file), "--plot", str(plots), temporary=temporary
+        )  # fmt: skip
+        content = json.loads(file.read_text()) if file.exists() else {}
+        yield Ran(done.stdout, done.stderr, done.returncode, content, plots, temporary)
+
+
+def test_every_measurement_has_run_or_says_why_not(ran: Ran) -> None:
+    assert ran.code == 0, ran.progress
+    measured = ran.json["measurements"]
+    assert set(measured) == set(MEASUREMENTS) - {"pacing"}
+    assert {name: each["status"] for name, each in measured.items() if each["status"] != "ok"} == {
+        "interference": "skipped"
+    }
+    assert measured["interference"]["reason"] == "needs a GPU"
+
+
+def test_the_json_says_what_it_depends_on(ran: Ran) -> None:
+    assert ran.json["schema"] == 1
+    assert ran.json["device"] == "host"
+    assert ran.json["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert ran.json["options"]["quick"] is True
+    assert ran.json["options"]["seed"] == 0
+
+
+def test_every_layout_is_compared_byte_for_byte(ran: Ran) -> None:
+    assert [row["layout"] for row in ran.rows("verify")] == [layout.name for layout in LAYOUTS]
+    assert all(row["wrong_blocks"] == 0 and row["blocks"] == 512 for row in ran.rows("verify"))
+
+
+def test_bandwidth_has_every_cell(ran: Ran) -> None:
+    cells = [
+        (row["layout"], row["direction"], row["blocks"], row["in_flight"])
+        for row in ran.rows("bandwidth")
+        if row["mode"] == "unpaced" and row["direction"] != "both"
+    ]
+    names = [layout.name for layout in LAYOUTS]
+    assert sorted(cells) == sorted(product(names, ("store", "load"), BLOCK_COUNTS, IN_FLIGHT))
+    assert [row["layout"] for row in ran.rows("bandwidth") if row["direction"] == "both"] == names
+    assert all(row["gbps"] > 0 and row["jobs"] > 0 for row in ran.rows("bandwidth"))
+
+
+def test_latencies_have_every_size(ran: Ran) -> None:
+    lookups = {(row["hashes"], row["hits"], row["lease"], row["mode"]) for row in ran.rows("lookup")}
+    hits = {(count, count, lease, "prefix") for count in (1, 8, 64, 512) for lease in (False, True)}
+    assert lookups == hits | {(4096, 0, False, "prefix"), (4096, 0, False, "bitmap")}
+    submits = [(row["call"], row["blocks"]) for row in ran.rows("submit")]
+    assert submits == [("store", 1), ("load", 1), ("store", 512), ("load", 512), ("poll", 0)]
+    assert all(0 < row["p50_us"] <= row["p99_us"] <= row["max_us"] for row in ran.rows("lookup"))
+
+
+def test_ranks_do_jobs_and_traffic_flows_while_tokens_are_copied(ran: Ran) -> None:
+    rates = {(row["ranks"], row["direction"]): row["jobs_per_second"] for row in ran.rows("jobs")}
+    assert set(rates) == set(product((1, 2, 4, 8), ("store", "load")))
+    assert all(rate > 0 for rate in rates.values())
+    token = {row["traffic"]: row for row in ran.rows("token") if row["mode"] != "paced"}
+    assert set(token) == {"none", "store", "load", "store+load"}
+    for traffic, row in token.items():
+        assert (row["store_gbps"] > 0, row["load_gbps"] > 0) == ("store" in traffic, "load" in traffic)
+
+
+def test_pinning_is_timed_and_an_engine_steps_meanwhile(ran: Ran) -> None:
+    phases = {row["phase"]: row for row in ran.rows("pin")}
+    assert {"idle", "daemon starts", "daemon pins", "pool"} <= set(phases)
+    assert phases["pool"]["pool_bytes"] == 32 << 20
+    assert phases["pool"]["pin_seconds"] > 0
+
+
+def test_the_daemon_is_measured_itself(ran: Ran) -> None:
+    (row,) = ran.rows("footprint")
+    assert row["gpu_bytes"] is None
+    assert row["host_bytes"] > 0
+    assert row["blocks"] > 1000
+
+
+def test_tables_show_every_layout_and_every_target(ran: Ran) -> None:
+    for layout in LAYOUTS:
+        assert ran.text.count(layout.name) >= 4
+    for title in ("Bulk limit", "GB/s of a store", "GB/s of a load", "Both directions", "Lookups", "One-block jobs"):
+        assert title in ran.text
+    flat = " ".join(ran.text.split())
+    for target in TARGETS:
+        assert target.goal.split()[1] in flat
+    assert [row["what"] for row in ran.json["targets"]] == [target.what for target in TARGETS]
+
+
+def test_progress_is_on_standard_error(ran: Ran) -> None:
+    assert [line.partition(":")[0] for line in ran.progress.splitlines()] == list(ran.json["measurements"])
+
+
+def test_plots_are_images(ran: Ran) -> None:
+    pytest.importorskip("matplotlib")
+    assert {file.name for file in ran.plots.iterdir()} == {"bandwidth.png", "token-latency.png", "lookup.png"}
+    for file in ran.plots.iterdir():
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_left_behind(ran: Ran) -> None:
+    assert support.processes_of(ran.directory) == []
+    assert list(ran.directory.iterdir()) == []
+
+
+def test_ctrl_c_reports_what_there_is_and_leaves_nothing_behind(short_dir: Path) -> None:
+    file = short_dir / "result.json"
+    temporary = short_dir / "t"
+    temporary.mkdir()
+    bench = support.start(
+        "--device", "host", "--quick", "--only", "limit,bandwidth,jobs", "--json", str(file), temporary=temporary
+    )  # fmt: skip
+    support.wait_line(bench, "limit: ok")
+    while not support.processes_of(temporary):
+        assert bench.poll() is None
+    bench.send_signal(signal.SIGINT)
+    done = support.finish(bench)
+    assert done.returncode == 130
+    assert "bandwidth: interrupted" in done.stdout
+    measured = json.loads(file.read_text())["measurements"]
+    assert {name: each["status"] for name, each in measured.items()} == {"limit": "ok", "bandwidth": "interrupted"}
+    assert len(measured["limit"]["rows"]) == 3
+    assert support.processes_of(temporary) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_killed_bench_takes_its_daemon_and_its_ranks_with_it(short_dir: Path) -> None:
+    bench = support.start("--device", "host", "--quick", "--only", "jobs", temporary=short_dir)
+    support.wait_line(bench, "limit: ok")
+    while len(support.processes_of(short_dir)) < 9:  # a daemon and eight ranks
+        assert bench.poll() is None
+    bench.kill()
+    support.finish(bench)
+    assert support.wait_gone(short_dir) == []
+
+
+def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--pool-size", "16MiB") as daemon:
+        daemon.wait_ready()
+        done = support.run("--socket", daemon.socket, "--quick", "--only", "verify,lookup,pin", "--json", "-")
+        assert done.returncode == 0, done.stderr
+        measured = json.loads(done.stdout)["measurements"]
+        assert measured["verify"]["status"] == "ok"
+        assert len(measured["lookup"]["rows"]) == 10
+        assert measured["pin"]["status"] == "skipped"
+        assert "--socket" in measured["pin"]["reason"]
+        with daemon.client() as client:
+            status = client.status()
+        assert not status.ranks
+        assert status.pool.blocks == 0
+        assert daemon.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--only", "bandwith"), "did you mean bandwidth?"),
+        (("--only", ","), "--only names nothing"),
+        (("--pool-size", "lots"), "--pool-size='lots' is not a size"),
+        (("--pool-size", "1MiB"), "--pool-size='1MiB' is less than 4 MiB"),
+        (("--pin-size", "-1"), "--pin-size='-1' is not a size"),
+        (("--repeat", "0"), "--repeat=0 is not between 1 and 1000"),
+        (("--socket", "/tmp/none.sock", "--pool-size", "1GiB"), "--pool-size is for a daemon"),
+        (("--socket", "/tmp/none.sock", "--", "--verify", "always"), "leave out --socket"),
+        (("--json", "/no/such/directory/out.json"), "--json='/no/such/directory/out.json'"),
+        (("--compare", "/no/such/file.json"), "--compare='/no/such/file.json' cannot be read"),
+        (("--plot", "/proc/nothing"), "--plot='/proc/nothing' cannot be made"),
+    ],
+)
+def test_a_bad_option_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    refused = support.run("--device", "host", *arguments)
+    assert refused.returncode == 78, refused.stderr
+    assert sentence in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert refused.stderr.startswith("kvsidecar: ")
+
+
+def test_no_daemon_at_the_socket_is_one_sentence(short_dir: Path) -> None:
+    refused = support.run("--socket", str(short_dir / "none.sock"))
+    assert refused.returncode == 69
+    assert refused.stderr.count("\n") == 1
+    assert "no kvsidecar answers" in refused.stderr
+
+
+def test_a_daemon_that_does_not_start_fails_its_measurements_with_its_own_words(short_dir: Path) -> None:
+    done = support.run(
+        "--device", "host", "--quick", "--only", "lookup", "--json", "-", "--", "--huge-pages", "giant",
+        temporary=short_dir,
+    )  # fmt: skip
+    assert done.returncode == 1
+    measured = json.loads(done.stdout)["measurements"]
+    assert measured["limit"]["status"] == "ok"
+    assert measured["lookup"]["status"] == "failed"
+    assert "--huge-pages='giant'" in measured["lookup"]["reason"]
+
+
+def test_list_names_every_measurement() -> None:
+    shown = support.run("--list")
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == list(MEASUREMENTS)
+
+
+def test_an_earlier_result_can_be_compared_with(ran: Ran, short_dir: Path) -> None:
+    earlier = short_dir / "earlier.json"
+    earlier.write_text(json.dumps(ran.json))
+    done = support.run("--device", "host", "--quick", "--only", "lookup", "--compare", str(earlier))
+    assert done.returncode == 0
+    assert "Beside other systems" in done.stdout
+    assert f"kvsidecar {ran.json['version']} ({ran.json['date'][:10]})" in done.stdout
