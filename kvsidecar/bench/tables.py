@@ -13,7 +13,7 @@ from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT
 from kvsidecar.bench.report import SYSTEM, Report, Row
 from kvsidecar.units import MiB, format_size
 
-WIDTH = 120
+WIDTH = 140
 """Where standard output is no terminal."""
 _MODES = {
     UNPACED: "the whole link",

@@ -141,6 +141,20 @@ def test_lookups_are_judged_with_a_lease() -> None:
     assert judged(slow, what)["met"] == "no"
 
 
+def test_submitting_is_judged_by_the_slowest_of_small_and_large_jobs() -> None:
+    report = support.report()
+    submit = report.measurements["submit"] = Measurement("submit", "ok")
+    for call, blocks in (("store", 1), ("load", 1), ("store", 512), ("load", 512), ("poll", 0)):
+        submit.add(call=call, blocks=blocks, **support.latency(4.0))
+    (row,) = (row for row in targets.evaluate(report) if row["what"].startswith("submit"))
+    assert (row["measured"], row["met"]) == ("1: 4 / 4, 512: 4 / 4, poll 4.0 µs", "yes")
+    change(report, "submit", {"call": "load", "blocks": 512}, p50_us=21.0)
+    assert judged(report, row["what"])["met"] == "no"
+    change(report, "submit", {"call": "load"}, p50_us=4.0)
+    change(report, "submit", {"call": "poll"}, p50_us=6.0)
+    assert judged(report, row["what"])["met"] == "no"
+
+
 def test_pinning_is_judged_by_the_longest_step_beyond_the_idle_one() -> None:
     report = support.report()
     pin = report.measurements["pin"] = Measurement("pin", "ok")
