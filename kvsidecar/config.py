@@ -101,7 +101,8 @@ def _socket_path(value: str) -> str:
 
 
 def _default_prefault_threads() -> int:
-    return min(16, len(os.sched_getaffinity(0)))
+    # Not all of them: an engine that starts beside the daemon needs some to load its weights.
+    return max(1, min(16, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class Settings(BaseSettings):
         description="Pages of the pool: thp transparent, hugetlb reserved by the operator, none 4 KiB; "
         "auto: hugetlb if enough are free, else thp.",
     )
-    prefault_threads: Annotated[int, Shown("COUNT", "one per core, at most 16")] = Field(
+    prefault_threads: Annotated[int, Shown("COUNT", "one for two cores, at most 16")] = Field(
         default_factory=_default_prefault_threads,
         ge=1,
         le=1024,

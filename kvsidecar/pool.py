@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -268,7 +269,9 @@ class HostPool:
         on_progress(self._progress(done, started, registering))
         # Leaving the block waits for all threads, also after a failure: nothing may be unmapped under one that still
         # touches it.
-        with ThreadPoolExecutor(self._spec.prefault_threads, thread_name_prefix="kvsidecar-prefault") as threads:
+        with ThreadPoolExecutor(
+            self._spec.prefault_threads, thread_name_prefix="kvsidecar-prefault", initializer=_give_way
+        ) as threads:
             faulting = [] if stop.is_set() else self._prefault(chunks[0], pages, threads)
             for number, chunk in enumerate(chunks, start=1):
                 if stop.is_set():
@@ -323,6 +326,11 @@ class HostPool:
         if self._lost:
             return f"{self._lost} could not be given back; restart the daemon"
         return "the chunks before it were given back" if pinned else ""
+
+
+def _give_way() -> None:
+    """An engine's threads go first: clearing pages keeps a core busy for seconds, and a step that waits is noticed."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _reason(error: Exception) -> str:
