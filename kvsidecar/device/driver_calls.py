@@ -11,6 +11,7 @@ pointer operand has its pitch in bytes in ``rowLength``), cuMemcpy2DAsync.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -65,6 +66,8 @@ OPERATION: Final = np.dtype(
     ]
 )
 """``CUDA_MEMCPY3D_BATCH_OP``"""
+_OPERATION: Final = struct.Struct("i4xQQQii i4xQQQii QQQiI")
+"""The same, for one operation."""
 _END = [
     ("XInBytes", np.uint64),
     ("Y", np.uint64),
@@ -118,8 +121,9 @@ class CopyCalls:
         self._max_pitch = max_pitch
         self._functions = _functions(find)
         self._failed_at = np.zeros(1, np.uint64)
-        order = _ORDER_STREAM if store else _ORDER_ANY
-        device, host = (_LOCATION_DEVICE, ordinal), (_LOCATION_HOST, 0)
+        self._order = order = _ORDER_STREAM if store else _ORDER_ANY
+        self._device_location = device = (_LOCATION_DEVICE, ordinal)
+        host = (_LOCATION_HOST, 0)
         source, target = (device, host) if store else (host, device)
         self._attributes = np.array([(order, source, target, 0)], ATTRIBUTES)
         self._attribute_of = np.zeros(1, np.uint64)
@@ -136,6 +140,8 @@ class CopyCalls:
             copies: at least one.
             batched: all of them have one row.
         """
+        if len(copies) == 1:
+            return self._single(copies, pool_address)
         host = copies["host_offset"] + np.uint64(pool_address)
         if batched and "cuMemcpyBatchAsync" in self._functions:
             return self._batch(copies, host)
@@ -155,6 +161,29 @@ class CopyCalls:
                 return status
             del self._functions[call.name]  # nothing was started, and it is not asked again
         return self._one_by_one(*call.source, stream)
+
+    def _single(self, copies: npt.NDArray[np.void], pool_address: int) -> DriverCall:
+        """A job of one block: what matters is how soon it starts, and arrays take longer than the driver."""
+        ((address, device_pitch, offset, host_pitch, row_bytes, num_rows),) = copies.tolist()
+        host = pool_address + offset
+        source = copies, np.array([host], np.uint64)
+        if num_rows == 1:
+            if self._store:
+                return DriverCall(1, "cuMemcpyDtoHAsync", (host, address, row_bytes), source)
+            return DriverCall(1, "cuMemcpyHtoDAsync", (address, host, row_bytes), source)
+        if "cuMemcpy3DBatchAsync" not in self._functions:
+            return DriverCall(1, None, (), source)
+        device_side = (address, device_pitch, num_rows, *self._device_location)
+        host_side = (host, host_pitch, num_rows, _LOCATION_HOST, 0)
+        ends = (device_side, host_side) if self._store else (host_side, device_side)
+        operation = np.frombuffer(
+            _OPERATION.pack(
+                _OPERAND_POINTER, *ends[0], _OPERAND_POINTER, *ends[1], row_bytes, num_rows, 1, self._order, 0
+            ),
+            np.uint8,
+        )
+        arguments = (1, operation.ctypes.data, self._failed_at.ctypes.data, 0)
+        return DriverCall(1, "cuMemcpy3DBatchAsync", arguments, source, (operation,))
 
     def _batch(self, copies: npt.NDArray[np.void], host: npt.NDArray[np.uint64]) -> DriverCall:
         device = np.ascontiguousarray(copies["device_address"])

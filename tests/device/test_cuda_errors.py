@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from cuda.bindings import driver
 
-from kvsidecar.device import cuda, cuda_status, cuda_stream
+from kvsidecar.device import cuda, cuda_status, cuda_stream, driver_calls
 from kvsidecar.device.base import CopyCall, CopyMark, CudaIpcSource
 from kvsidecar.device.cuda import CudaPlatform
 from kvsidecar.device.cuda_status import STICKY, check, initialize
@@ -339,6 +339,18 @@ def test_stores_read_in_stream_order_and_loads_when_they_like(scripted: Driver) 
         assert (batch["depth"] == 1).all()
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+def test_one_copy_is_issued_without_arrays_and_says_the_same(scripted: Driver, direction: Direction) -> None:
+    functions = Functions(scripted, *SIGNATURES)
+    stream = CudaPlatform().device(FIRST).open_stream(direction)
+    stream.issue(stream.prepare(call_of(GOOD), 1 << 30))
+    assert functions.calls == [PLAIN[direction]]
+    stream.issue(stream.prepare(call_of(ROWS), 1 << 30))
+    stream.issue(stream.prepare(call_of(ROWS, ROWS), 1 << 30))
+    one, two = functions.batches
+    assert one.tolist() == two.tolist()[:1]
+
+
 def test_the_arrays_have_the_layout_of_the_drivers_structures() -> None:
     """The bindings know the driver's headers: each field, written through them, must be found in our record."""
 
@@ -359,6 +371,10 @@ def test_the_arrays_have_the_layout_of_the_drivers_structures() -> None:
     operation.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY
     operation.flags = 1
     found = bytes_of(operation, OPERATION)
+    assert driver_calls._OPERATION.size == OPERATION.itemsize
+    assert driver_calls._OPERATION.pack(
+        1, 1000, 2000, 3000, 1, 7, 1, 1001, 2001, 3001, 1, 8, 11, 12, 13, 3, 1
+    ) == ctypes.string_at(operation.getPtr(), OPERATION.itemsize)
     for number, side_name in enumerate(("src", "dst")):
         side = found[side_name]
         assert (side["type"], side["ptr"], side["rowLength"], side["layerHeight"]) == (
