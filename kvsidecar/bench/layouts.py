@@ -94,7 +94,7 @@ class Layout:
     def block_ids(self, count: int, jobs: int, rng: np.random.Generator) -> list[list[int]]:
         """Block ids of several jobs; no two share a block while there are enough."""
         if self.consecutive:
-            starts = [job * count % (self.num_blocks - count + 1) for job in range(jobs)]
+            starts = [job % (self.num_blocks // count) * count for job in range(jobs)]
             return [list(range(start, start + count)) for start in starts]
         ids: list[int] = []
         while len(ids) < count * jobs:

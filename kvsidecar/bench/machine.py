@@ -46,7 +46,8 @@ def _link(device: Path) -> str | None:
     with suppress(OSError):
         speed = (device / "max_link_speed").read_text().strip()
         width = (device / "current_link_width").read_text().strip()
-        return f"{speed} x{width}"
+        if speed[:1].isdigit():  # a virtual machine may say "Unknown"
+            return f"{speed} x{width}"
     return None
 
 

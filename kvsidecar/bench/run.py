@@ -89,6 +89,7 @@ def _measure_all(setting: Setting, report: Report, progress: Progress) -> bool:
             progress.begin(name)
             _measure(setting, measurement)
             progress.end(measurement)
+            _write(report, setting.options)  # so that a machine that goes away takes one measurement with it, not all
     except KeyboardInterrupt:
         interrupted = True
     # From here on everything has a time limit of its own, and a second Ctrl-C would leave a daemon behind.
@@ -127,13 +128,17 @@ def _show(report: Report, options: Options) -> None:
         print_targets(report, console)
     if to_stdout:
         sys.stdout.write(report.to_json() + "\n")
-    elif options.json is not None:
-        Path(options.json).write_text(report.to_json() + "\n")
+    _write(report, options)
     if options.plot is not None:
         from kvsidecar.bench.plots import write_plots
 
         for file in write_plots(report, options.plot):
             console.print(f"wrote {file}", highlight=False, markup=False)
+
+
+def _write(report: Report, options: Options) -> None:
+    if options.json not in (None, "-"):
+        Path(str(options.json)).write_text(report.to_json() + "\n")
 
 
 class Progress:

@@ -82,10 +82,10 @@ def _limit(_: Report, rows: list[Row]) -> Iterable[Table]:
 
 
 def _verify(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = _table("Stored, loaded to other blocks, compared", "layout", "blocks", "bytes", "wrong blocks")
+    table = _table("Stored, loaded to other blocks, compared", "layout", "what", "blocks", "bytes", "wrong blocks")
     for row in rows:
         wrong = Text(str(row["wrong_blocks"]), style="bold red" if row["wrong_blocks"] else "")
-        table.add_row(row["layout"], str(row["blocks"]), format_size(row["nbytes"]), wrong)
+        table.add_row(row["layout"], row["what"], str(row["blocks"]), format_size(row["nbytes"]), wrong)
     yield table
 
 

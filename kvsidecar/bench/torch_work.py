@@ -51,6 +51,7 @@ class DecodeGraph(_Work):
         # Scaled so that the states stay finite through any number of replays.
         self._weights = [torch.randn(HIDDEN, HIDDEN, **options) / HIDDEN**0.5 for _ in range(WEIGHTS)]
         self._states = [torch.randn(BATCH, HIDDEN, **options) for _ in range(2)]
+        torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):  # cuBLAS allocates its workspace at the first call: not inside a capture
             self._gemms()

@@ -36,7 +36,13 @@ def measure(setting: Setting, out: Measurement) -> None:
         with setting.engine(setting.sized(layout)) as engine:
             count = min(max(BLOCK_COUNTS), setting.in_flight_bytes // layout.block_bytes, engine.layout.num_blocks // 2)
             wrong_blocks = round_trip(engine, count, setting.rng)
-            out.add(layout=layout.name, blocks=count, nbytes=count * layout.block_bytes, wrong_blocks=wrong_blocks)
+            out.add(
+                layout=layout.name,
+                what=layout.what,
+                blocks=count,
+                nbytes=count * layout.block_bytes,
+                wrong_blocks=wrong_blocks,
+            )
             if wrong_blocks:
                 wrong.append(f"{wrong_blocks} of {count} blocks of {layout.name}")
             engine.clear()

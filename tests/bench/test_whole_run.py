@@ -165,14 +165,16 @@ def test_ctrl_c_reports_what_there_is_and_leaves_nothing_behind(short_dir: Path)
     assert list(temporary.iterdir()) == []
 
 
-def test_a_killed_bench_takes_its_daemon_and_its_ranks_with_it(short_dir: Path) -> None:
-    bench = support.start("--device", "host", "--quick", "--only", "jobs", temporary=short_dir)
+def test_a_killed_bench_takes_its_daemon_and_its_ranks_with_it_and_leaves_what_it_had_measured(short_dir: Path) -> None:
+    file = short_dir / "result.json"
+    bench = support.start("--device", "host", "--quick", "--only", "jobs", "--json", str(file), temporary=short_dir)
     support.wait_line(bench, "limit: ok")
     while len(support.processes_of(short_dir)) < 9:  # a daemon and eight ranks
         assert bench.poll() is None
     bench.kill()
     support.finish(bench)
     assert support.wait_gone(short_dir) == []
+    assert json.loads(file.read_text())["measurements"]["limit"]["status"] == "ok"
 
 
 def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> None:
@@ -221,6 +223,15 @@ def test_no_daemon_at_the_socket_is_one_sentence(short_dir: Path) -> None:
     assert refused.returncode == 69
     assert refused.stderr.count("\n") == 1
     assert "no kvsidecar answers" in refused.stderr
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    refused = support.run("--device", "cuda")
+    assert refused.returncode == 69
+    assert refused.stderr.count("\n") == 1
+    assert "no CUDA driver" in refused.stderr
 
 
 def test_a_daemon_that_does_not_start_fails_its_measurements_with_its_own_words(short_dir: Path) -> None:
