@@ -141,22 +141,22 @@ class _Layout:
         self._clear()
         with self._engine.held(BOTH_BLOCKS, BOTH_IN_FLIGHT) as held:
             stop = threading.Event()
-            flows = [_Flow(self._engine, direction, held, stop) for direction in Direction]
+            flows: list[_Flow] = []
+            flows += [_Flow(self._engine, direction, held, stop, flows) for direction in Direction]
             for flow in flows:
                 flow.start()
-            stop.wait(self._setting.seconds(BOTH_SECONDS))
-            stop.set()
-            for flow in flows:
-                flow.join()
+            try:
+                stop.wait(self._setting.seconds(BOTH_SECONDS))
+            finally:
+                stop.set()
+                for flow in flows:
+                    flow.join()
         for flow in flows:
             if flow.error is not None:
                 raise BenchError(f"both directions: {flow.error}")
         store, load = (flow.finished for flow in flows)
         # While both ran: from the later of the first ends to the earlier of the last ones.
         start, end = max(store[0].done, load[0].done), min(store[-1].done, load[-1].done)
-        if end <= start:
-            self._out.note(f"{self._layout.name}: too few jobs ended to say how both directions go together")
-            return
         store_rate, load_rate = (_rate(finished, start, end) for finished in (store, load))
         self._out.add(
             **self._common("both", UNPACED, BOTH_BLOCKS, BOTH_IN_FLIGHT, store_rate + load_rate),
@@ -181,10 +181,13 @@ class _Layout:
 
 
 class _Flow(threading.Thread):
-    """Jobs of one direction until ``stop`` is set."""
+    """Jobs of one direction until ``stop`` is set and every flow has done enough: none ends before another begins."""
 
-    def __init__(self, engine: Engine, direction: Direction, held: list[Held], stop: threading.Event) -> None:
+    def __init__(
+        self, engine: Engine, direction: Direction, held: list[Held], stop: threading.Event, all_flows: list[_Flow]
+    ) -> None:
         super().__init__(name=f"bench-{direction}")
+        self._all_flows = all_flows
         self._engine = engine
         self._direction = direction
         self._held = held
@@ -194,13 +197,17 @@ class _Flow(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._stop_event.is_set() or len(self.finished) < 2 * BOTH_IN_FLIGHT:
+            while not (self._stop_event.is_set() and all(flow.enough for flow in self._all_flows)):
                 submits: list[Callable[[], int]] = direction_submits(
                     self._engine, self._direction, BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT, self._held
                 )
                 self.finished += self._engine.run(submits, BOTH_IN_FLIGHT)
         except Exception as error:  # noqa: BLE001 - raised again by who started this thread
             self.error = error
+
+    @property
+    def enough(self) -> bool:
+        return self.error is not None or len(self.finished) >= 2 * BOTH_IN_FLIGHT
 
 
 def _rate(finished: list[Finished], start: float, end: float) -> float:
