@@ -132,7 +132,7 @@ class _Layout:
             "mode": mode,
             "blocks": blocks,
             "in_flight": in_flight,
-            "gbps": round(bytes_per_second / 1e9, 3),
+            "gbps": round(bytes_per_second / 1e9, 6),
         }
 
     # -- both directions -----------------------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ class _Layout:
         store_rate, load_rate = (_rate(finished, start, end) for finished in (store, load))
         self._out.add(
             **self._common("both", UNPACED, BOTH_BLOCKS, BOTH_IN_FLIGHT, store_rate + load_rate),
-            store_gbps=round(store_rate / 1e9, 3),
-            load_gbps=round(load_rate / 1e9, 3),
+            store_gbps=round(store_rate / 1e9, 6),
+            load_gbps=round(load_rate / 1e9, 6),
             jobs=len(store) + len(load),
         )
 

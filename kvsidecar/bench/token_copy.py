@@ -77,7 +77,7 @@ def rates(before: Row, after: Row) -> Row:
         name: (after[name]["bytes"] - before[name]["bytes"]) / seconds / 1e9 if name in after else 0.0
         for name in map(str, Direction)
     }
-    return {f"{name}_gbps": round(value, 3) for name, value in gbps.items()}
+    return {f"{name}_gbps": round(value, 6) for name, value in gbps.items()}
 
 
 def _token(setting: Setting, probe: Child) -> Row:
