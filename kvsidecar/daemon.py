@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,8 @@ from kvsidecar.pool import HostPool, PinProgress
 from kvsidecar.readiness import Readiness, Snapshot
 from kvsidecar.rpc.attach_socket import AttachSocket
 from kvsidecar.rpc.endpoint import Endpoint
+from kvsidecar.rpc.handler import Handler
+from kvsidecar.rpc.lane import Lane
 from kvsidecar.rpc.report import Report
 from kvsidecar.rpc.server import RpcServer
 from kvsidecar.rpc.service import Service
@@ -110,16 +113,7 @@ class Daemon:
         )
         self._metrics.read_gauges_from(self._report.gauges)
         self._endpoint = Endpoint(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
-        self._attach = AttachSocket(
-            self._endpoint.attach_path,
-            mode=self._endpoint.mode,
-            gid=self._endpoint.gid,
-            epoch=self.epoch,
-            instances=self._instances,
-            on_gone=self._peer_gone,
-            tasks=self._tasks,
-        )
-        self._service = Service(
+        self._handler = Handler(
             epoch=self.epoch,
             instances=self._instances,
             transfers=self._transfers,
@@ -130,7 +124,17 @@ class Daemon:
             status=self._report.reply,
             drain=lambda: self.readiness.drain("an operator asked to drain"),
         )
-        self._rpc = RpcServer(self._endpoint, self._service, self.readiness, self._tasks)
+        self._attach = AttachSocket(
+            self._endpoint.attach_path,
+            mode=self._endpoint.mode,
+            gid=self._endpoint.gid,
+            epoch=self.epoch,
+            instances=self._instances,
+            on_gone=self._peer_gone,
+            lane=partial(Lane, self._handler) if settings.fast_lane else None,
+            tasks=self._tasks,
+        )
+        self._rpc = RpcServer(self._endpoint, Service(self._handler), self.readiness, self._tasks)
         self._probes = Probes(
             readiness=self.readiness, metrics=self._metrics, stuck=self._stuck, status=self._report.json
         )
@@ -263,7 +267,7 @@ class Daemon:
 
     def _peer_gone(self, peer: Peer) -> None:
         for session in self._instances.remove_peer(peer):
-            self._tasks.spawn(self._service.drop(session), name="end-session-of-gone-peer")
+            self._tasks.spawn(self._handler.drop(session), name="end-session-of-gone-peer")
 
     def _worker_failed_in_thread(self, uuid: str, direction: Direction, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._worker_failed, uuid, direction, error)

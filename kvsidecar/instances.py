@@ -187,6 +187,8 @@ class Session:
     """Ring of the engine's interprocess events; empty if stores are ordered on the host."""
     device_order_refused: str = ""
     """Why a ring that was registered is not used."""
+    idle: bool = False
+    """The engine said that its GPU has nothing to do."""
     ending: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -88,9 +88,9 @@ class Lookups:
         else:
             found = [self._cache.lookup(space, hashes, mode) for space, hashes in parts]
         result = tuple(_hits(group, hits, mode) for (group, _), hits in zip(groups, found, strict=True))
-        hits = sum(each.hits for each in result)
+        hits = sum([each.hits for each in result])
         self._hits.inc(hits)
-        self._misses.inc(sum(len(hashes) for _, hashes in groups) - hits)
+        self._misses.inc(sum([len(hashes) for _, hashes in groups]) - hits)
         return LookupResult(True, result, lease.id if lease else None, lease_seconds if lease else 0.0)
 
     def release(self, lease: int) -> bool:
@@ -114,5 +114,5 @@ class Lookups:
         return self._cache.clear(namespace)
 
 
-def _hits(group: int, found: Sequence[bool], mode: LookupMode) -> GroupHits:
-    return GroupHits(group, sum(found), found if mode is LookupMode.BITMAP else ())
+def _hits(group: int, found: list[bool], mode: LookupMode) -> GroupHits:
+    return GroupHits(group, found.count(True), found if mode is LookupMode.BITMAP else ())

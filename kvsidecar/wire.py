@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
 from kvsidecar.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""gRPC's own default, named here because it is a promise: 100,000 blocks of 32-byte hashes fit."""
+
+FRAME_LENGTH = struct.Struct("<I")
+"""Before every payload on the attach socket."""
 
 STATE_TO_WIRE = {
     State.STARTING: pb.Readiness.STATE_STARTING,
@@ -94,3 +109,26 @@ def layout_from_wire(message: pb.Group) -> GroupLayout:
             for region in message.regions
         ),
     )
+
+
+def pack_hashes(hashes: bytes | Sequence[bytes]) -> bytes:
+    """Block hashes as `Blocks.hashes` has them; bytes are taken as packed already."""
+    return hashes if isinstance(hashes, bytes) else b"".join(hashes)
+
+
+def pack_ids(ids: bytes | Sequence[int] | npt.NDArray[np.int64]) -> bytes:
+    """Block ids as `Blocks.block_ids` has them: int64, little endian. An int64 array is copied as it is, and bytes are
+    taken as packed already.
+
+    Raises:
+        TypeError, OverflowError: these are no 64-bit integers.
+    """
+    if isinstance(ids, bytes):
+        return ids
+    try:
+        view = memoryview(ids)  # type: ignore[arg-type]
+    except TypeError:
+        return array("q", ids).tobytes()
+    if view.format in ("q", "l") and view.itemsize == 8:
+        return view.tobytes()
+    return array("q", view.tolist()).tobytes()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import harness
 from tests.harness import DaemonProcess
 
 
@@ -23,3 +24,10 @@ def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
     """A ready daemon with a pool of 1 MiB on the host device."""
     with DaemonProcess(short_dir) as process:
         yield process.wait_ready()
+
+
+@pytest.fixture(params=["lane", "grpc"])
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test twice: its clients use the fast lane, and gRPC."""
+    monkeypatch.setattr(harness, "fast_lane", request.param == "lane")
+    return str(request.param)

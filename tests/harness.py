@@ -29,6 +29,9 @@ from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, N
 SECONDS = 30.0
 """Nothing here takes this long; a test that waits for it has failed."""
 
+fast_lane = True
+"""What the clients of a test use; the fixture `carrier` runs a test with both."""
+
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
 LAYERS, ROW_BYTES, NUM_BLOCKS = 3, 4096, 8
 SHARD_BYTES = LAYERS * ROW_BYTES
@@ -117,7 +120,7 @@ class DaemonProcess:
 
     def client(self, **options: Any) -> Client:
         # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
-        return Client(self.socket, **{"timeout": SECONDS, "step_budget": SECONDS, **options})
+        return Client(self.socket, **{"timeout": SECONDS, "step_budget": SECONDS, "fast_lane": fast_lane, **options})
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -186,7 +189,12 @@ class Relay:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
-    def cut(self) -> None:
+    def cut(self, client: Client | None = None) -> None:
+        """Break the stream of this client, whatever carries it, or all that pass here."""
+        if client is not None and client.fast_lane:
+            connection = client._keeper.connection
+            assert connection is not None
+            connection.link.shut_down()  # nothing can stand between the two here: the kernel would name it as the peer
         with self._lock:
             self._end(*self._open)
             self._open.clear()
@@ -242,6 +250,8 @@ class Rank:
             world_size=world_size,
             **attach,
         )
+        if self.client.attached:
+            assert self.client.fast_lane == fast_lane, "this test uses another carrier than it says"
 
     def fill(self, block_id: int, content: object) -> None:
         self.kv[:, block_id] = self.pattern(content)

@@ -6,8 +6,7 @@
 >>> for done in client.poll(): ...
 """
 
-from kvsidecar.client.backoff import Backoff
-from kvsidecar.client.breaker import BreakerState, CircuitBreaker
+from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.client import Client
 from kvsidecar.client.jobs import Completion

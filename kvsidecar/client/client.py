@@ -8,15 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final
 
-from kvsidecar.client.backoff import Backoff
-from kvsidecar.client.breaker import BreakerState, CircuitBreaker
+from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import KVBuffers
-from kvsidecar.client.flushing import flush
+from kvsidecar.client.calls import Lookups, Operator
 from kvsidecar.client.jobs import Completion, Job, Jobs
 from kvsidecar.client.keeper import Keeper
-from kvsidecar.client.lookups import Lookups
 from kvsidecar.client.messages import Registration
-from kvsidecar.client.operator import Operator
 from kvsidecar.client.ordering import EventRing, HostOrder, Order
 from kvsidecar.client.results import (
     BACKPRESSURE,
@@ -29,6 +26,7 @@ from kvsidecar.client.results import (
     LookupResult,
     Readiness,
 )
+from kvsidecar.client.session import flush
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.paths import default_socket_path
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, State
@@ -65,6 +63,7 @@ class Client:
         max_outstanding: jobs that have not ended; more are declined.
         reconnect: delays between attempts to connect.
         breaker: keeps a daemon that hangs from being asked.
+        fast_lane: send the messages over the attach socket where the daemon offers that, instead of gRPC.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class Client:
         max_outstanding: int = 4096,
         reconnect: Backoff | None = None,
         breaker: CircuitBreaker | None = None,
+        fast_lane: bool = True,
     ) -> None:
         self.socket = socket or os.environ.get("KVSIDECAR_SOCKET") or default_socket_path()
         self._timeout = timeout
@@ -87,6 +87,7 @@ class Client:
         self._breaker = breaker or CircuitBreaker()
         self._keeper_options: dict[str, Any] = {
             "name": name,
+            "fast_lane": fast_lane,
             "timeout": timeout,
             "probe_seconds": step_budget,
             "jobs": self._jobs,
@@ -94,6 +95,7 @@ class Client:
             "backoff": reconnect or Backoff(),
         }
         self._step_budget = step_budget
+        self._idle = False
         self._new_keeper()
         self._order = HostOrder(self._jobs)
         self._events: EventRing | None = None
@@ -103,6 +105,7 @@ class Client:
 
     def _new_keeper(self) -> None:
         self._keeper = Keeper(self.socket, **self._keeper_options)
+        self._keeper.idle = self._idle
         self._lookups = Lookups(self._keeper, self._breaker, self._step_budget, self.socket)
 
     # -- the rank --------------------------------------------------------------------------------------------------
@@ -211,6 +214,12 @@ class Client:
             return self.readiness
 
     @property
+    def fast_lane(self) -> bool:
+        """Whether the messages go over the fast lane; False while there is no connection."""
+        connection = self._keeper.connection
+        return connection is not None and connection.fast_lane
+
+    @property
     def device_order(self) -> bool:
         """Whether ``after=DEVICE`` waits on the device: the daemon could open the ring of events."""
         session = self._keeper.session
@@ -300,12 +309,22 @@ class Client:
         """
         return flush(self._jobs, jobs, timeout=self._timeout if timeout is None else timeout, cancel=cancel)
 
+    def set_idle(self, idle: bool) -> None:
+        """Tell the daemon that this rank's GPU has nothing to do, or has again: stores need not leave room for the
+        engine's own copies meanwhile. Never waits, and costs nothing while nothing changes."""
+        if idle == self._idle:
+            return
+        with self._changed:
+            self._idle = self._keeper.idle = idle
+            if (session := self._keeper.session) is not None:
+                session.set_idle(idle)
+
     # -- lookups and leases ----------------------------------------------------------------------------------------
 
     def lookup(
         self,
         namespace: Namespace,
-        groups: Mapping[int, Sequence[bytes]],
+        groups: Mapping[int, bytes | Sequence[bytes]],
         *,
         mode: LookupMode = LookupMode.PREFIX,
         lease_seconds: float = 0.0,
@@ -314,7 +333,7 @@ class Client:
         """Which of these blocks the daemon can load, by KV cache group. A daemon that does not answer has none.
 
         Args:
-            groups: block hashes by group, in prefix order.
+            groups: block hashes by group, in prefix order; joined to one `bytes`, or apart.
             lease_seconds: forbid their eviction for this long; 0 takes no lease.
             timeout: seconds, instead of ``step_budget``.
 

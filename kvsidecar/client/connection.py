@@ -1,13 +1,20 @@
-"""What belongs to one run of the daemon: an attach-socket link and a gRPC channel."""
+"""What belongs to one run of the daemon: a link, and what carries the messages: gRPC, or the fast lane."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import grpc
 
-from kvsidecar.client import attach_socket
+from kvsidecar.client.lane import Fill, LaneCalls, LaneStream
+from kvsidecar.client.link import connect
+from kvsidecar.client.messages import CarrierError
 from kvsidecar.paths import attach_path
+from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 _OPTIONS = [
@@ -24,8 +31,27 @@ def open_channel(socket: str) -> grpc.Channel:
     return grpc.insecure_channel(f"unix:{socket}", options=_OPTIONS)
 
 
+class AttachCarrier(Protocol):
+    """One Attach stream. What is put is made into a message by the ``fill`` that the stream was opened with."""
+
+    settled: bool
+    """The daemon itself has said that the stream is over: its jobs are, too, and the memory is unmapped."""
+
+    def put(self, item: Any) -> None:
+        """Send this behind what was put before; never waits."""
+
+    def finish(self) -> None:
+        """Nothing more is sent. The daemon answers what it owes, unmaps the memory and ends the stream."""
+
+    def cancel(self) -> None:
+        """Break the stream off. The daemon, if it lives, sees that and ends the session."""
+
+    def replies(self) -> Iterator[pb.AttachReply]:
+        """Until the daemon ends the stream in order. Raises CarrierError at any other end."""
+
+
 class Connection:
-    """A link and a channel, made and closed together.
+    """Made and closed as a whole.
 
     Args:
         socket: the daemon's gRPC socket.
@@ -33,15 +59,23 @@ class Connection:
         name: free text for the daemon's log.
         timeout: seconds to wait for the daemon's answer.
         cancel: a descriptor; readable when there is nothing to connect for any more.
+        fast_lane: use it if the daemon has one.
 
     Raises:
-        DaemonUnreachable, AttachRefused: as `attach_socket.connect`.
+        DaemonUnreachable, AttachRefused: as `link.connect`.
     """
 
-    def __init__(self, socket: str, *, fds: Sequence[int], name: str, timeout: float, cancel: int) -> None:
-        self.link = attach_socket.connect(attach_path(socket), fds=fds, client=name, timeout=timeout, cancel=cancel)
-        self.channel = open_channel(socket)
-        self.stub = pb_grpc.SidecarStub(self.channel)
+    def __init__(
+        self, socket: str, *, fds: Sequence[int], name: str, timeout: float, cancel: int, fast_lane: bool
+    ) -> None:
+        path = attach_path(socket)
+        self.link = connect(path, fds=fds, client=name, timeout=timeout, cancel=cancel)
+        self._socket = socket
+        # Calls have a connection of their own: who waits for an answer reads it, and no thread has to hand it over.
+        calls = LaneCalls(partial(connect, path, fds=(), client=f"{name} (calls)".lstrip()))
+        self._calls = calls if fast_lane and self.link.fast_lane else None
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
 
     @property
     def epoch(self) -> int:
@@ -51,6 +85,88 @@ class Connection:
     def token(self) -> bytes:
         return self.link.token
 
+    @property
+    def fast_lane(self) -> bool:
+        """Whether the messages go over it."""
+        return self._calls is not None
+
+    @property
+    def stub(self) -> pb_grpc.SidecarStub:
+        """gRPC, for what the fast lane does not carry."""
+        with self._lock:
+            if self._channel is None:
+                self._channel = open_channel(self._socket)
+            return pb_grpc.SidecarStub(self._channel)
+
+    def call(self, method: str, request: Any, seconds: float) -> Any:
+        """Ask for ``lookup``, ``release`` or ``renew``, and wait for the answer at most ``seconds``.
+
+        Raises:
+            CarrierError: DEADLINE_EXCEEDED, UNAVAILABLE, or why the daemon refuses.
+        """
+        if self._calls is not None:
+            return self._calls.call(method, request, seconds)
+        try:
+            return getattr(self.stub, method.capitalize())(request, timeout=seconds)
+        except grpc.RpcError as error:
+            raise _carrier_error(error) from error
+        except ValueError as error:  # "Cannot invoke RPC on closed channel!"
+            raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+
+    def open_stream(self, fill: Fill, lock: threading.Condition) -> AttachCarrier:
+        """The Attach stream of this connection; there is one.
+
+        Args:
+            fill: makes what is put into a message.
+            lock: is held while the carrier's own state changes; ``fill`` may take it.
+        """
+        if self._calls is not None:
+            return LaneStream(self.link, fill, lock)
+        return GrpcStream(self.stub, fill)
+
     def close(self) -> None:
-        self.channel.close()
+        if self._calls is not None:
+            self._calls.close()
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
         self.link.close()
+
+
+class GrpcStream(AttachCarrier):
+    """An Attach stream of gRPC."""
+
+    def __init__(self, stub: pb_grpc.SidecarStub, fill: Fill) -> None:
+        self.settled = False
+        self._fill = fill
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._replies = stub.Attach(self._requests())
+
+    def put(self, item: Any) -> None:
+        self._outgoing.put(item)
+
+    def finish(self) -> None:
+        self._outgoing.put(None)
+
+    def cancel(self) -> None:
+        self._replies.cancel()
+
+    def replies(self) -> Iterator[pb.AttachReply]:
+        try:
+            yield from self._replies
+            self.settled = True
+        except grpc.RpcError as error:
+            raise _carrier_error(error) from error
+        finally:
+            self._outgoing.put(None)  # ends the generator that gRPC iterates: nobody listens to it any more
+
+    def _requests(self) -> Iterator[pb.AttachRequest]:
+        """Iterated in a thread of gRPC; its end half-closes the stream."""
+        while (item := self._outgoing.get()) is not None:
+            message = pb.AttachRequest()
+            if self._fill(item, message):
+                yield message
+
+
+def _carrier_error(error: grpc.RpcError) -> CarrierError:
+    return CarrierError(error.code(), error.details() or error.code().name)

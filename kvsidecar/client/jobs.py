@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
-from kvsidecar.client.messages import blocks_to_wire
 from kvsidecar.client.results import Blocks, JobDone
 from kvsidecar.types import Direction, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import pack_hashes, pack_ids
 
 if TYPE_CHECKING:
     from kvsidecar.client.session import Session
@@ -51,17 +51,21 @@ class Job:
     """Entry of the event ring, from 1; 0 for none."""
     phase: Phase = Phase.WAITING
 
-    def message(self, now: float) -> pb.AttachRequest:
-        """Raises TypeError or ValueError if the blocks are not what they should be."""
-        # 0 on the wire means no deadline, and a deadline that is over was answered before.
-        milliseconds = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
-        blocks = blocks_to_wire(self.blocks)
+    def fill(self, message: pb.AttachRequest, now: float) -> None:
+        """Raises TypeError, ValueError or OverflowError if the blocks are not what they should be."""
+        request: pb.Store | pb.Load
         if self.direction is Direction.STORE:
-            store = pb.Store(job=self.number, blocks=blocks, event=self.event, deadline_ms=milliseconds)
-            return pb.AttachRequest(store=store)
-        return pb.AttachRequest(
-            load=pb.Load(job=self.number, blocks=blocks, lease=self.lease, deadline_ms=milliseconds)
-        )
+            request = message.store
+            request.event = self.event
+        else:
+            request = message.load
+            request.lease = self.lease
+        request.job = self.number
+        if self.deadline is not None:
+            # 0 on the wire means no deadline, and a deadline that is over was answered before.
+            request.deadline_ms = max(1, int((self.deadline - now) * 1000))
+        for each in self.blocks:
+            request.blocks.add(group=each.group, hashes=pack_hashes(each.hashes), block_ids=pack_ids(each.block_ids))
 
 
 class Jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import threading
 import time
@@ -10,15 +11,13 @@ from collections.abc import Callable
 
 import grpc
 
-from kvsidecar.client.backoff import Backoff
-from kvsidecar.client.breaker import CircuitBreaker
+from kvsidecar.client.breaker import Backoff, CircuitBreaker
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.messages import Registration
 from kvsidecar.client.results import CLOSED, DAEMON_LOST
 from kvsidecar.client.session import Session
 from kvsidecar.client.settling import settle
-from kvsidecar.client.waker import Waker
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -34,6 +33,7 @@ class Keeper:
     Args:
         socket: the daemon's gRPC socket.
         name: free text for the daemon's log.
+        fast_lane: use it if the daemon has one.
         timeout: seconds that the daemon has to answer a connection or a registration.
         probe_seconds: budget of the breaker's probes.
         backoff: delays between attempts to connect.
@@ -44,6 +44,7 @@ class Keeper:
         socket: str,
         *,
         name: str,
+        fast_lane: bool,
         timeout: float,
         probe_seconds: float,
         jobs: Jobs,
@@ -52,6 +53,7 @@ class Keeper:
     ) -> None:
         self._socket = socket
         self._name = name
+        self._fast_lane = fast_lane
         self._timeout = timeout
         self._probe_seconds = probe_seconds
         self._jobs = jobs
@@ -69,6 +71,8 @@ class Keeper:
         """While the daemon answers; may be read without the lock."""
         self.session: Session | None = None
         """While attached; may be read without the lock."""
+        self.idle = False
+        """What every session is told of the GPU."""
         self.attempts = 0
         """Attempts to connect and attach that have ended, for better or worse."""
         self.error: ClientError | None = None
@@ -137,6 +141,7 @@ class Keeper:
                     name=self._name,
                     timeout=self._timeout,
                     cancel=self._cancel.fd,
+                    fast_lane=self._fast_lane,
                 )
                 session = None if registration is None else self._attach(connection, registration)
             except ClientError as error:
@@ -159,6 +164,8 @@ class Keeper:
             refused = ""
             with self._jobs.changed:
                 self.connection, self.session, self.error, self._once = connection, session, None, False
+                if session is not None and self.idle:
+                    session.set_idle(True)
                 self.attempts += 1
                 self._jobs.changed.notify_all()
             if lost:
@@ -190,10 +197,10 @@ class Keeper:
         if error is None:
             text = f"the daemon at {self._socket} did not answer the registration in {self._timeout:g} s"
             refused = DaemonUnreachable(text)
-        elif error.code() is grpc.StatusCode.UNAVAILABLE and self._dies(connection):
-            refused = DaemonUnreachable(f"the daemon at {self._socket} went away: {error.details()}")
+        elif error.code is grpc.StatusCode.UNAVAILABLE and self._dies(connection):
+            refused = DaemonUnreachable(f"the daemon at {self._socket} went away: {error.text}")
         else:
-            refused = AttachRefused(error.details() or error.code().name)
+            refused = AttachRefused(error.text)
         connection.close()
         raise refused
 
@@ -217,7 +224,7 @@ class Keeper:
             elif connection.link.ended():
                 lost = "it closed the attach socket"
             elif session is not None and session.ended:
-                lost = _details(session.error)
+                lost = session.error.text if session.error else "it ended the connection"
             return bool(lost)
 
         while not over():
@@ -259,9 +266,7 @@ class Keeper:
         session.cancel()
         session.join()
         self._jobs.end_unsent(session, reason, lost)
-        if session.orderly and not self._jobs.has_outstanding(session):
-            return True
-        proven = settle(
+        proven = session.settled or settle(
             connection,
             session,
             poll=lambda seconds, until: self._poll(connection, seconds, until=until),
@@ -297,7 +302,7 @@ class Keeper:
         poll.register(self._wake.fd, select.POLLIN)
         if connection is not None:
             if not connection.link.ended():
-                poll.register(connection.link.connection, select.POLLIN)
+                poll.register(connection.link.connection, select.POLLRDHUP)  # what comes before the end is not ours
             if connection.link.process.fd is not None and not without_process:
                 poll.register(connection.link.process.fd, select.POLLIN)
         while not until():
@@ -331,7 +336,30 @@ class Keeper:
         probe.add_done_callback(answered)
 
 
-def _details(error: grpc.RpcError | None) -> str:
-    if error is None:
-        return "it ended the connection"
-    return error.details() or error.code().name
+class Waker:
+    """An eventfd, to wake a thread that waits in poll(). Readable from `set` to `clear`.
+
+    May be set by threads that outlive it: it does nothing once it is closed.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def set(self) -> None:
+        with self._lock:  # a descriptor closed in between could be somebody else's by now
+            if not self._closed:
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.fd)

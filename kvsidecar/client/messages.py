@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice
+
+import grpc
 
 from kvsidecar.client.buffers import KVBuffers
-from kvsidecar.client.results import Blocks, GroupHits, JobDone, LookupResult, Readiness
+from kvsidecar.client.results import GroupHits, JobDone, LookupResult, Readiness
 from kvsidecar.types import PROTOCOL, GroupLayout, LookupMode, Namespace, Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import MODE_TO_WIRE, OUTCOME_FROM_WIRE, STATE_FROM_WIRE, layout_to_wire, namespace_to_wire
+from kvsidecar.wire import (
+    MAX_MESSAGE_BYTES,
+    MODE_TO_WIRE,
+    OUTCOME_FROM_WIRE,
+    STATE_FROM_WIRE,
+    layout_to_wire,
+    namespace_to_wire,
+    pack_hashes,
+)
 
-MAX_MESSAGE_BYTES = 4 * 1024 * 1024 - 1024
-"""The daemon takes messages of 4 MiB; a larger one would cost the whole stream, with every job on it."""
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
+"""Without what a carrier adds. A larger message would cost the whole stream, with every job on it."""
+
+
+class CarrierError(Exception):
+    """A message was refused or not answered; the same for gRPC and the fast lane."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +75,44 @@ class Registration:
         return register
 
 
-def blocks_to_wire(blocks: Iterable[Blocks]) -> list[pb.Blocks]:
-    return [
-        pb.Blocks(group=each.group, hashes=b"".join(each.hashes), block_ids=list(each.block_ids)) for each in blocks
-    ]
-
-
 def lookup_request(
     namespace: Namespace,
-    groups: Mapping[int, Sequence[bytes]],
+    groups: Mapping[int, bytes | Sequence[bytes]],
     mode: LookupMode,
     lease_seconds: float,
     token: bytes,
 ) -> pb.LookupRequest:
     request = pb.LookupRequest(
-        namespace=namespace_to_wire(namespace),
+        namespace=_namespace(namespace),
         mode=MODE_TO_WIRE[mode],
         lease_ms=int(lease_seconds * 1000),
         token=token if lease_seconds else b"",
     )
     for group, hashes in groups.items():
-        request.groups.add(group=group, hashes=b"".join(hashes))
+        request.groups.add(group=group, hashes=pack_hashes(hashes))
     return request
 
 
-def lookup_result(reply: pb.LookupReply, groups: Mapping[int, Sequence[bytes]]) -> LookupResult:
+def lookup_result(
+    reply: pb.LookupReply, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]]
+) -> LookupResult:
     return LookupResult(
         ready=reply.ready,
-        groups={each.group: GroupHits(each.hits, _bits(each.bitmap, len(groups[each.group]))) for each in reply.groups},
+        groups={
+            each.group: GroupHits(each.hits, _bits(each.bitmap, _count(groups[each.group], namespace)))
+            for each in reply.groups
+        },
         lease=reply.lease or None,
         lease_seconds=reply.lease_ms / 1000,
     )
 
 
-def no_hits(groups: Mapping[int, Sequence[bytes]], mode: LookupMode, reason: str) -> LookupResult:
+def no_hits(
+    namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], mode: LookupMode, reason: str
+) -> LookupResult:
     """The answer to a lookup that the daemon did not answer."""
     misses = {
-        group: GroupHits(0, (False,) * len(hashes) if mode is LookupMode.BITMAP else ())
+        group: GroupHits(0, (False,) * _count(hashes, namespace) if mode is LookupMode.BITMAP else ())
         for group, hashes in groups.items()
     }
     return LookupResult(ready=False, groups=misses, reason=reason)
@@ -122,5 +144,16 @@ def readiness_from(message: pb.Readiness) -> Readiness:
     )
 
 
+def _count(hashes: bytes | Sequence[bytes], namespace: Namespace) -> int:
+    return len(hashes) // namespace.hash_bytes if isinstance(hashes, bytes) else len(hashes)
+
+
+_BITS = [tuple(bool(byte >> bit & 1) for bit in range(8)) for byte in range(256)]
+
+
 def _bits(bitmap: bytes, count: int) -> tuple[bool, ...]:
-    return tuple(bool(bitmap[i >> 3] >> (i & 7) & 1) for i in range(count)) if bitmap else ()
+    return tuple(islice(chain.from_iterable(map(_BITS.__getitem__, bitmap)), count)) if bitmap else ()
+
+
+_namespace = lru_cache(maxsize=16)(namespace_to_wire)
+"""Nobody changes the message."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-
-import grpc
+from collections.abc import Callable, Sequence
 
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.jobs import Job, Jobs, Phase
-from kvsidecar.client.messages import MAX_MESSAGE_BYTES, job_done_from, readiness_from
+from kvsidecar.client.messages import MAX_REQUEST_BYTES, CarrierError, job_done_from, readiness_from
 from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.results import JobDone, Readiness
-from kvsidecar.types import Outcome, Refusal, State
+from kvsidecar.types import Direction, Outcome, Refusal, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 
@@ -40,38 +37,45 @@ class Session:
         self.device_order = False
         self.device_order_refused = ""
         self.ended = False
-        self.orderly = False
-        """The daemon ended the stream itself, without an error: it does that after it has unmapped the memory."""
-        self.error: grpc.RpcError | None = None
+        self.error: CarrierError | None = None
+        """Why it has ended; None if the daemon ended it in order."""
         self.flushed: dict[int, frozenset[int] | None] = {}
         """Flushes that somebody waits for: which of their jobs were still running, or None until that is said."""
         self._ring = RingSlots(ring_size)
-        self._outgoing: queue.SimpleQueue[Job | pb.AttachRequest | None] = queue.SimpleQueue()
-        self._outgoing.put(pb.AttachRequest(register=register))
-        self._replies = connection.stub.Attach(self._requests())
+        self._stream = connection.open_stream(self._fill, jobs.changed)
+        self._stream.put(pb.AttachRequest(register=register))
         self._thread = threading.Thread(target=self._read, name="kvsidecar-read", daemon=True)
         self._thread.start()
+
+    @property
+    def settled(self) -> bool:
+        """The daemon has said that the session is over: no job of it runs, and the memory is unmapped."""
+        return self._stream.settled
 
     # -- up ----------------------------------------------------------------------------------------------------------
 
     def send(self, job: Job) -> None:
-        """Queue a job, unless it has ended by now."""
+        """Send a job, unless it has ended by now, behind what was sent before."""
         with self._jobs.changed:
             if self._jobs.is_outstanding(job.number):
                 job.phase = Phase.QUEUED
-                self._outgoing.put(job)
+                self._stream.put(job)
                 self._jobs.changed.notify_all()
 
     def flush(self, number: int, jobs: list[int], timeout: float, *, cancel: bool) -> None:
-        """Queue a Flush; the answer appears in `flushed`. The jobs were queued before. With the lock held."""
+        """Send a Flush; the answer appears in `flushed`. The jobs were sent before. With the lock held."""
         self.flushed[number] = None
         mode = pb.Flush.MODE_CANCEL if cancel else pb.Flush.MODE_FINISH
         message = pb.Flush(flush=number, jobs=jobs, timeout_ms=max(1, int(timeout * 1000)), mode=mode)
-        self._outgoing.put(pb.AttachRequest(flush=message))
+        self._stream.put(pb.AttachRequest(flush=message))
 
     def forget_flush(self, number: int) -> None:
         """Nobody waits for this one any more. With the lock held."""
         self.flushed.pop(number, None)
+
+    def set_idle(self, idle: bool) -> None:
+        """Tell whether the GPU has nothing to do."""
+        self._stream.put(pb.AttachRequest(idle=pb.Idle(idle=idle)))
 
     def take_event(self, job: Job) -> int | None:
         """A ring entry to record for this store; None if all are in use. With the lock held."""
@@ -87,64 +91,56 @@ class Session:
 
     def half_close(self) -> None:
         """Nothing more is sent. The daemon answers what it owes, unmaps the memory and ends the stream."""
-        self._outgoing.put(None)
+        self._stream.finish()
 
     def cancel(self) -> None:
         """Break the stream off. The daemon, if it lives, sees that and ends the session."""
-        self._replies.cancel()
+        self._stream.cancel()
 
     def join(self) -> None:
         """Wait for the reader: what the daemon said before the end has been taken."""
         self._thread.join()
 
-    def _requests(self) -> Iterator[pb.AttachRequest]:
-        """Iterated in a thread of gRPC; its end half-closes the stream."""
-        while (item := self._outgoing.get()) is not None:
-            message = self._build(item) if isinstance(item, Job) else item
-            if message is not None:
-                yield message
-
-    def _build(self, job: Job) -> pb.AttachRequest | None:
-        """A job's message, here and not in `send`: the engine's thread pays for a queue's put, not for protobuf."""
-        now = time.monotonic()
-        refused, message = "", None
+    def _fill(self, item: Job | pb.AttachRequest, message: pb.AttachRequest) -> bool:
+        """Make the message when it is its turn; False if there is nothing to send any more."""
+        if isinstance(item, pb.AttachRequest):
+            message.MergeFrom(item)
+            return True
+        job, now, refused = item, time.monotonic(), ""
         if job.deadline is not None and now >= job.deadline:
             self._jobs.finish(JobDone(job.number, Outcome.DECLINED, Refusal.DEADLINE))
-            return None
+            return False
         try:
-            message = job.message(now)
-            if message.ByteSize() > MAX_MESSAGE_BYTES:
-                refused = f"a message of {message.ByteSize()} bytes is over {MAX_MESSAGE_BYTES}: make smaller jobs"
-        except (TypeError, ValueError) as error:
+            job.fill(message, now)
+            if (size := message.ByteSize()) > MAX_REQUEST_BYTES:
+                refused = f"a message of {size} bytes is over {MAX_REQUEST_BYTES}: make smaller jobs"
+        except (TypeError, ValueError, OverflowError) as error:
             refused = f"not blocks: {error}"
         if refused:
             self._jobs.finish(JobDone(job.number, Outcome.DECLINED, Refusal.INVALID_REQUEST, refused))
-            return None
+            return False
         with self._jobs.changed:
             # From here on the daemon may have heard of it. Not before: a job that ended here must never be sent,
             # its blocks may be another request's by now.
             if not self._jobs.is_outstanding(job.number) or self.ended:
-                return None
+                return False
             job.phase = Phase.SENT
             self._jobs.changed.notify_all()
-            return message
+            return True
 
     # -- down --------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        error: grpc.RpcError | None = None
+        error: CarrierError | None = None
         try:
-            for reply in self._replies:
+            for reply in self._stream.replies():
                 self._take(reply)
-        except grpc.RpcError as broken:
+        except CarrierError as broken:
             error = broken
         with self._jobs.changed:
             self.ended = True
             self.error = error
-            self.orderly = error is None
             self._jobs.changed.notify_all()
-        # Ends the generator that gRPC iterates: nobody listens to it any more.
-        self._outgoing.put(None)
         self._wake()
 
     def _take(self, reply: pb.AttachReply) -> None:
@@ -171,3 +167,43 @@ class Session:
                 with changed:
                     self.readiness = readiness_from(reply.readiness)
                     changed.notify_all()
+
+
+def flush(jobs: Jobs, numbers: Sequence[int], *, timeout: float, cancel: bool) -> frozenset[int]:
+    """Wait at most ``timeout`` seconds; see `Client.flush`. Returns the jobs that still touch the device's blocks."""
+    deadline = time.monotonic() + timeout
+    wanted = frozenset(numbers)
+    with jobs.changed:
+        if cancel:
+            # What waits or is queued here has not begun; the daemon is asked about the rest.
+            jobs.cancel_unsent([job.number for job in _named(jobs, wanted)], Refusal.CANCELLED)
+        busy = {job.number: job for job in _named(jobs, wanted)}
+        asked: set[int] = set()
+        flushes: dict[int, tuple[Session, frozenset[int]]] = {}
+        try:
+            while True:
+                for number, (session, of_flush) in flushes.items():
+                    pending = session.flushed.get(number)
+                    for each in of_flush - pending if pending is not None else ():
+                        busy.pop(each, None)
+                busy = {number: job for number, job in busy.items() if jobs.is_outstanding(number)}
+                left = deadline - time.monotonic()
+                if not busy or left <= 0:
+                    return frozenset(busy)
+                # Jobs that still wait for their events are asked about when they are on their way: the daemon cannot
+                # hurry what it has not been told of, and the others need not wait for them.
+                known = [job for job in busy.values() if job.number not in asked and job.phase is not Phase.WAITING]
+                for session in dict.fromkeys(job.session for job in known):
+                    of_session = [job.number for job in known if job.session is session]
+                    number = jobs.number()
+                    flushes[number] = session, frozenset(of_session)
+                    session.flush(number, of_session, left, cancel=cancel)
+                    asked.update(of_session)
+                jobs.changed.wait(left)
+        finally:
+            for number, (session, _) in flushes.items():
+                session.forget_flush(number)
+
+
+def _named(jobs: Jobs, wanted: frozenset[int]) -> list[Job]:
+    return [job for job in jobs.outstanding() if (job.number in wanted if wanted else job.direction is Direction.STORE)]

@@ -7,7 +7,7 @@ from functools import partial
 
 import grpc
 
-from kvsidecar.client.backoff import Backoff
+from kvsidecar.client.breaker import Backoff
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.session import Session
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -38,7 +38,7 @@ def settle(
     Args:
         session: its stream has ended.
         going_down: called when the daemon has closed its attach socket, as it does only when it goes down with its
-            pool: nothing will be served from there any more.
+            pool: nothing will be served from there any more. (On the fast lane it is where the stream was.)
         give_up: says that nobody wants to know any more.
         wake: makes `poll` look again; called from other threads.
     """
@@ -48,7 +48,7 @@ def settle(
 
     def over() -> bool:
         nonlocal told
-        if not told and connection.link.ended():
+        if not told and not connection.fast_lane and connection.link.ended():
             told = True
             going_down()
         return process.gone() or give_up()

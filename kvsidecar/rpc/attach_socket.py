@@ -2,7 +2,8 @@
 
 gRPC carries no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
 first: the kernel says who it is (SO_PEERCRED), its memfds arrive as SCM_RIGHTS, and it gets a token for gRPC. The
-connection stays open; the kernel closes it when the process dies, however it dies.
+connection stays open; the kernel closes it when the process dies, however it dies. After the Welcome it is the fast
+lane, unless that is off.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from pathlib import Path
 from kvsidecar import log
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.instances import Instances, Peer
+from kvsidecar.rpc.lane import Lane
 from kvsidecar.tasks import TaskSet
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import FRAME_LENGTH
 
 MAX_HELLO_BYTES = 4096
 MAX_FDS = 253
@@ -29,7 +32,6 @@ MAX_FDS = 253
 HELLO_SECONDS = 5.0
 """A connection that says nothing for this long is closed: silent ones would hold descriptors."""
 
-_LENGTH = struct.Struct("<I")
 _UCRED = struct.Struct("3i")
 _SO_PEERPIDFD = 77
 
@@ -41,6 +43,7 @@ class AttachSocket:
 
     Args:
         on_gone: called with a peer whose connection has ended.
+        lane: makes the fast lane of a peer; None if there is none.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class AttachSocket:
         epoch: int,
         instances: Instances,
         on_gone: Callable[[Peer], None],
+        lane: Callable[[Peer], Lane] | None,
         tasks: TaskSet,
     ) -> None:
         self._path = path
@@ -60,9 +64,10 @@ class AttachSocket:
         self._epoch = epoch
         self._instances = instances
         self._on_gone = on_gone
+        self._lane = lane
         self._tasks = tasks
         self._listener: socket.socket | None = None
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, Lane | None] = {}
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -84,8 +89,11 @@ class AttachSocket:
         """Close the socket and every connection."""
         if self._accepting is not None:
             self._accepting.cancel()
-        for connection in tuple(self._connections):
+        for connection, lane in tuple(self._connections.items()):
             # The reader sees the end of the stream and cleans up as for a client that went away.
+            if lane is not None:
+                lane.shut_down()
+                continue
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         if self._listener is not None:
@@ -106,7 +114,7 @@ class AttachSocket:
 
     async def _serve(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self._connections.add(connection)
+        self._connections[connection] = None
         peer: Peer | None = None
         try:
             try:
@@ -129,25 +137,36 @@ class AttachSocket:
             pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             peer = self._instances.add_peer(pid=pid, uid=uid, gid=gid, client=hello.client, fds=fds)
             _log.debug("client connected", pid=pid, uid=uid, client=hello.client, fds=len(fds))
-            await _send(connection, pb.Welcome(token=peer.token, epoch=self._epoch))
-            await _until_gone(connection, pid)
+            await _send(connection, pb.Welcome(token=peer.token, epoch=self._epoch, fast_lane=self._lane is not None))
+            if self._lane is not None:
+                await self._serve_lane(connection, pid, self._lane(peer))
+            else:
+                await _until_gone(connection, pid, asyncio.ensure_future(_until_closed(connection)))
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
         finally:
-            self._connections.discard(connection)
+            self._connections.pop(connection)
             connection.close()
             if peer is not None:
                 self._on_gone(peer)
 
+    async def _serve_lane(self, connection: socket.socket, pid: int, lane: Lane) -> None:
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: lane, connection)
+        self._connections[connection] = lane
+        try:
+            await _until_gone(connection, pid, lane.closed)
+        finally:
+            transport.abort()
 
-async def _until_gone(connection: socket.socket, pid: int) -> None:
-    """Return when the process has gone: its connection has ended, or its pidfd says so.
+
+async def _until_gone(connection: socket.socket, pid: int, closed: asyncio.Future[None]) -> None:
+    """Return when the process has gone: its connection is ``closed``, or its pidfd says so.
 
     Each alone has a gap: a forked child that outlives the engine keeps the connection open, and a pidfd of a process
     in a PID namespace that is not visible here cannot be had.
     """
     loop = asyncio.get_running_loop()
-    ends: set[asyncio.Future[None]] = {asyncio.ensure_future(_until_closed(connection))}
+    ends = {closed}
     pidfd = _pidfd(connection, pid)
     died = loop.create_future()
     if pidfd is not None:
@@ -164,7 +183,7 @@ async def _until_gone(connection: socket.socket, pid: int) -> None:
 
 
 async def _until_closed(connection: socket.socket) -> None:
-    """Nothing more is said after the Hello; a read ends when every copy of the client's descriptor is closed."""
+    """Without a lane nothing more is said; a read ends when every copy of the client's descriptor is closed."""
     with contextlib.suppress(OSError):
         while await asyncio.get_running_loop().sock_recv(connection, 1024):
             pass
@@ -186,20 +205,20 @@ async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int
     data = b""
     fds: list[int] = []
     try:
-        need = _LENGTH.size
+        need = FRAME_LENGTH.size
         while len(data) < need:
             chunk, new_fds = await _recvmsg(connection, need - len(data))
             fds += new_fds
             if not chunk:
                 raise InvalidRequest("the client closed the connection before its Hello was complete")
             data += chunk
-            if len(data) == _LENGTH.size:
-                (length,) = _LENGTH.unpack(data)
+            if len(data) == FRAME_LENGTH.size:
+                (length,) = FRAME_LENGTH.unpack(data)
                 if length > MAX_HELLO_BYTES:
                     raise InvalidRequest(f"a Hello of {length} bytes is over the limit of {MAX_HELLO_BYTES}")
-                need = _LENGTH.size + length
+                need = FRAME_LENGTH.size + length
         try:
-            hello = pb.Hello.FromString(data[_LENGTH.size :])
+            hello = pb.Hello.FromString(data[FRAME_LENGTH.size :])
         except Exception as error:  # protobuf's DecodeError is not part of its typed interface
             raise InvalidRequest(f"the Hello does not parse: {error}") from error
         if hello.num_fds != len(fds):
@@ -245,4 +264,4 @@ def _set(future: asyncio.Future[None]) -> None:
 
 async def _send(connection: socket.socket, message: pb.Welcome) -> None:
     payload = message.SerializeToString()
-    await asyncio.get_running_loop().sock_sendall(connection, _LENGTH.pack(len(payload)) + payload)
+    await asyncio.get_running_loop().sock_sendall(connection, FRAME_LENGTH.pack(len(payload)) + payload)

@@ -1,4 +1,4 @@
-"""One rank's open Attach stream: requests in, jobs started, answers out."""
+"""One rank's Attach stream: requests in, jobs started, answers out. It knows nothing of what carries them."""
 
 from __future__ import annotations
 
@@ -6,103 +6,45 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-import grpc
-
-from kvsidecar import __version__, log
-from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
+from kvsidecar import log
+from kvsidecar.errors import InvalidRequest
 from kvsidecar.instances import JobControl, RunningJob, Session
 from kvsidecar.readiness import Readiness, Snapshot
 from kvsidecar.rpc import translate
-from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import GroupBlocks, JobResult, StoreOrder, Transfers
 from kvsidecar.types import Direction, Outcome, Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = log.get("rpc")
 
-Context = grpc.aio.ServicerContext[Any, Any]
-MAX_UNREAD = 8192
-"""Answers kept for a client that does not read its stream; each is about 100 bytes."""
+Send = Callable[[pb.AttachReply], None]
+"""Puts an answer on its way; never waits."""
 
 Job = TypeVar("Job", pb.Store, pb.Load)
 
 
 class AttachStream:
-    """One rank's open stream: reads requests, starts jobs, and writes what happens in the order it happens."""
+    """From the registration until `close`: starts what is asked for, and sends what happens as it happens."""
 
-    def __init__(
-        self,
-        session: Session,
-        context: Context,
-        *,
-        epoch: int,
-        readiness: Readiness,
-        transfers: Transfers,
-        tasks: TaskSet,
-    ) -> None:
+    def __init__(self, session: Session, send: Send, *, readiness: Readiness, transfers: Transfers) -> None:
         self._session = session
-        self._context = context
-        self._epoch = epoch
-        self._readiness = readiness
+        self._send = send
         self._transfers = transfers
-        self._tasks = tasks
-        # One reply per job, and some of readiness: bounded by MAX_UNREAD, beyond which the stream is ended.
-        self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
-        self._writer: asyncio.Task[None] | None = None
+        self._stop_listening = readiness.listen(self._tell_readiness)
 
-    async def run(self) -> KVSidecarError | None:
-        """Serve until the client half-closes. Returns why the stream must end with an error, or None.
-
-        Raises:
-            CancelledError: the client has gone.
-        """
-        session = self._session
-        registered = pb.Registered(
-            epoch=self._epoch,
-            session=session.id,
-            readiness=translate.readiness_to(self._readiness.now),
-            version=__version__,
-            device_order=bool(session.events),
-            device_order_refused=session.device_order_refused,
-        )
-        self._outbox.put_nowait(pb.AttachReply(registered=registered))
-        stop_listening = self._readiness.listen(self._tell_readiness)
-        self._writer = self._tasks.spawn(self._write(), name="attach-writer")
-        try:
-            while (message := await self._context.read()) is not grpc.aio.EOF:
-                self._take(message)
-        except KVSidecarError as error:
-            return error
-        finally:
-            stop_listening()
-        return None
-
-    def cancel(self) -> None:
-        """Nobody reads any more what is owed."""
-        if self._writer is not None:
-            self._writer.cancel()
-
-    async def finish(self) -> None:
-        """Write what is still owed, then let the stream end."""
-        self._outbox.put_nowait(None)
-        if self._writer is not None:
-            await self._writer
+    def close(self) -> None:
+        """Nothing more is taken. The answers of jobs that run are still sent."""
+        self._stop_listening()
 
     def _tell_readiness(self, snapshot: Snapshot) -> None:
-        self._outbox.put_nowait(pb.AttachReply(readiness=translate.readiness_to(snapshot)))
+        self._send(pb.AttachReply(readiness=translate.readiness_to(snapshot)))
 
-    async def _write(self) -> None:
-        try:
-            while (reply := await self._outbox.get()) is not None:
-                await self._context.write(reply)
-        except grpc.aio.BaseError as error:
-            # The client has gone, and the handler has not heard of it yet: nobody reads what is owed.
-            _log.debug("a reply was not written", error=str(error))
+    def take(self, message: pb.AttachRequest) -> None:
+        """Start what one message asks for. The jobs begin in the order of their messages.
 
-    def _take(self, message: pb.AttachRequest | InvalidRequest) -> None:
-        """Start what one message asks for. The jobs begin in the order of their messages."""
-        if isinstance(message, InvalidRequest):  # it did not parse
-            raise message
+        Raises:
+            InvalidRequest: the stream must end with it.
+        """
         match message.WhichOneof("message"):
             case "store":
                 self._start(message.store, Direction.STORE, self._store)
@@ -110,6 +52,8 @@ class AttachStream:
                 self._start(message.load, Direction.LOAD, self._load)
             case "flush":
                 self._session.jobs.spawn(self._flush(message.flush), name="flush")
+            case "idle":
+                self._session.idle = message.idle.idle
             case "register":
                 raise InvalidRequest("a stream registers once")
             case _:
@@ -124,10 +68,6 @@ class AttachStream:
             raise InvalidRequest(
                 f"job {message.job} is still running: a job id may be used again once its JobDone has come"
             )
-        if self._outbox.qsize() >= MAX_UNREAD:
-            raise LimitExceeded(
-                f"{MAX_UNREAD} answers wait for this client to read them: read the Attach stream while jobs are sent"
-            )
         if self._session.ending:
             self._done(message.job, self._transfers.declined(direction, Refusal.DRAINING))
             return
@@ -141,7 +81,7 @@ class AttachStream:
         jobs[message.job] = RunningJob(direction, task, control)
 
     def _done(self, job: int, result: JobResult) -> None:
-        self._outbox.put_nowait(pb.AttachReply(done=translate.job_done_to(job, result)))
+        self._send(pb.AttachReply(done=translate.job_done_to(job, result)))
 
     async def _answer(self, job: int, running: Coroutine[Any, Any, JobResult]) -> None:
         try:
@@ -181,7 +121,7 @@ class AttachStream:
         issued = pb.AttachReply(wait_issued=pb.WaitIssued(event=event))
 
         def on_start() -> None:
-            loop.call_soon_threadsafe(self._outbox.put_nowait, issued)
+            loop.call_soon_threadsafe(self._send, issued)
 
         return StoreOrder(events[event - 1], on_start)
 
@@ -198,4 +138,4 @@ class AttachStream:
         if wanted:
             await asyncio.wait([each.task for each in wanted.values()], timeout=message.timeout_ms / 1000)
         pending = [job for job, each in wanted.items() if not each.task.done()]
-        self._outbox.put_nowait(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))
+        self._send(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))

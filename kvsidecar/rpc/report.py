@@ -139,6 +139,7 @@ class Report:
                 jobs_running=len(session.jobs_by_id),
                 attached_seconds=now - session.attached_at,
                 namespace=namespace_to_wire(registration.namespace),
+                idle=session.idle,
             )
         return reply
 

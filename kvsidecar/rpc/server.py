@@ -17,11 +17,9 @@ from kvsidecar.tasks import TaskSet
 from kvsidecar.types import State
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from kvsidecar.wire import MAX_MESSAGE_BYTES
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
-
-MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""gRPC's own default, named here because it is a promise: 100,000 blocks of 32-byte hashes fit."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -146,8 +146,8 @@ class Blocks(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     group: int
     hashes: bytes
-    block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_ids: bytes
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ...) -> None: ...
 
 class Store(_message.Message):
     __slots__ = ("job", "blocks", "event", "deadline_ms")
@@ -193,17 +193,25 @@ class Flush(_message.Message):
     mode: Flush.Mode
     def __init__(self, flush: _Optional[int] = ..., jobs: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., mode: _Optional[_Union[Flush.Mode, str]] = ...) -> None: ...
 
+class Idle(_message.Message):
+    __slots__ = ("idle",)
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    idle: bool
+    def __init__(self, idle: bool = ...) -> None: ...
+
 class AttachRequest(_message.Message):
-    __slots__ = ("register", "store", "load", "flush")
+    __slots__ = ("register", "store", "load", "flush", "idle")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     register: Register
     store: Store
     load: Load
     flush: Flush
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., flush: _Optional[_Union[Flush, _Mapping]] = ...) -> None: ...
+    idle: Idle
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., flush: _Optional[_Union[Flush, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ...) -> None: ...
 
 class JobDone(_message.Message):
     __slots__ = ("job", "outcome", "reason", "error", "copied_blocks", "skipped_blocks", "bytes", "copy_seconds", "queue_seconds", "unsettled")
@@ -423,7 +431,7 @@ class NamespaceStatus(_message.Message):
     def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace")
+    __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace", "idle")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -434,6 +442,7 @@ class RankStatus(_message.Message):
     JOBS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     session: int
     instance: str
     rank: int
@@ -444,7 +453,8 @@ class RankStatus(_message.Message):
     jobs_running: int
     attached_seconds: float
     namespace: Namespace
-    def __init__(self, session: _Optional[int] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., imported_bytes: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
+    idle: bool
+    def __init__(self, session: _Optional[int] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., imported_bytes: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., idle: bool = ...) -> None: ...
 
 class JobsStatus(_message.Message):
     __slots__ = ("queued", "running", "oldest_inflight_seconds", "stores_done", "loads_done", "stored_bytes", "loaded_bytes")
@@ -497,11 +507,65 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., num_fds: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("token", "epoch", "error")
+    __slots__ = ("token", "epoch", "error", "fast_lane")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    FAST_LANE_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     epoch: int
     error: str
-    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    fast_lane: bool
+    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ..., fast_lane: bool = ...) -> None: ...
+
+class LaneRequest(_message.Message):
+    __slots__ = ("call", "attach", "detach", "lookup", "release", "renew")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    attach: AttachRequest
+    detach: Detach
+    lookup: LookupRequest
+    release: ReleaseRequest
+    renew: RenewRequest
+    def __init__(self, call: _Optional[int] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ...) -> None: ...
+
+class LaneReply(_message.Message):
+    __slots__ = ("call", "attach", "ended", "lookup", "release", "renew", "error")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    attach: AttachReply
+    ended: Ended
+    lookup: LookupReply
+    release: ReleaseReply
+    renew: RenewReply
+    error: LaneError
+    def __init__(self, call: _Optional[int] = ..., attach: _Optional[_Union[AttachReply, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., error: _Optional[_Union[LaneError, _Mapping]] = ...) -> None: ...
+
+class Detach(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: LaneError
+    def __init__(self, error: _Optional[_Union[LaneError, _Mapping]] = ...) -> None: ...
+
+class LaneError(_message.Message):
+    __slots__ = ("code", "text")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    text: str
+    def __init__(self, code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...

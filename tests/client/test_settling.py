@@ -55,6 +55,7 @@ def asked(
 
     process = SimpleNamespace(fd=3 if watched else None, gone=lambda: dies_after == questions)
     connection: Any = SimpleNamespace(
+        fast_lane=False,
         link=SimpleNamespace(process=process, ended=lambda: link_ended),
         stub=SimpleNamespace(Status=SimpleNamespace(future=ask)),
     )
@@ -94,7 +95,7 @@ def test_the_end_of_a_process_is_seen_and_not_before() -> None:
     import subprocess
     import sys
 
-    from kvsidecar.client.daemon_process import DaemonProcess
+    from kvsidecar.client.link import DaemonProcess
 
     script = (
         "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); s.listen(); c, _ = s.accept(); "

@@ -10,6 +10,8 @@ import pytest
 from kvsidecar.client import DEVICE, Blocks, Outcome
 from tests.harness import SECONDS, DaemonProcess, Rank, done, hashes
 
+pytestmark = pytest.mark.usefixtures("carrier")
+
 
 class Mark:
     def __init__(self) -> None:

@@ -25,7 +25,10 @@ from kvsidecar.client import (
     JobDone,
     Outcome,
 )
+from tests import harness
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, Relay, done, hashes
+
+pytestmark = pytest.mark.usefixtures("carrier")
 
 SOON = 0.2
 """Seconds within which "at once" must happen on a busy test machine."""
@@ -52,6 +55,7 @@ def pause(daemon: DaemonProcess) -> None:
 def quick(socket_path: str, **options: Any) -> Client:
     """A client whose retries are as quick as the tests'."""
     defaults: dict[str, Any] = {"timeout": SECONDS, "step_budget": SECONDS, "reconnect": Backoff(0.01, 0.05)}
+    defaults["fast_lane"] = harness.fast_lane
     return Client(socket_path, **{**defaults, **options})
 
 
@@ -177,7 +181,7 @@ def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_
         with rank.client._changed:  # it is on its way: from now on a copy of it may run
             assert rank.client._changed.wait_for(lambda: rank.client._jobs.outstanding()[0].phase == 2, SECONDS)
         pause(daemon)
-        relay.cut()
+        relay.cut(rank.client)
         with rank.client._changed:
             assert rank.client._changed.wait_for(lambda: not rank.client.attached, SECONDS)
         assert rank.client.wait([load], 2.5) == {}, "reported although the daemon's process lives"
@@ -204,7 +208,7 @@ def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(sho
         while not daemon.metric(f'kvsidecar_jobs_queued{{direction="{direction}"}}'):
             pass
         epoch = rank.client.epoch
-        relay.cut()
+        relay.cut(rank.client)
         ended = rank.client.wait(jobs, SECONDS)
         assert {(end.outcome, end.reason) for end in ended.values()} == {(Outcome.FAILED, "daemon_lost")}
         assert sorted(ended) == jobs

@@ -24,7 +24,7 @@ from google.protobuf.message import Message
 
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import layout_to_wire, namespace_to_wire
+from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
 from tests.e2e.hostile_messages import METHODS, Generator, extremes, reply_types, request_types
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 
@@ -234,7 +234,7 @@ class Attacker:
     def _jobs(self, job: int | None = None) -> list[pb.AttachRequest]:
         """One of each kind that may follow a registration, and a second registration."""
         job = self.rng.choice((0, 1, 2, 3, 2**64 - 1)) if job is None else job
-        blocks = [pb.Blocks(group=0, hashes=b"".join(hashes("a", "b")), block_ids=[0, 1])]
+        blocks = [pb.Blocks(group=0, hashes=b"".join(hashes("a", "b")), block_ids=pack_ids([0, 1]))]
         return [
             pb.AttachRequest(store=pb.Store(job=job, blocks=blocks)),
             pb.AttachRequest(load=pb.Load(job=job, blocks=blocks)),

@@ -17,7 +17,7 @@ from kvsidecar.client import Blocks, HostBuffer
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import layout_to_wire, namespace_to_wire
+from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 
 SLOW_FIRST_STORE = "store.in_flight@2=delay(0.4)"
@@ -65,7 +65,7 @@ class RawRank:
 
     def store(self, job: int, *, deadline_ms: int = 0, event: int = 0) -> None:
         """Block ``job`` under the hash of ``job``."""
-        blocks = [pb.Blocks(group=0, hashes=hashes(job)[0], block_ids=[job])]
+        blocks = [pb.Blocks(group=0, hashes=hashes(job)[0], block_ids=pack_ids([job]))]
         self.send(pb.AttachRequest(store=pb.Store(job=job, blocks=blocks, deadline_ms=deadline_ms, event=event)))
 
     def flush(self, *jobs: int, mode: pb.Flush.Mode, timeout_ms: int = 20_000) -> pb.Flushed:

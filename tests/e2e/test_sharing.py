@@ -27,6 +27,8 @@ from tests.harness import (
     layout,
 )
 
+pytestmark = pytest.mark.usefixtures("carrier")
+
 
 def test_a_block_of_two_ranks_is_readable_after_the_second_store(daemon: DaemonProcess) -> None:
     ranks = [Rank(daemon, rank=rank, world_size=2, groups=layout(rank, 2)) for rank in range(2)]

@@ -19,7 +19,7 @@ from kvsidecar.client import HostBuffer
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import layout_to_wire, namespace_to_wire
+from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 
 
@@ -180,7 +180,7 @@ def test_a_job_number_in_use_ends_the_stream_and_no_block_is_lost(short_dir: Pat
         buffer = HostBuffer(1 << 20)
         with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection:
             first = pb.AttachRequest(register=register(welcome(connection).token, buffer))
-            store = pb.Store(job=7, blocks=[pb.Blocks(group=0, hashes=hashes("a")[0], block_ids=[0])])
+            store = pb.Store(job=7, blocks=[pb.Blocks(group=0, hashes=hashes("a")[0], block_ids=pack_ids([0]))])
             job = pb.AttachRequest(store=store)
             code, text = refusal(daemon, first, job, job)
         assert code is grpc.StatusCode.INVALID_ARGUMENT

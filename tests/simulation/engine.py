@@ -13,7 +13,7 @@ import grpc
 from kvsidecar.instances import Peer
 from kvsidecar.types import PROTOCOL, Direction, GroupLayout
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import layout_to_wire, namespace_to_wire
+from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
 from tests.simulation.machine import Allocation, Event, Violation
 from tests.simulation.shapes import HASHES, NUM_BLOCKS, NUM_KEYS, Shape, content, make_layout, rows_of
 from tests.simulation.world import Call, Lease, World
@@ -354,7 +354,9 @@ def _wire(job: Job) -> list[pb.Blocks]:
         groups.setdefault(group, []).append((key, block_id))
     return [
         pb.Blocks(
-            group=group, hashes=b"".join(HASHES[key] for key, _ in chain), block_ids=[block_id for _, block_id in chain]
+            group=group,
+            hashes=b"".join(HASHES[key] for key, _ in chain),
+            block_ids=pack_ids([block_id for _, block_id in chain]),
         )
         for group, chain in groups.items()
     ]

@@ -25,6 +25,7 @@ from kvsidecar.instances import Instances, Peer
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
+from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.service import Service
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import Transfers
@@ -152,7 +153,7 @@ class World:
             self.cache, self.hub, self.readiness, _metrics(), loop.time, slab_bytes=SLAB, checksums=checksums
         )
         self.lookups = Lookups(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
-        self.service = Service(
+        self.handler = Handler(
             epoch=1,
             instances=self.instances,
             transfers=self.transfers,
@@ -163,6 +164,7 @@ class World:
             status=pb.StatusReply,
             drain=lambda: self.readiness.drain("asked to"),
         )
+        self.service = Service(self.handler)
         self.wire: deque[tuple[Call, Any]] | None = deque() if rng.random() < 0.5 else None
         """What engines have sent and the daemon has not got, if the wire is slow."""
         self.leases: defaultdict[Namespace, list[Lease]] = defaultdict(list)
@@ -173,7 +175,7 @@ class World:
 
     def peer_gone(self, peer: Peer) -> None:
         for session in self.instances.remove_peer(peer):
-            self.tasks.spawn(self.service.drop(session), name="end-session-of-gone-peer")
+            self.tasks.spawn(self.handler.drop(session), name="end-session-of-gone-peer")
 
     def end_all(self) -> None:
         """SIGTERM."""

@@ -1,0 +1,154 @@
+"""Calls that somebody waits for: lookups and leases in an engine's step, within a budget; and what operators ask."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from kvsidecar.client.breaker import CircuitBreaker
+from kvsidecar.client.connection import Connection, open_channel
+from kvsidecar.client.keeper import Keeper
+from kvsidecar.client.messages import MAX_REQUEST_BYTES, CarrierError, lookup_request, lookup_result, no_hits
+from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
+from kvsidecar.errors import ClientError, DaemonUnreachable
+from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from kvsidecar.wire import namespace_to_wire
+
+_log = logging.getLogger("kvsidecar.client")
+
+
+class NoAnswer(Exception):
+    """The daemon was not asked, or did not answer in time. ``reason`` is one of `kvsidecar.client.results`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Lookups:
+    """Asks the daemon within a budget, or does not ask it.
+
+    Args:
+        budget: seconds that a call waits unless it says otherwise.
+    """
+
+    def __init__(self, keeper: Keeper, breaker: CircuitBreaker, budget: float, socket: str) -> None:
+        self._keeper = keeper
+        self._breaker = breaker
+        self._budget = budget
+        self._socket = socket
+
+    def lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        mode: LookupMode,
+        lease_seconds: float,
+        timeout: float | None,
+    ) -> LookupResult:
+        def request(connection: Connection) -> pb.LookupRequest:
+            return lookup_request(namespace, groups, mode, lease_seconds, connection.token)
+
+        try:
+            return lookup_result(self._ask("lookup", request, timeout), namespace, groups)
+        except NoAnswer as missing:
+            return no_hits(namespace, groups, mode, missing.reason)
+
+    def release(self, lease: int, timeout: float | None) -> bool:
+        try:
+            reply: pb.ReleaseReply = self._ask("release", lambda _: pb.ReleaseRequest(lease=lease), timeout)
+        except NoAnswer:
+            return False
+        return reply.released
+
+    def renew(self, lease: int, lease_seconds: float, timeout: float | None) -> float:
+        request = pb.RenewRequest(lease=lease, lease_ms=int(lease_seconds * 1000))
+        try:
+            reply: pb.RenewReply = self._ask("renew", lambda _: request, timeout)
+        except NoAnswer:
+            return 0.0
+        return reply.lease_ms / 1000 if reply.renewed else 0.0
+
+    def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
+        """One call. Raises NoAnswer; ClientError if the daemon refuses the request."""
+        deadline = time.monotonic() + (self._budget if timeout is None else timeout)
+        connection = self._keeper.connection
+        if connection is None and not self._keeper.started:
+            # The first call of a client that does not attach, a scheduler's: the only one that waits to be connected.
+            self._keeper.start(None)
+            self._keeper.wait_attempt(0, deadline - time.monotonic())
+            connection = self._keeper.connection
+        if connection is None:
+            raise NoAnswer(DAEMON_LOST)
+        if not self._breaker.allows:
+            raise NoAnswer(BREAKER_OPEN)
+        message = request(connection)
+        if (size := message.ByteSize()) > MAX_REQUEST_BYTES:
+            raise ClientError(f"a request of {size} bytes is over {MAX_REQUEST_BYTES}: ask for fewer hashes at once")
+        try:
+            reply = connection.call(method, message, max(0.001, deadline - time.monotonic()))
+        except CarrierError as error:
+            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if self._breaker.failed():
+                    _log.warning("the daemon at %s does not answer in time: lookups miss until it does", self._socket)
+                    self._keeper.wake()
+                raise NoAnswer(NO_ANSWER) from None
+            # A connection that was given up in the meantime answers anything, such as that its token is unknown.
+            if error.code is grpc.StatusCode.UNAVAILABLE or self._keeper.connection is not connection:
+                raise NoAnswer(DAEMON_LOST) from None
+            raise ClientError(error.text) from error
+        self._breaker.succeeded()
+        return reply
+
+
+class Operator:
+    """What operators ask, over gRPC on a channel of its own: it works whether or not anything is attached.
+
+    Every call waits at most ``timeout`` seconds and raises DaemonUnreachable without an answer.
+    """
+
+    def __init__(self, socket: str, timeout: float) -> None:
+        self._socket = socket
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+
+    def status(self) -> pb.StatusReply:
+        reply: pb.StatusReply = self._call("Status", pb.StatusRequest())
+        return reply
+
+    def clear(self, namespace: Namespace | None) -> int:
+        request = (
+            pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
+        )
+        reply: pb.ClearReply = self._call("Clear", request)
+        return reply.blocks
+
+    def drain(self) -> None:
+        self._call("Drain", pb.DrainRequest())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+
+    def _call(self, method: str, request: object) -> Any:
+        with self._lock:
+            if self._channel is None:
+                self._channel = open_channel(self._socket)
+            stub = pb_grpc.SidecarStub(self._channel)
+        try:
+            return getattr(stub, method)(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            text = error.details() or error.code().name
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise DaemonUnreachable(f"no kvsidecar answers at {self._socket}: {text}") from error
+            raise ClientError(text) from error

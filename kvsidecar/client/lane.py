@@ -1,0 +1,286 @@
+"""The fast lane: the messages of gRPC, length-prefixed, on connections of the attach socket.
+
+A blocking round trip takes 41 us where gRPC takes 190 on an open stream and 520 for a unary call (Python on both
+sides, measured). Sending is a system call of the caller's own thread: handing a message to another thread costs more,
+and waits for the GIL.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvsidecar.client.link import Link
+from kvsidecar.client.messages import CarrierError
+from kvsidecar.errors import ClientError
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_RECEIVE_BYTES = 64 * 1024
+_TIMEVAL = struct.Struct("@ll")
+
+Fill = Callable[[Any, pb.AttachRequest], bool]
+"""Makes an item into a message, when it is its turn. False: there is nothing to send."""
+
+
+class Replies:
+    """Cuts what arrives into replies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> pb.LaneReply | None:
+        """The next complete reply, None if there is none yet. Raises ConnectionError if these are no replies."""
+        buffer = self._buffer
+        if len(buffer) < FRAME_LENGTH.size:
+            return None
+        (length,) = FRAME_LENGTH.unpack_from(buffer)
+        if length > MAX_MESSAGE_BYTES:
+            raise ConnectionError(f"the daemon announced a reply of {length} bytes")
+        end = FRAME_LENGTH.size + length
+        if len(buffer) < end:
+            return None
+        payload = bytes(buffer[FRAME_LENGTH.size : end])
+        del buffer[:end]
+        try:
+            return pb.LaneReply.FromString(payload)
+        except DecodeError as error:
+            raise ConnectionError(f"a reply of the daemon does not parse: {error}") from error
+
+
+def frame(request: pb.LaneRequest) -> bytes:
+    payload = request.SerializeToString()
+    return FRAME_LENGTH.pack(len(payload)) + payload
+
+
+class LaneStream:
+    """The Attach stream of a connection. Implements `kvsidecar.client.connection.AttachCarrier`.
+
+    Args:
+        link: of the rank; its socket is this stream's from now on.
+        lock: is held while the stream's own state changes; ``fill`` may take it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        fill: Fill,
+        lock: threading.Condition,
+    ) -> None:
+        self.settled = False
+        self._link = link
+        self._socket = link.connection
+        self._fill = fill
+        self._lock = lock
+        # Of what the daemon has not taken yet; under the lock.
+        self._rest = b""
+        self._waiting: deque[Any] = deque()
+        self._flusher: threading.Thread | None = None
+        self._has_waiting = threading.Event()
+        self._over = False
+
+    def put(self, item: Any) -> None:
+        self._put(item)
+
+    def finish(self) -> None:
+        self._put(None)
+
+    def cancel(self) -> None:
+        self._link.shut_down()
+
+    def replies(self) -> Iterator[pb.AttachReply]:
+        arrived = Replies()
+        try:
+            while data := self._socket.recv(_RECEIVE_BYTES):
+                arrived.feed(data)
+                while (reply := arrived.next()) is not None:
+                    match reply.WhichOneof("message"):
+                        case "attach":
+                            yield reply.attach
+                        case "ended":
+                            self.settled = True
+                            if reply.ended.HasField("error"):
+                                raise _error(reply.ended.error)
+                            return
+                        case "error":
+                            raise _error(reply.error)
+        except OSError as error:
+            raise _no_answer(error) from error
+        finally:
+            self._stop_flusher()
+        raise CarrierError(grpc.StatusCode.UNAVAILABLE, "the daemon closed the connection")
+
+    # -- up ----------------------------------------------------------------------------------------------------------
+
+    def _put(self, item: Any) -> None:
+        with self._lock:
+            if self._rest or self._waiting:
+                self._waiting.append(item)
+            elif not self._send(item) and not self._over:
+                if self._flusher is None:
+                    self._flusher = threading.Thread(target=self._flush, name="kvsidecar-flush", daemon=True)
+                    self._flusher.start()
+                self._has_waiting.set()
+
+    def _send(self, item: Any) -> bool:
+        """False: a rest of it is left."""
+        request = pb.LaneRequest()
+        if item is None:
+            request.detach.SetInParent()
+        elif not self._fill(item, request.attach):
+            return True
+        return self._write(frame(request))
+
+    def _write(self, data: bytes) -> bool:
+        try:
+            sent = self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            sent = len(data)  # the reader hears of it
+        self._rest = data[sent:]
+        return not self._rest
+
+    def _flush(self) -> None:
+        """In a thread: send what the socket's buffer had no room for. It starts with the first such message."""
+        writable = select.poll()
+        writable.register(self._socket, select.POLLOUT)
+        while True:
+            self._has_waiting.wait()
+            writable.poll()
+            with self._lock:
+                if self._over:
+                    return
+                gone = self._write(self._rest)
+                while gone and self._waiting:
+                    gone = self._send(self._waiting.popleft())
+                if gone:
+                    self._has_waiting.clear()
+
+    def _stop_flusher(self) -> None:
+        with self._lock:
+            self._over = True
+        self.cancel()
+        self._has_waiting.set()
+        if self._flusher is not None:
+            self._flusher.join()
+
+
+class LaneCalls:
+    """Calls on a connection of their own, which is made by the first. One at a time; the caller reads its own answer.
+
+    Args:
+        connect: makes a link; takes ``timeout`` in seconds.
+    """
+
+    def __init__(self, connect: Callable[..., Link]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._arrived = Replies()
+        self._number = 0
+        self._kernel_timeout = 0.0
+        self._closed = False
+
+    def call(self, method: str, request: Any, seconds: float) -> Any:
+        """As `Connection.call`."""
+        deadline = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=max(0.0, seconds)):
+            raise CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "another call waits for its answer")
+        try:
+            reply = self._exchange(method, request, deadline)
+        except OSError as error:
+            self._drop()  # nobody knows what comes next on it
+            raise _no_answer(error) from error
+        except ClientError as error:  # of connect()
+            raise _no_answer(error.__cause__ or error) from error
+        finally:
+            self._lock.release()
+        if reply is None:
+            raise CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+        if reply.HasField("error"):
+            raise _error(reply.error)
+        return getattr(reply, method)
+
+    def close(self) -> None:
+        """A call that waits ends."""
+        self._closed = True
+        if (link := self._link) is not None:
+            link.shut_down()
+        with self._lock:
+            self._drop()
+
+    def _exchange(self, method: str, request: Any, deadline: float) -> pb.LaneReply | None:
+        """The answer; None if it does not come in time. Raises OSError, ClientError: the connection is of no use."""
+        if self._closed:
+            raise ConnectionError("the connection is closed")
+        if self._link is None:
+            self._link = self._connect(timeout=deadline - time.monotonic())
+            self._arrived, self._kernel_timeout = Replies(), 0.0
+        connection = self._link.connection
+        self._number += 1
+        data = frame(pb.LaneRequest(call=self._number, **{method: request}))
+        self._set_timeout(connection, deadline)
+        try:
+            connection.sendall(data)
+        except BlockingIOError as error:  # SO_SNDTIMEO: a part of it may have gone
+            raise TimeoutError("the daemon does not read") from error
+        while True:
+            while (reply := self._arrived.next()) is not None:
+                if reply.call == self._number:
+                    return reply
+                if not reply.call:
+                    raise ConnectionError(reply.error.text)
+            if not self._set_timeout(connection, deadline):
+                return None
+            try:
+                data = connection.recv(_RECEIVE_BYTES)
+            except BlockingIOError:  # SO_RCVTIMEO
+                return None
+            if not data:
+                raise ConnectionError("the daemon closed it")
+            self._arrived.feed(data)
+
+    def _set_timeout(self, connection: socket.socket, deadline: float) -> bool:
+        """Let the kernel end a wait near the deadline. False: it is over.
+
+        Python's own timeouts cost a poll() per call. The kernel's are only set when they are wrong by a tenth.
+        """
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        if not 0.9 * self._kernel_timeout <= left <= self._kernel_timeout:
+            seconds = max(left, 1e-3)
+            packed = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, packed)
+            self._kernel_timeout = seconds
+        return True
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+def _no_answer(error: BaseException) -> CarrierError:
+    if isinstance(error, TimeoutError):
+        return CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+    return CarrierError(grpc.StatusCode.UNAVAILABLE, f"the connection ended: {error}")
+
+
+def _error(error: pb.LaneError) -> CarrierError:
+    return CarrierError(_CODES.get(error.code, grpc.StatusCode.UNKNOWN), error.text)

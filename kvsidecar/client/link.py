@@ -1,0 +1,171 @@
+"""A connection to the attach socket, and the process at its other end. While it is open, its token is who we are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from kvsidecar.errors import AttachRefused, DaemonUnreachable
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import FRAME_LENGTH
+
+_MAX_WELCOME_BYTES = 64 * 1024
+_QUEUE_FULL_SECONDS = 0.005
+"""Between attempts to connect while the daemon's queue of connections is full."""
+_UCRED = struct.Struct("3i")
+_SO_PEERPIDFD = 77
+"""Linux 6.5 (include/uapi/asm-generic/socket.h). Python 3.11 has no name for it."""
+
+
+class DaemonProcess:
+    """A pidfd of the process that listens at the other end of a Unix socket.
+
+    The kernel names the process that called listen(), so this needs a daemon that binds its socket itself.
+
+    Args:
+        connection: a connected Unix stream socket. To be called before the daemon is known to have answered on it: an
+            answer that comes afterwards proves that the number was not another process's by then.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.pid, _, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        """In this process's PID namespace; 0 if the daemon lives in another one."""
+        self.fd: int | None = None
+        """None: the kernel can neither open the peer's pidfd (before 6.5) nor name it in this PID namespace."""
+        try:
+            packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+            (self.fd,) = struct.unpack("i", packed)
+        except OSError:
+            if self.pid:
+                with contextlib.suppress(OSError):  # the daemon has just died: connecting fails next, and says so
+                    self.fd = os.pidfd_open(self.pid)
+
+    def gone(self) -> bool:
+        """Whether the process has ended: all of its threads, its memory, and the driver's files it had open.
+
+        False if that cannot be known. A pidfd is readable once the last thread has passed exit_files() (the kernel's
+        do_exit() closes them, then tells who waits): the driver has taken down its channels, and no DMA can run.
+        """
+        if self.fd is None:
+            return False
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+@dataclass(slots=True)
+class Link:
+    """A live attach-socket connection."""
+
+    connection: socket.socket
+    process: DaemonProcess
+    token: bytes
+    epoch: int
+    fast_lane: bool
+    """Whether the daemon takes frames on it."""
+
+    def ended(self) -> bool:
+        """Whether the daemon has closed its end, and all that it said before has been read. Never waits."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def shut_down(self) -> None:
+        """Say and hear nothing more: a thread that waits for the daemon goes on."""
+        with contextlib.suppress(OSError):  # it is broken already
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.close()
+
+
+def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cancel: int | None = None) -> Link:
+    """Connect, and hand over duplicates of ``fds``.
+
+    Args:
+        timeout: seconds for all of it.
+        cancel: a descriptor; when it becomes readable there is nothing to connect for any more.
+
+    Raises:
+        DaemonUnreachable: nobody listens at ``path``, or it does not answer in time.
+        AttachRefused: the daemon does not take this client; the text is the daemon's.
+    """
+    deadline = time.monotonic() + timeout
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    process: DaemonProcess | None = None
+    try:
+        _connect(connection, path, deadline, cancel)
+        process = DaemonProcess(connection)
+        hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client=client).SerializeToString()
+        socket.send_fds(connection, [FRAME_LENGTH.pack(len(hello)) + hello], fds)
+        (length,) = FRAME_LENGTH.unpack(_receive(connection, FRAME_LENGTH.size, deadline, cancel))
+        if length > _MAX_WELCOME_BYTES:
+            raise ConnectionError("who answers is no kvsidecar")
+        welcome = pb.Welcome.FromString(_receive(connection, length, deadline, cancel))
+        if welcome.error:
+            raise AttachRefused(welcome.error)
+    except BaseException as error:
+        connection.close()
+        if process is not None:
+            process.close()
+        if isinstance(error, OSError | DecodeError):
+            text = getattr(error, "strerror", None) or str(error)
+            raise DaemonUnreachable(f"no kvsidecar answers at {path} ({text}): is the daemon running?") from error
+        raise
+    return Link(connection, process, welcome.token, welcome.epoch, welcome.fast_lane)
+
+
+def _connect(connection: socket.socket, path: str, deadline: float, cancel: int | None) -> None:
+    """connect(), also to a daemon that is slow to take connections from its queue: many engines start at once."""
+    connection.setblocking(False)
+    cancelled = select.poll()
+    if cancel is not None:
+        cancelled.register(cancel, select.POLLIN)
+    while True:
+        try:
+            connection.connect(path)
+            break
+        except BlockingIOError:  # EAGAIN of a full queue (unix(7)); a blocking connect() would not notice `cancel`
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("its queue of connections is full") from None
+            if cancelled.poll(min(left, _QUEUE_FULL_SECONDS) * 1000):
+                raise ConnectionAbortedError("this client is being closed") from None
+    connection.setblocking(True)
+
+
+def _receive(connection: socket.socket, nbytes: int, deadline: float, cancel: int | None) -> bytes:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if cancel is not None:
+        poll.register(cancel, select.POLLIN)
+    data = b""
+    while len(data) < nbytes:
+        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        if cancel in ready:
+            raise ConnectionAbortedError("this client is being closed")
+        if not ready:
+            raise TimeoutError("it takes connections but does not answer")
+        chunk = connection.recv(nbytes - len(data))
+        if not chunk:
+            raise ConnectionResetError("the daemon closed the connection")
+        data += chunk
+    return data

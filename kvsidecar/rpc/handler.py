@@ -1,0 +1,199 @@
+"""What the daemon answers, whatever carried the question: gRPC (`service.py`) or the fast lane (`lane.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from kvsidecar import __version__, log
+from kvsidecar.errors import InvalidRequest, KVSidecarError, ProtocolMismatch, Unavailable
+from kvsidecar.instances import Instances, Session
+from kvsidecar.lookups import Lookups
+from kvsidecar.metrics import Metrics
+from kvsidecar.readiness import Readiness
+from kvsidecar.rpc import translate
+from kvsidecar.rpc.attach_stream import AttachStream, Send
+from kvsidecar.tasks import TaskSet
+from kvsidecar.transfers import Transfers
+from kvsidecar.types import PROTOCOL, LookupMode, Namespace, Refusal
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import namespace_from_wire
+
+_log = log.get("rpc")
+
+
+class Handler:
+    """One object for all requests. Every method raises a `KVSidecarError` for a refusal; the carrier answers its code.
+
+    Args:
+        tasks: owns what must go on when a carrier has gone: the ends of sessions.
+        status: builds the answer to Status.
+        drain: called when an operator asks to drain.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        instances: Instances,
+        transfers: Transfers,
+        lookups: Lookups,
+        readiness: Readiness,
+        metrics: Metrics,
+        tasks: TaskSet,
+        status: Callable[[], pb.StatusReply],
+        drain: Callable[[], None],
+    ) -> None:
+        self._epoch = epoch
+        self._instances = instances
+        self._transfers = transfers
+        self._lookups = lookups
+        self._readiness = readiness
+        self._metrics = metrics
+        self.tasks = tasks
+        self._status = status
+        self._drain = drain
+        self._on_dropped: dict[int, Callable[[], object]] = {}
+
+    # -- attach ----------------------------------------------------------------------------------------------------
+
+    def registering(self, first: Any) -> asyncio.Task[Session | KVSidecarError]:
+        """Register the rank of a stream's first message, in a task: a driver call that imports memory cannot be taken
+        back half way when the client dies. A refusal is an answer, not a failure of the task."""
+        return self.tasks.spawn(self._try_to_register(first), name="register")
+
+    def open(self, session: Session, send: Send, on_dropped: Callable[[], object] | None = None) -> AttachStream:
+        """The stream of a registered rank; its first answer has been sent.
+
+        Args:
+            on_dropped: called when the session has ended because its process has gone, whatever its stream says.
+        """
+        if on_dropped is not None:
+            self._on_dropped[session.id] = on_dropped
+        registered = pb.Registered(
+            epoch=self._epoch,
+            session=session.id,
+            readiness=translate.readiness_to(self._readiness.now),
+            version=__version__,
+            device_order=bool(session.events),
+            device_order_refused=session.device_order_refused,
+        )
+        send(pb.AttachReply(registered=registered))
+        return AttachStream(session, send, readiness=self._readiness, transfers=self._transfers)
+
+    async def end(self, session: Session, *, gone: bool) -> None:
+        """End a session in order; see `Instances.end`. Returns when its memory is unmapped."""
+        first = not session.ending
+        await self._instances.end(session, gone=gone)
+        if first:
+            _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
+        self._on_dropped.pop(session.id, None)
+
+    async def drop(self, session: Session) -> None:
+        """The process of this rank has gone: end the session, then what is left of its stream."""
+        on_dropped = self._on_dropped.get(session.id)
+        await self.end(session, gone=True)
+        if on_dropped is not None:
+            on_dropped()
+
+    async def _try_to_register(self, first: Any) -> Session | KVSidecarError:
+        try:
+            return await self._register(first)
+        except KVSidecarError as error:
+            self._metrics.refuse(Refusal.REGISTER_REFUSED)
+            _log.warning("attach refused", reason=str(error))
+            return error
+
+    async def _register(self, first: Any) -> Session:
+        if isinstance(first, InvalidRequest):  # it did not parse
+            raise first
+        if not isinstance(first, pb.AttachRequest) or first.WhichOneof("message") != "register":
+            raise InvalidRequest("the first message of an Attach stream must be `register`")
+        message: pb.Register = first.register
+        if message.protocol != PROTOCOL:
+            raise ProtocolMismatch(
+                f"the daemon speaks protocol {PROTOCOL}, the client {message.protocol}: "
+                "use the same kvsidecar release on both sides"
+            )
+        if self._readiness.refusal is Refusal.DRAINING:
+            raise Unavailable("the daemon is draining and takes no new ranks", refusal=Refusal.DRAINING)
+        session = await self._instances.register(translate.registration_from(message))
+        registration = session.registration
+        _log.info(
+            "rank attached",
+            instance=registration.instance,
+            rank=registration.rank,
+            world_size=registration.world_size,
+            device=registration.device,
+            pid=session.peer.pid,
+            imported_bytes=session.imported_bytes,
+        )
+        return session
+
+    # -- lookups and leases ----------------------------------------------------------------------------------------
+
+    def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+        namespace = _namespace(request.namespace)
+        mode = translate.mode_from(request.mode)
+        owner = self._instances.peer(request.token).token if request.token else None
+        result = self._lookups.lookup(
+            namespace,
+            [(group.group, translate.PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups],
+            mode,
+            lease_seconds=request.lease_ms / 1000,
+            owner=owner,
+        )
+        reply = pb.LookupReply(ready=result.ready, epoch=self._epoch)
+        if result.lease:
+            reply.lease, reply.lease_ms = result.lease, int(result.lease_seconds * 1000)
+        for group in result.groups:
+            hits = reply.groups.add(group=group.group, hits=group.hits)
+            if mode is LookupMode.BITMAP:
+                hits.bitmap = translate.bitmap_to(group.found)
+        return reply
+
+    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        return pb.ReleaseReply(released=self._lookups.release(request.lease))
+
+    def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
+        granted = self._lookups.renew(request.lease, request.lease_ms / 1000)
+        return pb.RenewReply(renewed=granted > 0, lease_ms=int(granted * 1000))
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def status(self, _request: pb.StatusRequest) -> pb.StatusReply:
+        return self._status()
+
+    def clear(self, request: pb.ClearRequest) -> pb.ClearReply:
+        if request.HasField("namespace") == request.all:
+            raise InvalidRequest("clear takes either a namespace or `all`")
+        namespace = None if request.all else namespace_from_wire(request.namespace)
+        if namespace is not None and (problem := namespace.problem()):
+            raise InvalidRequest(problem)
+        blocks = self._lookups.clear(namespace)
+        _log.info("cleared", namespace=str(namespace) if namespace else "all", blocks=blocks)
+        return pb.ClearReply(blocks=blocks)
+
+    def drain(self, _request: pb.DrainRequest) -> pb.DrainReply:
+        self._drain()
+        return pb.DrainReply()
+
+
+_CACHED_BYTES = 1024
+"""Of a namespace on the wire. Nobody shall fill the cache with texts of megabytes."""
+
+
+def _namespace(message: pb.Namespace) -> Namespace:
+    """A checked namespace: schedulers name the same one in every step. Raises InvalidRequest."""
+    packed = message.SerializeToString()
+    return (_unpack if len(packed) <= _CACHED_BYTES else _unpack.__wrapped__)(packed)
+
+
+@lru_cache(maxsize=256)
+def _unpack(packed: bytes) -> Namespace:
+    namespace = namespace_from_wire(pb.Namespace.FromString(packed))
+    if problem := namespace.problem():
+        raise InvalidRequest(problem)
+    return namespace
