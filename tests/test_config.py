@@ -35,6 +35,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "socket": ("/run/x/kv.sock", "/run/x/kv.sock"),
     "socket_mode": ("0660", "0660"),
     "socket_group": ("vllm", "vllm"),
+    "fast_lane": ("off", False),
     "http_host": ("0.0.0.0", "0.0.0.0"),
     "http_port": ("0", 0),
     "device": ("host", "host"),

@@ -1,4 +1,4 @@
-"""When to ask a daemon that does not answer: delays between attempts, and a circuit breaker, so that a daemon that hangs
+"""When to ask a daemon that does not answer: delays between attempts, and a circuit breaker, so that one that hangs
 costs an engine a few budgets, not one a step. No I/O, no threads."""
 
 from __future__ import annotations

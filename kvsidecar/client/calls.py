@@ -80,15 +80,16 @@ class Lookups:
         """One call. Raises NoAnswer; ClientError if the daemon refuses the request."""
         deadline = time.monotonic() + (self._budget if timeout is None else timeout)
         connection = self._keeper.connection
-        if connection is None and not self._keeper.started:
-            # The first call of a client that does not attach, a scheduler's: the only one that waits to be connected.
-            self._keeper.start(None)
-            self._keeper.wait_attempt(0, deadline - time.monotonic())
+        if not self._breaker.allows:
+            raise NoAnswer(BREAKER_OPEN if connection is not None else DAEMON_LOST)
+        if connection is None and not self._keeper.attempts and not self._keeper.attaches:
+            # The first calls of a client that does not attach, a scheduler's: the only ones that wait to be connected.
+            self._keeper.start_without_registration()
+            if not self._keeper.wait_attempt(0, deadline - time.monotonic()):
+                self._breaker.failed()
             connection = self._keeper.connection
         if connection is None:
             raise NoAnswer(DAEMON_LOST)
-        if not self._breaker.allows:
-            raise NoAnswer(BREAKER_OPEN)
         message = request(connection)
         if (size := message.ByteSize()) > MAX_REQUEST_BYTES:
             raise ClientError(f"a request of {size} bytes is over {MAX_REQUEST_BYTES}: ask for fewer hashes at once")

@@ -400,7 +400,7 @@ class Client:
     ) -> int:
         number = self._jobs.number()
         seconds = self._job_timeout if isinstance(timeout, Default) else timeout
-        with self._changed:
+        with self._jobs.lock:
             session = self._keeper.session
             if session is None or self._closed:
                 reason = CLOSED if self._closed else DAEMON_LOST if self._attaching else NOT_ATTACHED
@@ -412,8 +412,11 @@ class Client:
             job = Job(number, direction, blocks, session, lease)
             if seconds is not None:
                 job.deadline = time.monotonic() + seconds
-            entry = session.take_event(job) if isinstance(after, Order) else None
             self._jobs.add(job)
+            if after is None:
+                session.send(job)
+                return number
+            entry = session.take_event(job) if isinstance(after, Order) else None
         if isinstance(after, Order):
             assert self._events is not None
             try:

@@ -113,7 +113,7 @@ class Connection:
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
-    def open_stream(self, fill: Fill, lock: threading.Condition) -> AttachCarrier:
+    def open_stream(self, fill: Fill, lock: threading.RLock) -> AttachCarrier:
         """The Attach stream of this connection; there is one.
 
         Args:

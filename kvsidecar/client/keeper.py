@@ -82,12 +82,8 @@ class Keeper:
 
     # -- for the client ----------------------------------------------------------------------------------------------
 
-    @property
-    def started(self) -> bool:
-        return self._thread is not None
-
-    def start(self, registration: Registration | None, *, once: bool = False) -> None:
-        """Begin to connect, and to attach if there is a registration. A connection without one is made again with it.
+    def start(self, registration: Registration, *, once: bool = False) -> None:
+        """Begin to connect, and to attach. A connection that was made without a registration is made again with it.
 
         Args:
             once: end the thread if the first attempt fails.
@@ -96,10 +92,23 @@ class Keeper:
             self._registration = registration
             self._once = once
             self.error = None
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvsidecar-keep", daemon=True)
-                self._thread.start()
+            self._start_thread()
         self._wake.set()
+
+    @property
+    def attaches(self) -> bool:
+        """Whether it has a registration."""
+        return self._registration is not None
+
+    def start_without_registration(self) -> None:
+        """Begin to connect, unless that has begun."""
+        with self._jobs.changed:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        if self._thread is None and not self._closing:
+            self._thread = threading.Thread(target=self._run, name="kvsidecar-keep", daemon=True)
+            self._thread.start()
 
     def wait_attempt(self, before: int, timeout: float) -> bool:
         """Wait until more than ``before`` attempts have ended. False: ``timeout`` seconds have passed."""

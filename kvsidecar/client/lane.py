@@ -78,7 +78,7 @@ class LaneStream:
         self,
         link: Link,
         fill: Fill,
-        lock: threading.Condition,
+        lock: threading.RLock,
     ) -> None:
         self.settled = False
         self._link = link

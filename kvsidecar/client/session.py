@@ -42,7 +42,7 @@ class Session:
         self.flushed: dict[int, frozenset[int] | None] = {}
         """Flushes that somebody waits for: which of their jobs were still running, or None until that is said."""
         self._ring = RingSlots(ring_size)
-        self._stream = connection.open_stream(self._fill, jobs.changed)
+        self._stream = connection.open_stream(self._fill, jobs.lock)
         self._stream.put(pb.AttachRequest(register=register))
         self._thread = threading.Thread(target=self._read, name="kvsidecar-read", daemon=True)
         self._thread.start()
@@ -56,11 +56,10 @@ class Session:
 
     def send(self, job: Job) -> None:
         """Send a job, unless it has ended by now, behind what was sent before."""
-        with self._jobs.changed:
+        with self._jobs.lock:
             if self._jobs.is_outstanding(job.number):
                 job.phase = Phase.QUEUED
                 self._stream.put(job)
-                self._jobs.changed.notify_all()
 
     def flush(self, number: int, jobs: list[int], timeout: float, *, cancel: bool) -> None:
         """Send a Flush; the answer appears in `flushed`. The jobs were sent before. With the lock held."""
@@ -103,7 +102,7 @@ class Session:
 
     def _fill(self, item: Job | pb.AttachRequest, message: pb.AttachRequest) -> bool:
         """Make the message when it is its turn; False if there is nothing to send any more."""
-        if isinstance(item, pb.AttachRequest):
+        if not isinstance(item, Job):
             message.MergeFrom(item)
             return True
         job, now, refused = item, time.monotonic(), ""
@@ -119,7 +118,7 @@ class Session:
         if refused:
             self._jobs.finish(JobDone(job.number, Outcome.DECLINED, Refusal.INVALID_REQUEST, refused))
             return False
-        with self._jobs.changed:
+        with self._jobs.lock:
             # From here on the daemon may have heard of it. Not before: a job that ended here must never be sent,
             # its blocks may be another request's by now.
             if not self._jobs.is_outstanding(job.number) or self.ended:

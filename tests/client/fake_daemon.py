@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -50,16 +51,23 @@ class Stream:
         self.answers.put(pb.AttachReply(flushed=pb.Flushed(flush=flush, pending=pending)))
 
 
+def send(link: socket.socket, **message: Any) -> None:
+    payload = pb.LaneReply(**message).SerializeToString()
+    link.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
 class FakeDaemon(pb_grpc.SidecarServicer):
     """Listens from the start to `close`.
 
     Args:
+        fast_lane: whether it offers one.
         registered: what a registration is answered with; epoch and session are filled in.
     """
 
-    def __init__(self, directory: Path, *, epoch: int = 7, **registered: Any) -> None:
+    def __init__(self, directory: Path, *, epoch: int = 7, fast_lane: bool = True, **registered: Any) -> None:
         self.socket = str(directory / "kvs.sock")
         self.epoch = epoch
+        self._fast_lane = fast_lane
         self.registered = registered
         self.streams: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.status = pb.StatusReply(epoch=epoch)
@@ -84,6 +92,8 @@ class FakeDaemon(pb_grpc.SidecarServicer):
         self._listener.close()
         self._thread.join()
         for link in self._links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
             link.close()
         self._server.stop(0).wait()
 
@@ -105,8 +115,41 @@ class FakeDaemon(pb_grpc.SidecarServicer):
             self._links.append(link)
             hello = pb.Hello.FromString(data[_LENGTH.size :])
             assert hello.num_fds == len(fds)
-            welcome = pb.Welcome(token=b"token", epoch=self.epoch).SerializeToString()
+            welcome = pb.Welcome(token=b"token", epoch=self.epoch, fast_lane=self._fast_lane).SerializeToString()
             link.sendall(_LENGTH.pack(len(welcome)) + welcome)
+            if self._fast_lane:
+                threading.Thread(target=self._serve_lane, args=(link,), daemon=True).start()
+
+    def _serve_lane(self, link: socket.socket) -> None:
+        stream: Stream | None = None
+        with link.makefile("rb") as arriving, contextlib.suppress(OSError, ValueError):  # closed under us
+            while head := arriving.read(_LENGTH.size):
+                request = pb.LaneRequest.FromString(arriving.read(*_LENGTH.unpack(head)))
+                match request.WhichOneof("message"):
+                    case "attach" if stream is None:
+                        stream = Stream(request.attach.register)
+                        registered = pb.Registered(epoch=self.epoch, session=11, **self.registered)
+                        send(link, attach=pb.AttachReply(registered=registered))
+                        threading.Thread(target=self._answer_lane, args=(link, stream), daemon=True).start()
+                        self.streams.put(stream)
+                    case "attach":
+                        assert stream is not None
+                        stream.received.put(request.attach)
+                    case "detach":
+                        break
+                    case "lookup":
+                        send(link, call=request.call, lookup=self.on_lookup(request.lookup))
+                    case "release":
+                        send(link, call=request.call, release=pb.ReleaseReply())
+        if stream is not None:
+            stream.received.put(None)
+            stream.answers.put(None)
+
+    def _answer_lane(self, link: socket.socket, stream: Stream) -> None:
+        with contextlib.suppress(OSError):
+            while (answer := stream.answers.get()) is not None:
+                send(link, attach=answer)
+            send(link, ended=pb.Ended())
 
     def Attach(self, requests: Iterator[pb.AttachRequest], _context: Any) -> Iterator[pb.AttachReply]:  # noqa: N802
         stream = Stream(next(requests).register)

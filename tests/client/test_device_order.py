@@ -10,8 +10,11 @@ import pytest
 
 from kvsidecar.client import DEVICE, Blocks, Client, ClientError, HostBuffer, Outcome
 from kvsidecar.client.ordering import RingSlots
+from tests import harness
 from tests.client.fake_daemon import FakeDaemon, Stream
 from tests.harness import NAMESPACE, SECONDS, hashes, layout
+
+pytestmark = pytest.mark.usefixtures("carrier")
 
 HANDLES = [b"\1" * 64, b"\2" * 64]
 
@@ -54,10 +57,11 @@ def buffer() -> Iterator[HostBuffer]:
 
 
 def attached(daemon: FakeDaemon, buffer: HostBuffer, ring: FakeRing | None) -> tuple[Client, Stream]:
-    client = Client(daemon.socket, timeout=SECONDS)
+    client = Client(daemon.socket, timeout=SECONDS, fast_lane=harness.fast_lane)
     client.attach(
         instance="test", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout()], events=ring
     )  # fmt: skip
+    assert client.fast_lane == harness.fast_lane
     return client, daemon.stream()
 
 

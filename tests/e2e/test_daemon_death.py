@@ -224,6 +224,22 @@ def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(sho
         relay.close()
 
 
+def test_stores_that_were_queued_when_the_stream_broke_are_never_sealed(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(0.7)") as daemon:
+        relay = Relay(daemon.wait_ready(), short_dir)
+        rank = Rank(daemon, client=quick(relay.socket))
+        for block_id, name in enumerate("abcd"):
+            rank.client.store([Blocks(0, hashes(name), [block_id])])
+        while not daemon.metric('kvsidecar_jobs_queued{direction="store"}') == 3:
+            pass
+        relay.cut(rank.client)
+        assert {end.reason for end in job_ends(rank.client, 4)} == {"daemon_lost"}
+        assert rank.client.wait_attached(SECONDS)
+        assert [rank.hits(name) for name in "bcd"] == [0, 0, 0], "a lost rank's blocks were read and sealed"
+        rank.close()
+        relay.close()
+
+
 def test_a_daemon_that_dies_in_the_registration_is_joined_when_it_is_back(short_dir: Path) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="attach.after_import@0=kill") as first:
         client = quick(first.socket)

@@ -1,0 +1,356 @@
+"""The client's end of the fast lane: what it does with a daemon that is late, full, or out of its mind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from kvsidecar.client import BreakerState, Client, DaemonUnreachable, Namespace
+from kvsidecar.client.lane import LaneCalls, LaneStream, Replies
+from kvsidecar.client.link import Link, connect
+from kvsidecar.client.messages import CarrierError
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import FRAME_LENGTH
+from tests.client.fake_daemon import FakeDaemon, send
+from tests.harness import NAMESPACE, SECONDS, hashes
+
+
+class FakeLink:
+    """A `Link` to the test itself."""
+
+    def __init__(self) -> None:
+        self.connection, self.far = socket.socketpair()
+        self.far.settimeout(SECONDS)
+
+    shut_down = Link.shut_down
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def requests(self) -> Iterator[pb.LaneRequest]:
+        with self.far.makefile("rb") as arriving:
+            while head := arriving.read(FRAME_LENGTH.size):
+                yield pb.LaneRequest.FromString(arriving.read(*FRAME_LENGTH.unpack(head)))
+
+
+def found(hits: int) -> pb.LookupReply:
+    return pb.LookupReply(ready=True, groups=[pb.GroupHits(group=0, hits=hits)])
+
+
+# -- the Attach stream -----------------------------------------------------------------------------------------------
+
+
+def test_more_than_the_socket_holds_is_sent_in_order_and_nobody_waits_for_it() -> None:
+    link = FakeLink()
+
+    def fill(item: int, message: pb.AttachRequest) -> bool:
+        message.store.job = item
+        message.store.blocks.add(hashes=bytes(item % 7 * 10_000))
+        return item % 10 != 0  # some have ended when their turn comes
+
+    stream = LaneStream(link, fill, threading.RLock())  # type: ignore[arg-type]
+    reader = threading.Thread(target=lambda: [None for _ in iter_until_error(stream)])
+    reader.start()
+    for item in range(1, 2001):  # 60 MB: returns although nobody reads
+        stream.put(item)
+    stream.finish()
+    arrived = []
+    for request in link.requests():
+        if request.WhichOneof("message") == "detach":
+            break
+        arrived.append(request.attach.store.job)
+    assert arrived == [item for item in range(1, 2001) if item % 10]
+    send(link.far, ended=pb.Ended())
+    reader.join(SECONDS)
+    assert stream.settled
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvsidecar-flush"]
+    link.far.close()
+
+
+def iter_until_error(stream: LaneStream) -> Iterator[pb.AttachReply]:
+    try:
+        yield from stream.replies()
+    except CarrierError:
+        return
+
+
+@pytest.mark.parametrize("reader_first", [True, False])
+def test_cancelling_a_stream_with_a_backlog_ends_its_threads(reader_first: bool) -> None:
+    link = FakeLink()
+
+    def fill(_: int, message: pb.AttachRequest) -> bool:
+        message.store.blocks.add(hashes=bytes(1_000_000))
+        return True
+
+    stream = LaneStream(link, fill, threading.RLock())  # type: ignore[arg-type]
+    for item in range(10):
+        stream.put(item)
+    if reader_first:
+        reader = threading.Thread(target=lambda: list(iter_until_error(stream)))
+        reader.start()
+        stream.cancel()
+        reader.join(SECONDS)
+        assert not reader.is_alive()
+    else:
+        stream.cancel()
+        assert list(iter_until_error(stream)) == []
+    assert not stream.settled
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvsidecar-flush"]
+
+
+def test_only_the_daemons_own_word_settles_a_stream() -> None:
+    for reply, settled, code in (
+        (pb.LaneReply(ended=pb.Ended()), True, None),
+        (pb.LaneReply(ended=pb.Ended(error=pb.LaneError(code=14, text="x"))), True, grpc.StatusCode.UNAVAILABLE),
+        (pb.LaneReply(error=pb.LaneError(code=3, text="x")), False, grpc.StatusCode.INVALID_ARGUMENT),
+        (pb.LaneReply(error=pb.LaneError(code=99, text="x")), False, grpc.StatusCode.UNKNOWN),
+        (None, False, grpc.StatusCode.UNAVAILABLE),
+    ):
+        link = FakeLink()
+        stream = LaneStream(link, lambda *_: True, threading.RLock())  # type: ignore[arg-type]
+        payload = reply.SerializeToString() if reply else b"\xff"
+        link.far.sendall(FRAME_LENGTH.pack(len(payload)) + payload)
+        link.far.shutdown(socket.SHUT_WR)
+        if code is None:
+            assert list(stream.replies()) == []
+        else:
+            with pytest.raises(CarrierError) as caught:
+                list(stream.replies())
+            assert caught.value.code is code
+        assert stream.settled is settled
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def links() -> list[FakeLink]:
+    return []
+
+
+@pytest.fixture
+def calls(links: list[FakeLink]) -> Iterator[LaneCalls]:
+    def make(timeout: float) -> Any:
+        links.append(FakeLink())
+        return links[-1]
+
+    calls = LaneCalls(make)
+    yield calls
+    calls.close()
+
+
+def ask(calls: LaneCalls, seconds: float = SECONDS) -> int:
+    reply: pb.LookupReply = calls.call("lookup", pb.LookupRequest(), seconds)
+    return reply.groups[0].hits
+
+
+def answer(links: list[FakeLink], *replies: bytes) -> threading.Thread:
+    """Answer so many requests of the newest link with these bytes, in a thread."""
+
+    def run() -> None:
+        while not links:
+            pass
+        for reply, _ in zip(replies, links[-1].requests(), strict=False):
+            links[-1].far.sendall(reply)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def reply(call: int, hits: int) -> bytes:
+    payload = pb.LaneReply(call=call, lookup=found(hits)).SerializeToString()
+    return FRAME_LENGTH.pack(len(payload)) + payload
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(calls: LaneCalls, links: list[FakeLink]) -> None:
+    with pytest.raises(CarrierError) as caught:
+        ask(calls, 0.02)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    answer(links, reply(1, 111), reply(2, 222))
+    assert ask(calls) == 222
+    assert len(links) == 1, "a late answer is no reason to connect again"
+
+
+def test_an_answer_in_pieces_is_put_together(calls: LaneCalls, links: list[FakeLink]) -> None:
+    whole = reply(1, 5)
+
+    def run() -> None:
+        while not links:
+            pass
+        next(links[0].requests())
+        for byte in whole:
+            links[0].far.sendall(bytes((byte,)))
+
+    threading.Thread(target=run, daemon=True).start()
+    assert ask(calls) == 5
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [FRAME_LENGTH.pack(2**31), FRAME_LENGTH.pack(3) + b"\xff\xff\xff", reply(0, 0)],
+    ids=["too long", "no protobuf", "the daemon ends the connection"],
+)
+def test_after_nonsense_it_connects_again(calls: LaneCalls, links: list[FakeLink], nonsense: bytes) -> None:
+    answer(links, nonsense)
+    with pytest.raises(CarrierError) as caught:
+        ask(calls)
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    links.clear()
+    answer(links, reply(2, 7))
+    assert ask(calls) == 7
+
+
+def test_a_daemon_that_does_not_read_costs_a_budget(calls: LaneCalls, links: list[FakeLink]) -> None:
+    huge = pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(3 << 20))])
+    with pytest.raises(CarrierError) as caught:
+        calls.call("lookup", huge, 0.05)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    links.clear()
+    answer(links, reply(2, 3))
+    assert ask(calls) == 3, "half a request was followed by another"
+
+
+def test_a_call_that_waits_ends_with_the_connection(calls: LaneCalls, links: list[FakeLink]) -> None:
+    codes: list[grpc.StatusCode] = []
+
+    def wait() -> None:
+        try:
+            ask(calls)
+        except CarrierError as error:
+            codes.append(error.code)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while not links:
+        pass
+    next(links[0].requests())
+    calls.close()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert codes == [grpc.StatusCode.UNAVAILABLE] * 3
+
+
+def test_schedulers_of_many_threads_get_their_own_answers(short_dir: Path) -> None:
+    with FakeDaemon(short_dir) as daemon:
+        daemon.on_lookup = lambda request: found(request.namespace.block_size)
+        client = Client(daemon.socket, step_budget=SECONDS)
+        wrong: list[int] = []
+
+        def ask_often(size: int) -> None:
+            namespace = Namespace("m", "d", "l", size, 1, 1, "h")
+            for _ in range(100):
+                hits = client.lookup(namespace, {0: hashes("a")}).groups[0].hits
+                if hits != size:
+                    wrong.append(hits)
+
+        threads = [threading.Thread(target=ask_often, args=(size,)) for size in range(1, 9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert client.fast_lane
+        assert not wrong
+        client.close()
+
+
+def test_replies_are_cut_wherever_the_bytes_are() -> None:
+    data = b"".join(reply(call, call) for call in range(1, 5))
+    for size in (1, 2, 5, 7, len(data)):
+        replies, calls = Replies(), []
+        for start in range(0, len(data), size):
+            replies.feed(data[start : start + size])
+            while (each := replies.next()) is not None:
+                calls.append(each.call)
+        assert calls == [1, 2, 3, 4]
+
+
+# -- connecting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(short_dir: Path) -> Iterator[SimpleNamespace]:
+    """A daemon whose queue of connections is full."""
+    path = str(short_dir / "full.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(0)
+    waiting = []
+    while True:
+        one = socket.socket(socket.AF_UNIX)
+        one.setblocking(False)
+        waiting.append(one)
+        try:
+            one.connect(path)
+        except BlockingIOError:
+            break
+    yield SimpleNamespace(path=path, listener=listener)
+    for each in (*waiting, listener):
+        each.close()
+
+
+def test_a_full_queue_of_connections_is_waited_for(full: SimpleNamespace) -> None:
+    def serve() -> None:
+        while True:
+            link, _ = full.listener.accept()
+            if link.recv(4096):
+                payload = pb.Welcome(token=b"t", epoch=3).SerializeToString()
+                link.sendall(FRAME_LENGTH.pack(len(payload)) + payload)
+                return
+
+    def close_those_before() -> None:
+        for link in [full.listener.accept()[0]]:
+            link.close()
+        serve()
+
+    threading.Timer(0.05, close_those_before).start()
+    link = connect(full.path, fds=(), client="", timeout=SECONDS)
+    assert link.epoch == 3
+    link.close()
+
+
+def test_a_queue_that_stays_full_is_an_unreachable_daemon(full: SimpleNamespace) -> None:
+    with pytest.raises(DaemonUnreachable, match="queue"):
+        connect(full.path, fds=(), client="", timeout=0.05)
+
+
+def test_waiting_for_a_full_queue_can_be_given_up(full: SimpleNamespace) -> None:
+    cancel = os.eventfd(1)
+    with pytest.raises(DaemonUnreachable, match="being closed"):
+        connect(full.path, fds=(), client="", timeout=SECONDS, cancel=cancel)
+    os.close(cancel)
+
+
+def test_hits_of_a_bitmap_are_flags_per_hash(short_dir: Path) -> None:
+    from kvsidecar.client import LookupMode
+
+    with FakeDaemon(short_dir) as daemon:
+        bitmap = bytes((0b10110001, 0b1))
+        daemon.on_lookup = lambda _: pb.LookupReply(
+            ready=True, groups=[pb.GroupHits(group=0, hits=5, bitmap=bitmap)]
+        )
+        client = Client(daemon.socket, step_budget=SECONDS)
+        expected = tuple(bool(bitmap[i // 8] >> i % 8 & 1) for i in range(10))
+        for asked in (hashes(*range(10)), b"".join(hashes(*range(10)))):
+            result = client.lookup(NAMESPACE, {0: asked}, mode=LookupMode.BITMAP)
+            assert result.groups[0].found == expected
+        client.close()
+
+
+def test_a_scheduler_at_a_daemon_that_hangs_in_the_greeting_pays_three_budgets(full: SimpleNamespace) -> None:
+    os.symlink(full.path, full.path + ".attach")
+    client = Client(full.path, step_budget=0.02, timeout=SECONDS)
+    for _ in range(3):
+        assert client.lookup(NAMESPACE, {0: hashes("a")}).reason == "daemon_lost"
+    assert client.breaker_state is not BreakerState.CLOSED
+    assert client.lookup(NAMESPACE, {0: hashes("a")}, timeout=SECONDS).reason == "daemon_lost"
+    client.close()

@@ -1,0 +1,400 @@
+"""The fast lane as a client of another make would use it, or misuse it: raw frames against a real daemon."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvsidecar.client import Client, ClientError, HostBuffer
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import MAX_MESSAGE_BYTES, layout_to_wire, namespace_to_wire, pack_ids
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+
+UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
+
+
+class RawLane:
+    """A connection of the attach socket in the test's hands."""
+
+    def __init__(self, daemon: DaemonProcess, buffer: HostBuffer | None = None) -> None:
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.settimeout(SECONDS)
+        self.connection.connect(daemon.socket + ".attach")
+        fds = [buffer.fd] if buffer else []
+        hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client="raw").SerializeToString()
+        socket.send_fds(self.connection, [frame(hello)], fds)
+        self.welcome = pb.Welcome.FromString(self._payload())
+
+    def send(self, **message: Any) -> None:
+        self.connection.sendall(frame(pb.LaneRequest(**message).SerializeToString()))
+
+    def receive(self) -> pb.LaneReply:
+        return pb.LaneReply.FromString(self._payload())
+
+    def attach(self, kind: str) -> Any:
+        """The next reply, which is one of the Attach stream and of this kind."""
+        reply = self.receive()
+        assert reply.WhichOneof("message") == "attach", reply
+        assert reply.attach.WhichOneof("message") == kind, reply
+        return getattr(reply.attach, kind)
+
+    def error(self, call: int) -> tuple[grpc.StatusCode, str]:
+        """The next reply, which is an error for this call."""
+        reply = self.receive()
+        assert (reply.WhichOneof("message"), reply.call) == ("error", call), reply
+        return status(reply.error)
+
+    def ended(self) -> tuple[grpc.StatusCode, str]:
+        """The next reply, which is the end of the stream."""
+        reply = self.receive()
+        assert reply.WhichOneof("message") == "ended", reply
+        return status(reply.ended.error)
+
+    def closed(self) -> bool:
+        return self.connection.recv(1) == b""
+
+    def register(self, buffer: HostBuffer, token: bytes | None = None) -> pb.AttachRequest:
+        register = pb.Register(
+            protocol=PROTOCOL,
+            token=self.welcome.token if token is None else token,
+            instance="raw",
+            namespace=namespace_to_wire(NAMESPACE),
+            world_size=1,
+            device="host",
+            allocations=[pb.Allocation(fd_index=0, size=buffer.nbytes)],
+            groups=[layout_to_wire(layout())],
+        )
+        return pb.AttachRequest(register=register)
+
+    def _payload(self) -> bytes:
+        (length,) = struct.unpack("<I", self._exactly(4))
+        return self._exactly(length)
+
+    def _exactly(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            chunk = self.connection.recv(nbytes - len(data))
+            assert chunk, "the daemon closed the connection"
+            data += chunk
+        return data
+
+
+def status(error: pb.LaneError) -> tuple[grpc.StatusCode, str]:
+    return next(code for code in grpc.StatusCode if code.value[0] == error.code), error.text
+
+
+def frame(payload: bytes) -> bytes:
+    return struct.pack("<I", len(payload)) + payload
+
+
+def store(job: int, name: object, block_id: int = 0) -> pb.AttachRequest:
+    blocks = pb.Blocks(group=0, hashes=hashes(name)[0], block_ids=pack_ids([block_id]))
+    return pb.AttachRequest(store=pb.Store(job=job, blocks=[blocks]))
+
+
+def lookup(*names: object) -> pb.LookupRequest:
+    groups = [pb.LookupGroup(group=0, hashes=b"".join(hashes(*names)))]
+    return pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX, groups=groups)
+
+
+@pytest.fixture
+def buffer() -> Iterator[HostBuffer]:
+    buffer = HostBuffer(1 << 20)
+    yield buffer
+    buffer.close()
+
+
+@contextmanager
+def raw_lane(daemon: DaemonProcess, buffer: HostBuffer | None = None) -> Iterator[RawLane]:
+    lane = RawLane(daemon, buffer)
+    yield lane
+    lane.connection.close()
+
+
+@pytest.fixture
+def lane(daemon: DaemonProcess, buffer: HostBuffer) -> Iterator[RawLane]:
+    with raw_lane(daemon, buffer) as raw:
+        yield raw
+
+
+def others_go_on(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("others"))
+    assert rank.hits("others") == 1
+    rank.close()
+
+
+def until_ranks(daemon: DaemonProcess, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while daemon.metric("kvsidecar_attached_ranks") != count:
+        assert time.monotonic() < deadline
+
+
+# -- as it should be -------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_registers_stores_and_detaches(daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer) -> None:
+    assert lane.welcome.fast_lane
+    lane.send(attach=lane.register(buffer))
+    registered = lane.attach("registered")
+    assert (registered.epoch, registered.readiness.state) == (lane.welcome.epoch, pb.Readiness.STATE_READY)
+    lane.send(attach=store(1, "a"))
+    assert lane.attach("done").outcome == pb.JobDone.OUTCOME_DONE
+    lane.send(detach=pb.Detach())
+    assert lane.ended() == (grpc.StatusCode.OK, "")
+    assert daemon.metric("kvsidecar_attached_ranks") == 0, "the end was told before the memory was unmapped"
+    lane.send(call=5, lookup=lookup("a", "b"))
+    reply = lane.receive()
+    assert (reply.call, reply.lookup.groups[0].hits) == (5, 1), "calls go on after the end of the stream"
+
+
+def test_messages_may_follow_the_registration_at_once(daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer) -> None:
+    messages = [pb.LaneRequest(attach=lane.register(buffer))]
+    messages += [pb.LaneRequest(attach=store(job, job, job)) for job in range(1, 4)]
+    messages += [pb.LaneRequest(detach=pb.Detach()), pb.LaneRequest(attach=store(9, "behind the end"))]
+    lane.connection.sendall(b"".join(frame(message.SerializeToString()) for message in messages))
+    lane.attach("registered")
+    assert [lane.attach("done").outcome for _ in range(3)] == [pb.JobDone.OUTCOME_DONE] * 3
+    assert lane.ended()[0] is grpc.StatusCode.OK
+    lane.send(call=1, lookup=lookup("behind the end"))
+    assert lane.receive().lookup.groups[0].hits == 0
+
+
+def test_calls_are_answered_in_order_however_many_come_at_once(daemon: DaemonProcess, lane: RawLane) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    count = 1000
+    requests = [pb.LaneRequest(call=call, lookup=lookup("a", call)) for call in range(1, count + 1)]
+    lane.connection.sendall(b"".join(frame(request.SerializeToString()) for request in requests))
+    replies = [lane.receive() for _ in range(count)]
+    assert [reply.call for reply in replies] == list(range(1, count + 1))
+    assert {reply.lookup.groups[0].hits for reply in replies} == {1}
+    rank.close()
+
+
+def test_leases_are_taken_renewed_and_released(daemon: DaemonProcess, lane: RawLane) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    request = lookup("a")
+    request.lease_ms, request.token = 5000, lane.welcome.token
+    lane.send(call=1, lookup=request)
+    lease = lane.receive().lookup.lease
+    assert lease
+    lane.send(call=2, renew=pb.RenewRequest(lease=lease, lease_ms=4000))
+    assert (lane.receive().renew.renewed, daemon.metric("kvsidecar_leases")) == (True, 1)
+    lane.send(call=3, release=pb.ReleaseRequest(lease=lease))
+    assert lane.receive().release.released
+    lane.send(call=4, release=pb.ReleaseRequest(lease=lease))
+    assert not lane.receive().release.released
+    rank.close()
+
+
+def test_a_refused_call_has_grpcs_code_and_text_and_costs_nothing_else(daemon: DaemonProcess, lane: RawLane) -> None:
+    lane.send(call=1, lookup=pb.LookupRequest(mode=pb.LookupRequest.MODE_PREFIX))
+    code, text = lane.error(1)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "namespace.model" in text
+    request = lookup("a")
+    request.token = b"guessed"
+    lane.send(call=2, lookup=request)
+    assert lane.error(2)[0] is grpc.StatusCode.UNAUTHENTICATED
+    lane.send(call=3, lookup=lookup("a"))
+    assert lane.receive().lookup.ready
+
+
+def test_what_a_newer_client_says_is_let_pass_or_refused_in_words(lane: RawLane, buffer: HostBuffer) -> None:
+    lane.connection.sendall(frame(pb.LaneRequest(call=7).SerializeToString() + UNKNOWN_FIELD))
+    assert lane.error(7)[0] is grpc.StatusCode.UNIMPLEMENTED
+    lane.send(attach=lane.register(buffer))
+    lane.attach("registered")
+    unknown = pb.AttachRequest.FromString(UNKNOWN_FIELD)
+    lane.send(attach=unknown)
+    lane.send(attach=store(1, "a"))
+    assert lane.attach("done").job == 1
+
+
+def test_the_end_of_the_connection_cancels_what_has_not_started_and_unmaps(short_dir: Path, buffer: HostBuffer) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(0.5)") as daemon:
+        daemon.wait_ready()
+        lane = RawLane(daemon, buffer)
+        lane.send(attach=lane.register(buffer))
+        lane.attach("registered")
+        for job, name in enumerate(("running", "queued"), 1):
+            lane.send(attach=store(job, name, job))
+        while not daemon.metric('kvsidecar_jobs_queued{direction="store"}'):
+            pass
+        lane.connection.close()
+        until_ranks(daemon, 0)
+        rank = Rank(daemon)
+        assert (rank.hits("running"), rank.hits("queued")) == (1, 0)
+        rank.close()
+
+
+def test_the_end_of_a_daemon_is_told_to_ranks_whose_memory_is_unmapped(
+    daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer
+) -> None:
+    lane.send(attach=lane.register(buffer))
+    lane.attach("registered")
+    assert daemon.terminate() == 0
+    assert lane.attach("readiness").state == pb.Readiness.STATE_DRAINING
+    assert lane.ended()[0] is grpc.StatusCode.UNAVAILABLE
+    assert lane.closed()
+
+
+# -- as it should not be ---------------------------------------------------------------------------------------------
+
+
+def test_the_first_message_of_a_stream_must_register(daemon: DaemonProcess) -> None:
+    for first in ({"attach": store(1, "a")}, {"detach": pb.Detach()}):
+        with raw_lane(daemon) as lane:
+            lane.send(**first)
+            code, text = lane.ended()
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "register" in text
+
+
+def test_a_rank_registers_with_the_token_of_its_own_connection(daemon: DaemonProcess, buffer: HostBuffer) -> None:
+    with raw_lane(daemon, buffer) as one, raw_lane(daemon, buffer) as other:
+        one.send(attach=one.register(buffer, other.welcome.token))
+        assert one.ended()[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert daemon.metric("kvsidecar_attached_ranks") == 0
+
+
+def test_a_stream_registers_once(daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer) -> None:
+    lane.send(attach=lane.register(buffer))
+    lane.attach("registered")
+    lane.send(attach=store(1, "a"))
+    lane.send(attach=lane.register(buffer))
+    assert lane.attach("done").job == 1, "the job that had begun was not finished"
+    code, text = lane.ended()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "registers once" in text
+    assert daemon.metric("kvsidecar_attached_ranks") == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (struct.pack("<I", MAX_MESSAGE_BYTES + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (b"\xff\xff\xff\xff", grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (b"GET / HTTP/1.1\r\n\r\n", grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (frame(b"\xff\xff\xff"), grpc.StatusCode.INVALID_ARGUMENT),
+        (frame(os.urandom(3000)), grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+    ids=["one byte too long", "4 GiB", "http", "no protobuf", "noise"],
+)
+def test_what_is_no_frame_ends_the_connection_in_words_and_its_stream_in_order(
+    daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer, data: bytes, code: grpc.StatusCode
+) -> None:
+    lane.send(attach=lane.register(buffer))
+    lane.attach("registered")
+    lane.send(attach=store(1, "a"))
+    lane.connection.sendall(data)
+    assert lane.attach("done").outcome == pb.JobDone.OUTCOME_DONE
+    assert lane.ended()[0] is code
+    assert lane.error(0)[0] is code
+    assert lane.closed()
+    until_ranks(daemon, 0)
+    others_go_on(daemon)
+
+
+def test_a_message_as_long_as_the_limit_is_taken(daemon: DaemonProcess, lane: RawLane) -> None:
+    request = pb.LaneRequest(call=1, lookup=lookup())
+    request.lookup.groups[0].hashes = bytes((MAX_MESSAGE_BYTES - 200) // 32 * 32)
+    payload = request.SerializeToString()
+    lane.connection.sendall(frame(payload + b"\xfa\x3e" + _filler(MAX_MESSAGE_BYTES - len(payload) - 2)))
+    assert lane.receive().lookup.groups[0].hits == 0
+
+
+def _filler(nbytes: int) -> bytes:
+    """Value of an unknown field of bytes, so long in all."""
+    length = nbytes - 1 if nbytes <= 128 else nbytes - 2
+    head = bytes((length,)) if length < 128 else bytes((length & 127 | 128, length >> 7))
+    return head + bytes(length)
+
+
+@pytest.mark.parametrize("sent", [1, 3, 4, 20])
+def test_half_a_frame_keeps_nobody_waiting(daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer, sent: int) -> None:
+    message = frame(pb.LaneRequest(attach=lane.register(buffer)).SerializeToString())
+    lane.connection.sendall(message[:sent])
+    others_go_on(daemon)
+    for byte in message[sent : sent + 8]:
+        lane.connection.sendall(bytes((byte,)))
+    lane.connection.sendall(message[sent + 8 :])
+    lane.attach("registered")
+
+
+def test_a_client_that_does_not_read_is_ended_and_others_go_on(daemon: DaemonProcess, buffer: HostBuffer) -> None:
+    with raw_lane(daemon, buffer) as lane:
+        lane.send(attach=lane.register(buffer))
+        lane.attach("registered")
+        lane.connection.settimeout(0.5)
+        with pytest.raises(OSError):  # nobody reads it any more
+            for job in range(1, 1_000_000):
+                lane.send(attach=pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(group=99)])))
+        daemon.wait_log("rank detached")
+        others_go_on(daemon)
+        lane.connection.settimeout(SECONDS)
+        while (reply := lane.receive()).WhichOneof("message") == "attach":
+            pass
+        code, text = status(reply.ended.error)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "read" in text
+
+
+def test_a_connection_without_a_lane_says_so_and_its_clients_use_grpc(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--fast-lane", "off") as daemon:
+        daemon.wait_ready()
+        with raw_lane(daemon) as lane:
+            assert not lane.welcome.fast_lane
+            lane.send(call=1, lookup=lookup("a"))
+            client = daemon.client(fast_lane=True)
+            assert client.lookup(NAMESPACE, {0: hashes("a")}).ready
+            assert not client.fast_lane
+            client.close()
+            lane.connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                lane.connection.recv(1)
+
+
+# -- the client's end ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("carrier")
+def test_a_request_that_is_too_long_is_refused_before_it_costs_the_connection(daemon: DaemonProcess) -> None:
+    client: Client = daemon.client()
+    with pytest.raises(ClientError, match="fewer hashes"):
+        client.lookup(NAMESPACE, {0: bytes(5 << 20)})
+    assert client.lookup(NAMESPACE, {0: bytes(3 << 20)}).ready
+    client.close()
+
+
+@pytest.mark.usefixtures("carrier")
+def test_an_idle_gpu_is_told_to_every_run_of_the_daemon(short_dir: Path) -> None:
+    rank: Rank | None = None
+    for _ in range(2):
+        with DaemonProcess(short_dir) as daemon:
+            daemon.wait_ready()
+            rank = rank or Rank(daemon)
+            assert rank.client.wait_attached(SECONDS)
+            rank.client.set_idle(True)
+            done(rank.store("a"))  # what was said before it has been heard when this is done
+            assert rank.client.status().ranks[0].idle
+            rank.client.set_idle(False)
+            done(rank.store("a"))
+            assert not rank.client.status().ranks[0].idle
+            rank.client.set_idle(True)
+            assert daemon.terminate() == 0
+        with rank.client._changed:
+            assert rank.client._changed.wait_for(lambda: not rank.client.attached, SECONDS)
+    rank.close()
