@@ -335,9 +335,7 @@ def test_hits_of_a_bitmap_are_flags_per_hash(short_dir: Path) -> None:
 
     with FakeDaemon(short_dir) as daemon:
         bitmap = bytes((0b10110001, 0b1))
-        daemon.on_lookup = lambda _: pb.LookupReply(
-            ready=True, groups=[pb.GroupHits(group=0, hits=5, bitmap=bitmap)]
-        )
+        daemon.on_lookup = lambda _: pb.LookupReply(ready=True, groups=[pb.GroupHits(group=0, hits=5, bitmap=bitmap)])
         client = Client(daemon.socket, step_budget=SECONDS)
         expected = tuple(bool(bitmap[i // 8] >> i % 8 & 1) for i in range(10))
         for asked in (hashes(*range(10)), b"".join(hashes(*range(10)))):

@@ -230,7 +230,7 @@ def test_stores_that_were_queued_when_the_stream_broke_are_never_sealed(short_di
         rank = Rank(daemon, client=quick(relay.socket))
         for block_id, name in enumerate("abcd"):
             rank.client.store([Blocks(0, hashes(name), [block_id])])
-        while not daemon.metric('kvsidecar_jobs_queued{direction="store"}') == 3:
+        while daemon.metric('kvsidecar_jobs_queued{direction="store"}') != 3:
             pass
         relay.cut(rank.client)
         assert {end.reason for end in job_ends(rank.client, 4)} == {"daemon_lost"}

@@ -36,6 +36,9 @@ DOCUMENTED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNAVAILABLE,
 }
+ATTACKS = (*("unary",) * 2, "lookups", *("attach",) * 3, *("lane",) * 4, "hello", "garbage", "huge")
+LANE_CODES = DOCUMENTED | {grpc.StatusCode.UNIMPLEMENTED}
+LAST_CALL = 4711
 RSS_GROWTH = 64 << 20
 """Bytes. A leak of a page per request is more; gRPC's and Python's own arenas are less."""
 BUFFER_BYTES = 1 << 20
@@ -67,7 +70,7 @@ class Attacker:
     def attack(self) -> None:
         """One hostile request of a random kind."""
         self.number += 1
-        kind = self.rng.choice(("unary", "unary", "lookups", "attach", "attach", "attach", "hello", "garbage", "huge"))
+        kind = self.rng.choice(ATTACKS)
         getattr(self, f"_{kind}")()
 
     def sweep(self) -> None:
@@ -142,6 +145,56 @@ class Attacker:
             if self.rng.random() < 0.1:
                 connection.close()  # the token ends before the stream begins
             self.call("Attach", requests)
+
+    # -- the fast lane ---------------------------------------------------------------------------------------------
+
+    def _lane(self) -> None:
+        """Frames good and bad on one connection. What is answered has a documented code, and comes in time."""
+        with self._shared("good") as (token, connection):
+            good: list[pb.LaneRequest] = [pb.LaneRequest(attach=pb.AttachRequest(register=self._register(token, 1)))]
+            for _ in range(self.rng.choice((0, 1, 5, 20))):
+                kind = self.rng.choice(("attach", "attach", "Lookup", "Release", "Renew", "detach"))
+                request = pb.LaneRequest(call=self.rng.choice((0, 1, 2**64 - 1)))
+                match kind:
+                    case "attach":
+                        request.attach.CopyFrom(self.rng.choice(self._jobs()))
+                    case "detach":
+                        request.detach.SetInParent()
+                    case _:
+                        getattr(request, kind.lower()).CopyFrom(self._good(kind))
+                good.append(request)
+            if self.rng.random() < 0.3:
+                self.rng.shuffle(good)
+            payloads = [
+                request.SerializeToString() if self.rng.random() < 0.7 else self._bytes(request) for request in good
+            ]
+            data = b"".join(map(framed, payloads))
+            match self.rng.choice(("whole", "whole", "whole", "cut", "noise")):
+                case "cut":
+                    data = data[: self.rng.randrange(len(data))]
+                case "noise":
+                    data += self.rng.randbytes(self.rng.choice((1, 4, 9, 300)))
+                case _:
+                    data += framed(pb.LaneRequest(call=LAST_CALL, release=pb.ReleaseRequest()).SerializeToString())
+                    self._exchange_frames(connection, data)
+                    return
+            with suppress(OSError):  # the daemon may have ended it by now
+                connection.sendall(data)
+
+    def _exchange_frames(self, connection: socket.socket, data: bytes) -> None:
+        """Read what comes until the last call is answered, or the daemon ends the connection."""
+        with suppress(BrokenPipeError, ConnectionResetError), connection.makefile("rb") as arriving:
+            connection.sendall(data)
+            while len(head := arriving.read(4)) == 4:
+                reply = pb.LaneReply.FromString(arriving.read(*struct.unpack("<I", head)))
+                error = reply.ended.error if reply.HasField("ended") else reply.error
+                if error.code:
+                    code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
+                    self.codes["lane", code.name] += 1
+                    assert code in LANE_CODES, f"{self} {code.name}: {error.text[:500]}"
+                    assert 0 < len(error.text) < 4096, f"{self} {code.name} without a word, or with too many"
+                if reply.call == LAST_CALL or (reply.HasField("error") and not reply.call):
+                    return
 
     def _bytes(self, message: Message) -> bytes:
         choice = self.rng.random()

@@ -1,4 +1,4 @@
-"""Jobs as the wire has them: deadlines, flushes, and events, against a real daemon with raw messages."""
+"""Jobs as the wire has them: deadlines, flushes, and events, with raw messages against a real daemon, on both carriers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,10 @@ from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
+from tests import harness
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+
+pytestmark = pytest.mark.usefixtures("carrier")
 
 SLOW_FIRST_STORE = "store.in_flight@2=delay(0.4)"
 """The first store that is not the self-test's: what comes behind it waits in the worker's queue."""
@@ -51,7 +55,13 @@ class RawRank:
             event_handles=events,
         )
         self._requests.put(pb.AttachRequest(register=register))
-        replies = pb_grpc.SidecarStub(channel).Attach(iter(self._requests.get, None), timeout=SECONDS)
+        requests: Iterator[pb.AttachRequest] = iter(self._requests.get, None)
+        if harness.fast_lane:
+            assert welcome.fast_lane
+            threading.Thread(target=self._write_lane, args=(requests,), daemon=True).start()
+            replies = self._read_lane()
+        else:
+            replies = pb_grpc.SidecarStub(channel).Attach(requests, timeout=SECONDS)
         self._reader = threading.Thread(target=self._read, args=(replies,))
         self._reader.start()
         self.registered = self.next("registered").registered
@@ -59,6 +69,20 @@ class RawRank:
     def _read(self, replies: Iterator[pb.AttachReply]) -> None:
         for reply in replies:
             self._replies.put(reply)
+
+    def _write_lane(self, requests: Iterator[pb.AttachRequest]) -> None:
+        for message in chain((pb.LaneRequest(attach=each) for each in requests), [pb.LaneRequest(detach=pb.Detach())]):
+            payload = message.SerializeToString()
+            self.link.sendall(struct.pack("<I", len(payload)) + payload)
+
+    def _read_lane(self) -> Iterator[pb.AttachReply]:
+        with self.link.makefile("rb") as arriving:
+            while True:
+                reply = pb.LaneReply.FromString(arriving.read(*struct.unpack("<I", arriving.read(4))))
+                if reply.HasField("ended"):
+                    assert not reply.ended.HasField("error"), reply
+                    return
+                yield reply.attach
 
     def send(self, request: pb.AttachRequest) -> None:
         self._requests.put(request)

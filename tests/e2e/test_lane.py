@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +339,7 @@ def test_a_client_that_does_not_read_is_ended_and_others_go_on(daemon: DaemonPro
         lane.send(attach=lane.register(buffer))
         lane.attach("registered")
         lane.connection.settimeout(0.5)
-        with pytest.raises(OSError):  # nobody reads it any more
+        with suppress(TimeoutError, BrokenPipeError):  # nobody reads it any more
             for job in range(1, 1_000_000):
                 lane.send(attach=pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(group=99)])))
         daemon.wait_log("rank detached")
@@ -395,6 +395,6 @@ def test_an_idle_gpu_is_told_to_every_run_of_the_daemon(short_dir: Path) -> None
             assert not rank.client.status().ranks[0].idle
             rank.client.set_idle(True)
             assert daemon.terminate() == 0
-        with rank.client._changed:
-            assert rank.client._changed.wait_for(lambda: not rank.client.attached, SECONDS)
+        with (client := rank.client)._changed:
+            assert client._changed.wait_for(lambda client=client: not client.attached, SECONDS)  # type: ignore[misc]
     rank.close()
