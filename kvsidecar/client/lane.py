@@ -74,12 +74,7 @@ class LaneStream:
         lock: is held while the stream's own state changes; ``fill`` may take it.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        fill: Fill,
-        lock: threading.RLock,
-    ) -> None:
+    def __init__(self, link: Link, fill: Fill, lock: threading.RLock) -> None:
         self.settled = False
         self._link = link
         self._socket = link.connection
@@ -161,13 +156,11 @@ class LaneStream:
         while True:
             self._has_waiting.wait()
             writable.poll()
-            with self._lock:
+            with self._lock:  # for one message at a time: an engine's thread may wait for it
                 if self._over:
                     return
-                gone = self._write(self._rest)
-                while gone and self._waiting:
-                    gone = self._send(self._waiting.popleft())
-                if gone:
+                gone = self._write(self._rest) if self._rest else self._send(self._waiting.popleft())
+                if gone and not self._waiting:
                     self._has_waiting.clear()
 
     def _stop_flusher(self) -> None:

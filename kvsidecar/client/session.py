@@ -130,17 +130,16 @@ class Session:
     # -- down --------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        error: CarrierError | None = None
         try:
             for reply in self._stream.replies():
                 self._take(reply)
-        except CarrierError as broken:
-            error = broken
-        with self._jobs.changed:
-            self.ended = True
+        except CarrierError as error:
             self.error = error
-            self._jobs.changed.notify_all()
-        self._wake()
+        finally:
+            with self._jobs.changed:
+                self.ended = True
+                self._jobs.changed.notify_all()
+            self._wake()
 
     def _take(self, reply: pb.AttachReply) -> None:
         changed = self._jobs.changed

@@ -1,4 +1,4 @@
-"""Jobs as the wire has them: deadlines, flushes, and events, with raw messages against a real daemon, on both carriers."""
+"""Jobs as the wire has them: deadlines, flushes and events in raw messages, on both carriers."""
 
 from __future__ import annotations
 
