@@ -247,9 +247,7 @@ def measure(socket: str, *, fast_lane: bool, seconds: float) -> dict[str, Any]:
         for count in (1, 64, 512):
             rows[f"lookup {count} hits"] = lookup_cost(scheduler, count, seconds, hit=True)
         rows["lookup 4096 misses"] = lookup_cost(scheduler, 4096, seconds, hit=False)
-        rows["lookup 4096 misses, bitmap"] = lookup_cost(
-            scheduler, 4096, seconds, hit=False, mode=LookupMode.BITMAP
-        )
+        rows["lookup 4096 misses, bitmap"] = lookup_cost(scheduler, 4096, seconds, hit=False, mode=LookupMode.BITMAP)
         rows["store 1 block, round trip"] = round_trip(rank, load=False, seconds=seconds)
         fill(rank, 1)
         rows["load 1 block, round trip"] = round_trip(rank, load=True, seconds=seconds)

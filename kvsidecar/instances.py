@@ -53,11 +53,16 @@ class Peer:
     """Free text of the client, for logs."""
     fds: tuple[int, ...]
     """Memfds it sent; owned by this peer."""
+    registering: int = 0
+    """Registrations under way: a driver's thread may have the descriptors in its hands."""
+    gone: bool = False
 
     def close_fds(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = ()
+        """Once nobody uses them any more: by then another client's might have the same numbers."""
+        if not self.registering:
+            for fd in self.fds:
+                os.close(fd)
+            self.fds = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +248,7 @@ class Instances:
     def remove_peer(self, peer: Peer) -> tuple[Session, ...]:
         """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
         self._peers.pop(peer.token, None)
+        peer.gone = True
         self._cache.drop_owner(peer.token)
         peer.close_fds()
         return tuple(session for session in self._sessions.values() if session.peer is peer)
@@ -272,6 +278,15 @@ class Instances:
         """
         registration.check()
         peer = self.peer(registration.token)
+        peer.registering += 1
+        try:
+            return await self._register(registration, peer)
+        finally:
+            peer.registering -= 1
+            if peer.gone:
+                peer.close_fds()
+
+    async def _register(self, registration: Registration, peer: Peer) -> Session:
         sources = [_source(allocation, peer) for allocation in registration.allocations]
         device = await self._hub.device(registration.device)
         spaces = self._open_spaces(registration)

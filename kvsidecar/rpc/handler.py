@@ -21,6 +21,8 @@ from kvsidecar.types import PROTOCOL, LookupMode, Namespace, Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import namespace_from_wire
 
+INTERNAL = "internal error; see the daemon's log"
+
 _log = log.get("rpc")
 
 
@@ -105,6 +107,9 @@ class Handler:
             self._metrics.refuse(Refusal.REGISTER_REFUSED)
             _log.warning("attach refused", reason=str(error))
             return error
+        except Exception as error:  # noqa: BLE001 - whatever it was, the client is owed an answer
+            _log.error("a registration failed unexpectedly", error=str(error), exc_info=error)
+            return KVSidecarError(INTERNAL)
 
     async def _register(self, first: Any) -> Session:
         if isinstance(first, InvalidRequest):  # it did not parse

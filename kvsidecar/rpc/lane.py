@@ -16,7 +16,7 @@ from kvsidecar import log
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Unavailable, UnknownPeer
 from kvsidecar.instances import Peer, Session
 from kvsidecar.rpc.attach_stream import AttachStream
-from kvsidecar.rpc.handler import Handler
+from kvsidecar.rpc.handler import INTERNAL, Handler
 from kvsidecar.rpc.status import code_of
 from kvsidecar.types import Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -28,8 +28,6 @@ FRAMES_PER_TURN = 64
 """Of one connection before the event loop serves the others: about a millisecond."""
 LAST_WORDS_SECONDS = 5.0
 """A client that was refused has this long to read why."""
-
-INTERNAL = "internal error; see the daemon's log"
 
 _log = log.get("lane")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,19 +60,69 @@ def test_more_than_the_socket_holds_is_sent_in_order_and_nobody_waits_for_it() -
     stream = LaneStream(link, fill, threading.RLock())  # type: ignore[arg-type]
     reader = threading.Thread(target=lambda: [None for _ in iter_until_error(stream)])
     reader.start()
-    for item in range(1, 2001):  # 60 MB: returns although nobody reads
+    arrived: list[int] = []
+
+    def take() -> None:
+        for request in link.requests():
+            if request.WhichOneof("message") == "detach":
+                break
+            arrived.append(request.attach.store.job)
+
+    taking = threading.Thread(target=take)
+    for item in range(1, 2001):
         stream.put(item)
+        if item == 1000:  # 30 MB: returns although nobody reads; from now on somebody does, while more is put
+            assert not arrived
+            taking.start()
     stream.finish()
-    arrived = []
-    for request in link.requests():
-        if request.WhichOneof("message") == "detach":
-            break
-        arrived.append(request.attach.store.job)
+    taking.join(SECONDS)
     assert arrived == [item for item in range(1, 2001) if item % 10]
     send(link.far, ended=pb.Ended())
     reader.join(SECONDS)
     assert stream.settled
     assert not [thread for thread in threading.enumerate() if thread.name == "kvsidecar-flush"]
+    link.far.close()
+
+
+class NosyLock:
+    """An RLock that calls ``between`` whenever the flushing thread lets go of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.between: Callable[[], None] = lambda: None
+        self._inside = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if threading.current_thread().name == "kvsidecar-flush" and not self._inside:
+            self._inside = True
+            self.between()
+            self._inside = False
+
+
+def test_what_is_put_while_the_backlog_is_sent_goes_behind_it() -> None:
+    link, lock, numbers = FakeLink(), NosyLock(), itertools.count(1)
+
+    def fill(item: int, message: pb.AttachRequest) -> bool:
+        message.store.job = item
+        message.store.blocks.add(hashes=bytes(30_000))
+        return True
+
+    def put_another() -> None:
+        if (number := next(numbers)) <= 60:
+            stream.put(number)
+
+    stream = LaneStream(link, fill, lock)  # type: ignore[arg-type]
+    for _ in range(30):
+        stream.put(next(numbers))
+    lock.between = put_another
+    arrived = [request.attach.store.job for _, request in zip(range(60), link.requests(), strict=False)]
+    assert arrived == list(range(1, 61))
+    stream.cancel()
+    list(iter_until_error(stream))
     link.far.close()
 
 

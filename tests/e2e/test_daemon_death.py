@@ -234,6 +234,7 @@ def test_stores_that_were_queued_when_the_stream_broke_are_never_sealed(short_di
             pass
         relay.cut(rank.client)
         assert {end.reason for end in job_ends(rank.client, 4)} == {"daemon_lost"}
+        assert not daemon.metric('kvsidecar_jobs_running{direction="store"}'), "reported while its copy runs"
         assert rank.client.wait_attached(SECONDS)
         assert [rank.hits(name) for name in "bcd"] == [0, 0, 0], "a lost rank's blocks were read and sealed"
         rank.close()

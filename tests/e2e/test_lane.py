@@ -251,6 +251,22 @@ def test_the_end_of_a_daemon_is_told_to_ranks_whose_memory_is_unmapped(
     assert lane.closed()
 
 
+def test_a_daemon_that_goes_down_under_a_running_copy_does_not_say_that_it_is_over(
+    short_dir: Path, buffer: HostBuffer
+) -> None:
+    with DaemonProcess(short_dir, "--drain-timeout", "0", KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(1)") as daemon:
+        daemon.wait_ready()
+        with raw_lane(daemon, buffer) as lane:
+            lane.send(attach=lane.register(buffer))
+            lane.attach("registered")
+            lane.send(attach=store(1, "a"))
+            while not daemon.metric('kvsidecar_jobs_running{direction="store"}'):
+                pass
+            daemon.terminate()
+            lane.attach("readiness")
+            assert lane.closed()
+
+
 # -- as it should not be ---------------------------------------------------------------------------------------------
 
 
