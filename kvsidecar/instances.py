@@ -255,6 +255,16 @@ class Instances:
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
+    def set_idle(self, session: Session, idle: bool) -> None:
+        """The engine says that its GPU has nothing to do, or has again."""
+        session.idle = idle
+        self._tell_busy()
+
+    def _tell_busy(self) -> None:
+        """Stores leave room for an engine's own copies only where there is one at work."""
+        busy = (each for each in self._sessions.values() if not each.idle and not each.ending)
+        self._hub.set_busy(frozenset(session.device.uuid for session in busy))
+
     def __iter__(self) -> Iterator[Session]:
         return iter(tuple(self._sessions.values()))
 
@@ -329,6 +339,7 @@ class Instances:
             device_order_refused=refused,
         )
         self._sessions[session.id] = session
+        self._tell_busy()
         return session
 
     async def end(self, session: Session, *, gone: bool) -> None:
@@ -347,6 +358,7 @@ class Instances:
             await session.ended.wait()
             return
         session.ending = True
+        self._tell_busy()
         # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
         await session.jobs.join()
         await _close_events(session.events)

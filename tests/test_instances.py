@@ -16,10 +16,11 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import AccessDenied, InvalidRequest
 from kvsidecar.instances import FdAllocation, Instances, Peer, Registration, Session
-from kvsidecar.types import MAX_TEXT_BYTES
+from kvsidecar.types import MAX_TEXT_BYTES, Direction
 from tests.harness import NAMESPACE, layout
 
 POOL_BYTES = 1 << 20
+CHUNK = 4096
 
 
 @pytest.fixture
@@ -34,8 +35,8 @@ class World:
 
     def __init__(self) -> None:
         self.cache = BlockCache(SlotAllocator(POOL_BYTES, POOL_BYTES))
-        hub = DeviceHub(HostPlatform(), lambda *_: None)
-        self.instances = Instances(self.cache, hub, lambda: 0.0, lambda *_: None)
+        self.hub = DeviceHub(HostPlatform(), lambda *_: None, store_chunk=CHUNK)
+        self.instances = Instances(self.cache, self.hub, lambda: 0.0, lambda *_: None)
 
     def peer(self, buffer: HostBuffer, *, uid: int) -> Peer:
         return self.instances.add_peer(pid=1, uid=uid, gid=1, client="", fds=(buffer.fd,))
@@ -52,6 +53,26 @@ class World:
             groups=(layout(),),
         )
         return await self.instances.register(dataclasses.replace(registration, **changes))
+
+
+async def test_stores_are_paced_while_an_engine_is_at_work_on_their_device(buffer: HostBuffer) -> None:
+    world = World()
+
+    def chunks() -> tuple[int | None, int | None]:
+        return world.hub.chunk("host", Direction.STORE), world.hub.chunk("host", Direction.LOAD)
+
+    assert chunks() == (None, None)
+    one, two = [await world.attach(world.peer(buffer, uid=1000)) for _ in range(2)]
+    assert chunks() == (CHUNK, None)  # copies to the device disturb nobody
+    assert world.hub.chunk("another", Direction.STORE) is None
+    world.instances.set_idle(one, True)
+    assert chunks() == (CHUNK, None)
+    world.instances.set_idle(two, True)
+    assert chunks() == (None, None)
+    world.instances.set_idle(one, False)
+    assert chunks() == (CHUNK, None)
+    await world.instances.end(one, gone=False)
+    assert chunks() == (None, None)
 
 
 async def test_memory_of_one_user_is_refused_to_another_while_it_is_attached(buffer: HostBuffer) -> None:

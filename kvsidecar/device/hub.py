@@ -49,8 +49,11 @@ class DeviceHub:
         stores there. Elsewhere stores may use the whole link."""
         self._busy = uuids
 
-    def _chunk(self, uuid: str, direction: Direction) -> int | None:
-        """Called from the workers' threads. Copies to the device do not delay those from it (measured)."""
+    def chunk(self, uuid: str, direction: Direction) -> int | None:
+        """Most bytes in flight at a time now, None for the whole link. Called from the workers' threads.
+
+        Only stores are bounded: copies to the device do not delay those from it (measured).
+        """
         return self._store_chunk if direction is Direction.STORE and uuid in self._busy else None
 
     async def device(self, uuid: str) -> Device:
@@ -107,7 +110,7 @@ class DeviceHub:
             device,
             direction,
             pool_address=self._pool_address,
-            chunk=lambda: self._chunk(device.uuid, direction),
+            chunk=lambda: self.chunk(device.uuid, direction),
             on_failure=lambda error: self._on_worker_failure(device.uuid, direction, error),
         )
 

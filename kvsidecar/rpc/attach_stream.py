@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvsidecar import log
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.instances import JobControl, RunningJob, Session
+from kvsidecar.instances import Instances, JobControl, RunningJob, Session
 from kvsidecar.readiness import Readiness, Snapshot
 from kvsidecar.rpc import translate
 from kvsidecar.transfers import GroupBlocks, JobResult, StoreOrder, Transfers
@@ -26,9 +26,12 @@ Job = TypeVar("Job", pb.Store, pb.Load)
 class AttachStream:
     """From the registration until `close`: starts what is asked for, and sends what happens as it happens."""
 
-    def __init__(self, session: Session, send: Send, *, readiness: Readiness, transfers: Transfers) -> None:
+    def __init__(
+        self, session: Session, send: Send, *, instances: Instances, readiness: Readiness, transfers: Transfers
+    ) -> None:
         self._session = session
         self._send = send
+        self._instances = instances
         self._transfers = transfers
         self._stop_listening = readiness.listen(self._tell_readiness)
 
@@ -53,7 +56,7 @@ class AttachStream:
             case "flush":
                 self._session.jobs.spawn(self._flush(message.flush), name="flush")
             case "idle":
-                self._session.idle = message.idle.idle
+                self._instances.set_idle(self._session, message.idle.idle)
             case "register":
                 raise InvalidRequest("a stream registers once")
             case _:

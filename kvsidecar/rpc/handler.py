@@ -83,7 +83,9 @@ class Handler:
             device_order_refused=session.device_order_refused,
         )
         send(pb.AttachReply(registered=registered))
-        return AttachStream(session, send, readiness=self._readiness, transfers=self._transfers)
+        return AttachStream(
+            session, send, instances=self._instances, readiness=self._readiness, transfers=self._transfers
+        )
 
     async def end(self, session: Session, *, gone: bool) -> None:
         """End a session in order; see `Instances.end`. Returns when its memory is unmapped."""

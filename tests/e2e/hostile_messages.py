@@ -43,12 +43,16 @@ UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
 
 def request_types() -> Iterator[Any]:
     """Every message type that a client may send, those inside others too."""
-    return _with_inner([method.input_type for method in METHODS.values()] + [pb.Hello.DESCRIPTOR, pb.LaneRequest.DESCRIPTOR])
+    return _with_inner(
+        [method.input_type for method in METHODS.values()] + [pb.Hello.DESCRIPTOR, pb.LaneRequest.DESCRIPTOR]
+    )
 
 
 def reply_types() -> Iterator[Any]:
     """Every message type that the daemon may send, those inside others too."""
-    return _with_inner([method.output_type for method in METHODS.values()] + [pb.Welcome.DESCRIPTOR, pb.LaneReply.DESCRIPTOR])
+    return _with_inner(
+        [method.output_type for method in METHODS.values()] + [pb.Welcome.DESCRIPTOR, pb.LaneReply.DESCRIPTOR]
+    )
 
 
 def _with_inner(todo: list[Any]) -> Iterator[Any]:
