@@ -78,7 +78,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self._stop_pinning = threading.Event()
         self._exit_code = 0
-        self._register_seconds = 0.0
+        self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
         self.epoch = secrets.randbits(ID_BITS) | 1
         self.readiness = Readiness(pool.nbytes)
         self._metrics = Metrics(platform.name)
@@ -188,7 +188,7 @@ class Daemon:
         try:
             await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
             self._metrics.pin_seconds.observe(time.monotonic() - started)
-            self._metrics.register_seconds.set(self._register_seconds)
+            self._metrics.register_seconds.set(self._pinned.register_seconds)
             self._report.page_kind = self._pool.page_kind
             self._report.numa_nodes = self._pool.numa_nodes
             self._hub.use_pool(self._pool.address)
@@ -208,7 +208,9 @@ class Daemon:
             pool_bytes=self._pool.nbytes,
             pages=self._pool.page_kind,
             seconds=round(time.monotonic() - started, 3),
-            register_seconds=round(self._register_seconds, 3),
+            pin_seconds=round(self._pinned.seconds, 3),
+            register_seconds=round(self._pinned.register_seconds, 3),
+            prefault_seconds=round(self._pinned.faulted_seconds, 3),
         )
 
     def _pin_progressed(self, progress: PinProgress) -> None:
@@ -217,7 +219,7 @@ class Daemon:
             bytes_per_second=progress.bytes_per_second,
             eta_seconds=progress.eta_seconds,
         )
-        self._register_seconds = progress.register_seconds
+        self._pinned = progress
         _log.debug("pinning", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
 
     async def _self_test(self) -> None:

@@ -60,7 +60,9 @@ class PinProgress:
     """None until the first chunk is pinned."""
     seconds: float
     register_seconds: float = 0.0
-    """Of these, in calls of `Platform.pin`; the rest waits for pages, which the kernel clears meanwhile."""
+    """In calls of `Platform.pin`. The kernel clears the pages of the next chunk meanwhile."""
+    faulted_seconds: float = 0.0
+    """When the last page so far was there; the whole pool was pinned this much later than faulted in alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +265,10 @@ class HostPool:
 
     def _pin_chunks(self, pages: Pages, on_progress: Callable[[PinProgress], None], stop: threading.Event) -> None:
         started = self._clock()
-        registering = 0.0
+        registering = faulted = 0.0
         chunks = list(_chunks(self._parts, self._spec.chunk_bytes))
         done = 0
-        on_progress(self._progress(done, started, registering))
+        on_progress(self._progress(done, started, registering, faulted))
         # Leaving the block waits for all threads, also after a failure: nothing may be unmapped under one that still
         # touches it.
         with ThreadPoolExecutor(
@@ -278,8 +280,7 @@ class HostPool:
                     raise PinStopped(f"pinning was stopped before chunk {number} of {len(chunks)}")
                 try:
                     failpoints.hit("pool.prefault_chunk")
-                    for piece in faulting:
-                        piece.result()
+                    faulted = max(piece.result() for piece in faulting) - started
                     if number < len(chunks):
                         faulting = self._prefault(chunks[number], pages, threads)
                     failpoints.hit("pool.pin_chunk")
@@ -291,22 +292,25 @@ class HostPool:
                     raise PinFailed(f"chunk {number} of {len(chunks)} ({where}): {_reason(error)}") from error
                 self._pinned.append(chunk)
                 done += chunk.nbytes
-                on_progress(self._progress(done, started, registering))
+                on_progress(self._progress(done, started, registering, faulted))
 
-    def _prefault(self, chunk: Part, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[None]]:
-        """Begin to fault a chunk in. It is there when all of these are over."""
+    def _prefault(self, chunk: Part, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[float]]:
+        """Begin to fault a chunk in. It is there when all of these are over; each says when it was."""
         step = -(-chunk.nbytes // self._spec.prefault_threads)
         step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
         start, end = self.address + chunk.offset, self.address + chunk.offset + chunk.nbytes
-        return [
-            threads.submit(host_memory.populate, piece, min(step, end - piece)) for piece in range(start, end, step)
-        ]
 
-    def _progress(self, done: int, started: float, registering: float) -> PinProgress:
+        def populate(address: int, nbytes: int) -> float:
+            host_memory.populate(address, nbytes)
+            return self._clock()
+
+        return [threads.submit(populate, piece, min(step, end - piece)) for piece in range(start, end, step)]
+
+    def _progress(self, done: int, started: float, registering: float, faulted: float) -> PinProgress:
         seconds = self._clock() - started
         rate = done / seconds if seconds > 0 else 0.0
         eta = (self.nbytes - done) / rate if rate else None
-        return PinProgress(self.nbytes, done, rate, eta, seconds, registering)
+        return PinProgress(self.nbytes, done, rate, eta, seconds, registering, faulted)
 
     def _give_back(self) -> str:
         """Unpin in reverse order and unmap. Says what came of it, or "" if nothing was pinned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -59,8 +60,8 @@ class Engine:
         self._rng = rng
 
     def fresh(self, count: int) -> list[bytes]:
-        """Hashes that nobody has stored: a known one would be skipped."""
-        raw = self._rng.bytes(count * HASH_BYTES)
+        """Hashes that nobody has stored: a known one would be skipped. Not of the seed, which several ranks share."""
+        raw = os.urandom(count * HASH_BYTES)
         return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
 
     def jobs(self, hashes: Sequence[list[bytes]]) -> list[list[Blocks]]:

@@ -204,14 +204,14 @@ def _pin(_: Report, rows: list[Row]) -> Iterable[Table]:
                 "ms/GiB",
                 "prefault s",
                 "register s",
-                "register ms/GiB",
+                "beyond the prefault ms/GiB",
                 "start to ready s",
             )
             table = _table("Pinning", *columns)
             table.add_row(
                 format_size(row["pool_bytes"]), str(row["pages"]), _number(row["pin_seconds"], 2),
                 _number(row["ms_per_gib"]), _number(row["prefault_seconds"], 2), _number(row["register_seconds"], 2),
-                _number(row["register_ms_per_gib"]), _number(row["start_to_ready_seconds"], 2),
+                _number(row["beyond_prefault_ms_per_gib"]), _number(row["start_to_ready_seconds"], 2),
             )  # fmt: skip
             yield table
 

@@ -146,9 +146,8 @@ def _pin_register(report: Report) -> Verdict | None:
     pool = report.find("pin", phase="pool")
     if pool is None:
         return None
-    if pool["register_ms_per_gib"] is None:
-        return f"{pool['ms_per_gib']:.0f} ms/GiB in all", UNKNOWN
-    return f"{pool['register_ms_per_gib']:.0f} ms/GiB ({pool['pages']})", _yes(pool["register_ms_per_gib"] <= 35)
+    beyond = pool["beyond_prefault_ms_per_gib"]
+    return f"{beyond:.0f} of {pool['ms_per_gib']:.0f} ms/GiB ({pool['pages']})", _yes(beyond <= 35)
 
 
 def _gpu_memory(report: Report) -> Verdict | None:
