@@ -199,6 +199,8 @@ class Keeper:
             if session.id and not session.ended:
                 return session
             error = session.error
+        # Before this end of the connection is closed, too.
+        dies = error is not None and error.code is grpc.StatusCode.UNAVAILABLE and self._dies(connection)
         # No job was sent on it. A daemon that hangs in the registration unmaps when it sees that the stream is broken.
         session.cancel()
         session.join()
@@ -206,7 +208,7 @@ class Keeper:
         if error is None:
             text = f"the daemon at {self._socket} did not answer the registration in {self._timeout:g} s"
             refused = DaemonUnreachable(text)
-        elif error.code is grpc.StatusCode.UNAVAILABLE and self._dies(connection):
+        elif dies:
             refused = DaemonUnreachable(f"the daemon at {self._socket} went away: {error.text}")
         else:
             refused = AttachRefused(error.text)

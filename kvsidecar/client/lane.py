@@ -166,9 +166,9 @@ class LaneStream:
     def _stop_flusher(self) -> None:
         with self._lock:
             self._over = True
-        self.cancel()
         self._has_waiting.set()
         if self._flusher is not None:
+            self.cancel()  # it may wait for room in the socket
             self._flusher.join()
 
 

@@ -24,6 +24,8 @@ from kvsidecar.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
 
 MAX_UNREAD_BYTES = 1024 * 1024
 """Answers kept for a client that does not read: some ten thousand."""
+MAX_EARLY_BYTES = 1024 * 1024
+"""Of messages that are kept while a driver imports the rank's memory."""
 FRAMES_PER_TURN = 64
 """Of one connection before the event loop serves the others: about a millisecond."""
 LAST_WORDS_SECONDS = 5.0
@@ -48,6 +50,7 @@ class Lane(asyncio.Protocol):
         self._registering: asyncio.Task[None] | None = None
         self._early: list[pb.AttachRequest] = []
         """What came behind the registration before that was over."""
+        self._early_bytes = 0
         self._session: Session | None = None
         self._stream: AttachStream | None = None
         """While the Attach stream takes messages."""
@@ -120,7 +123,7 @@ class Lane(asyncio.Protocol):
             return
         kind = request.WhichOneof("message")
         if kind == "attach":
-            self._attach(request.attach)
+            self._attach(request.attach, len(payload))
             return
         reply = pb.LaneReply(call=request.call)
         try:
@@ -151,7 +154,7 @@ class Lane(asyncio.Protocol):
 
     # -- the Attach stream -----------------------------------------------------------------------------------------
 
-    def _attach(self, message: pb.AttachRequest) -> None:
+    def _attach(self, message: pb.AttachRequest, nbytes: int) -> None:
         if self._ending is not None:
             return  # behind the end of the stream
         if self._stream is not None:
@@ -160,6 +163,9 @@ class Lane(asyncio.Protocol):
             self._registering = self._handler.tasks.spawn(self._register(message), name="lane-register")
         else:
             self._early.append(message)
+            self._early_bytes += nbytes
+            if self._early_bytes > MAX_EARLY_BYTES:
+                self._refuse(LimitExceeded(f"{self._early_bytes} bytes came before the registration was answered"))
 
     def _take_attach(self, stream: AttachStream, message: pb.AttachRequest) -> None:
         try:
