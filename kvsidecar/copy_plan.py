@@ -347,6 +347,9 @@ def _calls(copies: Copies, max_copies: int, chunk: int | None) -> list[CopyCall]
         return []
     nbytes = copies["row_bytes"] * copies["num_rows"]
     limit = CALL_BYTES if chunk is None else chunk
+    total = int(nbytes.sum())
+    if total <= limit and len(copies) <= max_copies:
+        return [CopyCall(copies, _batched(copies), total)]
     if chunk is not None or int(nbytes.max()) > limit:
         copies, number = _cut(copies, limit)
         nbytes = copies["row_bytes"] * copies["num_rows"]

@@ -39,12 +39,15 @@ POLL_SECONDS: Final = 50e-6
 AHEAD_BYTES: Final = 64 << 20
 """Issued and not over: more than a millisecond of copying, so that the link does not wait for this thread; not much
 more, because what is issued cannot be cancelled or overtaken."""
-SPIN_SECONDS: Final = 100e-6
-"""A call that is over sooner than this is waited for with a spinning core, a later one asleep until then."""
-FIRST_RATE: Final = 10e9
-"""Bytes per second, before anything was measured: low, since a wait that ends early costs little."""
-RATE_SAMPLE_BYTES: Final = 1 << 20
-"""Smaller calls say nothing about the rate."""
+SPIN_SECONDS: Final = 300e-6
+"""The end of a copy, or of what is in flight, is waited for asleep until so long before it, then with a spinning core:
+a thread that sleeps comes back up to 200 µs late where an idle core has gone into a deep sleep too (measured)."""
+FIRST_RATE: Final = 100e9
+"""Bytes per second, before anything was measured: more than any link, so that nobody sleeps too long."""
+RATE_SAMPLE_BYTES: Final = 16 << 20
+"""Smaller calls say more about latency than about the rate."""
+RATE_DECAY: Final = 0.95
+"""The best rate seen counts, and is forgotten slowly: a late look makes a sample too low, never too high."""
 
 
 @dataclass(slots=True, eq=False)
@@ -308,7 +311,7 @@ class CopyWorker:
                 self._ahead -= flight.nbytes
                 if flight.nbytes >= RATE_SAMPLE_BYTES:
                     seconds = max(1e-6, now - max(self._last_end, flight.issued))
-                    self._rate += 0.2 * (flight.nbytes / seconds - self._rate)
+                    self._rate = max(RATE_DECAY * self._rate, flight.nbytes / seconds)
                 self._last_end = now
             elif not flight.copy.failed:
                 self._report(flight.copy, now)
@@ -325,8 +328,11 @@ class CopyWorker:
         """Wait for the oldest call in flight, or until a copy is submitted."""
         flight = self._flights[0]
         assert flight.mark is not None
-        sleep = max(self._last_end, flight.issued) + flight.nbytes / self._rate - time.monotonic() - SPIN_SECONDS
-        if spin or sleep <= 0:
+        sleep = 0.0
+        if not spin:
+            begun = max(self._last_end, flight.issued)
+            sleep = begun + self._bytes_to_first_end() / self._rate - SPIN_SECONDS - time.monotonic()
+        if sleep <= 0:
             try:
                 flight.mark.wait()
             except CopyFailed as error:
@@ -336,6 +342,15 @@ class CopyWorker:
             # What is queued although there is room waits for its event.
             gated = self._queue and self._ahead < AHEAD_BYTES
             self._changed.wait(min(sleep, POLL_SECONDS) if gated else sleep)
+
+    def _bytes_to_first_end(self) -> int:
+        """In flight up to the end of the oldest copy, which somebody waits for; or all, if its end is not issued."""
+        nbytes = 0
+        for flight in self._flights:
+            if flight.mark is None:
+                break
+            nbytes += flight.nbytes
+        return nbytes
 
     def _fail_flights(self, error: CopyFailed) -> None:
         """An asynchronous error belongs to nobody: all that is in flight fails with it."""
