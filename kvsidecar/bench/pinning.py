@@ -33,11 +33,11 @@ def measure(setting: Setting, out: Measurement) -> None:
         stopped_at = time.perf_counter()
     finally:
         steps = [(begin, took) for begin, took in probe.call("steps_over")["steps"]]
-    listening = daemon.times.get("listening", daemon.started)
+    context = daemon.times.get("context made", daemon.started)
     for phase, begin, end in (
         ("idle", started, idle_until),
-        ("daemon starts", daemon.started, listening),
-        ("daemon pins", listening, pinned_at),
+        ("daemon starts, its context", daemon.started, context),
+        ("daemon pins", context, pinned_at),
         ("daemon unpins and ends", pinned_at, stopped_at),
     ):
         # A step belongs to every phase that it touches: one that is stalled ends after the stall.
