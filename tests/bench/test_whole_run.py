@@ -105,7 +105,7 @@ def test_ranks_do_jobs_and_traffic_flows_while_tokens_are_copied(ran: Ran) -> No
 
 def test_pinning_is_timed_and_an_engine_steps_meanwhile(ran: Ran) -> None:
     phases = {row["phase"]: row for row in ran.rows("pin")}
-    assert {"idle", "daemon starts", "daemon pins", "pool"} <= set(phases)
+    assert {"idle", "daemon starts, its context", "daemon pins", "pool"} <= set(phases)
     assert phases["pool"]["pool_bytes"] == 32 << 20
     assert phases["pool"]["pin_seconds"] > 0
 
