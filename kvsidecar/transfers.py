@@ -169,7 +169,7 @@ class Transfers:
         if isinstance(grant, Refusal):
             return _declined(grant)
         skipped = grant.present + grant.in_flight
-        if not grant.reservations:
+        if not grant.reserved:
             return JobResult(Outcome.DONE, skipped_blocks=skipped)
         try:
             failpoints.hit("store.after_reserve")
@@ -203,7 +203,7 @@ class Transfers:
             self._cache.abort_all(grant)
             raise
         self._cache.seal_all(grant)
-        return _done(len(grant.reservations), skipped, copied)
+        return _done(grant.reserved, skipped, copied)
 
     async def _load(
         self, session: Session, parts: Sequence[GroupBlocks], lease: int | None, control: JobControl
@@ -256,18 +256,15 @@ class Transfers:
 
     def _plan_store(self, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
         """The copies of what was reserved; blocks that are there already are left out."""
-        plans = []
-        for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
-            reserved = [each for each in grant.reservations if each.part == number]
-            index = np.fromiter((each.index for each in reserved), np.int64, len(reserved))
-            slots = np.fromiter((each.slot for each in reserved), np.int64, len(reserved))
-            plans.append((group.bound, part.block_ids[index], slots))
+        plans = [
+            (group.bound, part.block_ids[granted.index], granted.slots)
+            for group, part, granted in zip(groups, parts, grant.parts, strict=True)
+        ]
         return BlockCopies(plans, boundary=self._slab_bytes)
 
     def _plan_load(self, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
         plans = [
-            (group.bound, part.block_ids, np.array(slots, np.int64))
-            for group, part, slots in zip(groups, parts, grant.slots, strict=True)
+            (group.bound, part.block_ids, slots) for group, part, slots in zip(groups, parts, grant.slots, strict=True)
         ]
         return BlockCopies(plans, boundary=self._slab_bytes)
 
@@ -341,8 +338,10 @@ def _take_checksums(
     checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]
 ) -> None:
     """In a thread. The slots are reserved: nobody else touches them."""
-    for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
-        stored = ((part.hashes[each.index], each.slot) for each in grant.reservations if each.part == number)
+    for group, part, granted in zip(groups, parts, grant.parts, strict=True):
+        stored = (
+            (part.hashes[i], slot) for i, slot in zip(granted.index.tolist(), granted.slots.tolist(), strict=True)
+        )
         checksums.take([slot for block_hash, slot in stored if checksums.chosen(block_hash)], group.layout.shard_bytes)
 
 
@@ -352,7 +351,7 @@ def _wrong(
     """In a thread: (part, index) of the blocks whose slots do not hold what was sealed. They are pinned."""
     found = []
     for number, (group, part, slots) in enumerate(zip(groups, parts, grant.slots, strict=True)):
-        index = {slot: i for i, slot in enumerate(slots) if checksums.chosen(part.hashes[i])}
+        index = {slot: i for i, slot in enumerate(slots.tolist()) if checksums.chosen(part.hashes[i])}
         found += [(number, index[slot]) for slot in checksums.wrong(index, group.layout.shard_bytes)]
     return found
 

@@ -1,116 +1,119 @@
-"""Blocks, the spaces they live in, and what a client holds of them: reservations, grants, leases."""
+"""Blocks, the spaces they live in, and what a client holds of them: grants and leases."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvsidecar.cache.arrays import NO_INTS, Ints, every, longer
+from kvsidecar.cache.block_index import BlockIndex, Keys
+from kvsidecar.cache.eviction_policy import EvictionPolicy
 from kvsidecar.types import Namespace
 
-if TYPE_CHECKING:
-    from kvsidecar.cache.eviction import EvictionPolicy
-
 NO_SLOT = -1
+"""This shard was not stored."""
+FILLING = -2
+"""A store has a slot reserved for this shard."""
 
 
-class Block:
-    """One block of one space. There may be ten million, so it is small: no dict, ints for slots, bits for shards."""
+class Blocks:
+    """The blocks of one space, as columns: a block is a row, the same number in each of them.
 
-    __slots__ = ("hash", "last_used", "newer", "older", "pins", "sealed", "slots", "space")
+    There may be ten million, so a block is no Python object: it costs about 100 bytes (docs/benchmarks.md), the
+    garbage collector never walks over it, and one array operation changes all blocks of a request. Columns are as long
+    as they can get from the start, since memory that was never written to costs none.
 
-    def __init__(self, space: Space, block_hash: bytes) -> None:
-        self.space = space
-        self.hash = block_hash
-        """Empty once the block cannot be found any more (evicted or cleared)."""
-        self.slots: int | list[int] = NO_SLOT if space.num_shards == 1 else [NO_SLOT] * space.num_shards
-        """Slot of each shard, or `NO_SLOT`; without the list if there is one shard."""
-        self.sealed = 0
-        """Bit per shard."""
-        self.pins = 0
-        """Leases and running loads that need it."""
-        self.last_used = 0
-        """Tick of its last use."""
-        self.older: Block | None = None
-        self.newer: Block | None = None
-        """Links of the eviction policy's list."""
-
-    @property
-    def readable(self) -> bool:
-        """All shards are sealed (a block that nothing finds may be readable still)."""
-        return self.sealed == self.space.all_sealed
-
-    @property
-    def filling(self) -> bool:
-        """At least one of its shards has an open reservation."""
-        slots = self.slots
-        if isinstance(slots, int):
-            return slots >= 0 and not self.sealed
-        return len(slots) - slots.count(NO_SLOT) > self.sealed.bit_count()
-
-    @property
-    def detached(self) -> bool:
-        """Nothing finds it any more; it lives until its last pin or reservation ends."""
-        return not self.hash
-
-    @property
-    def evictable(self) -> bool:
-        """Nobody needs it now, and it holds something. The eviction policy has exactly these blocks."""
-        return not self.pins and self.sealed != 0 and self.hash != b"" and not self.filling
-
-    def slot_of(self, shard: int) -> int:
-        slots = self.slots
-        return slots if isinstance(slots, int) else slots[shard]
-
-    def set_slot(self, shard: int, slot: int) -> None:
-        if isinstance(self.slots, int):
-            self.slots = slot
-        else:
-            self.slots[shard] = slot
-
-    def held_slots(self) -> Sequence[int]:
-        """Slots of all shards that have one, sealed or being filled."""
-        slots = self.slots
-        if isinstance(slots, int):
-            return (slots,) if slots >= 0 else ()
-        return [slot for slot in slots if slot >= 0]
-
-
-class BlockIndex:
-    """Block hash -> block, as 256 dicts.
-
-    A dict rebuilds itself as a whole when it is full, even if as many entries leave as come: with ten million entries
-    that took 5 s in one insertion, and nothing else is served meanwhile. A 256th of it takes 10 ms.
+    Args:
+        number: of this table among all of a cache; see `owners`.
+        capacity: how many blocks there can be.
     """
 
-    __slots__ = ("_dicts", "_len")
-
-    def __init__(self) -> None:
-        self._dicts: list[dict[bytes, Block]] = [{} for _ in range(256)]
-        self._len = 0
+    def __init__(self, space: Space, number: int, capacity: int, policy: EvictionPolicy, seed: int) -> None:
+        self.space = space
+        self.number = number
+        self.policy = policy
+        self.index = BlockIndex(space.namespace.hash_bytes, capacity, seed)
+        """The blocks that can be found, readable or not."""
+        self.slots = np.zeros((space.num_shards, capacity), np.int64)
+        """Per shard the slot of its sealed bytes, or `NO_SLOT`, or `FILLING`."""
+        self.missing = np.zeros(capacity, np.int32)
+        """Shards that are not sealed. A block is readable when none is missing."""
+        self.pins = np.zeros(capacity, np.int32)
+        """Leases, running loads and open reservations that need it."""
+        self.evictable = np.zeros(capacity, np.bool_)
+        """Nothing needs it now, and it holds something. The eviction policy has exactly these blocks."""
+        self.last_used = np.zeros(capacity, np.int64)
+        """Tick of its last use; set when it becomes evictable."""
+        self.marks = np.zeros(capacity, np.uint8)
+        """Scratch of `kvsidecar.cache.eviction`; 0 outside of it."""
+        self.detached = np.zeros(capacity, np.bool_)
+        """Nothing finds it any more; it lives until its last pin ends."""
+        self.cleared = False
+        """All of them are detached. `BlockTable.sweep` frees what nobody needs."""
+        self.swept = 0
+        """Rows that the sweep has seen."""
+        self.readable = 0
+        """Blocks that a lookup would find."""
+        self._freed_rows = np.zeros(capacity, np.int64)
+        self._num_freed = 0
+        self._rows_used = 0
+        """No row from this one on was ever used."""
 
     def __len__(self) -> int:
-        return self._len
+        """Blocks there are, findable or not."""
+        return self._rows_used - self._num_freed
 
-    def __iter__(self) -> Iterator[Block]:
-        """All blocks. The index may change on the way: blocks that leave or come then may or may not be seen."""
-        for blocks in self._dicts:
-            yield from list(blocks.values())
+    @property
+    def rows_used(self) -> int:
+        """Higher than any row."""
+        return self._rows_used
 
-    def get(self, block_hash: bytes) -> Block | None:
-        return self._of(block_hash).get(block_hash)
+    def create(self, keys: Keys) -> Ints:
+        """Rows of new blocks, in the index, with nothing in them."""
+        recycled = min(len(keys), self._num_freed)
+        fresh = len(keys) - recycled
+        if self._rows_used + fresh > len(self.pins):
+            self.reserve(2 * (self._rows_used + fresh))
+        self._num_freed -= recycled
+        rows = np.arange(self._rows_used - recycled, self._rows_used + fresh)
+        if recycled:
+            rows[:recycled] = np.sort(self._freed_rows[self._num_freed : self._num_freed + recycled])
+        self._rows_used += fresh
+        self.slots[:, rows] = NO_SLOT
+        self.missing[rows] = self.space.num_shards
+        self.index.add(keys, rows)
+        return rows
 
-    def add(self, block: Block) -> None:
-        self._of(block.hash)[block.hash] = block
-        self._len += 1
+    def recycle(self, rows: Ints) -> None:
+        """These blocks are gone: their rows may be used for others."""
+        self.evictable[rows] = False
+        self.detached[rows] = False
+        self._freed_rows[self._num_freed : self._num_freed + len(rows)] = rows
+        self._num_freed += len(rows)
 
-    def remove(self, block: Block) -> None:
-        del self._of(block.hash)[block.hash]
-        self._len -= 1
+    def reserve(self, capacity: int) -> None:
+        """Make the columns longer, if they are shorter. Copies them."""
+        if capacity <= len(self.pins):
+            return
+        for name in ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "_freed_rows"):
+            setattr(self, name, longer(getattr(self, name), capacity))
+        self.index.reserve(capacity)
+        self.policy.reserve(capacity)
 
-    def _of(self, block_hash: bytes) -> dict[bytes, Block]:
-        # Python's hash, as the engine's bytes need not be spread evenly; not its low bits, which the dict itself uses.
-        return self._dicts[hash(block_hash) >> 48 & 255]
+    def held_slots(self, rows: Ints) -> Ints:
+        """Slots of the sealed shards of these blocks."""
+        if self.space.num_shards == 1:
+            slots: Ints = self.slots[0, rows]
+        else:
+            slots = self.slots[:, rows].ravel()
+        filled = slots >= 0
+        return slots if every(filled) else slots[filled]
+
+    def owners(self, rows: Ints) -> Ints:
+        """What the allocator calls these blocks."""
+        return rows | self.number << 32
 
 
 @dataclass(slots=True, eq=False)
@@ -120,28 +123,27 @@ class Space:
     namespace: Namespace
     group: int
     num_shards: int
-    policy: EvictionPolicy
+    blocks: Blocks = field(init=False)
+    """Findable ones. A clear puts an empty table here."""
     shard_bytes: list[int | None] = field(init=False)
     """Bytes per shard; None until a rank with that shard has attached."""
     slot_sizes: list[int] = field(init=False)
     """Size class per shard; 0 where ``shard_bytes`` is None."""
-    all_sealed: int = field(init=False)
-    """`Block.sealed` of a readable block."""
-    blocks: BlockIndex = field(default_factory=BlockIndex, init=False)
-    """Readable or not."""
     users: int = field(default=0, init=False)
     """Ranks that have it open."""
     dropped: bool = field(default=False, init=False)
     """The cache has forgotten it: it had neither users nor blocks."""
-    readable: int = field(default=0, init=False)
-    """Blocks that a lookup would find."""
     hits: int = field(default=0, init=False)
     misses: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.shard_bytes = [None] * self.num_shards
         self.slot_sizes = [0] * self.num_shards
-        self.all_sealed = (1 << self.num_shards) - 1
+
+    @property
+    def readable(self) -> int:
+        """Blocks that a lookup would find."""
+        return self.blocks.readable
 
     @property
     def block_bytes(self) -> int:
@@ -150,47 +152,69 @@ class Space:
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
-    """A slot being filled; ends in exactly one of `BlockCache.seal`, ``abort`` and ``quarantine``."""
+class Chain:
+    """Blocks of one part of a request, each once, in the order of the prefix."""
 
-    block: Block
+    blocks: Blocks
+    rows: Ints
+
+
+@dataclass(slots=True, eq=False)
+class StorePart:
+    """What must be copied for one part of a store."""
+
+    blocks: Blocks
     shard: int
-    part: int
-    """Index of the part in the request."""
-    index: int
-    """Index of the hash in that part."""
-    slot: int = NO_SLOT
-    """Byte offset in the pool."""
-    open: bool = True
+    index: Ints
+    """Which of the part's hashes: ``index[i]`` goes to ``slots[i]``. Ascending."""
+    rows: Ints
+    """Their blocks."""
+    created: Ints
+    """Those that did not exist before."""
+    chain: Keys
+    """Hashes of the blocks that are reserved here or present, in order: what is used when the store ends."""
+    chain_rows: Ints
+    """The same as rows; those of present blocks are theirs only until the next request."""
+    slots: Ints = field(default_factory=lambda: NO_INTS)
+    """Byte offsets in the pool, ascending; adjacent as far as free slots allow."""
 
     @property
     def slot_size(self) -> int:
-        """Size class of the slot, in bytes."""
-        return self.block.space.slot_sizes[self.shard]
+        """Size class of the slots, in bytes."""
+        return self.blocks.space.slot_sizes[self.shard]
 
 
 @dataclass(slots=True, eq=False)
 class StoreGrant:
-    """Answer to a store: what to copy, and how many blocks need no copy."""
+    """Answer to a store: what to copy, and how many blocks need no copy.
 
-    reservations: list[Reservation] = field(default_factory=list)
-    """In the order of the request."""
+    Ends in exactly one of `BlockCache.seal_all`, ``abort_all`` and ``quarantine_all``.
+    """
+
+    parts: list[StorePart] = field(default_factory=list)
+    """One per part of the request."""
     present: int = 0
     """Blocks of which this shard was already sealed."""
     in_flight: int = 0
     """Blocks of which this shard is being filled already, by another store or earlier in this one."""
-    chains: list[list[Block]] = field(default_factory=list)
-    """Per part the blocks that are reserved here or present, in order: what is used when the store ends."""
+    open: bool = True
+
+    @property
+    def reserved(self) -> int:
+        """Slots to be filled."""
+        return sum(len(part.index) for part in self.parts)
 
 
 @dataclass(slots=True, eq=False)
 class LoadGrant:
     """Answer to a load: where the bytes are. Its blocks are pinned until `BlockCache.end_load`."""
 
-    slots: list[list[int]]
+    slots: list[Ints]
     """Per part the byte offsets in the pool, in the order of its hashes."""
-    chains: list[list[Block]]
-    """Per part its blocks, in order."""
+    rows: list[Ints]
+    """Per part the blocks of its hashes."""
+    chains: list[Chain]
+    """Per part what is pinned."""
     open: bool = True
 
 
@@ -200,10 +224,10 @@ class Lease:
 
     id: int
     owner: Hashable
-    chains: list[list[Block]]
-    """Per part of the lookup the blocks that were readable, in order."""
+    chains: list[Chain]
+    """Per part of the lookup the blocks that were readable, each once."""
     expires_at: float
 
     @property
     def num_blocks(self) -> int:
-        return sum(map(len, self.chains))
+        return sum(len(chain.rows) for chain in self.chains)

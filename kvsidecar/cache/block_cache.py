@@ -9,19 +9,30 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from kvsidecar.cache.block import NO_SLOT, Block, Lease, LoadGrant, Reservation, Space, StoreGrant
+import numpy as np
+
+from kvsidecar.cache.arrays import Bools, Ints, every, first_of_each
+from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
-from kvsidecar.cache.eviction import EvictionPolicy, LruPolicy, choose_victims
+from kvsidecar.cache.eviction import choose_victims
+from kvsidecar.cache.eviction_policy import EvictionPolicy, LruPolicy
 from kvsidecar.cache.integrity import check_integrity
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import LookupMode, Namespace, Refusal
 
-Part = tuple[Space, Sequence[bytes]]
+Hashes = Sequence[bytes] | bytes
+"""Block hashes of the width of their namespace; or all of them as one string, as they come over the wire: to split and
+join 4096 of them takes as long as to look them up."""
+Part = tuple[Space, Hashes]
 """Block hashes of one group, in the order of the prefix. A request has one part per group."""
-ShardPart = tuple[Space, int, Sequence[bytes]]
+ShardPart = tuple[Space, int, Hashes]
 """The same with the shard that is stored or loaded."""
+SWEEP = 4096
+"""Cleared blocks that are freed at once: less than a millisecond."""
+PROBE = 512
+"""Hashes of a prefix that are looked at before all the others: often the first one is a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +64,25 @@ class CacheStats:
 
 
 class BlockCache:
-    """The decisions of the daemon about blocks. Every call but `clear` is O(hashes it is given or has given out).
+    """The decisions of the daemon about blocks. Every call is O(hashes it is given or has given out).
 
     Args:
         allocator: of the pool, unused so far.
-        policy: makes the eviction policy of a new space.
+        policy: makes the eviction policy of a new space, for so many rows.
+        seed: a secret that keeps clients from choosing hashes which the index is slow with.
         next_id: source of lease ids. Default: 0, 1, 2, ...; a random source keeps clients from guessing each other's.
     """
 
     def __init__(
         self,
-        allocator: SlotAllocator[Block],
-        policy: Callable[[], EvictionPolicy] = LruPolicy,
+        allocator: SlotAllocator,
+        policy: Callable[[int], EvictionPolicy] = LruPolicy,
         next_id: Callable[[], int] | None = None,
+        seed: int = 0,
     ) -> None:
-        self._table = BlockTable(allocator, policy)
+        self._table = BlockTable(allocator, policy, seed)
         self._leases = LeaseTable(next_id)
+        self._stores: set[StoreGrant] = set()
         self._loads: set[LoadGrant] = set()
         self._tick = 0
         """Number of the request; the blocks that it uses have it as their ``last_used``."""
@@ -104,28 +118,30 @@ class BlockCache:
 
     # -- lookup and leases -------------------------------------------------------------------------------------
 
-    def lookup(self, space: Space, hashes: Sequence[bytes], mode: LookupMode) -> list[bool]:
+    def lookup(self, space: Space, hashes: Hashes, mode: LookupMode) -> list[bool]:
         """Per hash whether it is readable; with `LookupMode.PREFIX` False from the first that is not.
 
         Counts hits and misses. It is no use of the blocks: only a lease, a load or a store is.
         """
         _, hits = _find(space, hashes, mode)
         _count(space, hits)
-        return hits
+        return _list(hits)
 
     def lookup_and_lease(
         self, parts: Sequence[Part], mode: LookupMode, now: float, ttl: float, owner: Hashable
     ) -> tuple[Lease | None, list[list[bool]]]:
         """`lookup` of all parts, and a lease on all hits until ``now + ttl``. No lease if there is no hit."""
-        found = [_find(space, hashes, mode) for space, hashes in parts]
-        for (space, _), (_, hits) in zip(parts, found, strict=True):
+        chains, answers = [], []
+        for space, hashes in parts:
+            rows, hits = _find(space, hashes, mode)
             _count(space, hits)
-        chains = [chain for chain, _ in found]
+            chains.append(_chain(space, rows[hits]))
+            answers.append(_list(hits))
         lease = None
-        if any(chains):
+        if any(len(chain.rows) for chain in chains):
             self._table.pin(chains)
             lease = self._leases.add(owner, chains, now + ttl)
-        return lease, [hits for _, hits in found]
+        return lease, answers
 
     def lease(self, lease_id: int, now: float) -> Lease | None:
         """The lease if it is alive."""
@@ -170,73 +186,84 @@ class BlockCache:
         for space, shard, _ in parts:
             require(space.users > 0, "the space is closed")
             _check_shard(space, shard)
-        grant, created = _plan_store(parts)
-        slots = self._table.slots
-        needs = Counter([reservation.slot_size for reservation in grant.reservations])
-        if slots.supply(needs).unmet() is not None and not self._make_room(needs, grant):
+        table, grant = self._table, StoreGrant()
+        keys = [space.blocks.index.keys(hashes) for space, _, hashes in parts]  # before anything has changed
+        for (space, shard, _), part_keys in zip(parts, keys, strict=True):
+            part, present = table.claim(space, shard, part_keys)
+            grant.parts.append(part)
+            grant.present += present
+            grant.in_flight += len(part_keys) - present - len(part.index)
+        if not grant.reserved:
+            table.touch(grant.parts, self._next_tick())
+            self._stores.add(grant)
+            return grant
+        needs: Counter[int] = Counter()
+        for part in grant.parts:
+            if len(part.index):
+                needs[part.slot_size] += len(part.index)
+        if table.slots.supply(needs).unmet() is not None and not self._make_room(needs, grant):
+            for part in reversed(grant.parts):
+                table.unclaim(part)
             return Refusal.POOL_FULL
-        if node is not None and not slots.can_prefer(node, needs):
+        if node is not None and not table.slots.can_prefer(node, needs):
             node = None  # opening a slab there might take it from another size class of this request: any slot will do
-        for block in created:
-            self._table.file(block)
         # The larger size classes first, as `Supply` counted.
-        for reservation in sorted(grant.reservations, key=lambda reservation: reservation.slot_size, reverse=True):
-            self._table.reserve(reservation, node)
-        if not grant.reservations:
-            self._table.touch(grant.chains, self._next_tick())
+        for part in sorted(grant.parts, key=lambda part: part.slot_size, reverse=True):
+            table.reserve(part, node)
+        self._stores.add(grant)
         return grant
 
-    def seal(self, reservation: Reservation) -> bool:
-        """The shard is complete. True if its block became readable.
+    def seal_all(self, grant: StoreGrant) -> int:
+        """The bytes are there. Returns how many blocks became readable.
 
-        A block that is sealed later counts as used later; for a whole request use `seal_all`.
+        A use of these blocks and of those that were present.
 
         Raises:
-            AssertionError: the reservation has ended before.
+            AssertionError: the store has ended before.
         """
-        return self._table.seal(reservation, self._next_tick())
-
-    def seal_all(self, grant: StoreGrant) -> int:
-        """Seal what is still open, and use the blocks that were present too. The number that became readable."""
+        self._end_store(grant)
         tick = self._next_tick()
-        readable = sum([self._table.seal(reservation, tick) for reservation in reversed(_open_ones(grant))])
+        readable = sum([self._table.seal(part, tick) for part in reversed(grant.parts)])
         if grant.present:
-            self._table.touch(grant.chains, tick)
+            self._table.touch(grant.parts, tick)
         return readable
 
-    def abort(self, reservation: Reservation) -> None:
-        """The shard will not come, and nothing writes to its slot any more: the slot is free.
-
-        Raises:
-            AssertionError: the reservation has ended before.
-        """
-        self._table.abort(reservation, self._next_tick())
-
     def abort_all(self, grant: StoreGrant) -> None:
-        """Abort what is still open."""
-        for reservation in _open_ones(grant):
-            self.abort(reservation)
-
-    def quarantine(self, reservation: Reservation) -> None:
-        """Nobody knows whether something still writes to the slot: it is never used again.
+        """The bytes will not come, and nothing writes to the slots any more: they are free.
 
         Raises:
-            AssertionError: the reservation has ended before.
+            AssertionError: the store has ended before.
         """
-        self._table.quarantine(reservation, self._next_tick())
+        self._end_store(grant)
+        for part in grant.parts:
+            self._table.abort(part, self._next_tick())
 
     def quarantine_all(self, grant: StoreGrant) -> None:
-        """Quarantine what is still open."""
-        for reservation in _open_ones(grant):
-            self.quarantine(reservation)
+        """Nobody knows whether something still writes to the slots: they are never used again.
+
+        Raises:
+            AssertionError: the store has ended before.
+        """
+        self._end_store(grant)
+        for part in grant.parts:
+            self._table.quarantine(part, self._next_tick())
 
     def _make_room(self, needs: Counter[int], grant: StoreGrant) -> bool:
         """Evict until the needs of the grant can be met. False, with nothing evicted, if they cannot."""
-        protected = {block for chain in grant.chains for block in chain}
-        victims = choose_victims(needs, self._table.slots, self._table.spaces.values(), protected)
-        for block in victims or ():
-            self._table.evict(block)
+        table = self._table
+        while table.sweep(SWEEP):
+            if table.slots.supply(needs).unmet() is None:
+                return True
+        asked = [Chain(part.blocks, part.chain_rows) for part in grant.parts]
+        victims = choose_victims(needs, table.slots, table.tables, asked)
+        for chain in victims or ():
+            table.evict(chain)
         return victims is not None
+
+    def _end_store(self, grant: StoreGrant) -> None:
+        require(grant.open, "the store has ended before")
+        grant.open = False
+        self._stores.remove(grant)
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -253,13 +280,14 @@ class BlockCache:
             _check_shard(space, shard)
         if lease_id is not None and self._leases.get(lease_id, now) is None:
             return Refusal.STALE_LEASE
-        found = [_find(space, hashes, LookupMode.PREFIX) for space, _, hashes in parts]
-        if not all(all(hits) for _, hits in found):
-            return Refusal.NOT_FOUND
-        chains = [chain for chain, _ in found]
+        found = [space.blocks.index.find(space.blocks.index.keys(hashes)) for space, _, hashes in parts]
+        for (space, _, _), rows in zip(parts, found, strict=True):
+            if not every(_readable(space, rows)):
+                return Refusal.NOT_FOUND
+        chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]
         self._table.pin(chains)
-        slots = [[block.slot_of(shard) for block in chain] for (_, shard, _), chain in zip(parts, chains, strict=True)]
-        grant = LoadGrant(slots, chains)
+        slots = [space.blocks.slots[shard, rows] for (space, shard, _), rows in zip(parts, found, strict=True)]
+        grant = LoadGrant(slots, found, chains)
         self._loads.add(grant)
         return grant
 
@@ -289,21 +317,28 @@ class BlockCache:
             AssertionError: the load has ended before.
         """
         require(grant.open, "the load has ended before")
-        self._table.condemn(grant.chains[part][index], grant.slots[part][index])
+        blocks, row, slot = grant.chains[part].blocks, grant.rows[part][index], grant.slots[part][index]
+        self._table.condemn(blocks, int(row), int(slot))
 
     # -- all of it ---------------------------------------------------------------------------------------------
 
-    def clear(self, namespace: Namespace | None = None) -> int:
+    def clear(self, namespace: Namespace | None = None, sweep: int = SWEEP) -> int:
         """Forget the blocks of one namespace, or all. The number of blocks that are no longer readable.
 
-        None of them is found from now on. Slots that a lease, a load or a store needs are freed when the last of these
-        ends. O(blocks).
+        None of them is found from now on, however many there are. The slots of the first ``sweep`` are free at once,
+        the others when `sweep` or a store comes to them; slots that a lease, a load or a store needs are freed when
+        the last of these ends.
         """
         before = self._table.readable_blocks
         for space in self.spaces:
             if namespace is None or space.namespace == namespace:
                 self._table.clear(space)
+        self._table.sweep(sweep)
         return before - self._table.readable_blocks
+
+    def sweep(self, limit: int = SWEEP) -> bool:
+        """Free the slots of up to ``limit`` cleared blocks. False when there are no more: call it until then."""
+        return self._table.sweep(limit)
 
     def stats(self) -> CacheStats:
         """Gauges and counters of this moment; O(1)."""
@@ -344,26 +379,39 @@ class BlockCache:
         return self._tick
 
 
-def _find(space: Space, hashes: Sequence[bytes], mode: LookupMode) -> tuple[list[Block], list[bool]]:
-    """The readable ones of these blocks, and per hash whether it is among them."""
-    chain: list[Block] = []
-    hits: list[bool] = []
-    find, all_sealed = space.blocks.get, space.all_sealed
-    for block_hash in hashes:
-        block = find(block_hash)
-        if block is not None and block.sealed == all_sealed:
-            chain.append(block)
-            hits.append(True)
-        elif mode is LookupMode.PREFIX:
+def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
+    """Per hash its row, and whether it is a hit."""
+    blocks = space.blocks
+    keys = blocks.index.keys(hashes)
+    if mode is LookupMode.BITMAP:
+        rows = blocks.index.find(keys)
+        return rows, _readable(space, rows)
+    rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
+    for piece in (slice(PROBE), slice(PROBE, None)):
+        rows[piece] = blocks.index.find(keys.take(piece))
+        hits[piece] = np.logical_and.accumulate(_readable(space, rows[piece]))
+        if not every(hits[piece]):
             break
-        else:
-            hits.append(False)
-    hits.extend([False] * (len(hashes) - len(hits)))
-    return chain, hits
+    return rows, hits
 
 
-def _count(space: Space, hits: list[bool]) -> None:
-    num_hits = sum(hits)
+def _readable(space: Space, rows: Ints) -> Bools:
+    """Whether these blocks are readable; -1 is none."""
+    readable: Bools = (rows >= 0) & (space.blocks.missing[rows] == 0)
+    return readable
+
+
+def _list(hits: Bools) -> list[bool]:
+    answer: list[bool] = hits.tolist()
+    return answer
+
+
+def _chain(space: Space, rows: Ints) -> Chain:
+    return Chain(space.blocks, rows[first_of_each(rows)])
+
+
+def _count(space: Space, hits: Bools) -> None:
+    num_hits = int(np.count_nonzero(hits))
     space.hits += num_hits
     space.misses += len(hits) - num_hits
 
@@ -371,33 +419,6 @@ def _count(space: Space, hits: list[bool]) -> None:
 def _check_shard(space: Space, shard: int) -> None:
     if not 0 <= shard < space.num_shards or space.shard_bytes[shard] is None:
         raise InvalidRequest(f"group {space.group}: no rank has registered shard {shard} (of {space.num_shards})")
-
-
-def _plan_store(parts: Sequence[ShardPart]) -> tuple[StoreGrant, list[Block]]:
-    """What a store needs, and the blocks it would add. Nothing changes yet, and no reservation has a slot."""
-    grant = StoreGrant(chains=[[] for _ in parts])
-    created: dict[tuple[Space, bytes], Block] = {}
-    wanted: dict[Block, int] = {}  # bits of the shards that this request reserves
-    for part, (space, shard, hashes) in enumerate(parts):
-        bit = 1 << shard
-        for index, block_hash in enumerate(hashes):
-            block = space.blocks.get(block_hash) or created.get((space, block_hash))
-            if block is None:
-                block = created[space, block_hash] = Block(space, block_hash)
-            if block.sealed & bit:
-                grant.present += 1
-            elif block.slot_of(shard) != NO_SLOT or wanted.get(block, 0) & bit:
-                grant.in_flight += 1
-                continue
-            else:
-                wanted[block] = wanted.get(block, 0) | bit
-                grant.reservations.append(Reservation(block, shard, part, index))
-            grant.chains[part].append(block)
-    return grant, list(created.values())
-
-
-def _open_ones(grant: StoreGrant) -> list[Reservation]:
-    return [reservation for reservation in grant.reservations if reservation.open]
 
 
 def _end_load(grant: LoadGrant) -> None:

@@ -1,12 +1,17 @@
-"""The blocks of all spaces, and the life of a block: filed, filled, pinned, evictable, forgotten, freed."""
+"""The blocks of all spaces, and the life of a block: filed, filled, pinned, evictable, detached, gone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 
-from kvsidecar.cache.block import NO_SLOT, Block, Reservation, Space
-from kvsidecar.cache.eviction import EvictionPolicy
-from kvsidecar.cache.slots import SlotAllocator, size_class
+import numpy as np
+
+from kvsidecar.cache.arrays import NO_INTS, Ints, every, first_of_each, some
+from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Chain, Space, StorePart
+from kvsidecar.cache.block_index import Keys
+from kvsidecar.cache.eviction_policy import EvictionPolicy
+from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
 from kvsidecar.types import Namespace
 
@@ -14,6 +19,8 @@ MISMATCH_HINT = (
     "Instances whose KV differs in layout or type must differ in kv_layout or dtype of the namespace; if the blocks of "
     "the other kind are not wanted any more, clear the namespace"
 )
+SPARE_ROWS = 65536
+"""Rows beyond the slots of the pool: a store files its blocks before it makes room for them."""
 
 
 def require(condition: bool, otherwise: str) -> None:
@@ -33,17 +40,23 @@ class BlockTable:
     and they are HELD. Every method leaves it in one of the two.
     """
 
-    def __init__(self, allocator: SlotAllocator[Block], policy: Callable[[], EvictionPolicy]) -> None:
+    def __init__(self, allocator: SlotAllocator, policy: Callable[[int], EvictionPolicy], seed: int) -> None:
         self.slots = allocator
         self._policy = policy
+        self._seed = seed
         self.spaces: dict[tuple[Namespace, int], Space] = {}
+        self.tables: dict[int, Blocks] = {}
+        """All that have rows or a space, by number; those that were cleared too."""
+        self._num_tables = 0
+        self._cleared: deque[Blocks] = deque()
+        """Cleared, and not swept to the end."""
         self.num_blocks = 0
         self.readable_blocks = 0
         self.leased_bytes = 0
-        """Bytes of the slots of pinned blocks."""
+        """Bytes of the slots of blocks that leases and loads pin."""
         self.evicted_blocks = 0
         self.evicted_bytes = 0
-        self._condemned: set[int] = set()
+        self.condemned: set[int] = set()
         """Slots to withdraw when their blocks are freed."""
 
     # -- spaces ------------------------------------------------------------------------------------------------
@@ -59,11 +72,15 @@ class BlockTable:
                 f"group {group}: one block of shard {shard} has {shard_bytes} bytes, but the largest slot of this pool "
                 f"has {self.slots.largest_slot}; the daemon needs a larger --slab-size (and pool)"
             )
-        space = self.spaces.get((namespace, group)) or Space(namespace, group, num_shards, self._policy())
-        _check_geometry(space, num_shards, shard, shard_bytes)
-        self.spaces[namespace, group] = space
-        space.shard_bytes[shard] = shard_bytes
-        space.slot_sizes[shard] = size_class(shard_bytes)
+        space = self.spaces.get((namespace, group))
+        if space is None:
+            space = Space(namespace, group, num_shards)
+            _set_geometry(space, num_shards, shard, shard_bytes)
+            space.blocks = self._new_blocks(space)
+            self.spaces[namespace, group] = space
+        else:
+            _set_geometry(space, num_shards, shard, shard_bytes)
+            space.blocks.reserve(self._capacity(space))
         space.users += 1
         return space
 
@@ -75,164 +92,241 @@ class BlockTable:
 
     # -- being filled ------------------------------------------------------------------------------------------
 
-    def file(self, block: Block) -> None:
-        """Make a new block findable."""
-        block.space.blocks.add(block)
-        self.num_blocks += 1
+    def claim(self, space: Space, shard: int, keys: Keys) -> tuple[StorePart, int]:
+        """File the blocks that do not exist, and mark this shard of what must be stored as being filled.
 
-    def reserve(self, reservation: Reservation, node: int | None) -> None:
-        """Give the reservation a slot; there must be one."""
-        block = reservation.block
-        if block.evictable:
-            self._hold(block)
-        slot = self.slots.allocate(reservation.slot_size, block, node)
-        if slot is None:
-            raise AssertionError("there were fewer free slots than planned")
-        reservation.slot = slot
-        block.set_slot(reservation.shard, slot)
+        Until `reserve` nothing has a slot, and `unclaim` takes it back. With it comes how many blocks are present.
+        """
+        blocks = space.blocks
+        rows = blocks.index.find(keys)
+        unknown = (rows < 0).nonzero()[0]
+        created = NO_INTS
+        if len(unknown):
+            new = unknown[first_of_each(keys.tags[unknown])]
+            created = rows[new] = blocks.create(keys.take(new))
+            if len(new) == len(rows):
+                blocks.slots[shard, rows] = FILLING
+                return StorePart(blocks, shard, new, rows, rows, keys, rows), 0
+            if len(new) < len(unknown):  # a hash that comes twice finds what the first has created
+                again = unknown[~np.isin(unknown, new)]
+                rows[again] = blocks.index.find(keys.take(again))
+        slots = blocks.slots[shard, rows]
+        known = rows >= 0  # unless two hashes that differ have one tag: the second is left out, and stored another time
+        wanted, present = (slots == NO_SLOT) & known, (slots >= 0) & known
+        wanted &= first_of_each(rows)
+        index = wanted.nonzero()[0]
+        stored = rows[index]
+        blocks.slots[shard, stored] = FILLING
+        used = (wanted | present).nonzero()[0]
+        part = StorePart(blocks, shard, index, stored, created, keys.take(used), rows[used])
+        return part, int(np.count_nonzero(present))
 
-    def seal(self, reservation: Reservation, tick: int) -> bool:
-        """The shard is complete. True if its block became readable."""
-        _end(reservation)
-        block = reservation.block
-        block.sealed |= 1 << reservation.shard
-        self.slots.seal(reservation.slot)
-        became_readable = block.readable and not block.detached
-        if became_readable:
-            block.space.readable += 1
-            self.readable_blocks += 1
-        self._settle(block, tick)
-        return became_readable
+    def unclaim(self, part: StorePart) -> None:
+        """Undo `claim`; the last one first."""
+        part.blocks.slots[part.shard, part.rows] = NO_SLOT
+        part.blocks.index.remove(part.created)
+        part.blocks.recycle(part.created)
 
-    def abort(self, reservation: Reservation, tick: int) -> None:
-        """The shard will not come: free its slot."""
-        _end(reservation)
-        self.slots.free(reservation.slot)
-        self._lose_shard(reservation, tick)
+    def reserve(self, part: StorePart, node: int | None) -> None:
+        """Give what was claimed its slots; there must be enough."""
+        blocks, rows = part.blocks, part.rows
+        self.num_blocks += len(part.created)
+        if len(part.created) < len(rows):
+            self._hold(blocks, rows[blocks.evictable[rows]])
+        blocks.pins[rows] += 1
+        part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
 
-    def quarantine(self, reservation: Reservation, tick: int) -> None:
-        """The shard may still be written: give its slot up for ever."""
-        _end(reservation)
-        self.slots.quarantine(reservation.slot)
-        self._lose_shard(reservation, tick)
+    def seal(self, part: StorePart, tick: int) -> int:
+        """The shards are complete. How many blocks became readable."""
+        blocks, rows = part.blocks, part.rows
+        blocks.slots[part.shard, rows] = part.slots
+        blocks.missing[rows] -= 1
+        if blocks.space.num_shards > 1:
+            self.slots.seal(part.slots)
+        readable = 0
+        if not blocks.cleared:
+            # Blocks that miss a shard are never leased or loaded, so none of these was detached one by one.
+            readable = int(np.count_nonzero(blocks.missing[rows] == 0))
+            blocks.readable += readable
+            self.readable_blocks += readable
+        # The only slot of a block may be let go as it is.
+        self._unpin(blocks, rows, tick, SlotState.HELD if blocks.space.num_shards > 1 else SlotState.RESERVED)
+        return readable
+
+    def abort(self, part: StorePart, tick: int) -> None:
+        """The shards will not come: free their slots."""
+        self.slots.free(part.slots)
+        self._lose(part, tick)
+
+    def quarantine(self, part: StorePart, tick: int) -> None:
+        """The shards may still be written: give their slots up for ever."""
+        self.slots.quarantine(part.slots)
+        self._lose(part, tick)
 
     # -- being used --------------------------------------------------------------------------------------------
 
-    def pin(self, chains: Iterable[Sequence[Block]]) -> None:
-        """Readable blocks must stay until `unpin`. One that comes twice is pinned twice."""
+    def pin(self, chains: Iterable[Chain]) -> None:
+        """Readable blocks must stay until `unpin`."""
         for chain in chains:
-            for block in chain:
-                if not block.pins:
-                    self._hold(block)
-                    self.leased_bytes += block.space.block_bytes
-                block.pins += 1
+            blocks, rows = chain.blocks, chain.rows
+            idle = rows[blocks.evictable[rows]]
+            self._hold(blocks, idle)
+            self.leased_bytes += len(idle) * blocks.space.block_bytes
+            blocks.pins[rows] += 1
 
-    def unpin(self, chains: Iterable[Sequence[Block]], tick: int) -> None:
+    def unpin(self, chains: Iterable[Chain], tick: int) -> None:
         """The blocks were used until now; the deepest first, so that it is the oldest of them."""
         for chain in chains:
-            for block in reversed(chain):
-                block.pins -= 1
-                if not block.pins:
-                    self.leased_bytes -= block.space.block_bytes
-                    self._settle(block, tick)
+            idle = self._unpin(chain.blocks, chain.rows, tick)
+            self.leased_bytes -= idle * chain.blocks.space.block_bytes
 
-    def touch(self, chains: Iterable[Sequence[Block]], tick: int) -> None:
-        """The evictable ones of the blocks were used; the deepest first, so that it is the oldest of them."""
-        for block in (block for chain in chains for block in reversed(chain) if block.evictable):
-            block.space.policy.remove(block)
-            block.last_used = tick
-            block.space.policy.insert(block)
-            for slot in block.held_slots():
-                self.slots.touch(slot, tick)
+    def touch(self, parts: Iterable[StorePart], tick: int) -> None:
+        """The evictable ones of these blocks were used; the deepest first, so that it is the oldest of them."""
+        for part in parts:
+            blocks = part.blocks
+            if blocks.cleared:
+                continue
+            rows = blocks.index.find(part.chain)  # what was present when the store began may have gone since
+            rows = rows[rows >= 0]
+            rows = rows[blocks.evictable[rows]]
+            rows = rows[first_of_each(rows)][::-1]
+            blocks.policy.remove(rows)
+            blocks.policy.insert(rows)
+            blocks.last_used[rows] = tick
+            self.slots.touch(blocks.held_slots(rows), tick)
 
     # -- going -------------------------------------------------------------------------------------------------
 
-    def evict(self, block: Block) -> None:
-        """Make room: forget an evictable block."""
-        require(block.evictable, "a block was chosen for eviction that is in use")
-        self.evicted_blocks += 1
-        self.evicted_bytes += sum(self.slots.slab_of(slot).size for slot in block.held_slots())
-        self._forget(block)
-        self._drop_if_unused(block.space)
+    def evict(self, chain: Chain) -> None:
+        """Make room: forget evictable blocks."""
+        blocks, rows = chain.blocks, chain.rows
+        require(every(blocks.evictable[rows]), "a block was chosen for eviction that is in use")
+        self.evicted_blocks += len(rows)
+        self.evicted_bytes += int(self.slots.size_of(blocks.held_slots(rows)).sum())
+        self._detach(blocks, rows)
+        blocks.policy.remove(rows)
+        self._free(blocks, rows)
+        self._drop_if_unused(blocks.space)
 
-    def clear(self, space: Space) -> None:
-        """Forget all blocks of the space; slots that are in use are freed when they are not any more."""
-        for block in space.blocks:
-            self._forget(block)
-        self._drop_if_unused(space)
-
-    def condemn(self, block: Block, slot: int) -> None:
-        """The slot of a readable block holds wrong bytes: forget the block, and never use the slot again.
+    def condemn(self, blocks: Blocks, row: int, slot: int) -> None:
+        """The slot of a pinned block holds wrong bytes: detach the block, and never use the slot again.
 
         Others may be reading it now; it is withdrawn when they have ended.
         """
-        self._condemned.add(slot)
-        if not block.detached:
-            self._forget(block)
-            self._drop_if_unused(block.space)
+        self.condemned.add(slot)
+        if not blocks.cleared and not blocks.detached[row]:
+            self._detach(blocks, np.array([row]))
+            self._drop_if_unused(blocks.space)
+
+    def clear(self, space: Space) -> None:
+        """Detach all blocks of the space, however many there are; `sweep` frees those that nobody needs."""
+        blocks = space.blocks
+        if not len(blocks):
+            return
+        self.num_blocks -= len(blocks.index)
+        self.readable_blocks -= blocks.readable
+        blocks.cleared = True
+        self._cleared.append(blocks)
+        space.blocks = self._new_blocks(space)
+        self._drop_if_unused(space)
+
+    def sweep(self, limit: int) -> bool:
+        """Free what nobody needs of up to ``limit`` cleared blocks. False when nothing is left to do."""
+        while limit > 0 and self._cleared:
+            blocks = self._cleared[0]
+            rows = np.arange(blocks.swept, min(blocks.swept + limit, blocks.rows_used))
+            blocks.swept += len(rows)
+            limit -= len(rows)
+            if blocks.swept == blocks.rows_used:
+                self._cleared.popleft()
+            self._free(blocks, rows[blocks.evictable[rows]])
+        return bool(self._cleared)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _hold(self, block: Block) -> None:
-        """An evictable block is needed now."""
-        block.space.policy.remove(block)
-        for slot in block.held_slots():
-            self.slots.hold(slot)
+    def _hold(self, blocks: Blocks, rows: Ints) -> None:
+        """Evictable blocks are needed now."""
+        if len(rows):
+            blocks.evictable[rows] = False
+            blocks.policy.remove(rows)
+            self.slots.hold(blocks.held_slots(rows))
 
-    def _settle(self, block: Block, tick: int) -> None:
-        """A pin or a reservation of the block has ended: what becomes of it if that was the last?"""
-        if block.pins or block.filling:
-            return
-        if block.detached:
-            self._free(block)
-        elif block.sealed:
-            block.last_used = tick
-            block.space.policy.insert(block)
-            for slot in block.held_slots():
-                self.slots.let_go(slot, tick)
+    def _unpin(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
+        """One pin of each block has ended: what becomes of those of which it was the last? How many are these?"""
+        blocks.pins[rows] -= 1
+        idle = rows[blocks.pins[rows] == 0][::-1]
+        if not len(idle):
+            return 0
+        if blocks.cleared:
+            self._free(blocks, idle)
+            return len(idle)
+        empty = blocks.missing[idle] == blocks.space.num_shards
+        if some(empty):
+            self._detach(blocks, idle[empty])
+        detached = blocks.detached[idle]
+        if some(detached):
+            self._free(blocks, idle[detached])
+            self._let_go(blocks, idle[~detached], tick, slots_are)
+            self._drop_if_unused(blocks.space)
         else:
-            self._forget(block)
-            self._drop_if_unused(block.space)
+            self._let_go(blocks, idle, tick, slots_are)
+        return len(idle)
 
-    def _lose_shard(self, reservation: Reservation, tick: int) -> None:
-        reservation.block.set_slot(reservation.shard, NO_SLOT)
-        self._settle(reservation.block, tick)
+    def _let_go(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
+        blocks.evictable[rows] = True
+        blocks.last_used[rows] = tick
+        blocks.policy.insert(rows)
+        self.slots.let_go(blocks.held_slots(rows), tick, slots_are)
 
-    def _forget(self, block: Block) -> None:
-        """Nothing finds the block from now on. If nobody needs it, its slots are freed now."""
-        space = block.space
-        space.blocks.remove(block)
-        self.num_blocks -= 1
-        if block.readable:
-            space.readable -= 1
-            self.readable_blocks -= 1
-        if block.evictable:
-            space.policy.remove(block)
-            self._free(block)
-        block.hash = b""
+    def _lose(self, part: StorePart, tick: int) -> None:
+        part.blocks.slots[part.shard, part.rows] = NO_SLOT
+        self._unpin(part.blocks, part.rows, tick)
 
-    def _free(self, block: Block) -> None:
-        for slot in block.held_slots():
-            if slot in self._condemned:
-                self._condemned.remove(slot)
-                self.slots.condemn(slot)
-            else:
-                self.slots.free(slot)
-        block.slots = NO_SLOT  # whoever still names the block finds it empty
-        block.sealed = 0
+    def _detach(self, blocks: Blocks, rows: Ints) -> None:
+        """Nothing finds the blocks from now on."""
+        blocks.index.remove(rows)
+        blocks.detached[rows] = True
+        self.num_blocks -= len(rows)
+        readable = int(np.count_nonzero(blocks.missing[rows] == 0))
+        blocks.readable -= readable
+        self.readable_blocks -= readable
+
+    def _free(self, blocks: Blocks, rows: Ints) -> None:
+        """Nobody needs these blocks, and nothing finds them."""
+        slots = blocks.held_slots(rows)
+        if self.condemned:
+            bad = np.isin(slots, list(self.condemned))
+            self.condemned.difference_update(slots[bad].tolist())
+            self.slots.condemn(slots[bad])
+            slots = slots[~bad]
+        self.slots.free(slots)
+        blocks.recycle(rows)
+        self._retire(blocks)
 
     def _drop_if_unused(self, space: Space) -> None:
-        if not space.users and not space.blocks and not space.dropped:
+        if not space.users and not len(space.blocks.index) and not space.dropped:
             space.dropped = True
             del self.spaces[space.namespace, space.group]
+            self._retire(space.blocks)
+
+    def _retire(self, blocks: Blocks) -> None:
+        """Forget a table that holds nothing and will not be used again."""
+        if not len(blocks) and (blocks.cleared or blocks.space.dropped):
+            self.tables.pop(blocks.number, None)
+
+    def _new_blocks(self, space: Space) -> Blocks:
+        self._num_tables += 1
+        capacity = self._capacity(space)
+        blocks = Blocks(space, self._num_tables, capacity, self._policy(capacity), self._seed)
+        self.tables[blocks.number] = blocks
+        return blocks
+
+    def _capacity(self, space: Space) -> int:
+        """Blocks of this space that the pool has room for: each has a slot at least."""
+        return self.slots.total_bytes // min(size for size in space.slot_sizes if size) + SPARE_ROWS
 
 
-def _end(reservation: Reservation) -> None:
-    require(reservation.open, "the reservation has ended before")
-    reservation.open = False
-
-
-def _check_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -> None:
+def _set_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -> None:
     if space.num_shards != num_shards:
         raise NamespaceMismatch(
             f"group {space.group}: this rank says a block has {num_shards} shards, but in this namespace "
@@ -243,3 +337,5 @@ def _check_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int)
             f"group {space.group}: this rank says shard {shard} has {shard_bytes} bytes per block, but in this "
             f"namespace {space.shard_bytes[shard]} are registered. {MISMATCH_HINT}"
         )
+    space.shard_bytes[shard] = shard_bytes
+    space.slot_sizes[shard] = size_class(shard_bytes)

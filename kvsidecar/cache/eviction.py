@@ -3,215 +3,219 @@ cache does it. Nothing here frees a slot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from heapq import heapify, heappop, heapreplace
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from kvsidecar.cache.block import Block, Space
-from kvsidecar.cache.slots import Slab, SlotAllocator
+import numpy as np
 
-Item = TypeVar("Item")
+from kvsidecar.cache.arrays import NO_INTS, Bools, Ints, some
+from kvsidecar.cache.block import Blocks, Chain
+from kvsidecar.cache.slots import SlotAllocator
 
-
-class EvictionPolicy(Protocol):
-    """The order in which one space gives up its blocks. It has exactly the blocks that are evictable right now."""
-
-    def insert(self, block: Block) -> None:
-        """The block has become evictable, just used at ``block.last_used``. These ticks never go back.
-
-        Blocks of one request come with the same tick and the deepest first: a prefix is useless without its head, so
-        of one request the block that came first should go first.
-        """
-
-    def remove(self, block: Block) -> None:
-        """The block is needed, or is about to be evicted, or was just used and comes back at once."""
-
-    def candidates(self) -> Iterator[Block]:
-        """All blocks, the next to be evicted first. They are not changed while the iterator is in use.
-
-        To be merged with other spaces they should come sorted by ``last_used``.
-        """
-
-
-class LruPolicy:
-    """Least recently used first: a list linked through the blocks, so that a block costs no node and no entry."""
-
-    __slots__ = ("_newest", "_oldest")
-
-    def __init__(self) -> None:
-        self._oldest: Block | None = None
-        self._newest: Block | None = None
-
-    def insert(self, block: Block) -> None:
-        block.older = self._newest
-        if self._newest is None:
-            self._oldest = block
-        else:
-            self._newest.newer = block
-        self._newest = block
-
-    def remove(self, block: Block) -> None:
-        older, newer = block.older, block.newer
-        if older is None:
-            self._oldest = newer
-        else:
-            older.newer = newer
-        if newer is None:
-            self._newest = older
-        else:
-            newer.older = older
-        block.older = block.newer = None
-
-    def candidates(self) -> Iterator[Block]:
-        block = self._oldest
-        while block is not None:
-            yield block
-            block = block.newer
-
-
-def oldest_first(policies: Iterable[EvictionPolicy]) -> Iterator[Block]:
-    """Candidates of several policies by ``last_used``, lazily.
-
-    Those of one tick, the groups of one request, come in turns: a prefix that one group has lost is of no use in the
-    others.
-    """
-    heap: list[tuple[int, int, int, Block, Iterator[Block]]] = []
-    for rank, policy in enumerate(policies):
-        rest = policy.candidates()
-        for block in rest:
-            heap.append((block.last_used, 0, rank, block, rest))
-            break
-    heapify(heap)
-    while heap:
-        tick, turn, rank, block, rest = heap[0]
-        yield block
-        following = next(rest, None)
-        if following is None:
-            heappop(heap)
-        else:
-            turn = turn + 1 if following.last_used == tick else 0
-            heapreplace(heap, (following.last_used, turn, rank, following, rest))
+ASKED, VICTIM = 1, 2
+"""In `Blocks.marks`, while a plan is made."""
 
 
 def choose_victims(
     needs: Mapping[int, int],
-    allocator: SlotAllocator[Block],
-    spaces: Collection[Space],
-    protected: Container[Block],
-) -> list[Block] | None:
+    allocator: SlotAllocator,
+    tables: Mapping[int, Blocks],
+    asked: Sequence[Chain],
+) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if no choice would do. Changes nothing.
 
-    The oldest evictable block with a slot of the needed class goes first. A whole slab of another class goes instead
-    if no block of it was used since, or if there is no such block: without that the second model on a node would
+    The oldest evictable blocks with a slot of the needed class go first. A whole slab of another class goes instead
+    if no block of it was used since, or if there are no such blocks: without that the second model on a node would
     starve with its first slab. A block is evicted as a whole, with its slots in other slabs and classes.
 
     Args:
         needs: slots needed per size class.
-        spaces: all spaces of the pool.
-        protected: blocks that the same request is about; never chosen.
+        tables: all blocks of the pool, by number.
+        asked: blocks that the same request is about; never chosen.
     """
     if sum(size * need for size, need in needs.items()) > allocator.total_bytes - allocator.busy_bytes:
         return None  # without this a request that is too large would look at every block first
-    plan = _Plan(needs, allocator, spaces, protected)
-    while (size := plan.unmet()) is not None:
-        block, slab = plan.oldest_block(size), plan.oldest_slab(size)
-        if slab is not None and (block is None or slab.touched < block.last_used):
-            plan.evict_slab(slab)
-        elif block is not None:
-            plan.evict(block)
-        else:
-            return None
-    return plan.victims()
+    plan = _Plan(needs, allocator, tables)
+    try:
+        for chain in asked:
+            chain.blocks.marks[chain.rows] = ASKED
+        return plan.victims() if plan.make() else None
+    finally:
+        for chain in (*asked, *plan.chosen()):
+            chain.blocks.marks[chain.rows] = 0
 
 
-class _Queue(Generic[Item]):
-    """The first item that is (still) usable of an iterator."""
+def oldest_first(queues: Sequence[Chain]) -> list[tuple[int, int]]:
+    """Order in which blocks of several spaces go: (queue, position in it) of each.
 
-    def __init__(self, items: Iterator[Item], usable: Callable[[Item], bool]) -> None:
-        self._items = items
-        self._usable = usable
-        self._head = next(items, None)
+    By the tick of their last use. Those of one tick, the groups of one request, come in turns: a prefix that one group
+    has lost is of no use in the others.
 
-    def head(self) -> Item | None:
-        while self._head is not None and not self._usable(self._head):
-            self._head = next(self._items, None)
-        return self._head
+    Args:
+        queues: of each space its candidates, the oldest first.
+    """
+    ticks = [queue.blocks.last_used[queue.rows] for queue in queues]
+    turns = [np.arange(len(tick)) - np.searchsorted(tick, tick) for tick in ticks]
+    number = np.repeat(np.arange(len(queues)), [len(tick) for tick in ticks])
+    position = np.concatenate([np.arange(len(tick)) for tick in ticks])
+    order = np.lexsort((number, np.concatenate(turns), np.concatenate(ticks)))
+    return list(zip(number[order].tolist(), position[order].tolist(), strict=True))
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Blocks that were chosen together."""
+
+    victims: list[Chain]
+    tick: int
+    slab: bool
+    """They make a whole slab, and only all of them do."""
 
 
 class _Plan:
     """The state of one `choose_victims`."""
 
-    def __init__(
-        self,
-        needs: Mapping[int, int],
-        allocator: SlotAllocator[Block],
-        spaces: Collection[Space],
-        protected: Container[Block],
-    ) -> None:
+    def __init__(self, needs: Mapping[int, int], allocator: SlotAllocator, tables: Mapping[int, Blocks]) -> None:
         self._allocator = allocator
         self._supply = allocator.supply(needs)
-        self._spaces = spaces
-        self._protected = protected
-        self._victims: dict[Block, None] = {}
-        self._one_by_one = True
-        """Each victim gave one slot, and so none too many."""
-        self._blocks: dict[int, _Queue[Block]] = {}
-        self._slabs: dict[int, _Queue[Slab[Block]]] = {}
+        self._tables = tables
+        self._choices: list[_Choice] = []
+        self._slabs: dict[int, list[int]] = {}
+        """Size class -> slabs of other classes that could go, the longest unused last."""
 
-    def unmet(self) -> int | None:
-        """The size class for which more must be evicted."""
-        return self._supply.unmet()
+    def make(self) -> bool:
+        """Choose until the needs are met. False if they cannot be."""
+        while (unmet := self._supply.unmet()) is not None:
+            slab = self._oldest_slab(unmet.size)
+            touched = None if slab is None else int(self._allocator.slabs.touched[slab])
+            victims = self._oldest_blocks(unmet.size, unmet.missing, touched)
+            if victims:
+                newest = max(int(chain.blocks.last_used[chain.rows[-1]]) for chain in victims)
+                self._choose(_Choice(victims, newest, slab=False))
+            elif slab is not None and touched is not None:
+                self._choose(_Choice(self._blocks_in(slab), touched, slab=True))
+            else:
+                return False
+        self._spare()
+        return True
 
-    def oldest_block(self, size: int) -> Block | None:
-        """The oldest evictable block with a slot of this class."""
-        if size not in self._blocks:
-            policies = [space.policy for space in self._spaces if size in space.slot_sizes]
-            self._blocks[size] = _Queue(oldest_first(policies), lambda block: self._gives(block, size))
-        return self._blocks[size].head()
+    def chosen(self) -> list[Chain]:
+        """All that were chosen, also those that are spared."""
+        return [chain for choice in self._choices for chain in choice.victims]
 
-    def oldest_slab(self, size: int) -> Slab[Block] | None:
+    def victims(self) -> list[Chain]:
+        chosen = [Chain(chain.blocks, chain.rows[self._marked(chain, VICTIM)]) for chain in self.chosen()]
+        return [chain for chain in chosen if len(chain.rows)]
+
+    # -- who comes next ------------------------------------------------------------------------------------------
+
+    def _oldest_blocks(self, size: int, missing: int, touched: int | None) -> list[Chain]:
+        """The oldest blocks that give so many slots of this class, or all there are; none used after ``touched``."""
+        tables = [blocks for blocks in self._tables.values() if size in blocks.space.slot_sizes and not blocks.cleared]
+        queues = [self._candidates(blocks, size, missing, touched) for blocks in tables]
+        queues = [queue for queue in queues if len(queue.rows)]
+        if len(queues) < 2:
+            return queues  # it is cut to length already
+        gives = [self._gives(queue, size).tolist() for queue in queues]
+        taken = [0] * len(queues)
+        for queue, position in oldest_first(queues):
+            if missing <= 0:
+                break
+            missing -= gives[queue][position]
+            taken[queue] += 1
+        return [Chain(queue.blocks, queue.rows[:count]) for queue, count in zip(queues, taken, strict=True) if count]
+
+    def _candidates(self, blocks: Blocks, size: int, missing: int, touched: int | None) -> Chain:
+        """The oldest blocks of one space that would be enough, or all there are."""
+        pieces: list[Ints] = []
+        for piece in blocks.policy.candidates():
+            rows = piece[blocks.marks[piece] == 0]
+            if touched is not None:
+                rows = rows[blocks.last_used[rows] <= touched]
+            if blocks.space.num_shards == 1:
+                rows = rows[:missing]
+                missing -= len(rows)
+            else:
+                gives = self._gives(Chain(blocks, rows), size)
+                rows, gives = rows[gives > 0], gives[gives > 0]
+                enough = int(np.searchsorted(gives.cumsum(), missing)) + 1
+                rows = rows[:enough]
+                missing -= int(gives[:enough].sum())
+            pieces.append(rows)
+            if missing <= 0 or (touched is not None and len(piece) and blocks.last_used[piece[-1]] > touched):
+                break
+        return Chain(blocks, np.concatenate((NO_INTS, *pieces)))
+
+    def _oldest_slab(self, size: int) -> int | None:
         """The longest unused slab of another class that can be had as a whole."""
         if size not in self._slabs:
-            slabs = self._allocator.reclaimable(other_than=size)
-            self._slabs[size] = _Queue(slabs, lambda slab: self._gives_whole(slab, size))
-        return self._slabs[size].head()
+            self._slabs[size] = self._allocator.reclaimable(other_than=size).tolist()[::-1]
+        slabs = self._slabs[size]
+        while slabs and not self._gives_whole(slabs[-1], size):
+            slabs.pop()
+        return slabs[-1] if slabs else None
 
-    def evict(self, block: Block) -> None:
-        self._victims[block] = None
-        slots = block.held_slots()
-        self._one_by_one &= len(slots) == 1
-        for slot in slots:
-            self._supply.free(slot)
+    def _gives_whole(self, slab: int, size: int) -> bool:
+        if self._allocator.slabs.nbytes[slab] < size or self._supply.is_whole(slab):
+            return False
+        return not any(some(self._marked(chain, ASKED)) for chain in self._owners(slab))
 
-    def evict_slab(self, slab: Slab[Block]) -> None:
-        self._one_by_one = False
-        for block in slab.blocks():
-            if block not in self._victims:
-                self.evict(block)
+    # -- the choice ----------------------------------------------------------------------------------------------
 
-    def victims(self) -> list[Block]:
-        if not self._one_by_one:
-            self._spare()
-        return list(self._victims)
+    def _choose(self, choice: _Choice) -> None:
+        self._choices.append(choice)
+        self._mark(choice.victims)
+
+    def _mark(self, victims: Iterable[Chain]) -> None:
+        for chain in victims:
+            chain.blocks.marks[chain.rows] = VICTIM
+            self._supply.free(chain.blocks.held_slots(chain.rows))
+
+    def _unmark(self, victims: Iterable[Chain]) -> None:
+        for chain in victims:
+            chain.blocks.marks[chain.rows] = 0
+            self._supply.keep(chain.blocks.held_slots(chain.rows))
 
     def _spare(self) -> None:
         """What gave several slots may have made earlier victims needless: keep what can be kept, the newest first."""
-        oldest_first = sorted(self._victims, key=lambda block: block.last_used)
-        for block in oldest_first[::-1]:
-            for slot in block.held_slots():
-                self._supply.keep(slot)
-            if self._supply.unmet() is None:
-                del self._victims[block]
-            else:
-                self.evict(block)
+        for choice in sorted(self._choices, key=lambda choice: choice.tick, reverse=True):
+            if self._supply.surplus() == 0:
+                return
+            for victims in [choice.victims] if choice.slab else self._one_by_one(choice):
+                self._unmark(victims)
+                if self._supply.unmet() is not None:
+                    self._mark(victims)
 
-    def _gives(self, block: Block, size: int) -> bool:
-        if block in self._victims or block in self._protected:
-            return False
-        sizes = block.space.slot_sizes
-        return any(block.slot_of(shard) >= 0 and sizes[shard] == size for shard in range(len(sizes)))
+    def _one_by_one(self, choice: _Choice) -> list[list[Chain]]:
+        """The blocks of a choice that might be spared, the newest first."""
+        surplus, size = self._supply.surplus(), self._supply.largest
+        spared = choice.victims
+        if surplus is not None:  # then only this class counts: a block that gives more than is left over must go
+            spared = [Chain(chain.blocks, chain.rows[self._gives(chain, size) <= surplus]) for chain in spared]
+        order = oldest_first(spared)[::-1] if any(len(chain.rows) for chain in spared) else []
+        return [[Chain(spared[queue].blocks, spared[queue].rows[at : at + 1])] for queue, at in order]
 
-    def _gives_whole(self, slab: Slab[Block], size: int) -> bool:
-        if slab.nbytes < size or self._supply.is_whole(slab):
-            return False
-        return not any(block in self._protected for block in slab.blocks())
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _gives(self, chain: Chain, size: int) -> Ints:
+        """Slots of this class that each block gives."""
+        blocks = chain.blocks
+        if blocks.space.num_shards == 1:
+            return np.ones(len(chain.rows), np.int64)
+        shards = [shard for shard, slot_size in enumerate(blocks.space.slot_sizes) if slot_size == size]
+        gives: Ints = (blocks.slots[np.array(shards)[:, None], chain.rows] >= 0).sum(axis=0)
+        return gives
+
+    def _marked(self, chain: Chain, mark: int) -> Bools:
+        marked: Bools = chain.blocks.marks[chain.rows] == mark
+        return marked
+
+    def _blocks_in(self, slab: int) -> list[Chain]:
+        """The owners of a slab that are not chosen yet."""
+        chains = [Chain(chain.blocks, chain.rows[self._marked(chain, 0)]) for chain in self._owners(slab)]
+        return [chain for chain in chains if len(chain.rows)]
+
+    def _owners(self, slab: int) -> list[Chain]:
+        owners = np.unique(self._allocator.owners(slab))
+        numbers, rows = owners >> 32, owners & 0xFFFFFFFF
+        return [Chain(self._tables[number], rows[numbers == number]) for number in np.unique(numbers).tolist()]

@@ -5,173 +5,231 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvsidecar.cache.block import Block, Space
-from kvsidecar.cache.slots import Slab, SlotAllocator, SlotState
+import numpy as np
+
+from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Space
+from kvsidecar.cache.block_index import BlockIndex, Keys
+from kvsidecar.cache.slots import NOBODY, SlotAllocator, SlotState
 
 if TYPE_CHECKING:
     from kvsidecar.cache.block_cache import BlockCache
 
+Row = tuple[int, int]
+"""Number of the table, row in it."""
+
 
 def check_integrity(cache: BlockCache) -> None:
     """Raise AssertionError if slots, blocks, pins, policies and gauges of the cache do not agree."""
-    check_slots(cache._table.slots)
+    table = cache._table
+    check_slots(table.slots)
     cache._leases.check_integrity()
-    pins = _pins(cache)
-    blocks = _all_blocks(cache, pins)
-    _check_owners(cache._table.slots, blocks)
-    for block in blocks:
-        _check_block(block, pins[block], cache._table.slots)
-    for (namespace, group), space in cache._table.spaces.items():
+    leased, filling = _pins(cache), _filling(cache)
+    owners: Counter[Row] = Counter()
+    for number, blocks in table.tables.items():
+        assert blocks.number == number, f"table {blocks.number} is filed as {number}"
+        assert not blocks.marks.any(), f"a plan of an eviction has left marks in table {number}"
+        check_index(blocks.index)
+        owners += _check_rows(blocks, leased, filling, table.slots)
+        assert len(blocks) or not (blocks.cleared or blocks.space.dropped), f"the empty table {number} is still there"
+    assert leased.keys() | filling.keys() <= {
+        (number, row) for number in table.tables for row in _rows(table.tables[number])
+    }
+    owned = [owner for slab in range(len(table.slots.slabs)) for owner in table.slots.owners(slab).tolist()]
+    assert Counter((owner >> 32, owner & 0xFFFFFFFF) for owner in owned) == owners, "slots are owned by other blocks"
+    for (namespace, group), space in table.spaces.items():
         assert (space.namespace, space.group) == (namespace, group), f"the space of {namespace} is filed elsewhere"
-        _check_space(space)
-    _check_gauges(cache, blocks)
+        _check_space(space, table.tables)
+    _check_gauges(cache, leased)
 
 
-def check_slots(allocator: SlotAllocator[Block]) -> None:
+# -- slots ---------------------------------------------------------------------------------------------------------
+
+
+def check_slots(allocator: SlotAllocator) -> None:
     """Raise AssertionError if slabs overlap, or the counts of their slots are not what their states say."""
+    slabs = allocator.slabs
     nbytes = [0] * len(SlotState)
     wasted = end = 0
-    for slab in allocator._slabs:
-        assert slab.start == end, f"slab {slab.index} starts at {slab.start}; the one before it ends at {end}"
-        end += slab.nbytes
-        _check_slab(slab, allocator)
-        states = Counter(slab.states)
-        for state, count in states.items():
-            nbytes[state] += count * slab.size
-        if not slab.size:
-            nbytes[SlotState.FREE] += slab.nbytes
-        else:
-            wasted += slab.nbytes - slab.capacity * slab.size
+    columns: list[range] = []
+    for slab in range(len(slabs)):
+        size, capacity, length = int(slabs.size[slab]), int(slabs.capacity[slab]), int(slabs.nbytes[slab])
+        assert slabs.start[slab] == end, f"slab {slab} starts at {slabs.start[slab]}; the one before it ends at {end}"
+        end += length
+        if not size:
+            assert not capacity, f"slab {slab} is whole and has {capacity} slots"
+            nbytes[SlotState.FREE] += length
+            continue
+        columns.append(range(int(slabs.first[slab]), int(slabs.first[slab]) + capacity))
+        for state, count in _check_slab(allocator, slab).items():
+            nbytes[state] += count * size
+        wasted += length - capacity * size
     assert end == allocator.total_bytes, f"the slabs end at {end}, the pool at {allocator.total_bytes}"
     assert wasted == allocator.wasted_bytes, f"wasted bytes are {wasted}, not {allocator.wasted_bytes}"
     assert nbytes == allocator._bytes, f"bytes by state are {nbytes}, not {allocator._bytes}"
     assert sum(nbytes) + wasted == allocator.total_bytes, "bytes do not add up to the pool"
+    for capacity, spare in allocator._spare_columns.items():
+        columns += [range(first, first + capacity) for first in spare]
+    assert sorted(place for each in columns for place in each) == list(range(allocator._columns_used)), (
+        f"the columns of slots are used twice or lost: {columns} of {allocator._columns_used}"
+    )
     _check_lists(allocator)
 
 
-def _check_slab(slab: Slab[Block], allocator: SlotAllocator[Block]) -> None:
-    name = f"slab {slab.index}"
-    states = Counter(slab.states)
-    assert len(slab.states) == len(slab.owners) == slab.capacity, f"{name} has {slab.capacity} slots, but other lists"
-    assert slab.capacity == (slab.nbytes // slab.size if slab.size else 0), f"{name} is cut into {slab.capacity} slots"
-    assert (slab.used > 0) == (slab.size > 0), f"{name} has {slab.used} used slots and is cut to {slab.size}"
-    assert slab.used == slab.capacity - states[SlotState.FREE], f"{name} counts {slab.used} used slots"
-    assert slab.evictable == states[SlotState.EVICTABLE], f"{name} counts {slab.evictable} evictable slots"
-    free = set(slab.returned) | set(range(slab.fresh, slab.capacity))
-    assert len(free) == len(slab.returned) + slab.capacity - slab.fresh, f"{name} lists a free slot twice"
-    for index, (state, owner) in enumerate(zip(slab.states, slab.owners, strict=True)):
-        slot = slab.start + index * slab.size
-        assert (state == SlotState.FREE) == (index in free), f"slot {slot} is {SlotState(state).name}, or is it free?"
+def _check_slab(allocator: SlotAllocator, slab: int) -> Counter[int]:
+    """The number of its slots by state."""
+    slabs = allocator.slabs
+    first, size, capacity = int(slabs.first[slab]), int(slabs.size[slab]), int(slabs.capacity[slab])
+    states = allocator._states[first : first + capacity].tolist()
+    owners = allocator._owners[first : first + capacity].tolist()
+    counts = Counter(states)
+    name = f"slab {slab}"
+    assert capacity == int(slabs.nbytes[slab]) // size, f"{name} is cut into {capacity} slots"
+    assert slabs.used[slab] == capacity - counts[SlotState.FREE] > 0, f"{name} counts {slabs.used[slab]} used slots"
+    evictable = counts[SlotState.EVICTABLE]
+    assert slabs.evictable[slab] == evictable, f"{name} counts {slabs.evictable[slab]} evictable slots"
+    lowest = states.index(SlotState.FREE) if SlotState.FREE in counts else capacity
+    assert slabs.lowest_free[slab] <= lowest, f"{name} would not find its free slot {lowest}"
+    for index, (state, owner) in enumerate(zip(states, owners, strict=True)):
         owned = state not in (SlotState.FREE, SlotState.QUARANTINED)
-        assert owned == (owner is not None), f"slot {slot} is {SlotState(state).name}, its owner {owner}"
-    assert slab.touched <= allocator._tick, f"{name} was touched in the future"
+        assert owned == (owner != NOBODY), f"slot {index} of {name} is {SlotState(state).name}, its owner {owner}"
+    return counts
 
 
-def _check_lists(allocator: SlotAllocator[Block]) -> None:
+def _check_lists(allocator: SlotAllocator) -> None:
     """Each slab is in the lists it belongs to, and in no other."""
+    slabs = allocator.slabs
+    sizes = Counter(slabs.size.tolist())
+    del sizes[0]
+    assert allocator._cut_slabs == sizes, f"slabs are cut to {sizes}, not to {allocator._cut_slabs}"
     for number, node in allocator._nodes.items():
-        here = [slab for slab in allocator._slabs if slab.node == number]
-        whole = {slab.index for slab in here if not slab.size}
-        assert {slab.index for slab in node.whole} == whole, f"whole slabs of node {number} are {whole}"
-        assert len(node.whole) == len(whole), f"node {number} lists a whole slab twice"
+        here = [slab for slab in range(len(slabs)) if slabs.node[slab] == number]
+        whole = [slab for slab in here if not slabs.size[slab]]
+        assert sorted(node.whole) == whole, f"whole slabs of node {number} are {whole}, not {node.whole}"
         for slab in list(node.whole)[1:]:
-            assert slab.nbytes == allocator.slab_bytes, f"the short slab {slab.index} is not the last to be taken"
-        for size in node.partial.keys() | node.free_slots.keys() | {slab.size for slab in here if slab.size}:
-            partial = {slab.index for slab in here if slab.size == size and slab.used < slab.capacity}
+            assert slabs.nbytes[slab] == allocator.slab_bytes, f"the short slab {slab} is not the last to be taken"
+        for size in node.partial.keys() | node.free_slots.keys() | {int(slabs.size[slab]) for slab in here} - {0}:
+            cut = [slab for slab in here if slabs.size[slab] == size]
+            partial = {slab for slab in cut if slabs.used[slab] < slabs.capacity[slab]}
             assert set(node.partial.get(size, ())) == partial, f"slabs with free slots of {size} are {partial}"
-            free = sum(slab.capacity - slab.used for slab in here if slab.size == size)
+            free = sum(int(slabs.capacity[slab] - slabs.used[slab]) for slab in cut)
             assert node.free_slots[size] == free, f"node {number} has {free} free slots of {size}"
-    for size in allocator._reclaimable.keys() | {slab.size for slab in allocator._slabs if slab.size}:
-        listed = list(allocator._reclaimable.get(size, {}).values())
-        expected = {slab.index for slab in allocator._slabs if slab.size == size and slab.reclaimable}
-        assert {slab.index for slab in listed} == expected, f"reclaimable slabs of {size} are {expected}"
-        touched = [slab.touched for slab in listed]
-        assert touched == sorted(touched), f"reclaimable slabs of {size} are not in the order of their use: {touched}"
 
 
-def _pins(cache: BlockCache) -> Counter[Block]:
-    pins: Counter[Block] = Counter()
-    for lease in cache._leases.all():
-        for chain in lease.chains:
-            pins.update(chain)
-    for load in cache._loads:
-        for chain in load.chains:
-            pins.update(chain)
-    return pins
+# -- blocks --------------------------------------------------------------------------------------------------------
 
 
-def _all_blocks(cache: BlockCache, pins: Counter[Block]) -> set[Block]:
-    """Findable and detached ones: every block with a slot is the owner of it."""
-    blocks = {block for space in cache._table.spaces.values() for block in space.blocks}
-    blocks.update(owner for slab in cache._table.slots._slabs for owner in slab.blocks())
-    blocks.update(pins)
-    return blocks
+def check_index(index: BlockIndex) -> None:
+    """Raise AssertionError if a row is filed twice, or would not be found."""
+    rows = np.sort(index.rows())
+    assert len(index) == len(rows), f"the index counts {len(index)} blocks, and has {len(rows)}"
+    assert len(set(rows.tolist())) == len(rows), "a row is filed twice"
+    assert (index.find(Keys(index._words[rows], index._tags_of(index._words[rows]))) == rows).all(), (
+        "a row is not found under its hash"
+    )
+    assert not index._tags[index._num_buckets :].any(), "a bucket beyond the last is used"
+    assert set(index._overflows.nonzero()[0].tolist()) == set(index._overflow), "buckets that overflow are not marked"
+    assert all(index._overflow.values()), "a bucket without overflow is listed"
 
 
-def _check_owners(allocator: SlotAllocator[Block], blocks: set[Block]) -> None:
-    held = Counter(slot for block in blocks for slot in block.held_slots())
-    twice = [slot for slot, count in held.items() if count > 1]
-    assert not twice, f"slots {twice} hold two shards"
-    for block in blocks:
-        for slot in block.held_slots():
-            slab = allocator.slab_of(slot)
-            assert slab.size, f"slot {slot} of a block lies in a slab that is not cut"
-            assert (slot - slab.start) % slab.size == 0, f"slot {slot} of a block is no slot of its slab"
-            assert slab.owners[slab.index_of(slot)] is block, f"slot {slot} of a block is owned by another, or by none"
-    owned = sum(1 for slab in allocator._slabs for _ in slab.blocks())
-    assert owned == len(held), f"{owned} slots have an owner, but blocks hold {len(held)}"
+def _rows(blocks: Blocks) -> list[int]:
+    """Rows of the blocks there are."""
+    freed = set(blocks._freed_rows[: blocks._num_freed].tolist())
+    assert len(freed) == blocks._num_freed, f"a row of table {blocks.number} was freed twice"
+    return [row for row in range(blocks.rows_used) if row not in freed]
 
 
-def _check_block(block: Block, pins: int, allocator: SlotAllocator[Block]) -> None:
-    name = f"block {block.hash.hex() or 'without hash'}"
-    found = block.space.blocks.get(block.hash)
-    assert block.detached == (found is not block), f"{name} is detached: {block.detached}, but found is {found}"
-    assert block.pins == pins, f"{name} has {block.pins} pins; leases and loads hold {pins}"
-    assert not pins or block.readable, f"{name} is pinned and not readable"
-    slots = [block.slot_of(shard) for shard in range(block.space.num_shards)]
-    assert any(slot >= 0 for slot in slots), f"{name} has no slot, and should have gone"
-    for shard, slot in enumerate(slots):
-        sealed = bool(block.sealed >> shard & 1)
-        if slot < 0:
-            assert not sealed, f"shard {shard} of {name} is sealed and has no slot"
-            continue
-        slab = allocator.slab_of(slot)
-        assert slab.size == block.space.slot_sizes[shard], f"shard {shard} of {name} is in a slot of {slab.size} bytes"
-        state = SlotState(slab.states[slab.index_of(slot)])
-        busy = SlotState.HELD if sealed else SlotState.RESERVED
-        expected = SlotState.EVICTABLE if block.evictable else busy
-        assert state == expected, f"slot {slot} of {name} is {state.name}; it should be {expected.name}"
-        if expected is SlotState.EVICTABLE:
-            assert block.last_used <= slab.touched, f"{name} was used after its slab {slab.index}"
-    assert not block.detached or block.pins or block.filling, f"{name} is detached, unused, and still there"
+def _pins(cache: BlockCache) -> Counter[Row]:
+    """Pins by leases and loads."""
+    chains = [chain for lease in cache._leases.all() for chain in lease.chains]
+    chains += [chain for load in cache._loads for chain in load.chains]
+    return Counter((chain.blocks.number, row) for chain in chains for row in chain.rows.tolist())
 
 
-def _check_space(space: Space) -> None:
-    assert space.users > 0 or space.blocks, f"the space of group {space.group} should have been dropped"
+def _filling(cache: BlockCache) -> dict[Row, dict[int, int]]:
+    """Slot by shard of each block that stores fill."""
+    filling: dict[Row, dict[int, int]] = {}
+    for part in (part for grant in cache._stores for part in grant.parts):
+        for row, slot in zip(part.rows.tolist(), part.slots.tolist(), strict=True):
+            shards = filling.setdefault((part.blocks.number, row), {})
+            assert part.shard not in shards, f"shard {part.shard} of row {row} is being filled twice"
+            shards[part.shard] = slot
+    return filling
+
+
+def _check_rows(
+    blocks: Blocks, leased: Counter[Row], filling: dict[Row, dict[int, int]], allocator: SlotAllocator
+) -> Counter[Row]:
+    """Check each block of a table; how many slots it owns."""
+    owners: Counter[Row] = Counter()
+    rows = _rows(blocks)
+    found = set() if blocks.cleared else set(blocks.index.rows().tolist())
+    assert found <= set(rows), f"table {blocks.number} finds rows that are free"
+    for row in rows:
+        key, name = (blocks.number, row), f"row {row} of table {blocks.number}"
+        pins, open_shards = leased[key], filling.get(key, {})
+        assert blocks.pins[row] == pins + len(open_shards), f"{name} has {blocks.pins[row]} pins, holders have {pins}"
+        slots = blocks.slots[:, row].tolist()
+        sealed = [slot for slot in slots if slot >= 0]
+        assert blocks.missing[row] == len(slots) - len(sealed), f"{name} says it misses {blocks.missing[row]} shards"
+        assert not pins or blocks.missing[row] == 0, f"{name} is pinned and not readable"
+        assert {shard for shard, slot in enumerate(slots) if slot == FILLING} == open_shards.keys(), (
+            f"{name} is filled in {slots}, by stores in {open_shards}"
+        )
+        assert all(slot in (NO_SLOT, FILLING) for slot in slots if slot < 0), f"{name} has the slots {slots}"
+        assert sealed or open_shards, f"{name} has no slot, and should have gone"
+        detached = blocks.cleared or bool(blocks.detached[row])
+        assert detached == (row not in found), f"{name} is detached: {detached}, but found: {row in found}"
+        evictable = bool(blocks.evictable[row])
+        waits_for_sweep = blocks.cleared and row >= blocks.swept
+        assert evictable <= (not blocks.pins[row]), f"{name} is evictable and pinned"
+        assert evictable or blocks.pins[row], f"{name} is needed by nobody, and not evictable"
+        assert not (evictable and detached) or waits_for_sweep, f"{name} is detached, unused, and still there"
+        for shard, slot in [*enumerate(slots), *open_shards.items()]:
+            if slot < 0:
+                continue
+            state = allocator.state_of(slot)
+            busy = SlotState.RESERVED if shard in open_shards else SlotState.HELD
+            expected = SlotState.EVICTABLE if evictable else busy
+            assert state == expected, f"slot {slot} of {name} is {state.name}; it should be {expected.name}"
+            slab = slot // allocator.slab_bytes
+            size = int(allocator.slabs.size[slab])
+            assert size == blocks.space.slot_sizes[shard], f"shard {shard} of {name} is in a slot of {size} bytes"
+            place = allocator.slabs.first[slab] + (slot - allocator.slabs.start[slab]) // size
+            owner = int(allocator._owners[place])
+            assert (owner >> 32, owner & 0xFFFFFFFF) == key, f"slot {slot} of {name} is owned by {owner:#x}"
+            if evictable:
+                assert blocks.last_used[row] <= allocator.slabs.touched[slab], f"{name} was used after slab {slab}"
+            owners[key] += 1
+    readable = sum(not blocks.missing[row] for row in found)
+    assert blocks.readable == readable or blocks.cleared, f"{readable} blocks are readable, not {blocks.readable}"
+    return owners
+
+
+def _check_space(space: Space, tables: dict[int, Blocks]) -> None:
+    blocks = space.blocks
+    assert space.users > 0 or len(blocks.index), f"the space of group {space.group} should have been dropped"
     assert not space.dropped, f"the space of group {space.group} was dropped and is still there"
-    readable = sum(block.readable for block in space.blocks)
-    assert space.readable == readable, f"group {space.group} has {readable} readable blocks, not {space.readable}"
-    assert len(space.blocks) == sum(1 for _ in space.blocks), f"the index counts {len(space.blocks)} blocks"
-    for block in space.blocks:
-        assert space.blocks.get(block.hash) is block, f"block {block.hash.hex()} is filed under another hash"
-        assert block.space is space, f"block {block.hash.hex()} is of another space"
-    candidates = list(space.policy.candidates())
-    evictable = {block for block in space.blocks if block.evictable}
-    assert len(candidates) == len(set(candidates)), "the eviction policy has a block twice"
-    assert set(candidates) == evictable, f"the policy has {len(candidates)} blocks; {len(evictable)} are evictable"
-    used = [block.last_used for block in candidates]
+    assert tables.get(blocks.number) is blocks, f"the blocks of group {space.group} are not listed"
+    assert blocks.space is space, f"the blocks of group {space.group} are of another space"
+    assert not blocks.cleared, f"the blocks of group {space.group} were cleared"
+    candidates = [row for rows in blocks.policy.candidates() for row in rows.tolist()]
+    evictable = blocks.evictable.nonzero()[0].tolist()
+    assert sorted(candidates) == evictable, f"the policy has {candidates}; evictable are {evictable}"
+    used = blocks.last_used[candidates].tolist()
     assert used == sorted(used), f"the candidates for eviction are not in the order of their use: {used}"
 
 
-def _check_gauges(cache: BlockCache, blocks: set[Block]) -> None:
-    found = [block for block in blocks if not block.detached]
-    readable = sum(block.readable for block in found)
-    leased = sum(block.space.block_bytes for block in blocks if block.pins)
-    assert cache._table.num_blocks == len(found), f"there are {len(found)} blocks, not {cache._table.num_blocks}"
-    assert cache._table.readable_blocks == readable, (
-        f"{readable} blocks are readable, not {cache._table.readable_blocks}"
-    )
-    assert cache._table.leased_bytes == leased, f"leased bytes are {leased}, not {cache._table.leased_bytes}"
+# -- gauges --------------------------------------------------------------------------------------------------------
+
+
+def _check_gauges(cache: BlockCache, leased: Counter[Row]) -> None:
+    table = cache._table
+    current = [space.blocks for space in table.spaces.values()]
+    found, readable = sum(len(blocks.index) for blocks in current), sum(blocks.readable for blocks in current)
+    assert table.num_blocks == found, f"there are {found} blocks, not {table.num_blocks}"
+    assert table.readable_blocks == readable, f"{readable} blocks are readable, not {table.readable_blocks}"
+    leased_bytes = sum(table.tables[number].space.block_bytes for number, _ in leased)
+    assert table.leased_bytes == leased_bytes, f"leased bytes are {leased_bytes}, not {table.leased_bytes}"
     stats = cache.stats()
     parts = stats.used_bytes + stats.free_bytes + stats.reserved_bytes + stats.quarantined_bytes + stats.wasted_bytes
     assert parts == stats.total_bytes, f"the gauges add up to {parts} of {stats.total_bytes} bytes"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
 
-from kvsidecar.cache.block import Block, Lease
+from kvsidecar.cache.block import Chain, Lease
 
 
 class LeaseTable:
@@ -29,7 +29,7 @@ class LeaseTable:
     def all(self) -> list[Lease]:
         return list(self._leases.values())
 
-    def add(self, owner: Hashable, chains: list[list[Block]], expires_at: float) -> Lease:
+    def add(self, owner: Hashable, chains: list[Chain], expires_at: float) -> Lease:
         lease_id = self._next_id()
         while lease_id in self._leases:
             lease_id = self._next_id()

@@ -6,19 +6,21 @@ another block size can cut it anew. A slot is named by its byte offset in the po
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from heapq import merge
-from typing import Generic, TypeVar
 
+import numpy as np
+
+from kvsidecar.cache.arrays import NO_INTS, Ints, longer, some, tally
 from kvsidecar.cache.supply import Supply
 
 SLOT_ALIGN = 4096
 """Slots are multiples of this many bytes and start at one: a page (and so a cache line) holds bytes of one slot only,
 which keeps two DMAs from sharing a line, and sizes that differ by a few bytes share a class."""
 
-Owner = TypeVar("Owner")
+NOBODY = -1
+"""Owner of a slot that is free or quarantined."""
 
 
 class SlotState(IntEnum):
@@ -43,86 +45,48 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
 
 
-class Slab(Generic[Owner]):
-    """A piece of the pool; cut into ``capacity`` slots of ``size`` bytes while at least one of them is used."""
+class Slabs:
+    """The slabs of a pool, as columns: a slab is an index. One that is cut has at least one used slot."""
 
-    __slots__ = (
-        "capacity",
-        "evictable",
-        "fresh",
-        "index",
-        "nbytes",
-        "node",
-        "owners",
-        "returned",
-        "size",
-        "start",
-        "states",
-        "touched",
-        "used",
-    )
-
-    def __init__(self, index: int, start: int, nbytes: int, node: int | None) -> None:
-        self.index = index
-        self.start = start
-        self.nbytes = nbytes
-        self.node = node
-        self.touched = 0
+    def __init__(self, pool_bytes: int, slab_bytes: int, nodes: Sequence[int | None]) -> None:
+        self.start = np.arange(0, pool_bytes, slab_bytes)
+        self.nbytes = np.minimum(slab_bytes, pool_bytes - self.start)
+        self.node = list(nodes)
+        self.size = np.zeros(len(self.start), np.int64)
+        """Size class it is cut to; 0 for one that is whole."""
+        self.capacity = np.zeros_like(self.size)
+        """Slots it is cut into."""
+        self.first = np.zeros_like(self.size)
+        """Index of its first slot in the columns of slots."""
+        self.used = np.zeros_like(self.size)
+        """Slots that are not free."""
+        self.evictable = np.zeros_like(self.size)
+        self.touched = np.zeros_like(self.size)
         """Tick at which a slot of it was last used."""
-        self.cut(0)
+        self.lowest_free = np.zeros_like(self.size)
+        """No slot of it below this one is free."""
 
-    def cut(self, size: int) -> None:
-        """Make slots of ``size`` bytes; 0 makes it whole again."""
-        self.size = size
-        self.capacity = self.nbytes // size if size else 0
-        self.owners: list[Owner | None] = [None] * self.capacity
-        self.states = bytearray(self.capacity)
-        self.returned: list[int] = []
-        self.fresh = 0
-        """Slots from this one on were never used: a fresh cut of many slots need not list them."""
-        self.used = 0
-        self.evictable = 0
-
-    @property
-    def reclaimable(self) -> bool:
-        """Every used slot is evictable, so that evicting them gives the whole slab back."""
-        return self.used == self.evictable > 0
-
-    def index_of(self, slot: int) -> int:
-        return (slot - self.start) // self.size
-
-    def blocks(self) -> Iterator[Owner]:
-        """Owners of its slots; one that owns several comes several times."""
-        return (owner for owner in self.owners if owner is not None)
+    def __len__(self) -> int:
+        return len(self.start)
 
 
-class _Node(Generic[Owner]):
-    """The slabs of one NUMA node."""
+class _Node:
+    """What is free on one NUMA node."""
 
     def __init__(self) -> None:
-        self.whole: deque[Slab[Owner]] = deque()
+        self.whole: deque[int] = deque()
         """Uncut slabs. A short one stays at the left end: it is taken last, and only by slots that fit it."""
-        self.partial: dict[int, OrderedDict[int, Slab[Owner]]] = {}
-        """Size class -> cut slabs with a free slot, by slab index."""
+        self.partial: dict[int, dict[int, None]] = {}
+        """Size class -> cut slabs with a free slot, in the order in which they got one."""
         self.free_slots: Counter[int] = Counter()
         """Size class -> free slots in ``partial``."""
 
-    def take_partial(self, size: int) -> Slab[Owner] | None:
-        slabs = self.partial.get(size)
-        return next(reversed(slabs.values())) if slabs else None
 
-    def take_whole(self, size: int) -> Slab[Owner] | None:
-        if not self.whole or self.whole[-1].nbytes < size:
-            return None
-        slab = self.whole.pop()
-        slab.cut(size)
-        self.partial.setdefault(size, OrderedDict())[slab.index] = slab
-        self.free_slots[size] += slab.capacity
-        return slab
+class SlotAllocator:
+    """Gives out slots of the pool, and counts the bytes in each state.
 
-
-class SlotAllocator(Generic[Owner]):
-    """Gives out slots of the pool, and counts the bytes in each state. Every call but ``reclaimable`` is O(1).
+    Every call is for all slots of a request, and costs a few array operations whatever the size of the pool; slots of
+    one call are distinct.
 
     Args:
         pool_bytes: size of the pool; a multiple of `SLOT_ALIGN`.
@@ -146,24 +110,22 @@ class SlotAllocator(Generic[Owner]):
         self.slab_bytes = slab_bytes
         self.wasted_bytes = 0
         """Tails of cut slabs that are too short for a slot."""
+        self.slabs = Slabs(pool_bytes, slab_bytes, nodes)
         self._bytes = [0] * len(SlotState)
         self._bytes[_FREE] = pool_bytes
-        self._tick = 0
-        self._nodes: dict[int | None, _Node[Owner]] = {node: _Node() for node in nodes}
-        self._reclaimable: dict[int, OrderedDict[int, Slab[Owner]]] = {}
-        """Size class -> slabs that `Slab.reclaimable` is true of, by slab index, the longest unused first."""
-        self._slabs: list[Slab[Owner]] = [
-            Slab(index, start, min(slab_bytes, pool_bytes - start), nodes[index])
-            for index, start in enumerate(range(0, pool_bytes, slab_bytes))
-        ]
-        for slab in reversed(self._slabs):
+        self._states = np.zeros(pool_bytes // SLOT_ALIGN, np.uint8)
+        """Of each slot. The slots of one slab lie side by side, and slabs one after the other as they are cut."""
+        self._owners = np.zeros(len(self._states), np.int64)
+        self._columns_used = 0
+        self._cut_slabs: Counter[int] = Counter()
+        """Size class -> slabs that are cut to it."""
+        self._spare_columns: dict[int, list[int]] = {}
+        """Capacity -> where the slots of slabs were that are whole again."""
+        self._nodes: dict[int | None, _Node] = {node: _Node() for node in nodes}
+        for slab in reversed(range(num_slabs)):
             self._put_whole(slab)
 
     # -- what there is -----------------------------------------------------------------------------------------
-
-    @property
-    def slabs(self) -> Sequence[Slab[Owner]]:
-        return self._slabs
 
     @property
     def free_bytes(self) -> int:
@@ -182,7 +144,7 @@ class SlotAllocator(Generic[Owner]):
     @property
     def largest_slot(self) -> int:
         """Bytes of the largest slot that can be cut."""
-        return self._slabs[0].nbytes
+        return int(self.slabs.nbytes[0])
 
     def fits(self, nbytes: int) -> bool:
         """False if a shard of ``nbytes`` bytes is larger than any slab, so that it can never be stored."""
@@ -198,15 +160,43 @@ class SlotAllocator(Generic[Owner]):
             return self._nodes[node].free_slots[size] if node in self._nodes else 0
         return sum(home.free_slots[size] for home in self._nodes.values())
 
-    def slab_of(self, slot: int) -> Slab[Owner]:
-        return self._slabs[slot // self.slab_bytes]
+    def slab_of(self, slots: Ints) -> Ints:
+        return slots // self.slab_bytes
+
+    def size_of(self, slots: Ints) -> Ints:
+        """Size class of each slot, in bytes."""
+        sizes: Ints = self.slabs.size[slots // self.slab_bytes]
+        return sizes
+
+    def state_of(self, offset: int) -> SlotState:
+        """State of the slot that this byte of the pool belongs to; FREE if it belongs to none."""
+        slab = offset // self.slab_bytes
+        if not self.slabs.size[slab]:
+            return SlotState.FREE
+        inside = (offset - self.slabs.start[slab]) // self.slabs.size[slab]
+        if inside >= self.slabs.capacity[slab]:
+            return SlotState.FREE
+        return SlotState(self._states[self.slabs.first[slab] + inside])
+
+    def owners(self, slab: int) -> Ints:
+        """Owners of the slots of a slab; one that owns several comes several times."""
+        first = self.slabs.first[slab]
+        owners = self._owners[first : first + self.slabs.capacity[slab]]
+        used: Ints = owners[owners != NOBODY]
+        return used
 
     def supply(self, needs: Mapping[int, int]) -> Supply:
         """A plan of what could be allocated without a preferred node. Needs are slots per size class."""
-        last = self._slabs[-1]
-        short = last.nbytes if last.nbytes < self.slab_bytes and not last.size else 0
+        last = len(self.slabs) - 1
+        short = 0 if self.slabs.size[last] else int(self.slabs.nbytes[last])
         free_slots = {size: self.free_slots(size) for size in needs}
-        return Supply(self, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=short)
+        return Supply(
+            self,
+            needs,
+            free_slots,
+            whole_slabs=self._whole_slabs(),
+            short_slab=short if short < self.slab_bytes else 0,
+        )
 
     def can_prefer(self, node: int, needs: Mapping[int, int]) -> bool:
         """All needs can be allocated with ``node`` preferred, larger size classes first.
@@ -217,158 +207,240 @@ class SlotAllocator(Generic[Owner]):
         free_slots = {size: self.free_slots(size, node) for size in needs}
         return Supply(self, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
 
-    def reclaimable(self, other_than: int) -> Iterator[Slab[Owner]]:
-        """Slabs of other size classes whose used slots are all evictable, the longest unused first."""
-        queues = [slabs.values() for size, slabs in self._reclaimable.items() if size != other_than]
-        return merge(*queues, key=lambda slab: slab.touched)
+    def reclaimable(self, other_than: int) -> Ints:
+        """Slabs of other size classes whose used slots are all evictable, the longest unused first. O(slabs)."""
+        slabs = self.slabs
+        if all(size == other_than for size in self._cut_slabs):
+            return NO_INTS  # as in every pool with one model
+        idle = (slabs.evictable > 0) & (slabs.evictable == slabs.used)
+        found: Ints = (idle & (slabs.size != other_than)).nonzero()[0]
+        return found[slabs.touched[found].argsort(kind="stable")]
 
-    # -- the life of a slot ------------------------------------------------------------------------------------
+    # -- the life of slots -------------------------------------------------------------------------------------
 
-    def allocate(self, size: int, owner: Owner, node: int | None = None) -> int | None:
-        """Reserve a slot of size class ``size``. None if there is none.
+    def allocate(self, size: int, owners: Ints, node: int | None = None) -> Ints:
+        """Reserve a slot of size class ``size`` for each owner: adjacent and ascending as far as free slots allow.
 
         Partly used slabs come before whole ones, so that whole ones stay for other classes; the ``node``, if given,
         before the others: a copy across sockets is slower than one that finds its slab half empty.
+
+        Raises:
+            AssertionError: there are fewer slots (see `supply`); nothing has changed then.
         """
-        slab = self._slab_with_room(size, node)
-        if slab is None:
-            return None
-        if slab.reclaimable:
-            del self._reclaimable[slab.size][slab.index]
-        if slab.returned:
-            index = slab.returned.pop()
-        else:
-            index = slab.fresh
-            slab.fresh += 1
-        slab.owners[index] = owner
-        slab.states[index] = _RESERVED
-        slab.used += 1
-        self._bytes[_FREE] -= size
-        self._bytes[_RESERVED] += size
-        home = self._nodes[slab.node]
-        home.free_slots[size] -= 1
-        if slab.used == slab.capacity:
-            del home.partial[size][slab.index]
-        return slab.start + index * size
+        pieces: dict[int, Ints] = {}
+        missing = len(owners)
+        slabs = self._slabs_with_room(size, node)
+        while missing and (slab := next(slabs, None)) is not None:
+            pieces[slab] = self._lowest_free(slab, missing)
+            self._take(slab, pieces[slab])
+            missing -= len(pieces[slab])
+        slots: list[Ints] = []
+        for slab in sorted(pieces):
+            indices = pieces[slab]
+            self._owners[indices + self.slabs.first[slab]] = owners[: len(indices)]
+            owners = owners[len(indices) :]
+            slots.append(indices * size + self.slabs.start[slab])
+        if missing:
+            self.free(np.concatenate(slots) if slots else NO_INTS)
+            raise AssertionError("there were fewer free slots than planned")
+        return slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
 
-    def seal(self, slot: int) -> None:
-        """The slot is filled: RESERVED to HELD."""
-        self._move(slot, _RESERVED, _HELD)
+    def seal(self, slots: Ints) -> None:
+        """They are filled: RESERVED to HELD."""
+        self._move(slots, _RESERVED, _HELD)
 
-    def quarantine(self, slot: int) -> None:
-        """The slot may still be written to, for ever: RESERVED to QUARANTINED."""
-        slab = self._move(slot, _RESERVED, _QUARANTINED)
-        slab.owners[slab.index_of(slot)] = None
+    def quarantine(self, slots: Ints) -> None:
+        """They may still be written to, for ever: RESERVED to QUARANTINED."""
+        _, at = self._move(slots, _RESERVED, _QUARANTINED)
+        self._owners[at] = NOBODY
 
-    def condemn(self, slot: int) -> None:
-        """What it holds is not what was put in: HELD or EVICTABLE to QUARANTINED."""
-        slab = self.slab_of(slot)
-        if slab.used and slab.states[slab.index_of(slot)] == _EVICTABLE:
-            self.hold(slot)
-        slab = self._move(slot, _HELD, _QUARANTINED)
-        slab.owners[slab.index_of(slot)] = None
+    def condemn(self, slots: Ints) -> None:
+        """What they hold is not what was put in: HELD or EVICTABLE to QUARANTINED."""
+        _, _, at = self._locate(slots)
+        self.hold(slots[self._states[at] == _EVICTABLE])
+        self._move(slots, _HELD, _QUARANTINED)
+        self._owners[at] = NOBODY
 
-    def hold(self, slot: int) -> None:
-        """Its block must stay: EVICTABLE to HELD."""
-        slab = self._move(slot, _EVICTABLE, _HELD)
-        if slab.reclaimable:
-            del self._reclaimable[slab.size][slab.index]
-        slab.evictable -= 1
+    def hold(self, slots: Ints) -> None:
+        """Their blocks must stay: EVICTABLE to HELD."""
+        slabs, _ = self._move(slots, _EVICTABLE, _HELD)
+        distinct, counts = tally(slabs)
+        self.slabs.evictable[distinct] -= counts
 
-    def let_go(self, slot: int, tick: int) -> None:
-        """Its block was last used at ``tick`` and may be evicted: HELD to EVICTABLE. Ticks never go back."""
-        slab = self._move(slot, _HELD, _EVICTABLE)
-        slab.evictable += 1
-        slab.touched = self._tick = tick
-        if slab.reclaimable:
-            self._put_reclaimable(slab)
+    def let_go(self, slots: Ints, tick: int, source: SlotState = SlotState.HELD) -> None:
+        """Their blocks were last used at ``tick`` and may be evicted: HELD, or RESERVED if they were just filled, to
+        EVICTABLE. Ticks never go back."""
+        slabs, _ = self._move(slots, int(source), _EVICTABLE)
+        distinct, counts = tally(slabs)
+        self.slabs.evictable[distinct] += counts
+        self.slabs.touched[distinct] = tick
 
-    def touch(self, slot: int, tick: int) -> None:
-        """An evictable block was used at ``tick``."""
-        slab = self.slab_of(slot)
-        if slab.touched != tick:
-            slab.touched = self._tick = tick
-            if slab.reclaimable:
-                self._reclaimable[slab.size].move_to_end(slab.index)
+    def touch(self, slots: Ints, tick: int) -> None:
+        """Evictable blocks were used at ``tick``."""
+        self.slabs.touched[self.slab_of(slots)] = tick
 
-    def free(self, slot: int) -> None:
+    def free(self, slots: Ints) -> None:
         """RESERVED, HELD or EVICTABLE to FREE."""
-        slab = self.slab_of(slot)
-        state = slab.states[slab.index_of(slot)] if slab.used else _FREE
-        if state in (_FREE, _QUARANTINED):
-            raise AssertionError(f"slot {slot} is {SlotState(state).name}; only a used slot can be freed")
-        self._move(slot, state, _FREE)
-        index = slab.index_of(slot)
-        slab.owners[index] = None
-        slab.returned.append(index)
-        slab.used -= 1
-        slab.evictable -= state == _EVICTABLE
-        home = self._nodes[slab.node]
-        home.free_slots[slab.size] += 1
-        home.partial.setdefault(slab.size, OrderedDict())[slab.index] = slab
-        if not slab.used:
-            self._join(slab)
-        elif state != _EVICTABLE and slab.reclaimable:
-            # Its last busy slot went without a use of its own: as new as the newest, which keeps the order sorted.
-            slab.touched = self._tick
-            self._put_reclaimable(slab)
+        slots = np.sort(slots)
+        if some(slots[1:] == slots[:-1]):
+            raise AssertionError("a slot is freed twice")
+        _, _, at = self._locate(slots)
+        states = self._states[at]
+        if some((states == _FREE) | (states == _QUARANTINED)):
+            raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
+        for state in set(states.tolist()):
+            self._free(slots[states == state], state)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _slab_with_room(self, size: int, node: int | None) -> Slab[Owner] | None:
-        home = self._nodes.get(node) if node is not None else None
-        if home is not None and (slab := home.take_partial(size) or self._cut(home, size)) is not None:
-            return slab
-        for home in self._nodes.values():
-            if (slab := home.take_partial(size)) is not None:
-                return slab
-        # A short slab is the left end of its node, and of all nodes it comes last.
-        homes = sorted(self._nodes.values(), key=lambda home: -home.whole[-1].nbytes if home.whole else 0)
-        return self._cut(homes[0], size)
+    def _locate(self, slots: Ints) -> tuple[Ints, Ints, Ints]:
+        """Slab, size class, and place in the columns of each slot.
 
-    def _cut(self, home: _Node[Owner], size: int) -> Slab[Owner] | None:
-        slab = home.take_whole(size)
-        if slab is not None:
-            self._waste(slab.nbytes - slab.capacity * size)
+        Raises:
+            AssertionError: one is no slot (any more).
+        """
+        slabs = slots // self.slab_bytes
+        sizes = self.slabs.size[slabs]
+        if np.count_nonzero(sizes) < len(sizes):
+            raise AssertionError("a slot is FREE: its slab is not even cut")
+        offsets = slots - self.slabs.start[slabs]
+        inside = offsets // sizes
+        if some(inside * sizes != offsets):
+            raise AssertionError("that is no slot: its slab is cut to another size")
+        return slabs, sizes, self.slabs.first[slabs] + inside
+
+    def _move(self, slots: Ints, source: int, target: int) -> tuple[Ints, Ints]:
+        """Change the state of slots. Their slabs, and where they are in the columns."""
+        slabs, sizes, at = self._locate(slots)
+        if some(self._states[at] != source):
+            raise AssertionError(f"a slot is not {SlotState(source).name}")
+        self._states[at] = target
+        nbytes = int(np.add.reduce(sizes))
+        self._bytes[source] -= nbytes
+        self._bytes[target] += nbytes
+        return slabs, at
+
+    def _free(self, slots: Ints, state: int) -> None:
+        """Free slots that are all in one state, in ascending order."""
+        slabs, at = self._move(slots, state, _FREE)
+        self._owners[at] = NOBODY
+        distinct, counts = tally(slabs)
+        if state == _EVICTABLE:
+            self.slabs.evictable[distinct] -= counts
+        lowest = at[np.searchsorted(slabs, distinct)] - self.slabs.first[distinct]
+        for slab, count, index in zip(distinct.tolist(), counts.tolist(), lowest.tolist(), strict=True):
+            self._give_back(slab, count, index)
+
+    def _slabs_with_room(self, size: int, node: int | None) -> Iterator[int]:
+        """Slabs that are cut to ``size`` and have a free slot. Whole ones are cut when it is their turn."""
+        home = self._nodes.get(node) if node is not None else None
+        if home is not None:
+            yield from list(home.partial.get(size, ()))[::-1]
+            while (slab := self._cut(home, size)) is not None:
+                yield slab
+        for other in self._nodes.values():
+            yield from list(other.partial.get(size, ()))[::-1]
+        while True:
+            # A short slab is the left end of its node, and of all nodes it comes last.
+            homes = [home for home in self._nodes.values() if home.whole]
+            if not homes:
+                return
+            slab = self._cut(max(homes, key=lambda home: int(self.slabs.nbytes[home.whole[-1]])), size)
+            if slab is None:
+                return
+            yield slab
+
+    def _lowest_free(self, slab: int, wanted: int) -> Ints:
+        """Indices of the lowest free slots of a slab, at most so many; at least one is free."""
+        first, capacity = int(self.slabs.first[slab]), int(self.slabs.capacity[slab])
+        start, window = int(self.slabs.lowest_free[slab]), 2 * wanted + 64
+        found: list[Ints] = []
+        while wanted and start < capacity:
+            states = self._states[first + start : first + min(start + window, capacity)]
+            free = (states == _FREE).nonzero()[0][:wanted]
+            found.append(free + start)
+            wanted -= len(free)
+            start += window
+            window *= 2
+        return np.concatenate(found) if len(found) > 1 else found[0]
+
+    def _take(self, slab: int, indices: Ints) -> None:
+        slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
+        self._states[slabs.first[slab] + indices] = _RESERVED
+        slabs.lowest_free[slab] = indices[-1] + 1
+        slabs.used[slab] += len(indices)
+        size = int(slabs.size[slab])
+        self._bytes[_FREE] -= size * len(indices)
+        self._bytes[_RESERVED] += size * len(indices)
+        home.free_slots[size] -= len(indices)
+        if slabs.used[slab] == slabs.capacity[slab]:
+            del home.partial[size][slab]
+
+    def _give_back(self, slab: int, count: int, lowest: int) -> None:
+        """So many slots of the slab have become free."""
+        slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
+        size = int(slabs.size[slab])
+        slabs.used[slab] -= count
+        slabs.lowest_free[slab] = min(lowest, int(slabs.lowest_free[slab]))
+        home.free_slots[size] += count
+        home.partial.setdefault(size, {})[slab] = None
+        if not slabs.used[slab]:
+            self._join(slab)
+
+    def _cut(self, home: _Node, size: int) -> int | None:
+        """Cut a whole slab of this node, if it has one that is large enough."""
+        slabs = self.slabs
+        if not home.whole or slabs.nbytes[home.whole[-1]] < size:
+            return None
+        slab = home.whole.pop()
+        capacity = int(slabs.nbytes[slab]) // size
+        self._cut_slabs[size] += 1
+        slabs.size[slab], slabs.capacity[slab], slabs.lowest_free[slab] = size, capacity, 0
+        slabs.first[slab] = first = self._new_columns(capacity)
+        self._states[first : first + capacity] = _FREE
+        self._owners[first : first + capacity] = NOBODY
+        home.partial.setdefault(size, {})[slab] = None
+        home.free_slots[size] += capacity
+        self._waste(int(slabs.nbytes[slab]) - capacity * size)
         return slab
+
+    def _join(self, slab: int) -> None:
+        """All slots of the slab are free: make it whole, for any class to cut."""
+        slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
+        size, capacity = int(slabs.size[slab]), int(slabs.capacity[slab])
+        del home.partial[size][slab]
+        home.free_slots[size] -= capacity
+        self._cut_slabs[size] -= 1
+        if not self._cut_slabs[size]:
+            del self._cut_slabs[size]
+        self._waste(capacity * size - int(slabs.nbytes[slab]))
+        self._spare_columns.setdefault(capacity, []).append(int(slabs.first[slab]))
+        slabs.size[slab] = slabs.capacity[slab] = 0
+        self._put_whole(slab)
+
+    def _new_columns(self, capacity: int) -> int:
+        if spare := self._spare_columns.get(capacity):
+            return spare.pop()
+        first = self._columns_used
+        self._columns_used += capacity
+        if self._columns_used > len(self._states):  # slabs of many capacities in turn, each with columns of its own
+            self._states = longer(self._states, 2 * self._columns_used)
+            self._owners = longer(self._owners, 2 * self._columns_used)
+        return first
 
     def _whole_slabs(self) -> int:
         """Uncut slabs of full length."""
         uncut = sum(len(home.whole) for home in self._nodes.values())
-        last = self._slabs[-1]
-        return uncut - (last.nbytes < self.slab_bytes and not last.size)
+        last = len(self.slabs) - 1
+        return uncut - int(self.slabs.nbytes[last] < self.slab_bytes and not self.slabs.size[last])
 
     def _waste(self, nbytes: int) -> None:
         self.wasted_bytes += nbytes
         self._bytes[_FREE] -= nbytes
 
-    def _join(self, slab: Slab[Owner]) -> None:
-        """All slots of the slab are free: make it whole, for any class to cut."""
-        home = self._nodes[slab.node]
-        del home.partial[slab.size][slab.index]
-        home.free_slots[slab.size] -= slab.capacity
-        self._waste(slab.capacity * slab.size - slab.nbytes)
-        self._reclaimable.get(slab.size, OrderedDict()).pop(slab.index, None)
-        slab.cut(0)
-        self._put_whole(slab)
-
-    def _put_whole(self, slab: Slab[Owner]) -> None:
-        whole = self._nodes[slab.node].whole
-        if slab.nbytes < self.slab_bytes:
+    def _put_whole(self, slab: int) -> None:
+        whole = self._nodes[self.slabs.node[slab]].whole
+        if self.slabs.nbytes[slab] < self.slab_bytes:
             whole.appendleft(slab)
         else:
             whole.append(slab)
-
-    def _put_reclaimable(self, slab: Slab[Owner]) -> None:
-        slabs = self._reclaimable.setdefault(slab.size, OrderedDict())
-        slabs[slab.index] = slab
-        slabs.move_to_end(slab.index)
-
-    def _move(self, slot: int, source: int, target: int) -> Slab[Owner]:
-        slab = self._slabs[slot // self.slab_bytes]
-        if not slab.used or slab.states[(slot - slab.start) // slab.size] != source:
-            raise AssertionError(f"slot {slot} is not {SlotState(source).name}")
-        slab.states[(slot - slab.start) // slab.size] = target
-        self._bytes[source] -= slab.size
-        self._bytes[target] += slab.size
-        return slab

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvsidecar.cache.arrays import Ints, tally
 
 if TYPE_CHECKING:
-    from kvsidecar.cache.slots import Slab, SlotAllocator
+    from kvsidecar.cache.slots import SlotAllocator
+
+
+class Unmet(NamedTuple):
+    """A need that is not met."""
+
+    size: int
+    """Size class."""
+    missing: int
+    """Slots of it that are missing."""
 
 
 class Supply:
@@ -26,7 +37,7 @@ class Supply:
 
     def __init__(
         self,
-        allocator: SlotAllocator[Any],
+        allocator: SlotAllocator,
         needs: Mapping[int, int],
         free_slots: Mapping[int, int],
         *,
@@ -39,9 +50,9 @@ class Supply:
         self._whole_slabs = whole_slabs
         self._short_slab = short_slab
         self._freed: Counter[int] = Counter()
-        """Slab index -> slots of it that this plan frees."""
+        """Slab -> slots of it that this plan frees."""
 
-    def unmet(self) -> int | None:
+    def unmet(self) -> Unmet | None:
         """The largest size class whose need is not met, or None if all are."""
         whole, short = self._whole_slabs, self._short_slab
         for size, need in self._needs:
@@ -57,32 +68,49 @@ class Supply:
                 if short >= size:
                     short = 0
             if missing > 0:
-                return size
+                return Unmet(size, missing)
         return None
 
-    def is_whole(self, slab: Slab[Any]) -> bool:
+    def surplus(self) -> int | None:
+        """Slots beyond the need, if that is for one size class only."""
+        if len(self._needs) > 1:
+            return None
+        (size, need) = self._needs[0]
+        whole = self._whole_slabs * self._allocator.slots_per_slab(size) + self._short_slab // size
+        return self._free_slots[size] + whole - need
+
+    @property
+    def largest(self) -> int:
+        """The largest size class that is needed."""
+        return self._needs[0][0]
+
+    def is_whole(self, slab: int) -> bool:
         """The plan frees every used slot of the slab."""
-        return self._freed[slab.index] == slab.used
+        return self._freed[slab] == int(self._allocator.slabs.used[slab])
 
-    def free(self, slot: int) -> None:
-        """Plan that this used slot is freed."""
-        slab = self._allocator.slab_of(slot)
-        self._freed[slab.index] += 1
-        self._free_slots[slab.size] += 1
-        if self.is_whole(slab):
-            self._make_whole(slab, 1)
+    def free(self, slots: Ints) -> None:
+        """Plan that these used slots, each of them once, are freed."""
+        self._change(slots, 1)
 
-    def keep(self, slot: int) -> None:
+    def keep(self, slots: Ints) -> None:
         """Take back `free`."""
-        slab = self._allocator.slab_of(slot)
-        if self.is_whole(slab):
-            self._make_whole(slab, -1)
-        self._freed[slab.index] -= 1
-        self._free_slots[slab.size] -= 1
+        self._change(slots, -1)
 
-    def _make_whole(self, slab: Slab[Any], sign: int) -> None:
-        self._free_slots[slab.size] -= sign * slab.capacity
-        if slab.nbytes == self._allocator.slab_bytes:
+    def _change(self, slots: Ints, sign: int) -> None:
+        slabs = self._allocator.slabs
+        for slab, count in zip(*(each.tolist() for each in tally(self._allocator.slab_of(slots))), strict=True):
+            size = int(slabs.size[slab])
+            if sign < 0 and self.is_whole(slab):
+                self._make_whole(slab, -1)
+            self._freed[slab] += sign * count
+            self._free_slots[size] += sign * count
+            if sign > 0 and self.is_whole(slab):
+                self._make_whole(slab, 1)
+
+    def _make_whole(self, slab: int, sign: int) -> None:
+        slabs = self._allocator.slabs
+        self._free_slots[int(slabs.size[slab])] -= sign * int(slabs.capacity[slab])
+        if slabs.nbytes[slab] == self._allocator.slab_bytes:
             self._whole_slabs += sign
         else:
-            self._short_slab += sign * slab.nbytes
+            self._short_slab += sign * int(slabs.nbytes[slab])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvsidecar.cache.block import Block, Space, StoreGrant
+from kvsidecar.cache.block import NO_SLOT, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
 from kvsidecar.types import LookupMode, Namespace, Refusal
@@ -26,8 +26,7 @@ def keys(*names: int | str) -> list[bytes]:
 
 def new_cache(pool: int, slab: int | None = None, numa: Sequence[int | None] | None = None) -> BlockCache:
     """A cache with ``pool`` pages in slabs of ``slab`` pages (default: one slab)."""
-    allocator: SlotAllocator[Block] = SlotAllocator(pool * PAGE, (slab or pool) * PAGE, numa)
-    return BlockCache(allocator)
+    return BlockCache(SlotAllocator(pool * PAGE, (slab or pool) * PAGE, numa))
 
 
 def open_space(cache: BlockCache, name: str = "model", *, group: int = 0, shards: Sequence[int] = (1,)) -> Space:
@@ -49,6 +48,33 @@ def store(cache: BlockCache, space: Space, *names: int | str, shard: int | None 
     """Store whole blocks, or one shard of them."""
     for one in range(space.num_shards) if shard is None else (shard,):
         cache.seal_all(begin(cache, space, keys(*names), one))
+
+
+def reserved(grant: StoreGrant) -> list[tuple[int, int]]:
+    """(part, index) of every block that must be copied."""
+    return [(number, index) for number, part in enumerate(grant.parts) for index in part.index.tolist()]
+
+
+def slots_of(grant: StoreGrant) -> list[int]:
+    """Slots of all parts, in the order of `reserved`."""
+    return [slot for part in grant.parts for slot in part.slots.tolist()]
+
+
+def find(space: Space, block_hash: bytes) -> int | None:
+    """Row of a block, readable or not; None if nothing finds it."""
+    (row,) = space.blocks.index.find(space.blocks.index.keys([block_hash])).tolist()
+    return row if row >= 0 else None
+
+
+def slot_of(space: Space, block_hash: bytes, shard: int) -> int:
+    """Slot of a sealed shard, or `NO_SLOT`."""
+    row = find(space, block_hash)
+    return NO_SLOT if row is None else max(NO_SLOT, int(space.blocks.slots[shard, row]))
+
+
+def eviction_order(space: Space) -> list[bytes]:
+    """Hashes of the evictable blocks, the next to go first."""
+    return [name for rows in space.blocks.policy.candidates() for name in space.blocks.index.hashes(rows)]
 
 
 def refused(cache: BlockCache, space: Space, *names: int | str) -> bool:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.types import LookupMode, Refusal
 from tests.cache.support import (
     PAGE,
@@ -17,6 +19,8 @@ from tests.cache.support import (
     open_space,
     readable,
     refused,
+    reserved,
+    slots_of,
     store,
 )
 
@@ -37,7 +41,7 @@ def test_a_block_being_filled_is_not_readable() -> None:
     space = open_space(cache)
     grant = begin(cache, space, keys("a"))
     assert readable(cache, space, "a") == [False]
-    assert cache.seal(grant.reservations[0])
+    assert cache.seal_all(grant) == 1
     assert readable(cache, space, "a") == [True]
 
 
@@ -45,10 +49,10 @@ def test_a_store_by_one_of_two_ranks_is_not_readable() -> None:
     cache = new_cache(4)
     space = open_space(cache, shards=(1, 1))
     first, second = begin(cache, space, keys("a"), 0), begin(cache, space, keys("a"), 1)
-    assert not cache.seal(second.reservations[0])
+    assert cache.seal_all(second) == 0
     assert readable(cache, space, "a") == [False]
     assert cache.begin_load([(space, 1, keys("a"))], None, 0.0) is Refusal.NOT_FOUND
-    assert cache.seal(first.reservations[0])
+    assert cache.seal_all(first) == 1
     assert readable(cache, space, "a") == [True]
 
 
@@ -65,15 +69,38 @@ def test_a_rank_that_dies_before_its_shard_leaves_the_block_to_the_next_one() ->
 # -- store --------------------------------------------------------------------------------------------------------
 
 
+def test_blocks_of_one_request_get_adjacent_slots_in_their_order() -> None:
+    cache = new_cache(16, 8)
+    space = open_space(cache)
+    assert slots_of(begin(cache, space, keys(*range(12)))) == [page * PAGE for page in range(12)]
+
+
+@given(rounds=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True), min_size=1, max_size=30))
+def test_slots_of_one_request_ascend_and_leave_no_free_slot_between_them(rounds: list[list[int]]) -> None:
+    """After any evictions: what was freed is sorted, so runs are as long as the free slots allow."""
+    cache = new_cache(12, 6)
+    space = open_space(cache)
+    for names in rounds:
+        grant = begin(cache, space, keys(*names))
+        slots = slots_of(grant)
+        assert slots == sorted(slots)
+        for slab in (range(6 * PAGE), range(6 * PAGE, 12 * PAGE)):
+            inside = [slot for slot in slots if slot in slab]
+            between = range(inside[0], inside[-1], PAGE) if inside else ()
+            states = {slot: cache._table.slots.state_of(slot) for slot in between}
+            assert SlotState.FREE not in states.values(), f"a free slot was passed over: {states}"
+        cache.seal_all(grant)
+
+
 def test_a_grant_has_the_index_of_each_block_that_must_be_copied() -> None:
     cache = new_cache(6)
     space = open_space(cache)
     store(cache, space, "b")
     begin(cache, space, keys("d"))
     grant = begin(cache, space, keys(*"abcde"))
-    assert [one.index for one in grant.reservations] == [0, 2, 4]
+    assert reserved(grant) == [(0, 0), (0, 2), (0, 4)]
     assert (grant.present, grant.in_flight) == (1, 1)
-    assert len({one.slot for one in grant.reservations}) == 3
+    assert len(set(slots_of(grant))) == grant.reserved == 3
 
 
 def test_a_hash_that_comes_twice_in_a_request_is_stored_once() -> None:
@@ -81,7 +108,7 @@ def test_a_hash_that_comes_twice_in_a_request_is_stored_once() -> None:
     space = open_space(cache)
     grant = cache.begin_store([(space, 0, keys("a", "a", "b")), (space, 0, keys("b"))])
     assert isinstance(grant, StoreGrant)
-    assert [(one.part, one.index) for one in grant.reservations] == [(0, 0), (0, 2)]
+    assert reserved(grant) == [(0, 0), (0, 2)]
     assert grant.in_flight == 2
     cache.seal_all(grant)
     cache.check_integrity()
@@ -122,26 +149,14 @@ def test_an_aborted_store_gives_its_slots_back() -> None:
     store(cache, space, "a", "b")
 
 
-def test_a_store_may_end_in_part() -> None:
-    cache = new_cache(3)
-    space = open_space(cache)
-    grant = begin(cache, space, keys("a", "b", "c"))
-    cache.seal(grant.reservations[0])
-    cache.quarantine(grant.reservations[1])
-    cache.abort_all(grant)
-    assert names_readable(cache, space, *"abc") == ["a"]
-    stats = cache.stats()
-    assert (stats.used_bytes, stats.quarantined_bytes, stats.free_bytes) == (PAGE, PAGE, PAGE)
-
-
 def test_a_quarantined_slot_is_not_used_again_and_its_block_can_be_stored_anew() -> None:
     cache = new_cache(2)
     space = open_space(cache)
     grant = begin(cache, space, keys("a"))
-    lost = grant.reservations[0].slot
+    lost = slots_of(grant)
     cache.quarantine_all(grant)
     again = begin(cache, space, keys("a"))
-    assert again.reservations[0].slot != lost
+    assert slots_of(again) != lost
     cache.seal_all(again)
     assert refused(cache, space, "b", "c")
     cache.clear()
@@ -151,12 +166,12 @@ def test_a_quarantined_slot_is_not_used_again_and_its_block_can_be_stored_anew()
 
 @pytest.mark.parametrize("second", ["seal", "abort", "quarantine"])
 @pytest.mark.parametrize("first", ["seal", "abort", "quarantine"])
-def test_a_reservation_ends_once(first: str, second: str) -> None:
+def test_a_store_ends_once(first: str, second: str) -> None:
     cache = new_cache(2)
-    reservation = begin(cache, open_space(cache), keys("a")).reservations[0]
-    getattr(cache, first)(reservation)
+    grant = begin(cache, open_space(cache), keys("a"))
+    getattr(cache, f"{first}_all")(grant)
     with pytest.raises(AssertionError, match="ended before"):
-        getattr(cache, second)(reservation)
+        getattr(cache, f"{second}_all")(grant)
     cache.check_integrity()
 
 
@@ -166,7 +181,7 @@ def test_slots_are_taken_on_the_wanted_node() -> None:
     for node in (1, 0, 1):
         grant = cache.begin_store([(space, 0, keys(node, f"{node}x"))], node=node)
         assert isinstance(grant, StoreGrant)
-        assert {one.slot // (4 * PAGE) for one in grant.reservations} <= {node}
+        assert {slot // (4 * PAGE) for slot in slots_of(grant)} <= {node}
 
 
 def test_a_preferred_node_never_makes_a_store_fail_that_would_fit() -> None:
@@ -185,7 +200,7 @@ def test_a_small_shard_leaves_the_last_full_slab_to_a_large_one_of_the_same_requ
     small, large = open_space(cache, group=0), open_space(cache, group=1, shards=(4,))
     grant = cache.begin_store([(small, 0, keys("a")), (large, 0, keys("a"))])
     assert isinstance(grant, StoreGrant)
-    assert [one.slot for one in grant.reservations] == [4 * PAGE, 0]
+    assert slots_of(grant) == [4 * PAGE, 0]
 
 
 # -- leases -------------------------------------------------------------------------------------------------------
@@ -287,11 +302,11 @@ def test_a_load_finds_the_slots_that_the_store_has_filled() -> None:
     slots = {}
     for shard in (0, 1):
         grant = begin(cache, space, keys("a", "b"), shard)
-        slots[shard] = [one.slot for one in grant.reservations]
+        slots[shard] = slots_of(grant)
         cache.seal_all(grant)
     load = cache.begin_load([(space, 1, keys("b", "a")), (space, 0, keys("a"))], None, 0.0)
     assert isinstance(load, LoadGrant)
-    assert load.slots == [slots[1][::-1], slots[0][:1]]
+    assert [each.tolist() for each in load.slots] == [slots[1][::-1], slots[0][:1]]
 
 
 def test_a_load_pins_its_blocks_until_it_ends() -> None:
@@ -403,7 +418,7 @@ def test_a_condemned_hash_can_be_stored_anew_elsewhere() -> None:
     load = begin_load(cache, space, "a")
     cache.condemn(load, 0, 0)
     store(cache, space, "a")
-    assert begin_load(cache, space, "a").slots != load.slots
+    assert begin_load(cache, space, "a").slots[0] != load.slots[0]
     cache.end_load(load)
     assert readable(cache, space, "a") == [True]
     cache.check_integrity()
@@ -461,7 +476,7 @@ def test_a_block_being_filled_during_a_clear_does_not_become_readable() -> None:
     space = open_space(cache)
     grant = begin(cache, space, keys("a"))
     assert cache.clear() == 0
-    assert not cache.seal(grant.reservations[0])
+    assert cache.seal_all(grant) == 0
     assert readable(cache, space, "a") == [False]
     assert cache.stats().free_bytes == PAGE
 
@@ -480,6 +495,48 @@ def test_a_cleared_hash_can_be_stored_anew_while_the_old_block_lives() -> None:
     cache.release(held)
     cache.abort_all(filling)
     assert readable(cache, space, "a") == [True]
+    assert cache.stats().free_bytes == 2 * PAGE
+    cache.check_integrity()
+
+
+def test_a_clear_of_any_size_frees_a_bounded_part_at_once_and_the_rest_in_steps() -> None:
+    cache = new_cache(6)
+    space = open_space(cache)
+    store(cache, space, *"abcdef")
+    held = lease(cache, space, "f")
+    assert cache.clear(sweep=2) == 6
+    assert not any(readable(cache, space, *"abcdef"))
+    free = [cache.stats().free_bytes // PAGE]
+    while cache.sweep(2):
+        free.append(cache.stats().free_bytes // PAGE)
+        cache.check_integrity()
+    assert free == [2, 4]
+    assert cache.stats().free_bytes == 5 * PAGE
+    cache.release(held)
+    assert cache.stats().free_bytes == 6 * PAGE
+    cache.check_integrity()
+
+
+def test_a_store_finds_the_room_that_a_clear_has_not_given_back_yet() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a", "b")
+    cache.clear(sweep=0)
+    store(cache, space, "c", "d")
+    assert cache.stats().evicted_blocks == 0
+    assert not cache.sweep()
+    cache.check_integrity()
+
+
+def test_a_space_that_was_cleared_and_closed_gives_its_slots_back_later() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a", "b")
+    cache.close_space(space)
+    cache.clear(sweep=0)
+    assert cache.spaces == []
+    cache.check_integrity()
+    assert not cache.sweep()
     assert cache.stats().free_bytes == 2 * PAGE
     cache.check_integrity()
 

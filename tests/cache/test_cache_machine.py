@@ -6,17 +6,27 @@ load is granted, and what a lease covers, must hold the tokens that were sealed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvsidecar.cache.block import LoadGrant, Reservation, Space, StoreGrant
+from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.types import LookupMode, Refusal
-from tests.cache.support import PAGE, key, namespace, new_cache, open_space
+from tests.cache.support import (
+    PAGE,
+    eviction_order,
+    find,
+    key,
+    namespace,
+    new_cache,
+    open_space,
+    reserved,
+    slot_of,
+)
 
 pytestmark = pytest.mark.timeout(600)  # a pass takes seconds, but to make a failure short takes minutes
 
@@ -49,8 +59,10 @@ modes = st.sampled_from(list(LookupMode))
 
 
 @dataclass(eq=False)
-class OpenReservation:
-    reservation: Reservation
+class Reservation:
+    slot: int
+    pages: int
+    shard: int
     key: Key
     token: Token
     grant: StoreGrant
@@ -85,7 +97,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.spaces = [open_space(self.cache, name, shards=self.shards[i]) for i, name in enumerate(SPACES)]
         self.memory: list[Token | None] = [None] * pool
         self.sealed: dict[Key, dict[int, Token]] = {}
-        self.open: list[OpenReservation] = []
+        self.open: list[Reservation] = []
         self.leases: dict[int, LiveLease] = {}
         self.dead_leases: list[int] = []
         self.loads: list[OpenLoad] = []
@@ -114,16 +126,16 @@ class CacheMachine(RuleBasedStateMachine):
         for page in range(slot // PAGE, slot // PAGE + pages):
             self.memory[page] = token
 
-    def pages_of(self, one: Reservation) -> int:
-        return one.slot_size // PAGE
-
     def parts(self, parts: list[tuple[int, list[str]]]) -> list[tuple[Space, list[bytes]]]:
         return [(self.spaces[space], [key(name) for name in names]) for space, names in parts]
 
     def contents(self) -> object:
         """All that a refused store must leave as it was, the order of eviction included."""
-        order = [[block.hash for block in space.policy.candidates()] for space in self.cache.spaces]
-        return self.cache.stats(), order
+        stats = self.cache.stats()
+        # A store that finds no room frees what was cleared, also in vain.
+        unused = stats.free_bytes + stats.evictable_bytes + stats.wasted_bytes
+        stats = replace(stats, used_bytes=0, free_bytes=unused, evictable_bytes=0, wasted_bytes=0)
+        return stats, [eviction_order(space) for space in self.cache.spaces]
 
     # -- stores --------------------------------------------------------------------------------------------------
 
@@ -134,14 +146,14 @@ class CacheMachine(RuleBasedStateMachine):
             before = len(self.open)
             self.begin_store([(space, shard, [name])], None)
             if len(self.open) > before:
-                self.end_store(self.open[-1], "seal", whole=True)
+                self.end_store(self.open[-1].grant, "seal")
 
     @rule(parts=shard_parts, node=st.sampled_from([None, 0, 1]))
     def begin_store(self, parts: Parts, node: int | None) -> None:
         parts = [(space, shard % len(self.shards[space]), names) for space, shard, names in parts]
         missing, present, in_flight = self.expected_of_store(parts)
         asked = {(space, name) for space, _, names in parts for name in names}
-        before, free = self.contents(), self.cache.stats().free_bytes // PAGE
+        before, free = self.contents(), self.unused_pages()
         victims = self.evictable_pages(asked)
 
         request = [(self.spaces[space], shard, [key(name) for name in names]) for space, shard, names in parts]
@@ -160,11 +172,17 @@ class CacheMachine(RuleBasedStateMachine):
             assert free + sum(evicted) - min(evicted) < need, "more was evicted than needed"
         self.open_reservations(grant, parts, missing)
 
+    def unused_pages(self) -> int:
+        """Free, or waiting to be: of cleared blocks that nobody needs."""
+        stats = self.cache.stats()
+        evictable = sum(self.evictable_pages(set()).values())
+        return stats.free_bytes // PAGE + stats.evictable_bytes // PAGE - evictable
+
     def expected_of_store(self, parts: Parts) -> tuple[dict[tuple[int, int, str], tuple[int, int]], int, int]:
         """(space, shard, name) -> (part, index) of what must be reserved, and how many are present and in flight."""
         missing: dict[tuple[int, int, str], tuple[int, int]] = {}
         present = in_flight = 0
-        reserved = {(*one.key, one.reservation.shard) for one in self.open if not one.cleared}
+        reserved = {(*one.key, one.shard) for one in self.open if not one.cleared}
         for part, (space, shard, names) in enumerate(parts):
             for index, name in enumerate(names):
                 if shard in self.sealed.get((space, name), ()):
@@ -186,7 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def see_evictions(self, victims: dict[Key, int]) -> list[int]:
         """Forget what is gone; pages of each such block. Only those that may be evicted can be gone."""
-        gone = [block for block in self.sealed if self.spaces[block[0]].blocks.get(key(block[1])) is None]
+        gone = [block for block in self.sealed if find(self.spaces[block[0]], key(block[1])) is None]
         for block in gone:
             assert block in victims, f"{block} was evicted, and was in use"
             del self.sealed[block]
@@ -198,42 +216,38 @@ class CacheMachine(RuleBasedStateMachine):
         parts: Parts,
         missing: dict[tuple[int, int, str], tuple[int, int]],
     ) -> None:
-        assert [(one.part, one.index) for one in grant.reservations] == list(missing.values())
-        for one in grant.reservations:
-            space, shard, names = parts[one.part]
-            assert one.shard == shard
-            self.serial += 1
-            for slot, pages in [*self.lost_slots, *([self.condemned] if self.condemned else [])]:
-                assert not slot - self.pages_of(one) * PAGE < one.slot < slot + pages * PAGE, (
-                    "a lost slot was given out"
-                )
-            block = (space, names[one.index])
-            self.open.append(OpenReservation(one, block, (block, shard, self.serial), grant))
-            self.write(one.slot, self.pages_of(one), ("half written", self.serial))
+        assert reserved(grant) == list(missing.values())
+        for number, part in enumerate(grant.parts):
+            space, shard, names = parts[number]
+            assert part.shard == shard
+            assert (part.slots[1:] > part.slots[:-1]).all(), "the slots of one part are not ascending"
+            for index, slot in zip(part.index.tolist(), part.slots.tolist(), strict=True):
+                self.serial += 1
+                wanted = self.shards[space][shard]
+                for lost, pages in [*self.lost_slots, *([self.condemned] if self.condemned else [])]:
+                    assert not lost - wanted * PAGE < slot < lost + pages * PAGE, "a lost slot was given out"
+                block = (space, names[index])
+                self.open.append(Reservation(slot, wanted, shard, block, (block, shard, self.serial), grant))
+                self.write(slot, wanted, ("half written", self.serial))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), end=st.sampled_from(["seal", "seal", "seal", "abort", "quarantine"]), whole=st.booleans())
-    def end_a_store(self, data: st.DataObject, end: str, whole: bool) -> None:
+    @rule(data=st.data(), end=st.sampled_from(["seal", "seal", "seal", "abort", "quarantine"]))
+    def end_a_store(self, data: st.DataObject, end: str) -> None:
         if end == "quarantine" and self.lost_slots:
             end = "abort"
-        self.end_store(data.draw(st.sampled_from(self.open)), end, whole=whole)
+        self.end_store(data.draw(st.sampled_from(self.open)).grant, end)
 
-    def end_store(self, first: OpenReservation, end: str, *, whole: bool) -> None:
-        ended = [one for one in self.open if one.grant is first.grant] if whole else [first]
+    def end_store(self, grant: StoreGrant, end: str) -> None:
         became_readable = 0
-        for one in ended:
+        for one in [one for one in self.open if one.grant is grant]:
             self.open.remove(one)
-            pages = self.pages_of(one.reservation)
-            self.write(one.reservation.slot, pages, one.token)
+            self.write(one.slot, one.pages, one.token)
             if end == "quarantine":
-                self.lost_slots.append((one.reservation.slot, pages))
+                self.lost_slots.append((one.slot, one.pages))
             if end == "seal" and not one.cleared:
-                self.sealed.setdefault(one.key, {})[one.reservation.shard] = one.token
+                self.sealed.setdefault(one.key, {})[one.shard] = one.token
                 became_readable += self.is_readable(one.key)
-        if whole:
-            answer = getattr(self.cache, f"{end}_all")(first.grant)
-        else:
-            answer = getattr(self.cache, end)(first.reservation)
+        answer = getattr(self.cache, f"{end}_all")(grant)
         assert end != "seal" or answer == became_readable
 
     # -- lookups and leases --------------------------------------------------------------------------------------
@@ -332,7 +346,7 @@ class CacheMachine(RuleBasedStateMachine):
             places = [(part, index) for part, (_, _, names) in enumerate(parts) for index in range(len(names))]
             load = OpenLoad(grant, [], [(*place, block) for place, block in zip(places, asked, strict=True)], asked)
             for (space, shard, names), slots in zip(parts, grant.slots, strict=True):
-                for name, slot in zip(names, slots, strict=True):
+                for name, slot in zip(names, slots.tolist(), strict=True):
                     load.expected.append((slot, self.shards[space][shard], self.sealed[space, name][shard]))
             self.loads.append(load)
 
@@ -363,18 +377,23 @@ class CacheMachine(RuleBasedStateMachine):
     # -- the rest ------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.serial % 4 == 3)  # or histories would have little but clears and misses
-    @rule(which=st.sampled_from([None, 0, 1]))
-    def clear(self, which: int | None) -> None:
+    @rule(which=st.sampled_from([None, 0, 1]), sweep=st.integers(0, 3))
+    def clear(self, which: int | None, sweep: int) -> None:
         spaces = {0, 1} if which is None else {which}
         cleared = [block for block in self.sealed if block[0] in spaces]
         readable = sum(map(self.is_readable, cleared))
-        assert self.cache.clear(None if which is None else namespace(SPACES[which])) == readable
+        assert self.cache.clear(None if which is None else namespace(SPACES[which]), sweep) == readable
         for block in cleared:
             del self.sealed[block]
         for one in self.open:
             one.cleared |= one.key[0] in spaces
         for holder in (*self.leases.values(), *self.loads, *self.lost_loads):
             holder.keys = [block for block in holder.keys if block[0] not in spaces]
+
+    @rule(limit=st.integers(0, 2))
+    def sweep(self, limit: int) -> None:
+        if not self.cache.sweep(limit):
+            assert self.cache.stats().evictable_bytes // PAGE == sum(self.evictable_pages(set()).values())
 
     @precondition(lambda self: self.serial % 4 == 2)
     @rule(which=space_ids)
@@ -411,10 +430,8 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         for (number, name), shards in self.sealed.items():
-            block = self.spaces[number].blocks.get(key(name))
-            assert block is not None
             for shard, token in shards.items():
-                self.check_pages(block.slot_of(shard), self.shards[number][shard], token)
+                self.check_pages(slot_of(self.spaces[number], key(name), shard), self.shards[number][shard], token)
 
     @invariant()
     def what_is_being_loaded_does_not_change(self) -> None:

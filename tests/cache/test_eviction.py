@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from kvsidecar.cache.block import Block
-from kvsidecar.cache.eviction import LruPolicy, oldest_first
+from collections.abc import Iterator
+
+from kvsidecar.cache.arrays import Ints
+from kvsidecar.cache.eviction_policy import SEGMENT
 from kvsidecar.types import LookupMode
 from tests.cache.support import (
     begin,
-    key,
     keys,
     lease,
     names_readable,
@@ -13,63 +14,9 @@ from tests.cache.support import (
     open_space,
     readable,
     refused,
+    reserved,
     store,
 )
-
-# -- the policy ---------------------------------------------------------------------------------------------------
-
-
-def filled(policy: LruPolicy, *ticks: int) -> list[Block]:
-    space = open_space(new_cache(1))
-    blocks = [Block(space, key(number)) for number in range(len(ticks))]
-    for block, block.last_used in zip(blocks, ticks, strict=True):
-        policy.insert(block)
-    return blocks
-
-
-def test_the_oldest_comes_first() -> None:
-    policy = LruPolicy()
-    blocks = filled(policy, 1, 2, 3)
-    assert list(policy.candidates()) == blocks
-
-
-def test_a_removed_block_is_no_candidate_wherever_it_was() -> None:
-    for gone in range(3):
-        policy = LruPolicy()
-        blocks = filled(policy, 1, 2, 3)
-        policy.remove(blocks.pop(gone))
-        assert list(policy.candidates()) == blocks
-
-
-def test_a_block_that_comes_back_is_the_newest() -> None:
-    policy = LruPolicy()
-    a, b = filled(policy, 1, 2)
-    policy.remove(a)
-    policy.insert(a)
-    assert list(policy.candidates()) == [b, a]
-
-
-def test_an_emptied_policy_can_be_filled_again() -> None:
-    policy = LruPolicy()
-    (a,) = filled(policy, 1)
-    policy.remove(a)
-    assert list(policy.candidates()) == []
-    policy.insert(a)
-    assert list(policy.candidates()) == [a]
-
-
-def test_candidates_of_several_spaces_come_by_age() -> None:
-    policies = [LruPolicy(), LruPolicy(), LruPolicy()]
-    filled(policies[0], 1, 4, 5)
-    filled(policies[2], 2, 3, 6)
-    assert [block.last_used for block in oldest_first(policies)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_groups_of_one_request_lose_their_blocks_in_turns() -> None:
-    policies = [LruPolicy(), LruPolicy()]
-    first, second = filled(policies[0], 1, 1, 1), filled(policies[1], 1, 1, 1)
-    assert list(oldest_first(policies)) == [block for pair in zip(first, second, strict=True) for block in pair]
-
 
 # -- which blocks go, one size class --------------------------------------------------------------------------------
 
@@ -186,7 +133,7 @@ def test_a_block_of_the_same_request_is_no_victim() -> None:
     store(cache, space, "a")
     grant = begin(cache, space, keys("b", "x"))
     assert names_readable(cache, space, "a", "b") == ["b"]
-    assert (grant.present, len(grant.reservations)) == (1, 1)
+    assert (grant.present, grant.reserved) == (1, 1)
 
 
 def test_the_other_shard_of_a_block_being_stored_is_no_victim() -> None:
@@ -307,7 +254,7 @@ def test_one_request_with_two_classes_is_granted_or_refused_as_a_whole() -> None
     assert cache.stats() == before
     grant = cache.begin_store([(small, 0, keys("a")), (large, 0, keys(*"ab"))])
     assert not isinstance(grant, str)
-    assert [(one.part, one.index) for one in grant.reservations] == [(0, 0), (1, 0), (1, 1)]
+    assert reserved(grant) == [(0, 0), (1, 0), (1, 1)]
     cache.check_integrity()
 
 
@@ -329,24 +276,34 @@ def test_shards_of_different_size_go_together() -> None:
     cache.check_integrity()
 
 
+def test_groups_of_one_request_lose_their_blocks_in_turns() -> None:
+    cache = new_cache(6)
+    one, two = open_space(cache, group=0), open_space(cache, group=1)
+    grant = cache.begin_store([(one, 0, keys(*"abc")), (two, 0, keys(*"abc"))])
+    assert not isinstance(grant, str)
+    cache.seal_all(grant)
+    other = open_space(cache, "other")
+    for left in (["a", "b"], ["a"], []):
+        store(cache, other, f"{left}0", f"{left}1")
+        assert names_readable(cache, one, *"abc") == names_readable(cache, two, *"abc") == left
+
+
 def test_many_evicting_stores_look_at_few_blocks() -> None:
     """Not O(n): a policy that counts what is taken from it."""
-    cache = new_cache(4096)
+    size = 4 * SEGMENT
+    cache = new_cache(size)
     space = open_space(cache)
-    store(cache, space, *range(4096))
+    store(cache, space, *range(size))
     taken = 0
-    candidates = space.policy.candidates
+    candidates = space.blocks.policy.candidates
 
-    class Counting(LruPolicy):
-        def candidates(self):  # type: ignore[no-untyped-def]
-            nonlocal taken
-            for block in candidates():
-                taken += 1
-                yield block
+    def counting() -> Iterator[Ints]:
+        nonlocal taken
+        for rows in candidates():
+            taken += len(rows)
+            yield rows
 
-    counting = Counting()
-    counting.insert, counting.remove = space.policy.insert, space.policy.remove  # type: ignore[method-assign]
-    space.policy = counting
-    for name in range(5000, 5100):
+    space.blocks.policy.candidates = counting  # type: ignore[method-assign]
+    for name in range(size, size + 100):
         store(cache, space, name)
-    assert taken <= 2 * 100
+    assert 0 < taken <= 100 * SEGMENT

@@ -2,35 +2,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
+from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.integrity import check_slots
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, SlotState, size_class
 from tests.cache.support import PAGE
 
-Allocator = SlotAllocator[object]
-OWNER = object()
+OWNER = 7
 
 
-def allocator(pool: int, slab: int, numa: Sequence[int | None] | None = None) -> Allocator:
+def allocator(pool: int, slab: int, numa: Sequence[int | None] | None = None) -> SlotAllocator:
     return SlotAllocator(pool * PAGE, slab * PAGE, numa)
 
 
-def take(slots: Allocator, pages: int, node: int | None = None) -> int:
-    slot = slots.allocate(pages * PAGE, OWNER, node)
-    assert slot is not None
-    return slot // PAGE
+def take(slots: SlotAllocator, pages: int, node: int | None = None) -> int:
+    """Page of one new slot."""
+    return take_many(slots, pages, 1, node)[0]
 
 
-def take_all(slots: Allocator, pages: int) -> list[int]:
+def take_many(slots: SlotAllocator, pages: int, count: int, node: int | None = None) -> list[int]:
+    return [slot // PAGE for slot in slots.allocate(pages * PAGE, np.full(count, OWNER), node).tolist()]
+
+
+def take_all(slots: SlotAllocator, pages: int) -> list[int]:
     taken = []
-    while (slot := slots.allocate(pages * PAGE, OWNER)) is not None:
-        taken.append(slot // PAGE)
+    while slots.supply({pages * PAGE: 1}).unmet() is None:
+        taken.append(take(slots, pages))
     return taken
 
 
-def check(slots: SlotAllocator[object]) -> None:
-    check_slots(slots)  # type: ignore[arg-type]
+def at(*pages: int) -> Ints:
+    return np.array(pages) * PAGE
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_all_slots_are_distinct_and_aligned_and_inside_the_pool() -> None:
     slots = allocator(12, 6)
     taken = take_all(slots, 2)
     assert sorted(taken) == [0, 2, 4, 6, 8, 10]
-    check(slots)
+    check_slots(slots)
 
 
 def test_no_slot_straddles_two_slabs() -> None:
@@ -68,7 +72,7 @@ def test_no_slot_straddles_two_slabs() -> None:
 def test_a_freed_slot_can_be_taken_again() -> None:
     slots = allocator(4, 4)
     taken = take_all(slots, 1)
-    slots.free(taken[2] * PAGE)
+    slots.free(at(taken[2]))
     assert take_all(slots, 1) == [taken[2]]
 
 
@@ -77,25 +81,25 @@ def test_partly_used_slabs_are_filled_before_another_is_cut() -> None:
     first = [take(slots, 1) for _ in range(2)]
     assert first[0] // 2 == first[1] // 2
     third = take(slots, 1)
-    slots.free(first[0] * PAGE)
+    slots.free(at(first[0]))
     take(slots, 1)
     take(slots, 1)
     assert slots.free_bytes == 4 * PAGE
     assert slots.supply({2 * PAGE: 2}).unmet() is None
-    assert slots.supply({2 * PAGE: 3}).unmet() == 2 * PAGE
+    assert slots.supply({2 * PAGE: 3}).unmet() == (2 * PAGE, 1)
     assert third // 2 != first[0] // 2
 
 
 def test_a_slab_whose_slots_are_all_free_changes_class() -> None:
     slots = allocator(4, 4)
     taken = take_all(slots, 1)
-    assert slots.allocate(2 * PAGE, OWNER) is None
+    assert slots.supply({2 * PAGE: 1}).unmet() is not None
     for slot in taken[:-1]:
-        slots.free(slot * PAGE)
-    assert slots.allocate(2 * PAGE, OWNER) is None
-    slots.free(taken[-1] * PAGE)
+        slots.free(at(slot))
+    assert slots.supply({2 * PAGE: 1}).unmet() is not None
+    slots.free(at(taken[-1]))
     assert sorted(take_all(slots, 2)) == [0, 2]
-    check(slots)
+    check_slots(slots)
 
 
 def test_the_short_last_slab_is_used_by_what_fits_it_and_comes_last() -> None:
@@ -112,9 +116,9 @@ def test_a_short_slab_that_comes_back_is_still_the_last() -> None:
     slots = allocator(5, 4)
     small = take_all(slots, 1)
     for slot in small:
-        slots.free(slot * PAGE)
+        slots.free(at(slot))
     assert take(slots, 4) == 0
-    check(slots)
+    check_slots(slots)
 
 
 def test_a_pool_smaller_than_a_slab_is_one_short_slab() -> None:
@@ -133,97 +137,115 @@ def test_what_is_larger_than_a_slab_does_not_fit() -> None:
 
 def test_bytes_are_counted_by_state_and_add_up() -> None:
     slots = allocator(8, 4)
-    a, b, c, d = (take(slots, 1) * PAGE for _ in range(4))
-    slots.seal(b)
-    slots.seal(c)
-    slots.let_go(c, 1)
-    slots.quarantine(d)
+    a, b, c, d = (take(slots, 1) for _ in range(4))
+    slots.seal(at(b))
+    slots.seal(at(c))
+    slots.let_go(at(c), 1)
+    slots.quarantine(at(d))
     assert [slots.bytes_in(state) // PAGE for state in SlotState] == [4, 1, 1, 1, 1]
     assert slots.busy_bytes == 3 * PAGE
-    check(slots)
-    slots.free(a)
-    slots.free(b)
-    slots.free(c)
+    check_slots(slots)
+    slots.free(at(a))
+    slots.free(at(b))
+    slots.free(at(c))
     assert [slots.bytes_in(state) // PAGE for state in SlotState] == [7, 0, 0, 0, 1]
-    check(slots)
+    check_slots(slots)
 
 
 def test_a_quarantined_slot_never_returns() -> None:
     slots = allocator(2, 2)
-    lost = take(slots, 1) * PAGE
-    slots.quarantine(lost)
+    lost = take(slots, 1)
+    slots.quarantine(at(lost))
     with pytest.raises(AssertionError, match="QUARANTINED"):
-        slots.free(lost)
+        slots.free(at(lost))
     assert take_all(slots, 1) == [1]
-    slots.free(PAGE)
-    assert slots.allocate(2 * PAGE, OWNER) is None
+    slots.free(at(1))
+    assert slots.supply({2 * PAGE: 1}).unmet() is not None
 
 
 def test_a_slot_cannot_be_freed_twice() -> None:
     slots = allocator(2, 2)
-    first, _ = take(slots, 1) * PAGE, take(slots, 1)
-    slots.free(first)
+    first, _ = take(slots, 1), take(slots, 1)
+    slots.free(at(first))
     with pytest.raises(AssertionError, match="FREE"):
-        slots.free(first)
+        slots.free(at(first))
+
+
+def test_a_slot_cannot_be_freed_twice_in_one_call() -> None:
+    slots = allocator(2, 2)
+    first, _ = take_many(slots, 1, 2)
+    with pytest.raises(AssertionError, match="twice"):
+        slots.free(at(first, first))
+
+
+def test_what_is_no_slot_of_a_cut_slab_cannot_be_freed() -> None:
+    slots = allocator(4, 4)
+    take(slots, 2)
+    with pytest.raises(AssertionError, match="no slot"):
+        slots.free(at(1))
 
 
 def test_a_slot_of_an_uncut_slab_cannot_be_freed() -> None:
     with pytest.raises(AssertionError, match="FREE"):
-        allocator(2, 2).free(0)
+        allocator(2, 2).free(at(0))
 
 
 def test_states_change_only_along_the_life_of_a_slot() -> None:
     slots = allocator(2, 2)
-    slot = take(slots, 1) * PAGE
+    slot = take(slots, 1)
     for wrong in (slots.hold, lambda slot: slots.let_go(slot, 1)):
         with pytest.raises(AssertionError, match="is not"):
-            wrong(slot)
-    slots.seal(slot)
+            wrong(at(slot))
+    slots.seal(at(slot))
     for wrong in (slots.seal, slots.hold, slots.quarantine):
         with pytest.raises(AssertionError, match="is not"):
-            wrong(slot)
+            wrong(at(slot))
 
 
 # -- slabs that can be had as a whole -----------------------------------------------------------------------------
 
 
-def evictable(slots: Allocator, pages: int, tick: int) -> int:
-    slot = take(slots, pages) * PAGE
-    slots.seal(slot)
-    slots.let_go(slot, tick)
-    return slot
+def evictable(slots: SlotAllocator, pages: int, tick: int) -> int:
+    page = take(slots, pages)
+    slots.seal(at(page))
+    slots.let_go(at(page), tick)
+    return page
 
 
-def reclaimable(slots: Allocator, other_than: int = 0) -> list[int]:
-    return [slab.index for slab in slots.reclaimable(other_than * PAGE)]
+def reclaimable(slots: SlotAllocator, other_than: int = 0) -> list[int]:
+    return slots.reclaimable(other_than * PAGE).tolist()
+
+
+def touched(slots: SlotAllocator, other_than: int) -> list[int]:
+    return slots.slabs.touched[slots.reclaimable(other_than)].tolist()
 
 
 def test_a_slab_with_a_busy_slot_is_not_reclaimable() -> None:
     slots = allocator(2, 2)
     first = evictable(slots, 1, 1)
     assert reclaimable(slots) == [0]
-    second = take(slots, 1) * PAGE
+    second = take(slots, 1)
     assert reclaimable(slots) == []
-    slots.free(second)
+    slots.free(at(second))
     assert reclaimable(slots) == [0]
-    slots.hold(first)
+    slots.hold(at(first))
     assert reclaimable(slots) == []
-    check(slots)
+    check_slots(slots)
 
 
 def test_a_quarantined_slot_keeps_its_slab_from_being_reclaimed() -> None:
     slots = allocator(2, 2)
     evictable(slots, 1, 1)
-    slots.quarantine(take(slots, 1) * PAGE)
+    slots.quarantine(at(take(slots, 1)))
     assert reclaimable(slots) == []
 
 
 def test_reclaimable_slabs_come_in_the_order_of_their_last_use() -> None:
     slots = allocator(6, 2)
     a, b, c = evictable(slots, 2, 1), evictable(slots, 2, 2), evictable(slots, 2, 3)
-    slots.touch(a, 4)
-    assert reclaimable(slots) == [b // PAGE // 2, c // PAGE // 2, a // PAGE // 2]
-    check(slots)
+    slots.touch(at(a), 4)
+    assert reclaimable(slots) == [b // 2, c // 2, a // 2]
+    check_slots(slots)
 
 
 def test_reclaimable_slabs_of_several_classes_are_merged() -> None:
@@ -232,28 +254,27 @@ def test_reclaimable_slabs_of_several_classes_are_merged() -> None:
     evictable(slots, 1, 2)
     evictable(slots, 1, 2)
     evictable(slots, 2, 3)
-    assert [slab.touched for slab in slots.reclaimable(0)] == [1, 2, 3]
-    assert [slab.touched for slab in slots.reclaimable(PAGE)] == [1, 3]
+    assert touched(slots, 0) == [1, 2, 3]
+    assert touched(slots, PAGE) == [1, 3]
 
 
 def test_eviction_of_one_slot_does_not_make_its_slab_look_used() -> None:
     slots = allocator(4, 2)
     first, _ = evictable(slots, 1, 1), evictable(slots, 1, 1)
     evictable(slots, 2, 2)
-    slots.free(first)
-    assert [slab.touched for slab in slots.reclaimable(0)] == [1, 2]
-    check(slots)
+    slots.free(at(first))
+    assert touched(slots, 0) == [1, 2]
+    check_slots(slots)
 
 
 def test_an_aborted_store_does_not_break_the_order_of_reclaimable_slabs() -> None:
     slots = allocator(4, 2)
     evictable(slots, 1, 1)
-    reserved = take(slots, 1) * PAGE
+    reserved = take(slots, 1)
     evictable(slots, 2, 2)
-    slots.free(reserved)
-    touched = [slab.touched for slab in slots.reclaimable(0)]
-    assert touched == sorted(touched)
-    check(slots)
+    slots.free(at(reserved))
+    assert touched(slots, 0) == sorted(touched(slots, 0))
+    check_slots(slots)
 
 
 # -- NUMA ---------------------------------------------------------------------------------------------------------
@@ -269,12 +290,39 @@ def test_a_slot_is_taken_on_the_wanted_node_even_if_that_opens_a_slab() -> None:
 def test_a_full_node_falls_back_to_the_other() -> None:
     slots = allocator(4, 2, [0, 1])
     assert [take(slots, 1, node=1) // 2 for _ in range(4)] == [1, 1, 0, 0]
-    assert slots.allocate(PAGE, OWNER, 1) is None
+    assert slots.supply({PAGE: 1}).unmet() is not None
 
 
 def test_an_unknown_node_takes_any_slot() -> None:
     slots = allocator(4, 2, [0, 1])
-    assert slots.allocate(PAGE, OWNER, 7) is not None
+    assert take(slots, 1, node=7) == 0
+
+
+# -- slots of one request -----------------------------------------------------------------------------------------
+
+
+def test_slots_of_one_request_are_adjacent_and_ascending_in_a_fresh_pool() -> None:
+    slots = allocator(12, 4)
+    assert take_many(slots, 1, 10) == list(range(10))
+    check_slots(slots)
+
+
+def test_slots_that_were_freed_in_any_order_are_given_out_ascending() -> None:
+    slots = allocator(12, 4)
+    take_many(slots, 1, 12)
+    for page in (6, 1, 9, 5):
+        slots.free(at(page))
+    assert take_many(slots, 1, 4) == [1, 5, 6, 9]
+    check_slots(slots)
+
+
+def test_a_request_for_more_than_there_is_takes_nothing() -> None:
+    slots = allocator(4, 2, [0, 1])
+    take(slots, 1)
+    with pytest.raises(AssertionError, match="fewer free slots"):
+        take_many(slots, 1, 4, node=1)
+    assert slots.free_bytes == 3 * PAGE
+    check_slots(slots)
 
 
 # -- planning -----------------------------------------------------------------------------------------------------
@@ -284,26 +332,26 @@ def test_a_supply_counts_free_slots_and_whole_slabs() -> None:
     slots = allocator(8, 4)
     take(slots, 1)
     assert slots.supply({PAGE: 7}).unmet() is None
-    assert slots.supply({PAGE: 8}).unmet() == PAGE
+    assert slots.supply({PAGE: 8}).unmet() == (PAGE, 1)
     assert slots.supply({PAGE: 3, 2 * PAGE: 2}).unmet() is None
-    assert slots.supply({PAGE: 4, 2 * PAGE: 1}).unmet() == PAGE
-    assert slots.supply({PAGE: 1, 2 * PAGE: 3}).unmet() == 2 * PAGE
+    assert slots.supply({PAGE: 4, 2 * PAGE: 1}).unmet() == (PAGE, 1)
+    assert slots.supply({PAGE: 1, 2 * PAGE: 3}).unmet() == (2 * PAGE, 1)
 
 
 def test_a_supply_counts_planned_slots_and_can_take_them_back() -> None:
     slots = allocator(4, 4)
-    a, b = take(slots, 1) * PAGE, take(slots, 1) * PAGE
+    a, b = take(slots, 1), take(slots, 1)
     supply = slots.supply({4 * PAGE: 1})
-    supply.free(a)
-    assert supply.unmet() == 4 * PAGE
-    supply.free(b)
+    supply.free(at(a))
+    assert supply.unmet() == (4 * PAGE, 1)
+    supply.free(at(b))
     assert supply.unmet() is None
-    supply.keep(a)
-    assert supply.unmet() == 4 * PAGE
+    supply.keep(at(a))
+    assert supply.unmet() == (4 * PAGE, 1)
 
 
 def test_a_supply_gives_the_short_slab_only_to_what_fits() -> None:
     slots = allocator(6, 4)
     assert slots.supply({2 * PAGE: 3}).unmet() is None
-    assert slots.supply({3 * PAGE: 2}).unmet() == 3 * PAGE
+    assert slots.supply({3 * PAGE: 2}).unmet() == (3 * PAGE, 1)
     assert slots.supply({3 * PAGE: 1, 2 * PAGE: 1}).unmet() is None

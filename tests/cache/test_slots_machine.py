@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvsidecar.cache.block import Block
+from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.integrity import check_slots
 from kvsidecar.cache.slots import SlotAllocator, SlotState
-from tests.cache.support import PAGE, new_cache, open_space
+from tests.cache.support import PAGE
 
 NEEDS = st.dictionaries(st.integers(1, 4), st.integers(1, 4), min_size=1, max_size=3)
 NODES = st.sampled_from([None, 0, 1])
@@ -23,80 +24,106 @@ class SlotsMachine(RuleBasedStateMachine):
     @initialize(pool=st.integers(1, 9), slab=st.integers(1, 4), nodes=st.lists(NODES, min_size=9, max_size=9))
     def start(self, pool: int, slab: int, nodes: list[int | None]) -> None:
         self.pool = pool
-        self.slots: SlotAllocator[Block] = SlotAllocator(pool * PAGE, slab * PAGE, nodes[: -(-pool // slab)])
-        self.space = open_space(new_cache(1))
+        self.slots = SlotAllocator(pool * PAGE, slab * PAGE, nodes[: -(-pool // slab)])
         self.taken: dict[int, tuple[int, SlotState]] = {}
         self.tick = 0
+        self.owner = 0
 
-    def pick(self, data: st.DataObject, *states: SlotState) -> int | None:
+    def pick(self, data: st.DataObject, *states: SlotState) -> list[int]:
+        """Some slots in these states."""
         slots = sorted(slot for slot, (_, state) in self.taken.items() if state in states)
-        return data.draw(st.sampled_from(slots)) if slots else None
+        return data.draw(st.lists(st.sampled_from(slots), max_size=4, unique=True)) if slots else []
 
-    def move(self, slot: int, state: SlotState) -> None:
-        self.taken[slot] = (self.taken[slot][0], state)
+    def move(self, slots: list[int], state: SlotState) -> Ints:
+        for slot in slots:
+            self.taken[slot] = (self.taken[slot][0], state)
+        return np.array(slots, np.int64)
 
-    def take(self, pages: int, node: int | None) -> int | None:
-        slot = self.slots.allocate(pages * PAGE, Block(self.space, b"x" * 32), node)
-        if slot is None:
-            return None
-        mine = range(slot, slot + pages * PAGE)
-        assert mine.start >= 0
-        assert mine.stop <= self.pool * PAGE
-        assert mine.start // self.slots.slab_bytes == (mine.stop - 1) // self.slots.slab_bytes, "it straddles two slabs"
-        for other, (other_pages, _) in self.taken.items():
-            assert mine.stop <= other or other + other_pages * PAGE <= mine.start, "two slots overlap"
-        self.taken[slot] = (pages, SlotState.RESERVED)
-        return slot
+    def could_take(self, pages: int) -> set[int]:
+        """Pages of all free slots of this size that there are, or that whole slabs could be cut into."""
+        slabs, size = self.slots.slabs, pages * PAGE
+        return {
+            page
+            for slab in range(len(slabs))
+            if slabs.size[slab] in (0, size)
+            for page in range(
+                slabs.start[slab] // PAGE, (slabs.start[slab] + slabs.nbytes[slab] - size) // PAGE + 1, pages
+            )
+            if page * PAGE not in self.taken
+        }
 
-    def take_all(self, needs: dict[int, int], node: int | None) -> list[int | None]:
-        return [self.take(pages, node) for pages in sorted(needs, reverse=True) for _ in range(needs[pages])]
+    def take(self, pages: int, count: int, node: int | None) -> bool:
+        free = self.could_take(pages)
+        owners = np.arange(self.owner, self.owner + count)
+        try:
+            slots = self.slots.allocate(pages * PAGE, owners, node)
+        except AssertionError:
+            assert len(free) < count, "there were enough free slots"
+            return False
+        for slot in slots.tolist():
+            mine = range(slot, slot + pages * PAGE)
+            assert mine.start >= 0
+            assert mine.stop <= self.pool * PAGE
+            assert mine.start // self.slots.slab_bytes == (mine.stop - 1) // self.slots.slab_bytes, "it straddles slabs"
+            for other, (other_pages, _) in self.taken.items():
+                assert mine.stop <= other or other + other_pages * PAGE <= mine.start, "two slots overlap"
+            self.taken[slot] = (pages, SlotState.RESERVED)
+        self.owner += count
+        got = [slot // PAGE for slot in slots.tolist()]
+        assert got == sorted(got), "the slots of one request are not ascending"
+        for slab in {slot // self.slots.slab_bytes for slot in slots.tolist()}:
+            inside = [page for page in got if page * PAGE // self.slots.slab_bytes == slab]
+            skipped = {page for page in free if inside[0] < page < inside[-1]} - set(inside)
+            assert not {page for page in skipped if page * PAGE // self.slots.slab_bytes == slab}, "a free slot between"
+        return True
 
-    @rule(pages=st.integers(1, 4), node=NODES)
-    def allocate(self, pages: int, node: int | None) -> None:
-        if self.take(pages, node) is None:
-            assert self.slots.supply({pages * PAGE: 1}).unmet() == pages * PAGE
+    def take_all(self, needs: dict[int, int], node: int | None) -> bool:
+        had = [self.take(pages, needs[pages], node) for pages in sorted(needs, reverse=True)]
+        return all(had)
+
+    @rule(pages=st.integers(1, 4), count=st.integers(0, 5), node=NODES)
+    def allocate(self, pages: int, count: int, node: int | None) -> None:
+        enough = self.slots.supply({pages * PAGE: count}).unmet() is None
+        assert self.take(pages, count, node) == enough
 
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
-        if (slot := self.pick(data, SlotState.RESERVED)) is not None:
-            self.slots.seal(slot)
-            self.move(slot, SlotState.HELD)
+        self.slots.seal(self.move(self.pick(data, SlotState.RESERVED), SlotState.HELD))
 
-    @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
-        if (slot := self.pick(data, SlotState.HELD)) is not None:
-            self.tick += 1
-            self.slots.let_go(slot, self.tick)
-            self.move(slot, SlotState.EVICTABLE)
+    @rule(data=st.data(), source=st.sampled_from([SlotState.HELD, SlotState.RESERVED]))
+    def let_go(self, data: st.DataObject, source: SlotState) -> None:
+        self.tick += 1
+        self.slots.let_go(self.move(self.pick(data, source), SlotState.EVICTABLE), self.tick, source)
 
     @rule(data=st.data(), hold=st.booleans())
     def use(self, data: st.DataObject, hold: bool) -> None:
-        if (slot := self.pick(data, SlotState.EVICTABLE)) is not None:
-            self.tick += 1
-            if hold:
-                self.slots.hold(slot)
-                self.move(slot, SlotState.HELD)
-            else:
-                self.slots.touch(slot, self.tick)
+        slots = self.pick(data, SlotState.EVICTABLE)
+        self.tick += 1
+        if hold:
+            self.slots.hold(self.move(slots, SlotState.HELD))
+        else:
+            self.slots.touch(np.array(slots, np.int64), self.tick)
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        slot = self.pick(data, SlotState.RESERVED, SlotState.HELD, SlotState.EVICTABLE)
-        if slot is not None:
-            self.slots.free(slot)
+        self.free_these(self.pick(data, SlotState.RESERVED, SlotState.HELD, SlotState.EVICTABLE))
+
+    def free_these(self, slots: list[int]) -> None:
+        self.slots.free(np.array(slots, np.int64))
+        for slot in slots:
             del self.taken[slot]
 
-    @rule(data=st.data())
+    @rule(data=st.data(), condemn=st.booleans())
     @precondition(lambda self: all(state != SlotState.QUARANTINED for _, state in self.taken.values()))
-    def quarantine(self, data: st.DataObject) -> None:
-        if (slot := self.pick(data, SlotState.RESERVED)) is not None:
-            self.slots.quarantine(slot)
-            self.move(slot, SlotState.QUARANTINED)
+    def quarantine(self, data: st.DataObject, condemn: bool) -> None:
+        states = (SlotState.HELD, SlotState.EVICTABLE) if condemn else (SlotState.RESERVED,)
+        slots = self.move(self.pick(data, *states)[:1], SlotState.QUARANTINED)
+        (self.slots.condemn if condemn else self.slots.quarantine)(slots)
 
     @rule(needs=NEEDS, node=st.sampled_from([0, 1]))
     def what_a_node_can_be_preferred_for_can_be_had(self, needs: dict[int, int], node: int) -> None:
         if self.slots.can_prefer(node, {pages * PAGE: need for pages, need in needs.items()}):
-            assert None not in self.take_all(needs, node)
+            assert self.take_all(needs, node)
 
     @rule(data=st.data(), needs=NEEDS)
     def what_is_planned_can_be_had(self, data: st.DataObject, needs: dict[int, int]) -> None:
@@ -104,16 +131,15 @@ class SlotsMachine(RuleBasedStateMachine):
         supply = self.slots.supply({pages * PAGE: need for pages, need in needs.items()})
         freeable = sorted(slot for slot, (_, state) in self.taken.items() if state != SlotState.QUARANTINED)
         freed = data.draw(st.lists(st.sampled_from(freeable), unique=True)) if freeable else []
-        for slot in freed:
-            supply.free(slot)
-        for slot in freed[::2]:
-            supply.keep(slot)
+        supply.free(np.array(freed, np.int64))
+        supply.keep(np.array(freed[::2], np.int64))
         freed = freed[1::2]
-        if supply.unmet() is None or len(needs) == 1:
-            for slot in freed:
-                self.slots.free(slot)
-                del self.taken[slot]
-            assert (None in self.take_all(needs, None)) == (supply.unmet() is not None)
+        unmet, surplus = supply.unmet(), supply.surplus()
+        if unmet is None or len(needs) == 1:
+            self.free_these(freed)
+            for pages, need in needs.items():
+                assert surplus is None or surplus == len(self.could_take(pages)) - need
+            assert self.take_all(needs, None) == (unmet is None)
 
     @invariant()
     def the_counts_are_right(self) -> None:

@@ -1,0 +1,63 @@
+"""Names for the arrays that the cache computes with, and what numpy lacks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+"""Rows of blocks, slots (byte offsets in the pool), slabs, ticks."""
+Words = npt.NDArray[np.uint64]
+"""Block hashes, [n, words]: each padded with zeros to a multiple of eight bytes."""
+Bools = npt.NDArray[np.bool_]
+
+NO_INTS: Ints = np.empty(0, np.int64)
+
+
+def some(mask: Bools) -> bool:
+    """Whether one is true. For a few values this is four times as fast as numpy's ``any``."""
+    return bool(np.count_nonzero(mask))
+
+
+def every(mask: Bools) -> bool:
+    """Whether all are true."""
+    return int(np.count_nonzero(mask)) == len(mask)
+
+
+def has_duplicates(values: npt.NDArray[Any]) -> bool:
+    """Whether a value comes twice."""
+    if len(values) < 2 or every(values[1:] > values[:-1]):
+        return False
+    ordered = np.sort(values)
+    return some(ordered[1:] == ordered[:-1])
+
+
+def first_of_each(values: npt.NDArray[Any]) -> Bools:
+    """True where a value comes for the first time."""
+    first = np.ones(len(values), np.bool_)
+    if has_duplicates(values):
+        first[:] = False
+        first[np.unique(values, return_index=True)[1]] = True
+    return first
+
+
+def tally(values: Ints) -> tuple[Ints, Ints]:
+    """The distinct values, and how often each comes: ``np.unique`` for values that are almost all the same."""
+    if len(values) < 2:
+        return values, np.ones_like(values)
+    ordered = np.sort(values)
+    ends = np.append((ordered[1:] != ordered[:-1]).nonzero()[0], len(ordered) - 1)
+    return ordered[ends], np.diff(ends, prepend=-1)
+
+
+def longer(column: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """A copy with room for more in its last axis; what is new is zero.
+
+    Memory that was never written to costs none (the kernel maps it to its page of zeros), so columns are made as long
+    as they can ever get, and growing one is for what could not be foreseen: it copies everything in one go.
+    """
+    grown = np.zeros((*column.shape[:-1], length), column.dtype)
+    grown[..., : column.shape[-1]] = column
+    return grown

@@ -1,0 +1,261 @@
+"""Block hash -> row, for many hashes at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.cache.arrays import Bools, Ints, Words, every, some
+
+LANE_BITS = 4
+LANES = 1 << LANE_BITS
+"""Entries of a bucket: the tags of one bucket are one cache line."""
+BLOCKS_PER_BUCKET = 6
+"""On average. With linear hashing a bucket holds up to a third more on average before its turn to be split comes, and
+one in thousands overflows."""
+
+FEW = 4
+"""So many keys are faster one by one."""
+
+Tags = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Block hashes as an index searches for them."""
+
+    words: Words
+    tags: Tags
+    """32 bits of each, the low ones of which say the bucket; never 0."""
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    def take(self, which: Ints | Bools | slice) -> Keys:
+        """Some of them."""
+        return Keys(self.words[which], self.tags[which])
+
+
+class BlockIndex:
+    """A hash table that is searched for all hashes of a request in a few array operations.
+
+    A dict costs 65 bytes for the hash, 32 for the row and 33 for the entry; it waits for memory up to five times per
+    hash, one after the other, and once in a while it rebuilds itself as a whole: 5 s with ten million entries. Here a
+    block costs its hash and about 20 bytes, the processor waits for many hashes at the same time, and the table grows
+    by a few buckets per call (linear hashing: W. Litwin, VLDB 1980). Bucket ``i`` of ``2**level`` is split in two by
+    one more bit of the hashes in it; buckets are split in order, and when all are, the level rises.
+
+    Args:
+        hash_bytes: width of a block hash.
+        capacity: rows there can be.
+        seed: of the numbers that spread the hashes. Who knows it can choose hashes that share one bucket.
+    """
+
+    def __init__(self, hash_bytes: int, capacity: int, seed: int) -> None:
+        self._hash_bytes = hash_bytes
+        words = -(-hash_bytes // 8)
+        self._words = np.zeros((capacity, words), np.uint64)
+        """The hash of each row. The index has no other record of it."""
+        buckets = capacity // BLOCKS_PER_BUCKET + 2
+        self._tags: Tags = np.zeros((buckets, LANES), np.uint32)
+        """0 in a free lane."""
+        self._rows = np.zeros(buckets * LANES, np.int32)
+        self._num_buckets = 1
+        self._level = 0
+        """``2**level <= num_buckets < 2**(level + 1)``: so many are split already."""
+        self._overflow: dict[int, list[int]] = {}
+        """Bucket -> rows that found no free lane in it."""
+        self._overflows = np.zeros(buckets, np.bool_)
+        """Whether `_overflow` has the bucket."""
+        self._len = 0
+        self._any_word = np.ones(words, np.bool_)
+        draw = random.Random(seed)
+        self._multipliers = np.array([draw.getrandbits(64) | 1 for _ in range(words)], np.uint64)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def keys(self, hashes: Sequence[bytes] | bytes) -> Keys:
+        """What the other methods take.
+
+        Args:
+            hashes: each of the width of this index; or all of them as one string, as they come over the wire.
+        """
+        packed = hashes if isinstance(hashes, bytes) else b"".join(hashes)
+        if self._hash_bytes % 8 == 0:
+            words: Words = np.frombuffer(packed, np.uint64).reshape(-1, self._hash_bytes // 8)
+        else:
+            narrow = np.frombuffer(packed, np.uint8).reshape(-1, self._hash_bytes)
+            words = np.pad(narrow, ((0, 0), (0, -self._hash_bytes % 8))).view(np.uint64)
+        return Keys(words, self._tags_of(words))
+
+    def hashes(self, rows: Ints) -> list[bytes]:
+        """The block hashes of these rows."""
+        return [words.tobytes()[: self._hash_bytes] for words in self._words[rows]]
+
+    def find(self, keys: Keys) -> Ints:
+        """Per hash its row, or -1."""
+        words, tags = keys.words, keys.tags
+        if len(words) <= FEW:
+            return np.array([self._find_one(words[i], int(tags[i])) for i in range(len(words))], np.int64)
+        buckets = self._buckets(tags)
+        which, lanes = self._matches(tags, buckets)
+        rows = self._rows[lanes].astype(np.int64)
+        found = np.full(len(words), -1, np.int64)
+        other = (self._words.take(rows, axis=0) != words[which]) @ self._any_word
+        if some(other):
+            which, rows = which[~other], rows[~other]
+        found[which] = rows
+        if self._overflow:
+            for i in (self._overflows[buckets] & (found < 0)).nonzero()[0].tolist():
+                found[i] = self._find_one(words[i], int(tags[i]))
+        return found
+
+    def add(self, keys: Keys, rows: Ints) -> None:
+        """File hashes that are not in the index, each once, under rows that are not either."""
+        self._words[rows] = keys.words
+        self._len += len(rows)
+        while self._len > BLOCKS_PER_BUCKET * self._num_buckets:
+            self._split(-(-self._len // BLOCKS_PER_BUCKET) - self._num_buckets)
+        self._place(keys.tags, rows)
+
+    def remove(self, rows: Ints) -> None:
+        """Forget the hashes of these rows, which are in the index."""
+        self._len -= len(rows)
+        tags = self._tags_of(self._words.take(rows, axis=0))
+        if len(rows) <= FEW:
+            for tag, row in zip(tags.tolist(), rows.tolist(), strict=True):
+                self._remove_one(tag, row)
+            return
+        which, lanes = self._matches(tags, self._buckets(tags))
+        mine = self._rows[lanes] == rows[which]
+        self._tags.reshape(-1)[lanes[mine]] = 0
+        if np.count_nonzero(mine) < len(rows):
+            in_overflow = np.ones(len(rows), np.bool_)
+            in_overflow[which[mine]] = False
+            for tag, row in zip(tags[in_overflow].tolist(), rows[in_overflow].tolist(), strict=True):
+                self._remove_one(tag, row)
+
+    def rows(self) -> Ints:
+        """All rows in the index, in no order. O(blocks)."""
+        filed = self._tags[: self._num_buckets] != 0
+        overflowed = [row for rows in self._overflow.values() for row in rows]
+        in_buckets = self._rows[: filed.size][filed.ravel()].astype(np.int64)
+        return np.concatenate((in_buckets, np.array(overflowed, np.int64)))
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _tags_of(self, words: Words) -> Tags:
+        """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest, which depend on all bits of the hash,
+        become the low byte."""
+        spread = words @ self._multipliers
+        return spread.view(np.uint32)[1::2].byteswap() | np.uint32(1 << 31)
+
+    def _bucket(self, tag: int) -> int:
+        bucket = tag & (2 << self._level) - 1
+        return bucket if bucket < self._num_buckets else bucket - (1 << self._level)
+
+    def _buckets(self, tags: Tags) -> Ints:
+        buckets = (tags & np.uint32((2 << self._level) - 1)).astype(np.int64)
+        return buckets - ((buckets >= self._num_buckets) << self._level)
+
+    def _matches(self, tags: Tags, buckets: Ints) -> tuple[Ints, Ints]:
+        """Which of the tags are found, and in which lanes (counted through all buckets): one may be in several."""
+        found = (self._tags.take(buckets, axis=0) == tags[:, None]).ravel().nonzero()[0]
+        which = found >> LANE_BITS
+        return which, buckets[which] << LANE_BITS | found & LANES - 1
+
+    def _find_one(self, words: Words, tag: int) -> int:
+        bucket = self._bucket(tag)
+        tags, wanted = self._tags[bucket].tolist(), words.tobytes()
+        candidates = list(self._overflow.get(bucket, ()))
+        if tag in tags:
+            candidates += [int(self._rows[bucket << LANE_BITS | i]) for i in range(LANES) if tags[i] == tag]
+        for row in candidates:
+            if self._words[row].tobytes() == wanted:
+                return row
+        return -1
+
+    def _remove_one(self, tag: int, row: int) -> None:
+        bucket = self._bucket(tag)
+        tags, rows = self._tags[bucket].tolist(), self._rows[bucket << LANE_BITS : (bucket + 1) << LANE_BITS].tolist()
+        for lane in range(LANES):
+            if rows[lane] == row and tags[lane] == tag:
+                self._tags[bucket, lane] = 0
+                return
+        self._overflow[bucket].remove(row)
+        if not self._overflow[bucket]:
+            del self._overflow[bucket]
+            self._overflows[bucket] = False
+
+    def _place_one(self, tag: int, row: int) -> None:
+        bucket = self._bucket(tag)
+        tags = self._tags[bucket].tolist()
+        if 0 in tags:
+            lane = tags.index(0)
+            self._tags[bucket, lane] = tag
+            self._rows[bucket << LANE_BITS | lane] = row
+        else:
+            self._overflow.setdefault(bucket, []).append(row)
+            self._overflows[bucket] = True
+
+    def _place(self, tags: Tags, rows: Ints) -> None:
+        if len(rows) <= FEW:
+            for tag, row in zip(tags.tolist(), rows.tolist(), strict=True):
+                self._place_one(tag, row)
+            return
+        buckets = self._buckets(tags)
+        order = buckets.argsort(kind="stable")
+        buckets, tags, rows = buckets[order], tags[order], rows[order]
+        turn = np.arange(1, len(rows) + 1) - np.searchsorted(buckets, buckets)  # 1 for the first of a bucket, ...
+        free = (self._tags.take(buckets, axis=0) == 0).cumsum(
+            axis=1, dtype=np.int8
+        )  # 1 in the first free lane of a bucket, ...
+        lanes = (free == turn[:, None]).argmax(axis=1)
+        fits = free[:, -1] >= turn
+        lanes += buckets << LANE_BITS
+        self._tags.reshape(-1)[lanes[fits]] = tags[fits]
+        self._rows[lanes[fits]] = rows[fits]
+        if not every(fits):
+            for tag, row in zip(tags[~fits].tolist(), rows[~fits].tolist(), strict=True):
+                self._place_one(tag, row)
+
+    def _split(self, count: int) -> None:
+        """Split the next buckets, at most ``count``, and not beyond the end of the level."""
+        half = 1 << self._level
+        first = self._num_buckets - half
+        count = min(count, half - first)
+        self._make_room(self._num_buckets + count)
+        old = slice(first, first + count)
+        new = slice(self._num_buckets, self._num_buckets + count)
+        goes = (self._tags[old] >> np.uint32(self._level) & np.uint32(1)).astype(np.bool_)
+        self._tags[new] = np.where(goes, self._tags[old], 0)
+        lanes = self._rows.reshape(-1, LANES)
+        lanes[new] = lanes[old]
+        self._tags[old] = np.where(goes, 0, self._tags[old])
+        self._num_buckets += count
+        if count == half - first:
+            self._level += 1
+        if self._overflow:
+            homeless = []
+            for bucket in (self._overflows[old].nonzero()[0] + first).tolist():
+                homeless += self._overflow.pop(bucket)
+                self._overflows[bucket] = False
+            if homeless:
+                rows = np.array(homeless, np.int64)
+                self._place(self._tags_of(self._words.take(rows, axis=0)), rows)
+
+    def _make_room(self, buckets: int) -> None:
+        if buckets > len(self._tags):
+            more = max(buckets, len(self._tags))
+            self._tags = np.pad(self._tags, ((0, more), (0, 0)))
+            self._rows = np.pad(self._rows, (0, more * LANES))
+            self._overflows = np.pad(self._overflows, (0, more))
+
+    def reserve(self, capacity: int) -> None:
+        """Have room for more rows. Copies all hashes."""
+        self._words = np.pad(self._words, ((0, capacity - len(self._words)), (0, 0)))

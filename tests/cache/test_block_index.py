@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvsidecar.cache.block_index import BLOCKS_PER_BUCKET, LANES, BlockIndex
+from kvsidecar.cache.integrity import check_index
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def index(hash_bytes: int = 32, capacity: int = 4096, seed: int = 0) -> BlockIndex:
+    return BlockIndex(hash_bytes, capacity, seed)
+
+
+def digests(*numbers: int, width: int = 32) -> list[bytes]:
+    return [hashlib.shake_128(b"%d" % number).digest(width) for number in numbers]
+
+
+def find(blocks: BlockIndex, hashes: list[bytes]) -> list[int]:
+    return blocks.find(blocks.keys(hashes)).tolist()
+
+
+@pytest.mark.parametrize("width", [16, 17, 20, 31, 32, 33, 64])
+def test_hashes_of_every_width_are_found_and_come_back(width: int) -> None:
+    blocks = index(width)
+    hashes = digests(*range(100), width=width)
+    blocks.add(blocks.keys(hashes), np.arange(100))
+    assert find(blocks, hashes) == list(range(100))
+    assert blocks.hashes(np.arange(100)) == hashes
+    assert find(blocks, digests(*range(100, 200), width=width)) == [-1] * 100
+    check_index(blocks)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 100])
+def test_hashes_may_come_as_one_string(count: int) -> None:
+    blocks = index()
+    hashes = digests(*range(count))
+    blocks.add(blocks.keys(b"".join(hashes)), np.arange(count))
+    assert blocks.find(blocks.keys(b"".join(hashes))).tolist() == find(blocks, hashes) == list(range(count))
+
+
+def test_hashes_that_share_a_tag_are_told_apart() -> None:
+    """As an attacker would choose them who knew the seed: all in one bucket, which overflows."""
+    blocks = index()
+    hashes = digests(*range(3 * LANES))
+    blocks._multipliers[:] = 0
+    assert len(set(blocks.keys(hashes).tags.tolist())) == 1
+    blocks.add(blocks.keys(hashes), np.arange(3 * LANES))
+    assert find(blocks, hashes) == list(range(3 * LANES))
+    assert [find(blocks, [each]) for each in hashes] == [[row] for row in range(3 * LANES)]
+    check_index(blocks)
+    blocks.remove(np.arange(0, 3 * LANES, 2))
+    assert find(blocks, hashes) == [row if row % 2 else -1 for row in range(3 * LANES)]
+    check_index(blocks)
+
+
+def test_hashes_that_differ_in_few_bits_spread_over_the_buckets() -> None:
+    blocks = index(capacity=20000)
+    hashes = [number.to_bytes(2, "little").rjust(32, b"#") for number in range(10000)]
+    blocks.add(blocks.keys(hashes), np.arange(10000))
+    assert sum(map(len, blocks._overflow.values())) < 200
+
+
+def test_the_table_grows_by_few_buckets_a_call() -> None:
+    blocks = index(capacity=100000)
+    split = 0
+    for first in range(0, 60000, 600):
+        before = blocks._num_buckets
+        blocks.add(blocks.keys(digests(*range(first, first + 600))), np.arange(first, first + 600))
+        split = max(split, blocks._num_buckets - before)
+    assert 0 < split <= 600 // BLOCKS_PER_BUCKET + 1
+    assert sum(map(len, blocks._overflow.values())) < 60
+    check_index(blocks)
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_it_works_with_every_seed(seed: int) -> None:
+    blocks = index(seed=seed)
+    blocks.add(blocks.keys(digests(*range(500))), np.arange(500))
+    assert find(blocks, digests(*range(500))) == list(range(500))
+    check_index(blocks)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Against a dict. Few tags, so that buckets overflow; few rows at the start, so that it grows."""
+
+    @initialize(tag_bits=st.sampled_from([0, 1, 3, 32]))
+    def start(self, tag_bits: int) -> None:
+        self.index = index(capacity=16)
+        self.index._tags_of = self.few_tags  # type: ignore[method-assign]
+        self.mask = np.uint32((1 << tag_bits) - 1)
+        self.rows: dict[bytes, int] = {}
+        self.next_row = 0
+
+    def few_tags(self, words: np.ndarray) -> np.ndarray:
+        return BlockIndex._tags_of(self.index, words) & self.mask | np.uint32(1 << 31)
+
+    @rule(names=st.lists(st.integers(0, 200), max_size=60, unique=True))
+    def add(self, names: list[int]) -> None:
+        new = [each for each in digests(*names) if each not in self.rows]
+        rows = range(self.next_row, self.next_row + len(new))
+        self.next_row += len(new)
+        if self.next_row > len(self.index._words):
+            self.index.reserve(2 * self.next_row)
+        self.index.add(self.index.keys(new), np.array(rows, np.int64))
+        self.rows |= dict(zip(new, rows, strict=True))
+
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        if self.rows:
+            gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), max_size=40, unique=True))
+            self.index.remove(np.array([self.rows.pop(each) for each in gone], np.int64))
+
+    @rule(names=st.lists(st.integers(0, 200), max_size=60))
+    def look(self, names: list[int]) -> None:
+        hashes = digests(*names)
+        assert find(self.index, hashes) == [self.rows.get(each, -1) for each in hashes]
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        if hasattr(self, "mask"):
+            check_index(self.index)
+            assert sorted(self.index.rows().tolist()) == sorted(self.rows.values())
+
+
+IndexMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestIndex = IndexMachine.TestCase
