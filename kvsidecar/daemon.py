@@ -87,6 +87,7 @@ class Daemon:
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
             next_id=lambda: secrets.randbits(ID_BITS) | 1,
+            seed=secrets.randbits(64),
         )
         self._instances = Instances(self._cache, self._hub, clock, self._task_failed)
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
@@ -175,6 +176,7 @@ class Daemon:
             version=__version__,
         )
         self._tasks.spawn(self._tick(), name="tick")
+        self._tasks.spawn(self._sweep(), name="sweep")
         self._tasks.spawn(self._become_ready(), name="become-ready")
 
     async def _become_ready(self) -> None:
@@ -267,6 +269,12 @@ class Daemon:
             await asyncio.sleep(TICK_SECONDS)
             self._metrics.loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
             self._lookups.expire()
+
+    async def _sweep(self) -> None:
+        """Free what was cleared, a little at a time."""
+        while True:
+            more = self._cache.sweep()
+            await asyncio.sleep(0 if more else TICK_SECONDS)
 
     def _stuck(self) -> str | None:
         return self._hub.stuck(self._settings.stuck_after)
