@@ -1,0 +1,209 @@
+"""What the cache costs as it grows: time per block of every call, resident bytes per block, and the longest pauses.
+
+No byte is stored: the pool is a range of numbers. Each size is measured in a process of its own.
+
+python benchmarks/scale.py [--blocks 10000 1000000 10000000] [--shards 1 2] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.config import auto_slab_bytes
+from kvsidecar.types import LookupMode, Namespace
+
+HASH_BYTES = 32
+JOB = 512
+"""Blocks per job."""
+MISSES = 4096
+UNKNOWN_JOB = 2**62
+"""Its hashes are never stored."""
+PAGE = 4096
+
+ROWS = {
+    "begin_store": ("begin_store, free slots", "us/block"),
+    "seal_all": ("seal_all", "us/block"),
+    "evicting": ("begin_store, evicting", "us/block"),
+    "begin_load": ("begin_load", "us/block"),
+    "end_load": ("end_load", "us/block"),
+    "lookup": (f"lookup of {JOB} hits", "us"),
+    "lease": (f"lookup of {JOB} hits with lease, release", "us"),
+    "misses": (f"lookup of {MISSES} misses, bitmap", "us"),
+    "store_one": ("store of one block, evicting", "us"),
+    "load_one": ("load of one block", "us"),
+    "lookup_one": ("lookup of one hash", "us"),
+    "resident": ("resident bytes per block", "B"),
+    "longest_fill": ("longest call while filling", "ms"),
+    "longest_full": ("longest call in the full pool", "ms"),
+    "gc": ("full garbage collection", "ms"),
+    "clear": ("clear", "ms"),
+    "longest_sweep": ("longest step of the sweep after it", "ms"),
+}
+
+
+class Clock:
+    """Seconds of each call, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.busy: defaultdict[str, list[float]] = defaultdict(list)
+        """Of the processor alone: what others do on the machine makes calls look long."""
+
+    def time(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        started, busy = time.perf_counter(), time.thread_time()
+        answer = call(*arguments)
+        self.busy[name].append(time.thread_time() - busy)
+        self.seconds[name].append(time.perf_counter() - started)
+        return answer
+
+    def median(self, name: str, per: int = 1) -> float:
+        """Microseconds."""
+        return statistics.median(self.seconds[name]) / per * 1e6
+
+    def longest(self, *names: str) -> float:
+        """Milliseconds of the processor."""
+        return max(max(self.busy[name]) for name in names) * 1e3
+
+
+class Filled:
+    """A cache with room for so many blocks, and a source of block hashes: job ``i`` has always the same."""
+
+    def __init__(self, blocks: int, shards: int, block_bytes: int, job: int) -> None:
+        self.job = min(job, blocks)
+        self.num_jobs = blocks // self.job
+        self.shards = range(shards)
+        shard_bytes = -(-block_bytes // shards // PAGE) * PAGE
+        slab = auto_slab_bytes(blocks * shards * shard_bytes) // shard_bytes * shard_bytes
+        slots = self.num_jobs * self.job * shards
+        self.cache = BlockCache(SlotAllocator(slots * shard_bytes, slab))
+        self.namespace = Namespace("m", "bfloat16", "NHD", 16, 1, 1, "sha256", HASH_BYTES)
+        self.space: Space
+        for shard in self.shards:
+            self.space = self.cache.open_space(self.namespace, 0, shards, shard, shard_bytes)
+
+    def hashes(self, job: int, count: int | None = None) -> list[bytes]:
+        packed = np.random.default_rng(job).bytes(HASH_BYTES * (count or self.job))
+        return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
+
+    def store(self, clock: Clock, hashes: list[bytes], begin: str, seal: str) -> None:
+        for shard in self.shards:
+            grant = clock.time(begin, self.cache.begin_store, [(self.space, shard, hashes)])
+            assert isinstance(grant, StoreGrant), grant
+            clock.time(seal, self.cache.seal_all, grant)
+
+    def load(self, clock: Clock, hashes: list[bytes], begin: str, end: str) -> None:
+        grant = clock.time(begin, self.cache.begin_load, [(self.space, 0, hashes)], None, 0.0)
+        assert isinstance(grant, LoadGrant), grant
+        clock.time(end, self.cache.end_load, grant)
+
+
+def measure(blocks: int, shards: int, block_bytes: int, samples: int) -> dict[str, float]:
+    """All figures for one size: what `ROWS` names."""
+    warm = Filled(2 * JOB, shards, block_bytes, JOB)
+    for job in range(3):
+        warm.store(Clock(), warm.hashes(job), "", "")
+    before, clock, rng = resident_bytes(), Clock(), random.Random(0)
+    full = Filled(blocks, shards, block_bytes, JOB)
+    cache, space, job = full.cache, full.space, full.job
+
+    for number in range(full.num_jobs):
+        full.store(clock, full.hashes(number), "begin_store", "seal_all")
+    resident = resident_bytes() - before
+    stored = cache.stats().readable_blocks
+
+    for _ in range(samples):
+        hashes = full.hashes(rng.randrange(full.num_jobs))
+        full.load(clock, hashes, "begin_load", "end_load")
+        found = clock.time("lookup", cache.lookup, space, hashes, LookupMode.PREFIX)
+        assert all(found)
+        lease, _ = clock.time("lookup_and_lease", cache.lookup_and_lease, [(space, hashes)], LookupMode.PREFIX, 0, 9, 0)
+        clock.time("release", cache.release, lease.id)
+        clock.time("misses", cache.lookup, space, full.hashes(UNKNOWN_JOB, MISSES), LookupMode.BITMAP)
+        one = [rng.choice(hashes)]
+        full.load(clock, one, "begin_load_one", "end_load_one")
+        clock.time("lookup_one", cache.lookup, space, one, LookupMode.PREFIX)
+    new = full.num_jobs
+    for new in range(full.num_jobs, full.num_jobs + samples):
+        full.store(clock, full.hashes(new), "evicting", "seal_evicting")
+    for each in range(samples):
+        full.store(clock, full.hashes(new + 1 + each, 1), "store_one", "seal_one")
+    clock.time("gc", gc.collect)
+    clock.time("clear", cache.clear)
+    while clock.time("sweep", cache.sweep):
+        pass
+    clock.time("sweep", cache.sweep)
+    assert cache.stats().free_bytes + cache.stats().wasted_bytes == cache.stats().total_bytes
+
+    figures = {
+        name: clock.median(name, job) for name in ("begin_store", "seal_all", "evicting", "begin_load", "end_load")
+    }
+    figures |= {name: clock.median(name) for name in ("lookup", "misses", "lookup_one")}
+    figures["lease"] = clock.median("lookup_and_lease") + clock.median("release")
+    figures["store_one"] = clock.median("store_one") + clock.median("seal_one")
+    figures["load_one"] = clock.median("begin_load_one") + clock.median("end_load_one")
+    figures["resident"] = resident / stored
+    figures["longest_fill"] = clock.longest("begin_store", "seal_all")
+    fill = ("begin_store", "seal_all", "gc", "clear", "sweep")
+    figures["longest_full"] = clock.longest(*[name for name in clock.seconds if name not in fill])
+    figures |= {"gc": clock.longest("gc"), "clear": clock.longest("clear"), "longest_sweep": clock.longest("sweep")}
+    return figures
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[10_000, 1_000_000, 10_000_000])
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2], help="shards per block")
+    parser.add_argument("--block-bytes", type=int, default=65536, help="of all shards of a block together")
+    parser.add_argument("--samples", type=int, default=200, help="jobs per figure, beside the filling")
+    parser.add_argument("--json", action="store_true", help="one object per size instead of a table")
+    options = parser.parse_args()
+    results = []
+    for shards in options.shards:
+        for blocks in options.blocks:
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+                figures = process.submit(measure, blocks, shards, options.block_bytes, options.samples).result()
+            results.append({"blocks": blocks, "shards": shards, **figures})
+    if options.json:
+        json.dump(results, sys.stdout, indent=2)
+        print()
+        return
+    table = Table(title=f"The cache by number of blocks; jobs of {JOB} blocks, medians")
+    table.add_column("what")
+    for result in results:
+        table.add_column(
+            f"{result['blocks']:,}\n{result['shards']} shard{'s' * (result['shards'] > 1)}", justify="right"
+        )
+    table.add_column("")
+    for name, (title, unit) in ROWS.items():
+        table.add_row(
+            title, *[f"{result[name]:.{2 if unit in ('us/block', 'ms') else 0}f}" for result in results], unit
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    main()
