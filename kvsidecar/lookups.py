@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.cache.eviction import LruPolicy
+from kvsidecar.hashes import as_keys
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 from kvsidecar.types import LookupMode, Namespace, Refusal
@@ -55,7 +55,7 @@ class Lookups:
         self._lease_max = lease_max
         # A namespace that nobody has stored in is looked up like one that has other blocks, hash by hash: an answer
         # that is quicker by a loop would tell a tenant which models the node serves (benchmarks/lookup_timing.py).
-        self._nobodys = Space(Namespace("", "", "", 0, 0, 0, ""), 0, 1, LruPolicy())
+        self._nobodys: dict[int, Space] = {}
         self._hits = metrics.lookup_blocks.labels("hit")
         self._misses = metrics.lookup_blocks.labels("miss")
 
@@ -80,7 +80,7 @@ class Lookups:
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
             return LookupResult(False, nothing)
         self.expire()
-        parts = [(self._cache.find_space(namespace, group) or self._nobodys, hashes) for group, hashes in groups]
+        parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
         lease = None
         lease_seconds = min(lease_seconds, self._lease_max)
         if lease_seconds > 0:
@@ -92,6 +92,13 @@ class Lookups:
         self._hits.inc(hits)
         self._misses.inc(sum([len(hashes) for _, hashes in groups]) - hits)
         return LookupResult(True, result, lease.id if lease else None, lease_seconds if lease else 0.0)
+
+    def _space(self, namespace: Namespace, group: int) -> Space:
+        space = self._cache.find_space(namespace, group)
+        if space is None:
+            width = namespace.hash_bytes
+            space = self._nobodys.get(width) or self._nobodys.setdefault(width, self._cache.empty_space(width))
+        return space
 
     def release(self, lease: int) -> bool:
         """End a lease. False if it had ended before."""

@@ -24,6 +24,7 @@ from kvsidecar.device.base import CopyPlan, DeviceEvent
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest
+from kvsidecar.hashes import as_keys
 from kvsidecar.instances import JobControl, Session, SessionGroup
 from kvsidecar.layout import check_block_ids
 from kvsidecar.metrics import Metrics
@@ -357,7 +358,7 @@ def _wrong(
 
 
 def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> list[ShardPart]:
-    return [(group.space, group.layout.shard, part.hashes) for group, part in zip(groups, parts, strict=True)]
+    return [(group.space, group.layout.shard, as_keys(part.hashes)) for group, part in zip(groups, parts, strict=True)]
 
 
 def _declined(reason: Refusal) -> JobResult:

@@ -97,6 +97,10 @@ class BlockCache:
     def find_space(self, namespace: Namespace, group: int) -> Space | None:
         return self._table.spaces.get((namespace, group))
 
+    def empty_space(self, hash_bytes: int) -> Space:
+        """One that has no blocks and never will: what is looked up in it is missed, as fast as in any other."""
+        return self._table.empty_space(hash_bytes)
+
     def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
         """The space of a namespace and group, for a rank that holds ``shard`` with ``shard_bytes`` bytes per block.
 

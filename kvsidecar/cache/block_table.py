@@ -84,6 +84,12 @@ class BlockTable:
         space.users += 1
         return space
 
+    def empty_space(self, hash_bytes: int) -> Space:
+        """See `BlockCache.empty_space`."""
+        space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
+        space.blocks = Blocks(space, 0, SPARE_ROWS, self._policy(SPARE_ROWS), self._seed)
+        return space
+
     def close_space(self, space: Space) -> None:
         """See `BlockCache.close_space`."""
         require(space.users > 0, "the space was closed more often than opened")

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvsidecar import __version__, log
 from kvsidecar.errors import InvalidRequest, KVSidecarError, ProtocolMismatch, Unavailable
+from kvsidecar.hashes import PackedHashes
 from kvsidecar.instances import Instances, Session
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
@@ -147,7 +148,7 @@ class Handler:
         owner = self._instances.peer(request.token).token if request.token else None
         result = self._lookups.lookup(
             namespace,
-            [(group.group, translate.PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups],
+            [(group.group, PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups],
             mode,
             lease_seconds=request.lease_ms / 1000,
             owner=owner,

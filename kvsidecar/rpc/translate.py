@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from typing import overload
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.hashes import PackedHashes
 from kvsidecar.instances import CudaAllocation, FdAllocation, Registration
 from kvsidecar.readiness import Snapshot
 from kvsidecar.transfers import GroupBlocks, JobResult
@@ -42,47 +41,6 @@ def registration_from(message: pb.Register) -> Registration:
     )
 
 
-class PackedHashes(Sequence[bytes]):
-    """Fixed-width hashes in one string of bytes, cut out when they are looked at: a prefix of 4096 blocks whose first
-    is a miss costs one.
-
-    Raises:
-        InvalidRequest: the length is no multiple of the width.
-    """
-
-    __slots__ = ("_packed", "_width")
-
-    def __init__(self, packed: bytes, width: int) -> None:
-        if len(packed) % width:
-            raise InvalidRequest(f"{len(packed)} bytes of hashes are no multiple of the namespace's width {width}")
-        self._packed = packed
-        self._width = width
-
-    def __len__(self) -> int:
-        return len(self._packed) // self._width
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        return self._cut(0, len(self._packed))[index]
-
-    def __iter__(self) -> Iterator[bytes]:
-        step = _CUT_AT_ONCE * self._width
-        return chain.from_iterable(self._cut(start, start + step) for start in range(0, len(self._packed), step))
-
-    def _cut(self, start: int, end: int) -> list[bytes]:
-        if end - start == self._width:
-            return [self._packed[start:end]]
-        # numpy's `void` is bytes of one width: 35 ns a hash, where slicing in Python takes 135.
-        return np.frombuffer(self._packed[start:end], f"V{self._width}").tolist()  # type: ignore[no-any-return]
-
-
-_CUT_AT_ONCE = 128
-"""Hashes."""
-
-
 def ids_from(packed: bytes) -> npt.NDArray[np.int64]:
     """Raises InvalidRequest: these are no 8-byte integers."""
     if len(packed) % 8:
@@ -93,7 +51,7 @@ def ids_from(packed: bytes) -> npt.NDArray[np.int64]:
 def blocks_from(messages: Iterable[pb.Blocks], width: int) -> list[GroupBlocks]:
     """Raises InvalidRequest for hashes of another width, and for ids that are none."""
     return [
-        GroupBlocks(message.group, PackedHashes(message.hashes, width)[:], ids_from(message.block_ids))
+        GroupBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))
         for message in messages
     ]
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvsidecar.client.messages import lookup_result
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.rpc.translate import PackedHashes, bitmap_to, blocks_from, ids_from
+from kvsidecar.hashes import PackedHashes
+from kvsidecar.rpc.translate import bitmap_to, blocks_from, ids_from
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import pack_hashes, pack_ids
 from tests.harness import NAMESPACE, hashes
