@@ -136,8 +136,11 @@ class CopyStream(Protocol):
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         """Do all that takes time, so that `issue` does not keep the link waiting. Nothing moves yet."""
 
-    def issue(self, prepared: PreparedCall) -> CopyMark:
+    def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
         """Start all copies of the call, behind those that were issued before.
+
+        Args:
+            alone: nothing is going to be issued before it is over; what is issued all the same delays its mark.
 
         Raises:
             CopyFailed: with ``outcome_known=True`` if nothing that was issued so far can move a byte any more, False

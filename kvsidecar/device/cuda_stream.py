@@ -87,8 +87,15 @@ class CudaCopyStream:
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         return self._calls.prepare(call.copies, pool_address, batched=call.batched)
 
-    def issue(self, prepared: PreparedCall) -> CopyMark:
+    def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
         assert isinstance(prepared, DriverCall)
+        if alone:
+            # Each call of the driver lets another thread have the interpreter, for as long as that wants it: the fewer
+            # there are between two calls of a paced store, the less the link idles.
+            status = self._calls.issue(prepared, self._number)
+            if status != SUCCESS:
+                self._refuse(driver.CUresult(status), f"issuing {prepared.count} copies")
+            return CudaMark(self, None)
         event = self._idle_events.pop() if self._idle_events else self._new_event()
         status = self._calls.issue(prepared, self._number)
         if status != SUCCESS:
@@ -100,10 +107,21 @@ class CudaCopyStream:
             self._refuse(status, "recording the end of a call")
         return CudaMark(self, event)
 
+    def ask(self, event: Any) -> Any:
+        """The driver's status of an event, or of the stream."""
+        (status,) = driver.cuStreamQuery(self._stream) if event is None else driver.cuEventQuery(event)
+        return status
+
+    def wait_for(self, event: Any) -> Any:
+        """The same when it is over."""
+        (status,) = driver.cuStreamSynchronize(self._stream) if event is None else driver.cuEventSynchronize(event)
+        return status
+
     def end_of(self, event: Any, status: Any) -> None:
-        """What the driver says of an event that a call recorded: it is over, or an error."""
+        """What the driver says of a call in flight: it is over, or an error."""
         if status == OK:
-            self._idle_events.append(event)
+            if event is not None:
+                self._idle_events.append(event)
             return
         text = f"{self._name}: {describe(status)}"
         raise DeviceLost(text) if status.name in STICKY else CopyFailed(text, outcome_known=False)
@@ -136,30 +154,33 @@ class CudaCopyStream:
 
 
 class CudaMark:
-    """An event behind one call. Implements `kvsidecar.device.base.CopyMark`."""
+    """The end of one call: an event behind it, or the end of the stream's work. Implements
+    `kvsidecar.device.base.CopyMark`.
 
-    __slots__ = ("_event", "_stream")
+    Args:
+        event: None if nothing is issued behind this call before it is over.
+    """
+
+    __slots__ = ("_event", "_over", "_stream")
 
     def __init__(self, stream: CudaCopyStream, event: Any) -> None:
         self._stream = stream
         self._event = event
+        self._over = False
 
     def over(self) -> bool:
-        if self._event is None:
+        if self._over:
             return True
-        (status,) = driver.cuEventQuery(self._event)
-        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        return self._ended(status)
+        status = self._stream.ask(self._event)
+        return status != driver.CUresult.CUDA_ERROR_NOT_READY and self._ended(status)
 
     def wait(self) -> None:
-        if self._event is not None:
-            (status,) = driver.cuEventSynchronize(self._event)
-            self._ended(status)
+        if not self._over:
+            self._ended(self._stream.wait_for(self._event))
 
     def _ended(self, status: Any) -> bool:
-        event, self._event = self._event, None
-        self._stream.end_of(event, status)
+        self._over = True
+        self._stream.end_of(self._event, status)
         return True
 
 

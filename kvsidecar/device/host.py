@@ -185,7 +185,7 @@ class HostCopyStream:
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         return HostCall(call, pool_address)
 
-    def issue(self, prepared: PreparedCall) -> CopyMark:
+    def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
         """Do all copies. A host copy has no way to fail but a signal, so this raises nothing."""
         assert isinstance(prepared, HostCall)
         for address, pitch, offset, host_pitch, row_bytes, num_rows in prepared.call.copies.tolist():

@@ -243,14 +243,16 @@ class CopyWorker:
     def _serve(self, stream: CopyStream) -> None:
         """Copy until closed and empty. Raises what the worker does not survive."""
         while True:
-            self._retire()
             chunk = self._chunk()
             # Filled before it may be issued, so that nothing is planned while the link is idle.
             filled = self._fill(stream, chunk)
             if filled and (self._ahead < AHEAD_BYTES if chunk is None else not self._ahead):
-                self._issue(stream)
+                self._issue(stream, alone=chunk is not None)
+                if chunk is None:
+                    self._retire()
             elif self._flights:
                 self._wait(spin=chunk is not None)
+                self._retire()
             elif not filled:
                 return
 
@@ -274,14 +276,14 @@ class CopyWorker:
             self._ready = call.nbytes, stream.prepare(call, self._pool_address)
         return True
 
-    def _issue(self, stream: CopyStream) -> None:
+    def _issue(self, stream: CopyStream, *, alone: bool) -> None:
         assert self._ready is not None
         assert self._issuing is not None
         nbytes, prepared = self._ready
         self._ready = None
         copy = self._issuing
         try:
-            mark = stream.issue(prepared)
+            mark = stream.issue(prepared, alone=alone)
         except CopyFailed as error:
             # The rest of this copy is not issued. Nothing of it moves any more, or nobody knows and its slots are
             # never used again; either way its calls in flight are only waited for, so as not to disturb the others.

@@ -442,6 +442,23 @@ def test_marks_are_asked_and_their_events_used_again(scripted: Driver) -> None:
     assert "cuEventSynchronize" not in scripted.calls
 
 
+def test_a_call_that_is_alone_needs_no_event(scripted: Driver) -> None:
+    Functions(scripted, *SIGNATURES)
+    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True)
+    scripted.answers["cuStreamQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
+    assert not mark.over()
+    mark.wait()
+    assert mark.over()
+    assert not [name for name in scripted.calls if "Event" in name]
+    for status, error in ((INVALID, CopyFailed), (LOST, DeviceLost)):
+        scripted.answers["cuStreamSynchronize"] = scripted.answers["cuStreamQuery"] = (status,)
+        for ask in ("wait", "over"):
+            mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True)
+            with pytest.raises(error):
+                getattr(mark, ask)()
+
+
 def test_without_an_event_nothing_is_issued(scripted: Driver) -> None:
     functions = Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(Direction.LOAD)

@@ -64,6 +64,7 @@ class Script(HostDevice):
         """A wait for this plan does not return before its gate is set."""
         self.waiting: dict[int, threading.Event] = {}
         self.calls: list[str] = []
+        self.alone: list[bool] = []
         self.threads: set[int] = set()
 
     def hold(self, nbytes: int) -> None:
@@ -84,11 +85,12 @@ class ScriptedStream:
         assert pool_address == POOL
         return call
 
-    def issue(self, prepared: PreparedCall) -> CopyMark:
+    def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
         call = prepared
         assert isinstance(call, CopyCall)
         self._script.threads.add(threading.get_ident())
         self._script.calls.append(f"issue {call.nbytes}")
+        self._script.alone.append(alone)
         if call.nbytes in self._script.issue_errors:
             raise self._script.issue_errors[call.nbytes]
         return ScriptedMark(self._script, call.nbytes)
@@ -195,6 +197,7 @@ def test_paced_calls_run_one_at_a_time_in_order(script: Script, worker: CopyWork
     assert len(script.threads) == 1  # opened, used and closed by one thread, which is not this one
     assert threading.get_ident() not in script.threads
     assert (failures.errors, worker.failure, worker.alive) == ([], None, False)
+    assert script.alone == [True] * 3
 
 
 def test_the_thread_has_a_name(script: Script, worker: CopyWorker) -> None:
@@ -455,6 +458,7 @@ def test_unpaced_calls_are_issued_while_others_run(script: Script, unpaced: Copy
     assert script.waiting[1].wait(TIMEOUT)
     assert script.calls == ["issue 1", "issue 2", "issue 3"]
     assert (unpaced.running, unpaced.queued) == (True, 0)
+    assert script.alone == [False] * 3
     script.gates[3].set()
     script.gates[1].set()
     assert futures[0].result(TIMEOUT).nbytes == 1
