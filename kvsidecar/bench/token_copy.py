@@ -22,7 +22,7 @@ SETTLE_SECONDS = 0.3
 """From the first job to the first sample."""
 STORE, LOAD = Direction.STORE, Direction.LOAD
 
-CHUNKS = ("off", "16 MiB", "8 MiB", "4 MiB", "2 MiB", "1 MiB", "512 KiB")
+CHUNKS = ("off", "16 MiB", "8 MiB", "6 MiB", "4 MiB", "3 MiB", "2 MiB", "1 MiB")
 CHUNK_FLAG = "--store-chunk"
 CURVE_POOL = 4 * GiB
 
