@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, every, longer
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, every, few, longer, some, where_zero
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import EvictionPolicy
 from kvsidecar.types import Namespace
@@ -79,7 +79,8 @@ class Blocks:
         self._num_freed -= recycled
         rows = np.arange(self._rows_used - recycled, self._rows_used + fresh)
         if recycled:
-            rows[:recycled] = np.sort(self._freed_rows[self._num_freed : self._num_freed + recycled])
+            rows[:recycled] = self._freed_rows[self._num_freed : self._num_freed + recycled]
+            rows[:recycled].sort()
         self._rows_used += fresh
         self.slots[:, rows] = NO_SLOT
         self.missing[rows] = self.space.num_shards
@@ -102,8 +103,33 @@ class Blocks:
         self.index.reserve(capacity)
         self.policy.reserve(capacity)
 
-    def held_slots(self, rows: Ints) -> Ints:
+    def unpin(self, rows: Ints) -> Ints:
+        """One pin of each of these blocks ends. Those of which it was the last."""
+        if len(rows) > FEW:
+            self.pins[rows] -= 1
+            last: Ints = rows[self.pins[rows] == 0]
+            return last
+        places, busy = rows.tolist(), False
+        for row in places:
+            left = self.pins.item(row) - 1
+            self.pins[row] = left
+            busy |= left > 0
+        return rows[where_zero(self.pins, rows)] if busy else rows
+
+    def can_stay(self, rows: Ints) -> bool:
+        """Every one of these blocks is found, and holds something."""
+        if len(rows) > FEW:
+            return not some(self.detached[rows]) and not some(self.missing[rows] == self.space.num_shards)
+        for row in few(rows):
+            if self.detached.item(row) or self.missing.item(row) == self.space.num_shards:
+                return False
+        return True
+
+    def held_slots(self, rows: Ints) -> Ints | list[int]:
         """Slots of the sealed shards of these blocks."""
+        if len(rows) * self.space.num_shards <= FEW:
+            shards = range(self.space.num_shards)
+            return [slot for shard in shards for row in few(rows) if (slot := self.slots.item(shard, row)) >= 0]
         if self.space.num_shards == 1:
             slots: Ints = self.slots[0, rows]
         else:

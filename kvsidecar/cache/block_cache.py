@@ -5,13 +5,12 @@ Not thread-safe: the daemon calls it from its event loop only. Times are seconds
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.cache.arrays import Bools, Ints, every, first_of_each
+from kvsidecar.cache.arrays import FEW, Bools, Ints, every, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
@@ -197,15 +196,15 @@ class BlockCache:
             grant.parts.append(part)
             grant.present += present
             grant.in_flight += len(part_keys) - present - len(part.index)
-        if not grant.reserved:
+        needs: dict[int, int] = {}
+        for part in grant.parts:
+            if len(part.index):
+                needs[part.slot_size] = needs.get(part.slot_size, 0) + len(part.index)
+        if not needs:
             table.touch(grant.parts, self._next_tick())
             self._stores.add(grant)
             return grant
-        needs: Counter[int] = Counter()
-        for part in grant.parts:
-            if len(part.index):
-                needs[part.slot_size] += len(part.index)
-        if table.slots.supply(needs).unmet() is not None and not self._make_room(needs, grant):
+        if not table.slots.can_allocate(needs) and not self._make_room(needs, grant):
             for part in reversed(grant.parts):
                 table.unclaim(part)
             return Refusal.POOL_FULL
@@ -252,11 +251,11 @@ class BlockCache:
         for part in grant.parts:
             self._table.quarantine(part, self._next_tick())
 
-    def _make_room(self, needs: Counter[int], grant: StoreGrant) -> bool:
+    def _make_room(self, needs: dict[int, int], grant: StoreGrant) -> bool:
         """Evict until the needs of the grant can be met. False, with nothing evicted, if they cannot."""
         table = self._table
         while table.sweep(SWEEP):
-            if table.slots.supply(needs).unmet() is None:
+            if table.slots.can_allocate(needs):
                 return True
         asked = [Chain(part.blocks, part.chain_rows) for part in grant.parts]
         victims = choose_victims(needs, table.slots, table.tables, asked)
@@ -387,9 +386,12 @@ def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
     """Per hash its row, and whether it is a hit."""
     blocks = space.blocks
     keys = blocks.index.keys(hashes)
-    if mode is LookupMode.BITMAP:
+    if mode is LookupMode.BITMAP or len(keys) <= PROBE:
         rows = blocks.index.find(keys)
-        return rows, _readable(space, rows)
+        hits = _readable(space, rows)
+        return rows, hits if mode is LookupMode.BITMAP or len(hits) == 1 or every(hits) else np.logical_and.accumulate(
+            hits
+        )
     rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
     for piece in (slice(PROBE), slice(PROBE, None)):
         rows[piece] = blocks.index.find(keys.take(piece))
@@ -401,6 +403,8 @@ def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
 
 def _readable(space: Space, rows: Ints) -> Bools:
     """Whether these blocks are readable; -1 is none."""
+    if len(rows) <= FEW:
+        return np.array([row >= 0 and not space.blocks.missing.item(row) for row in rows.tolist()], np.bool_)
     readable: Bools = (rows >= 0) & (space.blocks.missing[rows] == 0)
     return readable
 

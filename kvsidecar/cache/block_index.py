@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import Bools, Ints, Words, every, some
+from kvsidecar.cache.arrays import FEW, Bools, Ints, Words, every, some
 
 LANE_BITS = 4
 LANES = 1 << LANE_BITS
@@ -18,13 +19,10 @@ BLOCKS_PER_BUCKET = 6
 """On average. With linear hashing a bucket holds up to a third more on average before its turn to be split comes, and
 one in thousands overflows."""
 
-FEW = 4
-"""So many keys are faster one by one."""
-
 Tags = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keys:
     """Block hashes as an index searches for them."""
 
@@ -86,8 +84,10 @@ class BlockIndex:
             hashes: each of the width of this index; or all of them as one string, as they come over the wire.
         """
         packed = hashes if isinstance(hashes, bytes) else b"".join(hashes)
-        if self._hash_bytes % 8 == 0:
-            words: Words = np.frombuffer(packed, np.uint64).reshape(-1, self._hash_bytes // 8)
+        if len(packed) == self._hash_bytes and not self._hash_bytes % 8:
+            words: Words = np.frombuffer(packed, np.uint64)[None]
+        elif self._hash_bytes % 8 == 0:
+            words = np.frombuffer(packed, np.uint64).reshape(-1, self._hash_bytes // 8)
         else:
             narrow = np.frombuffer(packed, np.uint8).reshape(-1, self._hash_bytes)
             words = np.pad(narrow, ((0, 0), (0, -self._hash_bytes % 8))).view(np.uint64)
@@ -101,7 +101,7 @@ class BlockIndex:
         """Per hash its row, or -1."""
         words, tags = keys.words, keys.tags
         if len(words) <= FEW:
-            return np.array([self._find_one(words[i], int(tags[i])) for i in range(len(words))], np.int64)
+            return np.array([self._find_one(words[i], tag) for i, tag in enumerate(tags.tolist())], np.int64)
         buckets = self._buckets(tags)
         which, lanes = self._matches(tags, buckets)
         rows = self._rows[lanes].astype(np.int64)
@@ -152,8 +152,15 @@ class BlockIndex:
     def _tags_of(self, words: Words) -> Tags:
         """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest, which depend on all bits of the hash,
         become the low byte."""
+        if len(words) == 1 <= FEW:
+            return np.array((self._tag_of(words[0].tolist()),), np.uint32)
         spread = words @ self._multipliers
         return spread.view(np.uint32)[1::2].byteswap() | np.uint32(1 << 31)
+
+    def _tag_of(self, words: list[int]) -> int:
+        """`_tags_of` for one hash."""
+        high = sum(map(mul, words, self._multipliers.tolist())) >> 32 & 0xFFFFFFFF
+        return int.from_bytes(high.to_bytes(4, "little"), "big") | 1 << 31
 
     def _bucket(self, tag: int) -> int:
         bucket = tag & (2 << self._level) - 1
@@ -171,12 +178,13 @@ class BlockIndex:
 
     def _find_one(self, words: Words, tag: int) -> int:
         bucket = self._bucket(tag)
-        tags, wanted = self._tags[bucket].tolist(), words.tobytes()
-        candidates = list(self._overflow.get(bucket, ()))
+        tags = self._tags[bucket].tolist()
+        candidates = self._overflow.get(bucket, ())
         if tag in tags:
-            candidates += [int(self._rows[bucket << LANE_BITS | i]) for i in range(LANES) if tags[i] == tag]
+            in_lanes = [self._rows.item(bucket << LANE_BITS | i) for i in range(LANES) if tags[i] == tag]
+            candidates = (*in_lanes, *candidates)
         for row in candidates:
-            if self._words[row].tobytes() == wanted:
+            if self._words[row].tobytes() == words.tobytes():
                 return row
         return -1
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, every, first_of_each, some
+from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_zero
 from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Chain, Space, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.eviction_policy import EvictionPolicy
@@ -109,7 +109,7 @@ class BlockTable:
         created = NO_INTS
         if len(unknown):
             new = unknown[first_of_each(keys.tags[unknown])]
-            created = rows[new] = blocks.create(keys.take(new))
+            created = rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))
             if len(new) == len(rows):
                 blocks.slots[shard, rows] = FILLING
                 return StorePart(blocks, shard, new, rows, rows, keys, rows), 0
@@ -139,20 +139,20 @@ class BlockTable:
         self.num_blocks += len(part.created)
         if len(part.created) < len(rows):
             self._hold(blocks, rows[blocks.evictable[rows]])
-        blocks.pins[rows] += 1
+        add_to(blocks.pins, rows, 1)
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
 
     def seal(self, part: StorePart, tick: int) -> int:
         """The shards are complete. How many blocks became readable."""
         blocks, rows = part.blocks, part.rows
         blocks.slots[part.shard, rows] = part.slots
-        blocks.missing[rows] -= 1
+        add_to(blocks.missing, rows, -1)
         if blocks.space.num_shards > 1:
             self.slots.seal(part.slots)
         readable = 0
         if not blocks.cleared:
             # Blocks that miss a shard are never leased or loaded, so none of these was detached one by one.
-            readable = int(np.count_nonzero(blocks.missing[rows] == 0))
+            readable = int(np.count_nonzero(where_zero(blocks.missing, rows)))
             blocks.readable += readable
             self.readable_blocks += readable
         # The only slot of a block may be let go as it is.
@@ -178,7 +178,7 @@ class BlockTable:
             idle = rows[blocks.evictable[rows]]
             self._hold(blocks, idle)
             self.leased_bytes += len(idle) * blocks.space.block_bytes
-            blocks.pins[rows] += 1
+            add_to(blocks.pins, rows, 1)
 
     def unpin(self, chains: Iterable[Chain], tick: int) -> None:
         """The blocks were used until now; the deepest first, so that it is the oldest of them."""
@@ -208,7 +208,7 @@ class BlockTable:
         blocks, rows = chain.blocks, chain.rows
         require(every(blocks.evictable[rows]), "a block was chosen for eviction that is in use")
         self.evicted_blocks += len(rows)
-        self.evicted_bytes += int(self.slots.size_of(blocks.held_slots(rows)).sum())
+        self.evicted_bytes += self.slots.bytes_of(blocks.held_slots(rows))
         self._detach(blocks, rows)
         blocks.policy.remove(rows)
         self._free(blocks, rows)
@@ -259,23 +259,20 @@ class BlockTable:
 
     def _unpin(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
         """One pin of each block has ended: what becomes of those of which it was the last? How many are these?"""
-        blocks.pins[rows] -= 1
-        idle = rows[blocks.pins[rows] == 0][::-1]
+        idle = blocks.unpin(rows)[::-1]
         if not len(idle):
             return 0
         if blocks.cleared:
             self._free(blocks, idle)
             return len(idle)
-        empty = blocks.missing[idle] == blocks.space.num_shards
-        if some(empty):
-            self._detach(blocks, idle[empty])
-        detached = blocks.detached[idle]
-        if some(detached):
-            self._free(blocks, idle[detached])
-            self._let_go(blocks, idle[~detached], tick, slots_are)
-            self._drop_if_unused(blocks.space)
-        else:
+        if blocks.can_stay(idle):
             self._let_go(blocks, idle, tick, slots_are)
+            return len(idle)
+        self._detach(blocks, idle[blocks.missing[idle] == blocks.space.num_shards])
+        detached = blocks.detached[idle]
+        self._free(blocks, idle[detached])
+        self._let_go(blocks, idle[~detached], tick, slots_are)
+        self._drop_if_unused(blocks.space)
         return len(idle)
 
     def _let_go(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
@@ -293,7 +290,7 @@ class BlockTable:
         blocks.index.remove(rows)
         blocks.detached[rows] = True
         self.num_blocks -= len(rows)
-        readable = int(np.count_nonzero(blocks.missing[rows] == 0))
+        readable = int(np.count_nonzero(where_zero(blocks.missing, rows)))
         blocks.readable -= readable
         self.readable_blocks -= readable
 
@@ -301,6 +298,7 @@ class BlockTable:
         """Nobody needs these blocks, and nothing finds them."""
         slots = blocks.held_slots(rows)
         if self.condemned:
+            slots = np.asarray(slots, np.int64)
             bad = np.isin(slots, list(self.condemned))
             self.condemned.difference_update(slots[bad].tolist())
             self.slots.condemn(slots[bad])

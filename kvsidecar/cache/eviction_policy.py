@@ -9,10 +9,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import Ints, longer, tally
+from kvsidecar.cache.arrays import FEW, Ints, longer, tally
 
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
+WINDOW = 32
+"""Entries of the log that are looked at first; then twice as many, and so on."""
 
 
 class EvictionPolicy(Protocol):
@@ -58,9 +60,19 @@ class LruPolicy:
         """Segment -> its rows; the oldest segment first."""
         self._living: dict[int, int] = {}
         """Segment -> its living entries."""
+        self._oldest = 0
+        """No entry before this one is living: who evicts one block after the other need not look for it each time."""
         self._to_merge: Iterator[tuple[int, int]] = iter(())
 
     def insert(self, rows: Ints) -> None:
+        start = self._end & SEGMENT - 1
+        if len(rows) == 1 <= FEW and start:
+            row, segment = rows.item(), self._end >> SEGMENT_BITS
+            self._end += 1
+            self._place[row] = self._end
+            self._segments[segment][start] = row
+            self._living[segment] += 1
+            return
         self._place[rows] = np.arange(self._end + 1, self._end + 1 + len(rows))
         while len(rows):
             segment, start = self._end >> SEGMENT_BITS, self._end & SEGMENT - 1
@@ -75,14 +87,32 @@ class LruPolicy:
             self._end += len(piece)
 
     def remove(self, rows: Ints) -> None:
+        if len(rows) <= FEW:
+            for row in rows.tolist():
+                segment = self._place.item(row) - 1 >> SEGMENT_BITS
+                self._place[row] = 0
+                self._lose(segment, 1)
+            return
         segments = (self._place[rows] - 1) >> SEGMENT_BITS
         self._place[rows] = 0
         for segment, count in zip(*(each.tolist() for each in tally(segments)), strict=True):
             self._lose(segment, count)
 
     def candidates(self) -> Iterator[Ints]:
-        for segment in list(self._segments):
-            yield self._living_rows(segment)
+        nothing_yet = True
+        window = WINDOW
+        for segment, rows in list(self._segments.items()):
+            first = segment << SEGMENT_BITS
+            start = max(first, self._oldest)
+            while start < first + SEGMENT:
+                piece = rows[start - first : start - first + window]
+                living = (self._place[piece] == np.arange(start + 1, start + 1 + len(piece))).nonzero()[0]
+                if len(living):
+                    if nothing_yet:
+                        nothing_yet, self._oldest = False, start + int(living[0])
+                    yield piece[living].astype(np.int64)
+                start += window
+                window = min(2 * window, SEGMENT)
 
     def reserve(self, capacity: int) -> None:
         self._place = longer(self._place, capacity)

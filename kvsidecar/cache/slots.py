@@ -12,7 +12,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, longer, some, tally
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, few, longer, some, tally
 from kvsidecar.cache.supply import Supply
 
 SLOT_ALIGN = 4096
@@ -38,6 +38,10 @@ class SlotState(IntEnum):
 
 
 _FREE, _RESERVED, _HELD, _EVICTABLE, _QUARANTINED = map(int, SlotState)  # members of an enum are slow to look up
+_UNOWNED = (_FREE, _QUARANTINED)
+
+Slots = Ints | list[int]
+"""A list is for a few only: to make an array of them takes longer than what is done with them."""
 
 
 def size_class(nbytes: int) -> int:
@@ -160,13 +164,14 @@ class SlotAllocator:
             return self._nodes[node].free_slots[size] if node in self._nodes else 0
         return sum(home.free_slots[size] for home in self._nodes.values())
 
-    def slab_of(self, slots: Ints) -> Ints:
-        return slots // self.slab_bytes
+    def slab_of(self, slots: Slots) -> Ints:
+        return np.asarray(slots, np.int64) // self.slab_bytes
 
-    def size_of(self, slots: Ints) -> Ints:
-        """Size class of each slot, in bytes."""
-        sizes: Ints = self.slabs.size[slots // self.slab_bytes]
-        return sizes
+    def bytes_of(self, slots: Slots) -> int:
+        """Bytes of all these slots."""
+        if len(slots) <= FEW:
+            return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in few(slots)])
+        return int(self.slabs.size[self.slab_of(slots)].sum())
 
     def state_of(self, offset: int) -> SlotState:
         """State of the slot that this byte of the pool belongs to; FREE if it belongs to none."""
@@ -198,12 +203,20 @@ class SlotAllocator:
             short_slab=short if short < self.slab_bytes else 0,
         )
 
+    def can_allocate(self, needs: Mapping[int, int]) -> bool:
+        """All needs can be allocated now, larger size classes first."""
+        if self._has_free(needs):
+            return True
+        return any(home.whole for home in self._nodes.values()) and self.supply(needs).unmet() is None
+
     def can_prefer(self, node: int, needs: Mapping[int, int]) -> bool:
         """All needs can be allocated with ``node`` preferred, larger size classes first.
 
         That may open a slab on the node although a slot is free elsewhere; so the free slots elsewhere do not count,
         nor the short slab, which one class could so take from another. True is safe, False may be too careful.
         """
+        if self._has_free(needs, node):
+            return True
         free_slots = {size: self.free_slots(size, node) for size in needs}
         return Supply(self, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
 
@@ -230,6 +243,8 @@ class SlotAllocator:
         pieces: dict[int, Ints] = {}
         missing = len(owners)
         slabs = self._slabs_with_room(size, node)
+        if missing == 1 <= FEW and (slab := next(slabs, None)) is not None:
+            return self._allocate_one(slab, size, owners)
         while missing and (slab := next(slabs, None)) is not None:
             pieces[slab] = self._lowest_free(slab, missing)
             self._take(slab, pieces[slab])
@@ -245,61 +260,68 @@ class SlotAllocator:
             raise AssertionError("there were fewer free slots than planned")
         return slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
 
-    def seal(self, slots: Ints) -> None:
+    def seal(self, slots: Slots) -> None:
         """They are filled: RESERVED to HELD."""
         self._move(slots, _RESERVED, _HELD)
 
-    def quarantine(self, slots: Ints) -> None:
+    def quarantine(self, slots: Slots) -> None:
         """They may still be written to, for ever: RESERVED to QUARANTINED."""
-        _, at = self._move(slots, _RESERVED, _QUARANTINED)
-        self._owners[at] = NOBODY
+        self._move(slots, _RESERVED, _QUARANTINED)
 
     def condemn(self, slots: Ints) -> None:
         """What they hold is not what was put in: HELD or EVICTABLE to QUARANTINED."""
         _, _, at = self._locate(slots)
         self.hold(slots[self._states[at] == _EVICTABLE])
         self._move(slots, _HELD, _QUARANTINED)
-        self._owners[at] = NOBODY
 
-    def hold(self, slots: Ints) -> None:
+    def hold(self, slots: Slots) -> None:
         """Their blocks must stay: EVICTABLE to HELD."""
-        slabs, _ = self._move(slots, _EVICTABLE, _HELD)
-        distinct, counts = tally(slabs)
-        self.slabs.evictable[distinct] -= counts
+        self._move(slots, _EVICTABLE, _HELD)
 
-    def let_go(self, slots: Ints, tick: int, source: SlotState = SlotState.HELD) -> None:
+    def let_go(self, slots: Slots, tick: int, source: SlotState = SlotState.HELD) -> None:
         """Their blocks were last used at ``tick`` and may be evicted: HELD, or RESERVED if they were just filled, to
         EVICTABLE. Ticks never go back."""
-        slabs, _ = self._move(slots, int(source), _EVICTABLE)
-        distinct, counts = tally(slabs)
-        self.slabs.evictable[distinct] += counts
-        self.slabs.touched[distinct] = tick
+        self._move(slots, int(source), _EVICTABLE)
+        self.touch(slots, tick)
 
-    def touch(self, slots: Ints, tick: int) -> None:
+    def touch(self, slots: Slots, tick: int) -> None:
         """Evictable blocks were used at ``tick``."""
-        self.slabs.touched[self.slab_of(slots)] = tick
+        if len(slots) <= FEW:
+            for slot in few(slots):
+                self.slabs.touched[slot // self.slab_bytes] = tick
+        else:
+            self.slabs.touched[self.slab_of(slots)] = tick
 
-    def free(self, slots: Ints) -> None:
+    def free(self, slots: Slots) -> None:
         """RESERVED, HELD or EVICTABLE to FREE."""
-        slots = np.sort(slots)
-        if some(slots[1:] == slots[:-1]):
+        if len(slots) == 1 <= FEW:
+            source = self._states.item(self._locate_one(few(slots)[0])[2])
+            if source in _UNOWNED:
+                raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
+            self._free(slots, source)
+            return
+        ordered = np.sort(np.asarray(slots, np.int64))
+        if some(ordered[1:] == ordered[:-1]):
             raise AssertionError("a slot is freed twice")
-        _, _, at = self._locate(slots)
-        states = self._states[at]
+        states = self._states[self._locate(ordered)[2]]
         if some((states == _FREE) | (states == _QUARANTINED)):
             raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
-        for state in set(states.tolist()):
-            self._free(slots[states == state], state)
+        for each in set(states.tolist()):
+            self._free(ordered[states == each], each)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _locate(self, slots: Ints) -> tuple[Ints, Ints, Ints]:
+    def _has_free(self, needs: Mapping[int, int], node: int | None = None) -> bool:
+        """The slabs that are cut already are enough, which is so of nearly every request."""
+        return all(self.free_slots(size, node) >= need for size, need in needs.items())
+
+    def _locate(self, slots: Slots) -> tuple[Ints, Ints, Ints]:
         """Slab, size class, and place in the columns of each slot.
 
         Raises:
             AssertionError: one is no slot (any more).
         """
-        slabs = slots // self.slab_bytes
+        slabs = self.slab_of(slots)
         sizes = self.slabs.size[slabs]
         if np.count_nonzero(sizes) < len(sizes):
             raise AssertionError("a slot is FREE: its slab is not even cut")
@@ -309,8 +331,22 @@ class SlotAllocator:
             raise AssertionError("that is no slot: its slab is cut to another size")
         return slabs, sizes, self.slabs.first[slabs] + inside
 
-    def _move(self, slots: Ints, source: int, target: int) -> tuple[Ints, Ints]:
-        """Change the state of slots. Their slabs, and where they are in the columns."""
+    def _locate_one(self, slot: int) -> tuple[int, int, int]:
+        """`_locate` for one slot."""
+        slab = slot // self.slab_bytes
+        size = self.slabs.size.item(slab)
+        if not size:
+            raise AssertionError("a slot is FREE: its slab is not even cut")
+        inside, beyond = divmod(slot - self.slabs.start.item(slab), size)
+        if beyond:
+            raise AssertionError("that is no slot: its slab is cut to another size")
+        return slab, size, self.slabs.first.item(slab) + inside
+
+    def _move(self, slots: Slots, source: int, target: int) -> None:
+        """Change the state of slots."""
+        if len(slots) <= FEW:
+            self._move_few(slots, source, target)
+            return
         slabs, sizes, at = self._locate(slots)
         if some(self._states[at] != source):
             raise AssertionError(f"a slot is not {SlotState(source).name}")
@@ -318,15 +354,39 @@ class SlotAllocator:
         nbytes = int(np.add.reduce(sizes))
         self._bytes[source] -= nbytes
         self._bytes[target] += nbytes
-        return slabs, at
+        if target in _UNOWNED:
+            self._owners[at] = NOBODY
+        if _EVICTABLE in (source, target):
+            distinct, counts = tally(slabs)
+            self.slabs.evictable[distinct] += counts if target == _EVICTABLE else -counts
 
-    def _free(self, slots: Ints, state: int) -> None:
+    def _move_few(self, slots: Slots, source: int, target: int) -> None:
+        """`_move`, one after the other."""
+        places = [self._locate_one(slot) for slot in few(slots)]
+        for _, _, at in places:
+            if self._states.item(at) != source:
+                raise AssertionError(f"a slot is not {SlotState(source).name}")
+        for slab, size, at in places:
+            self._states[at] = target
+            self._bytes[source] -= size
+            self._bytes[target] += size
+            if target in _UNOWNED:
+                self._owners[at] = NOBODY
+            if source == _EVICTABLE:
+                self.slabs.evictable[slab] -= 1
+            if target == _EVICTABLE:
+                self.slabs.evictable[slab] += 1
+
+    def _free(self, slots: Slots, state: int) -> None:
         """Free slots that are all in one state, in ascending order."""
-        slabs, at = self._move(slots, state, _FREE)
-        self._owners[at] = NOBODY
+        self._move(slots, state, _FREE)
+        if len(slots) <= FEW:
+            for slot in few(slots):
+                slab, _, place = self._locate_one(slot)
+                self._give_back(slab, 1, place - self.slabs.first.item(slab))
+            return
+        slabs, _, at = self._locate(slots)
         distinct, counts = tally(slabs)
-        if state == _EVICTABLE:
-            self.slabs.evictable[distinct] -= counts
         lowest = at[np.searchsorted(slabs, distinct)] - self.slabs.first[distinct]
         for slab, count, index in zip(distinct.tolist(), counts.tolist(), lowest.tolist(), strict=True):
             self._give_back(slab, count, index)
@@ -335,11 +395,13 @@ class SlotAllocator:
         """Slabs that are cut to ``size`` and have a free slot. Whole ones are cut when it is their turn."""
         home = self._nodes.get(node) if node is not None else None
         if home is not None:
-            yield from list(home.partial.get(size, ()))[::-1]
+            while partial := home.partial.get(size):
+                yield next(reversed(partial))  # who asks for the next one has filled this one
             while (slab := self._cut(home, size)) is not None:
                 yield slab
         for other in self._nodes.values():
-            yield from list(other.partial.get(size, ()))[::-1]
+            while partial := other.partial.get(size):
+                yield next(reversed(partial))
         while True:
             # A short slab is the left end of its node, and of all nodes it comes last.
             homes = [home for home in self._nodes.values() if home.whole]
@@ -349,6 +411,21 @@ class SlotAllocator:
             if slab is None:
                 return
             yield slab
+
+    def _allocate_one(self, slab: int, size: int, owner: Ints) -> Ints:
+        """`allocate` for one owner: the lowest free slot of a slab that has one."""
+        slabs = self.slabs
+        first = slabs.first.item(slab)
+        at, end, window = first + slabs.lowest_free.item(slab), first + slabs.capacity.item(slab), 32
+        while (found := self._states[at : min(at + window, end)].tobytes().find(_FREE)) < 0:
+            at += window
+            window *= 2
+        at += found
+        index = at - first
+        self._states[at] = _RESERVED
+        self._owners[at] = owner[0]
+        self._count_taken(slab, 1, index + 1)
+        return np.array((slabs.start.item(slab) + index * size,))
 
     def _lowest_free(self, slab: int, wanted: int) -> Ints:
         """Indices of the lowest free slots of a slab, at most so many; at least one is free."""
@@ -365,26 +442,30 @@ class SlotAllocator:
         return np.concatenate(found) if len(found) > 1 else found[0]
 
     def _take(self, slab: int, indices: Ints) -> None:
+        self._states[self.slabs.first[slab] + indices] = _RESERVED
+        self._count_taken(slab, len(indices), int(indices[-1]) + 1)
+
+    def _count_taken(self, slab: int, count: int, lowest_free: int) -> None:
+        """So many slots of the slab were free, and are RESERVED now."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
-        self._states[slabs.first[slab] + indices] = _RESERVED
-        slabs.lowest_free[slab] = indices[-1] + 1
-        slabs.used[slab] += len(indices)
-        size = int(slabs.size[slab])
-        self._bytes[_FREE] -= size * len(indices)
-        self._bytes[_RESERVED] += size * len(indices)
-        home.free_slots[size] -= len(indices)
-        if slabs.used[slab] == slabs.capacity[slab]:
+        size, used = slabs.size.item(slab), slabs.used.item(slab) + count
+        slabs.lowest_free[slab] = lowest_free
+        slabs.used[slab] = used
+        self._bytes[_FREE] -= size * count
+        self._bytes[_RESERVED] += size * count
+        home.free_slots[size] -= count
+        if used == slabs.capacity.item(slab):
             del home.partial[size][slab]
 
     def _give_back(self, slab: int, count: int, lowest: int) -> None:
         """So many slots of the slab have become free."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
-        size = int(slabs.size[slab])
-        slabs.used[slab] -= count
-        slabs.lowest_free[slab] = min(lowest, int(slabs.lowest_free[slab]))
+        size, used = slabs.size.item(slab), slabs.used.item(slab) - count
+        slabs.used[slab] = used
+        slabs.lowest_free[slab] = min(lowest, slabs.lowest_free.item(slab))
         home.free_slots[size] += count
         home.partial.setdefault(size, {})[slab] = None
-        if not slabs.used[slab]:
+        if not used:
             self._join(slab)
 
     def _cut(self, home: _Node, size: int) -> int | None:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvsidecar.cache.arrays import Ints, tally
+from kvsidecar.cache.arrays import FEW, few, tally
 
 if TYPE_CHECKING:
-    from kvsidecar.cache.slots import SlotAllocator
+    from kvsidecar.cache.slots import SlotAllocator, Slots
 
 
 class Unmet(NamedTuple):
@@ -88,17 +88,22 @@ class Supply:
         """The plan frees every used slot of the slab."""
         return self._freed[slab] == int(self._allocator.slabs.used[slab])
 
-    def free(self, slots: Ints) -> None:
+    def free(self, slots: Slots) -> None:
         """Plan that these used slots, each of them once, are freed."""
         self._change(slots, 1)
 
-    def keep(self, slots: Ints) -> None:
+    def keep(self, slots: Slots) -> None:
         """Take back `free`."""
         self._change(slots, -1)
 
-    def _change(self, slots: Ints, sign: int) -> None:
-        slabs = self._allocator.slabs
-        for slab, count in zip(*(each.tolist() for each in tally(self._allocator.slab_of(slots))), strict=True):
+    def _change(self, slots: Slots, sign: int) -> None:
+        slabs, slab_bytes = self._allocator.slabs, self._allocator.slab_bytes
+        if len(slots) <= FEW:
+            counts = Counter([slot // slab_bytes for slot in few(slots)])
+        else:
+            distinct, number = tally(self._allocator.slab_of(slots))
+            counts = Counter(dict(zip(distinct.tolist(), number.tolist(), strict=True)))
+        for slab, count in counts.items():
             size = int(slabs.size[slab])
             if sign < 0 and self.is_whole(slab):
                 self._make_whole(slab, -1)
