@@ -35,6 +35,8 @@ HASH_BYTES = 32
 JOB = 512
 """Blocks per job."""
 MISSES = 4096
+SMALL_JOBS = (1, 8)
+"""Blocks per job of an engine that decodes."""
 UNKNOWN_JOB = 2**62
 """Its hashes are never stored."""
 PAGE = 4096
@@ -48,9 +50,14 @@ ROWS = {
     "lookup": (f"lookup of {JOB} hits", "us"),
     "lease": (f"lookup of {JOB} hits with lease, release", "us"),
     "misses": (f"lookup of {MISSES} misses, bitmap", "us"),
-    "store_one": ("store of one block, evicting", "us"),
-    "load_one": ("load of one block", "us"),
-    "lookup_one": ("lookup of one hash", "us"),
+    "store_1": ("store of 1 block, free slots", "us"),
+    "evict_1": ("store of 1 block, evicting", "us"),
+    "load_1": ("load of 1 block", "us"),
+    "lookup_1": ("lookup of 1 hash", "us"),
+    "store_8": ("store of 8 blocks, free slots", "us"),
+    "evict_8": ("store of 8 blocks, evicting", "us"),
+    "load_8": ("load of 8 blocks", "us"),
+    "lookup_8": ("lookup of 8 hashes", "us"),
     "resident": ("resident bytes per block", "B"),
     "longest_fill": ("longest call while filling", "ms"),
     "longest_full": ("longest call in the full pool", "ms"),
@@ -138,28 +145,38 @@ def measure(blocks: int, shards: int, block_bytes: int, samples: int) -> dict[st
         lease, _ = clock.time("lookup_and_lease", cache.lookup_and_lease, [(space, hashes)], LookupMode.PREFIX, 0, 9, 0)
         clock.time("release", cache.release, lease.id)
         clock.time("misses", cache.lookup, space, full.hashes(UNKNOWN_JOB, MISSES), LookupMode.BITMAP)
-        one = [rng.choice(hashes)]
-        full.load(clock, one, "begin_load_one", "end_load_one")
-        clock.time("lookup_one", cache.lookup, space, one, LookupMode.PREFIX)
+        for few in SMALL_JOBS:
+            some = rng.sample(hashes, few)
+            full.load(clock, some, f"begin_load_{few}", f"end_load_{few}")
+            clock.time(f"lookup_{few}", cache.lookup, space, some, LookupMode.PREFIX)
     new = full.num_jobs
     for new in range(full.num_jobs, full.num_jobs + samples):
         full.store(clock, full.hashes(new), "evicting", "seal_evicting")
-    for each in range(samples):
-        full.store(clock, full.hashes(new + 1 + each, 1), "store_one", "seal_one")
+    small = [(few, full.hashes(new + 1 + each, few)) for few in SMALL_JOBS for each in range(samples)]
+    for few, hashes in small:
+        full.store(clock, hashes, f"evict_{few}", f"seal_evict_{few}")
     clock.time("gc", gc.collect)
     clock.time("clear", cache.clear)
     while clock.time("sweep", cache.sweep):
         pass
     clock.time("sweep", cache.sweep)
+    for few, hashes in small:
+        full.store(clock, hashes, f"store_{few}", f"seal_{few}")
+    cache.clear()
+    while cache.sweep():
+        pass
     assert cache.stats().free_bytes + cache.stats().wasted_bytes == cache.stats().total_bytes
 
     figures = {
         name: clock.median(name, job) for name in ("begin_store", "seal_all", "evicting", "begin_load", "end_load")
     }
-    figures |= {name: clock.median(name) for name in ("lookup", "misses", "lookup_one")}
+    figures |= {name: clock.median(name) for name in ("lookup", "misses")}
     figures["lease"] = clock.median("lookup_and_lease") + clock.median("release")
-    figures["store_one"] = clock.median("store_one") + clock.median("seal_one")
-    figures["load_one"] = clock.median("begin_load_one") + clock.median("end_load_one")
+    for few in SMALL_JOBS:
+        figures[f"store_{few}"] = clock.median(f"store_{few}") + clock.median(f"seal_{few}")
+        figures[f"evict_{few}"] = clock.median(f"evict_{few}") + clock.median(f"seal_evict_{few}")
+        figures[f"load_{few}"] = clock.median(f"begin_load_{few}") + clock.median(f"end_load_{few}")
+        figures[f"lookup_{few}"] = clock.median(f"lookup_{few}")
     figures["resident"] = resident / stored
     figures["longest_fill"] = clock.longest("begin_store", "seal_all")
     fill = ("begin_store", "seal_all", "gc", "clear", "sweep")

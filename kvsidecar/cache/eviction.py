@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Bools, Ints, some
+from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Ints, some
 from kvsidecar.cache.block import Blocks, Chain
 from kvsidecar.cache.slots import SlotAllocator
 
@@ -39,6 +39,8 @@ def choose_victims(
     try:
         for chain in asked:
             chain.blocks.marks[chain.rows] = ASKED
+        if (blocks := plan.only_table()) is not None:
+            return plan.oldest_of(blocks)
         return plan.victims() if plan.make() else None
     finally:
         for chain in (*asked, *plan.chosen()):
@@ -99,6 +101,25 @@ class _Plan:
         self._spare()
         return True
 
+    def only_table(self) -> Blocks | None:
+        """The one table that can give anything, if each of its blocks gives one slot: as with one model on the node.
+
+        Then there is no slab to weigh against blocks and nothing to spare, and `make` would choose `oldest_of`.
+        """
+        tables = [blocks for blocks in self._tables.values() if not blocks.cleared]
+        if FEW and len(tables) == 1 and tables[0].space.num_shards == 1 and self._supply.surplus() is not None:
+            size = tables[0].space.slot_sizes[0]
+            return tables[0] if self._supply.largest == size and not len(self._allocator.reclaimable(size)) else None
+        return None
+
+    def oldest_of(self, blocks: Blocks) -> list[Chain] | None:
+        """The oldest blocks that are enough, if there are so many."""
+        unmet = self._supply.unmet()
+        if unmet is None:
+            return []
+        victims = self._candidates(blocks, unmet.size, unmet.missing, None)
+        return [victims] if len(victims.rows) == unmet.missing else None
+
     def chosen(self) -> list[Chain]:
         """All that were chosen, also those that are spared."""
         return [chain for choice in self._choices for chain in choice.victims]
@@ -144,7 +165,7 @@ class _Plan:
             pieces.append(rows)
             if missing <= 0 or (touched is not None and len(piece) and blocks.last_used[piece[-1]] > touched):
                 break
-        return Chain(blocks, np.concatenate((NO_INTS, *pieces)))
+        return Chain(blocks, pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces)))
 
     def _oldest_slab(self, size: int) -> int | None:
         """The longest unused slab of another class that can be had as a whole."""

@@ -101,7 +101,7 @@ class LruPolicy:
     def candidates(self) -> Iterator[Ints]:
         nothing_yet = True
         window = WINDOW
-        for segment, rows in list(self._segments.items()):
+        for segment, rows in self._segments.items():
             first = segment << SEGMENT_BITS
             start = max(first, self._oldest)
             while start < first + SEGMENT:

@@ -14,7 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.cache import arrays, block, block_cache, block_index, block_table, eviction_policy, slots, supply
+from kvsidecar.cache import (
+    arrays,
+    block,
+    block_cache,
+    block_index,
+    block_table,
+    eviction,
+    eviction_policy,
+    slots,
+    supply,
+)
 from kvsidecar.cache.arrays import FEW
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
@@ -23,7 +33,7 @@ from tests.cache.support import eviction_order, key, new_cache, open_space
 
 pytestmark = pytest.mark.timeout(600)
 
-MODULES = (arrays, block, block_cache, block_index, eviction_policy, slots, supply)
+MODULES = (arrays, block, block_cache, block_index, eviction, eviction_policy, slots, supply)
 
 
 @contextmanager

@@ -27,5 +27,5 @@ def test_the_benchmark_of_scale_measures_every_size_and_row() -> None:
     results = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout)
     assert [(each["blocks"], each["shards"]) for each in results] == [(600, 1), (2000, 1), (600, 2), (2000, 2)]
     for each in results:
-        assert len(each) == 2 + 17
+        assert len(each) == 2 + 22
         assert all(value > 0 for value in each.values())
