@@ -61,6 +61,13 @@ def has_duplicates(values: npt.NDArray[Any]) -> bool:
     return some(ordered[1:] == ordered[:-1])
 
 
+def where_negative(values: Ints) -> Ints:
+    """Places of the values below zero."""
+    if len(values) <= FEW:
+        return np.array([place for place, value in enumerate(values.tolist()) if value < 0], np.int64)
+    return (values < 0).nonzero()[0]
+
+
 def first_of_each(values: npt.NDArray[Any]) -> Bools:
     """True where a value comes for the first time."""
     if len(values) == 1 <= FEW:

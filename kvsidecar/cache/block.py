@@ -139,7 +139,10 @@ class Blocks:
 
     def owners(self, rows: Ints) -> Ints:
         """What the allocator calls these blocks."""
-        return rows | self.number << 32
+        number = self.number << 32
+        if len(rows) <= FEW:
+            return np.array([number | row for row in rows.tolist()], np.int64)
+        return rows | number
 
 
 @dataclass(slots=True, eq=False)

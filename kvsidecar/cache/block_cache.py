@@ -415,7 +415,7 @@ def _list(hits: Bools) -> list[bool]:
 
 
 def _chain(space: Space, rows: Ints) -> Chain:
-    return Chain(space.blocks, rows[first_of_each(rows)])
+    return Chain(space.blocks, rows[first_of_each(rows)] if len(rows) > 1 else rows)
 
 
 def _count(space: Space, hits: Bools) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_zero
+from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_negative, where_zero
 from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Chain, Space, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.eviction_policy import EvictionPolicy
@@ -105,10 +105,10 @@ class BlockTable:
         """
         blocks = space.blocks
         rows = blocks.index.find(keys)
-        unknown = (rows < 0).nonzero()[0]
+        unknown = where_negative(rows)
         created = NO_INTS
         if len(unknown):
-            new = unknown[first_of_each(keys.tags[unknown])]
+            new = unknown[first_of_each(keys.tags[unknown])] if len(unknown) > 1 else unknown
             created = rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))
             if len(new) == len(rows):
                 blocks.slots[shard, rows] = FILLING
