@@ -97,12 +97,11 @@ class Options:
         return tuple(name for name in MEASUREMENTS if name in wanted)
 
     def to_json(self) -> dict[str, Any]:
+        """What was measured; where the results went says something of the machine and nothing of them."""
         fields = asdict(self)
-        return {
-            **fields,
-            "plot": None if self.plot is None else str(self.plot),
-            "compare": [str(path) for path in self.compare],
-        }
+        for name in ("json", "plot", "compare", "socket"):
+            del fields[name]
+        return {**fields, "private_daemon": self.socket is None}
 
 
 def _names(only: str | None) -> tuple[str, ...]:

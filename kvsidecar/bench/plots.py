@@ -11,6 +11,7 @@ import matplotlib as mpl
 mpl.use("Agg")  # before pyplot: no display is needed, and none is opened
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -156,14 +157,22 @@ def systems(report: Report) -> plt.Figure | None:
                 share = 100 * (row.get("of_limit") or gbps / limit)
                 axis.bar(x, share, width * 0.93, color=colors[row["system"]])
                 text = f"{gbps:.0f}" if gbps >= 10 else f"{gbps:.1f}"
-                # Inside the bar where it would lie on the line of the limit.
-                inside = {"va": "top", "color": "white"} if share > 92 else {"va": "bottom", "color": INK}
-                axis.text(x, share + (-1 if share > 92 else 1), text, ha="center", fontsize=8.5, **inside)
+                # Upright, since bars of many systems are narrow; inside where it would lie on the line of the limit.
+                inside = share > 85
+                color = _readable_on(colors[row["system"]]) if inside else INK
+                at, va = (share - 1.5, "top") if inside else (share + 1.5, "bottom")
+                axis.text(x, at, text, ha="center", va=va, color=color, fontsize=8.5, rotation=90)
         _limit_line(axis, f"{direction}: limit {limit:.1f} GB/s (figures: GB/s)", len(layouts))
         axis.set_xticks(range(len(layouts)), [_layout_label(report, name) for name in layouts], fontsize=9)
     axes[0].set_ylabel("% of the limit")
     _legend(figure, [Patch(color=color, label=name) for name, color in colors.items()])
     return figure
+
+
+def _readable_on(color: str) -> str:
+    """Black or white, whichever has the more contrast (relative luminance of WCAG 2, roughly)."""
+    red, green, blue = to_rgb(color)
+    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.45 else "white"
 
 
 def _best(rows: Sequence[Row], layout: str, **match: str) -> Row | None:
