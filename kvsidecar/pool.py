@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,15 @@ from kvsidecar import failpoints, host_memory, log, memory_limits
 from kvsidecar.device.base import Platform
 from kvsidecar.errors import PinFailed, PinStopped
 from kvsidecar.memory_limits import ROOT, HugePages, PageKind, Pages
-from kvsidecar.units import GiB, format_size
+from kvsidecar.units import GiB, MiB, format_size
 
 _log = log.get("pool")
+
+
+PREFAULT_BYTES: Final = 32 * MiB
+"""Faulted in by one call at most. The call holds this process's ``mmap_lock``, and an engine that attaches meanwhile
+has its memory mapped in between. (For the same reason these threads keep their priority: one of a low one that is put
+aside while it holds the lock holds up an attach for seconds.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +277,7 @@ class HostPool:
         on_progress(self._progress(done, started, registering, faulted))
         # Leaving the block waits for all threads, also after a failure: nothing may be unmapped under one that still
         # touches it.
-        with ThreadPoolExecutor(
-            self._spec.prefault_threads, thread_name_prefix="kvsidecar-prefault", initializer=_give_way
-        ) as threads:
+        with ThreadPoolExecutor(self._spec.prefault_threads, thread_name_prefix="kvsidecar-prefault") as threads:
             faulting = [] if stop.is_set() else self._prefault(chunks[0], pages, threads)
             for number, chunk in enumerate(chunks, start=1):
                 if stop.is_set():
@@ -296,7 +300,7 @@ class HostPool:
 
     def _prefault(self, chunk: Part, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[float]]:
         """Begin to fault a chunk in. It is there when all of these are over; each says when it was."""
-        step = -(-chunk.nbytes // self._spec.prefault_threads)
+        step = min(PREFAULT_BYTES, -(-chunk.nbytes // self._spec.prefault_threads))
         step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
         start, end = self.address + chunk.offset, self.address + chunk.offset + chunk.nbytes
 
@@ -330,11 +334,6 @@ class HostPool:
         if self._lost:
             return f"{self._lost} could not be given back; restart the daemon"
         return "the chunks before it were given back" if pinned else ""
-
-
-def _give_way() -> None:
-    """An engine's threads go first: clearing pages keeps a core busy for seconds, and a step that waits is noticed."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _reason(error: Exception) -> str:

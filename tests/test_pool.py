@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -284,18 +283,22 @@ def test_prefaulting_runs_in_as_many_threads_as_configured(
     pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = threading.Barrier(4, timeout=30)
-    nice: list[int] = []
-
-    def populate(address: int, nbytes: int) -> None:
-        together.wait()
-        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    monkeypatch.setattr(host_memory, "populate", populate)
+    monkeypatch.setattr(host_memory, "populate", lambda address, nbytes: together.wait())
     pool = HostPool(spec(nbytes=MiB, prefault_threads=4), MlockPlatform())
     pools.append(pool)
     pool.pin(ignore, never())
-    assert nice == [19] * 4  # an engine's threads go first
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
+
+
+def test_the_lock_that_an_attach_needs_is_free_between_small_pieces(
+    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(host_memory, "populate", lambda address, nbytes: sizes.append(nbytes))
+    monkeypatch.setattr("kvsidecar.pool.PREFAULT_BYTES", 2 * MiB)
+    pool = HostPool(spec(nbytes=9 * MiB, chunk_bytes=8 * MiB, prefault_threads=1), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never())
+    assert sizes == [2 * MiB] * 4 + [MiB]
 
 
 def test_on_a_kernel_without_populate_the_pages_are_touched_instead(
