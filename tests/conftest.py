@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import harness
 from tests.harness import DaemonProcess
+
+# A busy machine makes any example slow once.
+hypothesis.settings.register_profile("kvsidecar", deadline=None)
+hypothesis.settings.load_profile("kvsidecar")
+
+# A shell starts what it puts in the background with Ctrl-C ignored, and processes inherit that: tests send it to theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
