@@ -16,7 +16,7 @@ from tests.harness import DaemonProcess
 hypothesis.settings.register_profile("kvsidecar", deadline=None)
 hypothesis.settings.load_profile("kvsidecar")
 
-# A shell starts what it puts in the background with Ctrl-C ignored, and processes inherit that; tests send it to theirs.
+# A shell starts what it puts in the background with Ctrl-C ignored, which is inherited; tests send it to their own.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
