@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import overload
-
-import numpy as np
 
 from kvsidecar.errors import InvalidRequest
 
 
 class PackedHashes(Sequence[bytes]):
-    """Fixed-width hashes in one string of bytes, cut out when they are looked at: a prefix of 4096 blocks whose first
-    is a miss costs one.
+    """Fixed-width hashes in one string of bytes, cut out when they are looked at: the cache takes the string whole.
 
     Raises:
         InvalidRequest: the length is no multiple of the width.
@@ -35,21 +31,10 @@ class PackedHashes(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        return self._cut(0, len(self.packed))[index]
-
-    def __iter__(self) -> Iterator[bytes]:
-        step = _CUT_AT_ONCE * self._width
-        return chain.from_iterable(self._cut(start, start + step) for start in range(0, len(self.packed), step))
-
-    def _cut(self, start: int, end: int) -> list[bytes]:
-        if end - start == self._width:
-            return [self.packed[start:end]]
-        # numpy's `void` is bytes of one width: 35 ns a hash, where slicing in Python takes 135.
-        return np.frombuffer(self.packed[start:end], f"V{self._width}").tolist()  # type: ignore[no-any-return]
-
-
-_CUT_AT_ONCE = 128
-"""Hashes."""
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        start = range(0, len(self.packed), self._width)[index]
+        return self.packed[start : start + self._width]
 
 
 def as_keys(hashes: Sequence[bytes]) -> Sequence[bytes] | bytes:
