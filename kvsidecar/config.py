@@ -209,6 +209,13 @@ class Settings(BaseSettings):
         10.0, ge=0, description="Seconds to wait for running copies at shutdown; must lie inside the grace period."
     )
     # Longer than the drain_timeout of the daemon that ends, which finishes its copies and unpins before it gives way.
+    light_sleep: _Seconds = Field(
+        0.001,
+        ge=0,
+        le=10,
+        description="Seconds after a job during which the daemon's threads sleep so lightly that they wake up at once, "
+        "for a tenth of two cores; 0: never.",
+    )
     lock_wait: _Seconds = Field(
         15.0, ge=0, description="Seconds to wait at start for another daemon on the same socket to end; 0: do not wait."
     )

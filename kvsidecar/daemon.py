@@ -28,6 +28,7 @@ from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import DeviceError, DeviceLost, PinFailed, PinStopped, PoolRefused
 from kvsidecar.http import Probes
 from kvsidecar.instances import ID_BITS, Instances, Peer
+from kvsidecar.light_sleep import LightSleep
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
 from kvsidecar.pool import HostPool, PinProgress
@@ -83,7 +84,14 @@ class Daemon:
         self.readiness = Readiness(pool.nbytes)
         self._metrics = Metrics(platform.name)
         self._tasks = TaskSet(self._task_failed)
-        self._hub = DeviceHub(platform, self._worker_failed_in_thread, store_chunk=settings.store_chunk)
+        self._light_sleep = LightSleep(settings.light_sleep)
+        self._hub = DeviceHub(
+            platform,
+            self._worker_failed_in_thread,
+            store_chunk=settings.store_chunk,
+            before_end=self._copy_ends_soon,
+            linger=settings.light_sleep,
+        )
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
             next_id=lambda: secrets.randbits(ID_BITS) | 1,
@@ -99,6 +107,7 @@ class Daemon:
             clock,
             slab_bytes=slab_bytes,
             checksums=checksums,
+            stir=self._light_sleep.stir,
         )
         self._lookups = Lookups(self._cache, self.readiness, self._metrics, clock, lease_max=settings.lease_max)
         self._report = Report(
@@ -283,6 +292,11 @@ class Daemon:
         for session in self._instances.remove_peer(peer):
             self._tasks.spawn(self._handler.drop(session), name="end-session-of-gone-peer")
 
+    def _copy_ends_soon(self) -> None:
+        """In a worker's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._light_sleep.stir)
+
     def _worker_failed_in_thread(self, uuid: str, direction: Direction, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._worker_failed, uuid, direction, error)
 
@@ -330,5 +344,6 @@ class Daemon:
             # The process ends next, and the kernel gives back what the driver would not.
             _log.error("unpinning failed", error=str(error))
         await asyncio.to_thread(self._platform.close)
+        self._light_sleep.close()
         self._endpoint.release()
         _log.info("stopped")

@@ -74,6 +74,7 @@ class Transfers:
         slab_bytes: copies do not span two slabs: pin chunks begin at slabs, and a driver refuses a copy that spans
             two registrations.
         checksums: of the slots, if they are wanted.
+        stir: called when a job begins and when it ends.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Transfers:
         *,
         slab_bytes: int,
         checksums: Checksums | None = None,
+        stir: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = cache
         self._hub = hub
@@ -94,6 +96,7 @@ class Transfers:
         self._clock = clock
         self._slab_bytes = slab_bytes
         self._checksums = checksums
+        self._stir = stir
         self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
         self.started_at: dict[Direction, dict[object, float]] = {direction: {} for direction in Direction}
         """When each job that is not over was taken, in order."""
@@ -140,6 +143,7 @@ class Transfers:
         return result
 
     async def _run(self, direction: Direction, job: Coroutine[Any, Any, JobResult]) -> JobResult:
+        self._stir()
         key = object()
         self.started_at[direction][key] = self._clock()
         try:
@@ -154,6 +158,7 @@ class Transfers:
             result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error))
         finally:
             del self.started_at[direction][key]
+            self._stir()
         self._count(direction, result)
         return result
 

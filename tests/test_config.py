@@ -51,6 +51,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "memory_check": ("off", False),
     "lease_max": ("12.5", 12.5),
     "drain_timeout": ("0", 0.0),
+    "light_sleep": ("0", 0.0),
     "lock_wait": ("0", 0.0),
     "stuck_after": ("5", 5.0),
     "log_format": ("json", "json"),

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from kvsidecar.client.lane import Fill, LaneCalls, LaneStream
+from kvsidecar.client.lane import Fill, LaneCalls, LaneStream, Take
 from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.paths import attach_path
@@ -46,8 +46,17 @@ class AttachCarrier(Protocol):
     def cancel(self) -> None:
         """Break the stream off. The daemon, if it lives, sees that and ends the session."""
 
-    def replies(self) -> Iterator[pb.AttachReply]:
-        """Until the daemon ends the stream in order. Raises CarrierError at any other end."""
+    def read(self) -> None:
+        """Give what the daemon says to ``take``, until it ends the stream in order. Raises CarrierError at any other
+        end. For one thread."""
+
+    def read_now(self) -> None:
+        """The same for what has arrived, in the caller's thread: who waits for an answer need not wait for another
+        thread to be woken. Never waits. Where the carrier has a thread of its own, nothing."""
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Wait until there may be something for `read_now`, or somebody else has read it. False, at once: this carrier
+        cannot."""
 
 
 class Connection:
@@ -113,16 +122,17 @@ class Connection:
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
-    def open_stream(self, fill: Fill, lock: threading.RLock) -> AttachCarrier:
+    def open_stream(self, fill: Fill, take: Take, lock: threading.RLock) -> AttachCarrier:
         """The Attach stream of this connection; there is one.
 
         Args:
             fill: makes what is put into a message.
+            take: is given what the daemon says, one after the other.
             lock: is held while the carrier's own state changes; ``fill`` may take it.
         """
         if self._calls is not None:
-            return LaneStream(self.link, fill, lock)
-        return GrpcStream(self.stub, fill)
+            return LaneStream(self.link, fill, take, lock)
+        return GrpcStream(self.stub, fill, take)
 
     def close(self) -> None:
         if self._calls is not None:
@@ -136,9 +146,10 @@ class Connection:
 class GrpcStream(AttachCarrier):
     """An Attach stream of gRPC."""
 
-    def __init__(self, stub: pb_grpc.SidecarStub, fill: Fill) -> None:
+    def __init__(self, stub: pb_grpc.SidecarStub, fill: Fill, take: Take) -> None:
         self.settled = False
         self._fill = fill
+        self._take = take
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._replies = stub.Attach(self._requests())
 
@@ -151,14 +162,21 @@ class GrpcStream(AttachCarrier):
     def cancel(self) -> None:
         self._replies.cancel()
 
-    def replies(self) -> Iterator[pb.AttachReply]:
+    def read(self) -> None:
         try:
-            yield from self._replies
+            for reply in self._replies:
+                self._take(reply)
             self.settled = True
         except grpc.RpcError as error:
             raise _carrier_error(error) from error
         finally:
             self._outgoing.put(None)  # ends the generator that gRPC iterates: nobody listens to it any more
+
+    def read_now(self) -> None:
+        pass
+
+    def wait_readable(self, seconds: float) -> bool:
+        return False
 
     def _requests(self) -> Iterator[pb.AttachRequest]:
         """Iterated in a thread of gRPC; its end half-closes the stream."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 from kvsidecar.client.results import Blocks, JobDone
+from kvsidecar.client.waiting import NAP_SECONDS
 from kvsidecar.types import Direction, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import pack_hashes, pack_ids
 
 if TYPE_CHECKING:
     from kvsidecar.client.session import Session
+
+
+LIGHT_SECONDS = 0.05
+"""A wait that takes longer is for something slow, and not worth a tenth of a core."""
 
 
 class Completion(Protocol):
@@ -84,6 +90,8 @@ class Jobs:
         self._numbers = itertools.count(1)
         self._outstanding: dict[int, Job] = {}
         self._finished: dict[int, JobDone] = {}  # an empty one may be seen without the lock
+        self._session: Session | None = None
+        """Of the newest job: the others are read by their own threads alone."""
 
     def number(self) -> int:
         """A number that no job or flush of this client has had."""
@@ -97,6 +105,7 @@ class Jobs:
 
     def add(self, job: Job) -> None:
         self._outstanding[job.number] = job
+        self._session = job.session
 
     def is_outstanding(self, number: int) -> bool:
         return number in self._outstanding
@@ -159,6 +168,9 @@ class Jobs:
                     self.finish(JobDone(number, Outcome.DECLINED, reason))
 
     def poll(self) -> list[JobDone]:
+        # Both may be looked at without the lock: what comes in between is seen the next time.
+        if self._outstanding and self._session is not None:
+            self._session.read_now()
         if not self._finished:
             return []
         with self.changed:
@@ -168,6 +180,31 @@ class Jobs:
 
     def wait(self, numbers: Iterable[int], timeout: float) -> dict[int, JobDone]:
         wanted = tuple(numbers)
+        self.wait_until(lambda: all(number in self._finished for number in wanted), time.monotonic() + timeout)
         with self.changed:
-            self.changed.wait_for(lambda: all(number in self._finished for number in wanted), timeout)
             return {number: self._finished.pop(number) for number in wanted if number in self._finished}
+
+    def wait_until(self, over: Callable[[], bool], deadline: float) -> None:
+        """Wait for something that the daemon's answers, or the end of a connection, bring about.
+
+        The thread that waits reads the answers itself, and sleeps lightly at first: each saves a wake-up that takes
+        longer than a small copy.
+
+        Args:
+            over: asked with the lock held, after every change.
+            deadline: monotonic seconds.
+        """
+        light_until = time.monotonic() + LIGHT_SECONDS
+        while True:
+            with self.changed:
+                now = time.monotonic()
+                if over() or now >= deadline:
+                    return
+                session = self._session if self._outstanding else None
+                if session is None or now >= light_until:
+                    self.changed.wait(deadline - now)
+                    continue
+            if session.wait_readable(min(NAP_SECONDS, deadline - now)):
+                session.read_now()
+            else:
+                light_until = now

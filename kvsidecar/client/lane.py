@@ -13,7 +13,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from kvsidecar.client.link import Link
 from kvsidecar.client.messages import CarrierError
+from kvsidecar.client.waiting import wait_readable
 from kvsidecar.errors import ClientError
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
@@ -31,6 +33,7 @@ _TIMEVAL = struct.Struct("@ll")
 
 Fill = Callable[[Any, pb.AttachRequest], bool]
 """Makes an item into a message, when it is its turn. False: there is nothing to send."""
+Take = Callable[[pb.AttachReply], None]
 
 
 class Replies:
@@ -71,15 +74,22 @@ class LaneStream:
 
     Args:
         link: of the rank; its socket is this stream's from now on.
+        take: is given what the daemon says, one after the other, in the thread that reads it.
         lock: is held while the stream's own state changes; ``fill`` may take it.
     """
 
-    def __init__(self, link: Link, fill: Fill, lock: threading.RLock) -> None:
+    def __init__(self, link: Link, fill: Fill, take: Take, lock: threading.RLock) -> None:
         self.settled = False
         self._link = link
         self._socket = link.connection
         self._fill = fill
+        self._take = take
         self._lock = lock
+        self._reading = threading.Lock()
+        # Of what has arrived; under _reading, so that it is taken in order.
+        self._arrived = Replies()
+        self._end: CarrierError | None = None
+        self._ended = False
         # Of what the daemon has not taken yet; under the lock.
         self._rest = b""
         self._waiting: deque[Any] = deque()
@@ -96,27 +106,56 @@ class LaneStream:
     def cancel(self) -> None:
         self._link.shut_down()
 
-    def replies(self) -> Iterator[pb.AttachReply]:
-        arrived = Replies()
+    def read(self) -> None:
+        readable = select.poll()
+        readable.register(self._socket, select.POLLIN)
         try:
-            while data := self._socket.recv(_RECEIVE_BYTES):
-                arrived.feed(data)
-                while (reply := arrived.next()) is not None:
-                    match reply.WhichOneof("message"):
-                        case "attach":
-                            yield reply.attach
-                        case "ended":
-                            self.settled = True
-                            if reply.ended.HasField("error"):
-                                raise _error(reply.ended.error)
-                            return
-                        case "error":
-                            raise _error(reply.error)
-        except OSError as error:
-            raise _no_answer(error) from error
+            while not self._ended:
+                readable.poll()
+                with self._reading:
+                    self._read()
         finally:
             self._stop_flusher()
-        raise CarrierError(grpc.StatusCode.UNAVAILABLE, "the daemon closed the connection")
+        if self._end is not None:
+            raise self._end
+
+    def read_now(self) -> None:
+        if self._reading.acquire(blocking=False):
+            try:
+                self._read()
+                if self._ended:  # the reader waits for the socket
+                    with suppress(OSError):
+                        self._socket.shutdown(socket.SHUT_RD)
+            finally:
+                self._reading.release()
+
+    def wait_readable(self, seconds: float) -> bool:
+        wait_readable(self._socket.fileno(), seconds)
+        return True
+
+    def _read(self) -> None:
+        if self._ended:
+            return
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            if not data:
+                raise ConnectionError("the daemon closed it")
+            self._arrived.feed(data)
+            while (reply := self._arrived.next()) is not None:
+                match reply.WhichOneof("message"):
+                    case "attach":
+                        self._take(reply.attach)
+                    case "ended":
+                        self.settled = self._ended = True
+                        self._end = _error(reply.ended.error) if reply.ended.HasField("error") else None
+                        return
+                    case "error":
+                        self._ended, self._end = True, _error(reply.error)
+                        return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._ended, self._end = True, _no_answer(error)
 
     # -- up ----------------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Session:
         self.flushed: dict[int, frozenset[int] | None] = {}
         """Flushes that somebody waits for: which of their jobs were still running, or None until that is said."""
         self._ring = RingSlots(ring_size)
-        self._stream = connection.open_stream(self._fill, jobs.lock)
+        self._stream = connection.open_stream(self._fill, self._take, jobs.lock)
         self._stream.put(pb.AttachRequest(register=register))
         self._thread = threading.Thread(target=self._read, name="kvsidecar-read", daemon=True)
         self._thread.start()
@@ -129,10 +129,17 @@ class Session:
 
     # -- down --------------------------------------------------------------------------------------------------------
 
+    def read_now(self) -> None:
+        """Take what has arrived, in this thread; never waits. Without the lock held."""
+        self._stream.read_now()
+
+    def wait_readable(self, seconds: float) -> bool:
+        """As `AttachCarrier.wait_readable`."""
+        return not self.ended and self._stream.wait_readable(seconds)
+
     def _read(self) -> None:
         try:
-            for reply in self._stream.replies():
-                self._take(reply)
+            self._stream.read()
         except CarrierError as error:
             self.error = error
         finally:
@@ -176,29 +183,35 @@ def flush(jobs: Jobs, numbers: Sequence[int], *, timeout: float, cancel: bool) -
             # What waits or is queued here has not begun; the daemon is asked about the rest.
             jobs.cancel_unsent([job.number for job in _named(jobs, wanted)], Refusal.CANCELLED)
         busy = {job.number: job for job in _named(jobs, wanted)}
-        asked: set[int] = set()
-        flushes: dict[int, tuple[Session, frozenset[int]]] = {}
-        try:
-            while True:
-                for number, (session, of_flush) in flushes.items():
-                    pending = session.flushed.get(number)
-                    for each in of_flush - pending if pending is not None else ():
-                        busy.pop(each, None)
-                busy = {number: job for number, job in busy.items() if jobs.is_outstanding(number)}
-                left = deadline - time.monotonic()
-                if not busy or left <= 0:
-                    return frozenset(busy)
-                # Jobs that still wait for their events are asked about when they are on their way: the daemon cannot
-                # hurry what it has not been told of, and the others need not wait for them.
-                known = [job for job in busy.values() if job.number not in asked and job.phase is not Phase.WAITING]
-                for session in dict.fromkeys(job.session for job in known):
-                    of_session = [job.number for job in known if job.session is session]
-                    number = jobs.number()
-                    flushes[number] = session, frozenset(of_session)
-                    session.flush(number, of_session, left, cancel=cancel)
-                    asked.update(of_session)
-                jobs.changed.wait(left)
-        finally:
+    asked: set[int] = set()
+    flushes: dict[int, tuple[Session, frozenset[int]]] = {}
+
+    def over() -> bool:
+        for number, (session, of_flush) in flushes.items():
+            pending = session.flushed.get(number)
+            for each in of_flush - pending if pending is not None else ():
+                busy.pop(each, None)
+        for number in [number for number in busy if not jobs.is_outstanding(number)]:
+            del busy[number]
+        left = deadline - time.monotonic()
+        if not busy or left <= 0:
+            return True
+        # Jobs that still wait for their events are asked about when they are on their way: the daemon cannot
+        # hurry what it has not been told of, and the others need not wait for them.
+        known = [job for job in busy.values() if job.number not in asked and job.phase is not Phase.WAITING]
+        for session in dict.fromkeys(job.session for job in known):
+            of_session = [job.number for job in known if job.session is session]
+            number = jobs.number()
+            flushes[number] = session, frozenset(of_session)
+            session.flush(number, of_session, left, cancel=cancel)
+            asked.update(of_session)
+        return False
+
+    try:
+        jobs.wait_until(over, deadline)
+        return frozenset(busy)
+    finally:
+        with jobs.changed:
             for number, (session, _) in flushes.items():
                 session.forget_flush(number)
 

@@ -21,6 +21,7 @@ class DeviceHub:
         on_worker_failure: told (device UUID, direction, error) when a worker can copy no more. Called in the
             worker's thread.
         store_chunk: bytes of stores in flight at a time while an engine is busy on their device; None for no bound.
+        before_end, linger: as those of `CopyWorker`.
     """
 
     def __init__(
@@ -29,8 +30,12 @@ class DeviceHub:
         on_worker_failure: Callable[[str, Direction, BaseException], None],
         *,
         store_chunk: int | None = None,
+        before_end: Callable[[], None] = lambda: None,
+        linger: float = 0.0,
     ) -> None:
         self.platform = platform
+        self._before_end = before_end
+        self._linger = linger
         self._on_worker_failure = on_worker_failure
         self._store_chunk = store_chunk
         self._busy: frozenset[str] = frozenset()
@@ -111,6 +116,8 @@ class DeviceHub:
             direction,
             pool_address=self._pool_address,
             chunk=lambda: self.chunk(device.uuid, direction),
+            before_end=self._before_end,
+            linger=self._linger,
             on_failure=lambda error: self._on_worker_failure(device.uuid, direction, error),
         )
 

@@ -42,6 +42,8 @@ more, because what is issued cannot be cancelled or overtaken."""
 SPIN_SECONDS: Final = 300e-6
 """The end of a copy, or of what is in flight, is waited for asleep until so long before it, then with a spinning core:
 a thread that sleeps comes back up to 200 µs late where an idle core has gone into a deep sleep too (measured)."""
+NAP_SECONDS: Final = 100e-6
+"""A sleep from which a core comes back at once: see `kvsidecar.light_sleep`."""
 FIRST_RATE: Final = 100e9
 """Bytes per second, before anything was measured: more than any link, so that nobody sleeps too long."""
 RATE_SAMPLE_BYTES: Final = 16 << 20
@@ -59,6 +61,8 @@ class _Copy:
     submitted: float = field(default_factory=time.monotonic)
     started: float = 0.0
     failed: bool = False
+    slept: bool = False
+    """This thread has slept while the copy ran, so others may have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +89,9 @@ class CopyWorker:
         pool_address: what the plans' host offsets count from.
         chunk: asked from this thread; the most bytes that may be in flight at a time while an engine's own copies in
             this direction must pass, None while the whole link may be used.
+        before_end: called in this thread some 300 us before a longer copy is expected to end: time to wake up for
+            those who wait for it.
+        linger: seconds after a copy during which this thread sleeps lightly, so that it starts the next one at once.
         on_failure: told once why this worker can copy no more, in its thread, after all futures are resolved.
 
     Raises:
@@ -98,12 +105,16 @@ class CopyWorker:
         pool_address: int,
         *,
         chunk: Callable[[], int | None] = lambda: None,
+        before_end: Callable[[], None] = lambda: None,
+        linger: float = 0.0,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._device = device
         self._direction = direction
         self._pool_address = pool_address
         self._chunk = chunk
+        self._before_end = before_end
+        self._linger = linger
         self._on_failure = on_failure
         # Only the worker's thread uses these.
         self._calls: deque[CopyCall] = deque()
@@ -335,11 +346,15 @@ class CopyWorker:
             begun = max(self._last_end, flight.issued)
             sleep = begun + self._bytes_to_first_end() / self._rate - SPIN_SECONDS - time.monotonic()
         if sleep <= 0:
+            if flight.copy.slept and any(each.mark is None for each in self._flights):
+                flight.copy.slept = False
+                self._before_end()
             try:
                 flight.mark.wait()
             except CopyFailed as error:
                 self._fail_flights(error)
             return
+        flight.copy.slept = True
         with self._changed:
             # What is queued although there is room waits for its event.
             gated = self._queue and self._ahead < AHEAD_BYTES
@@ -374,8 +389,11 @@ class CopyWorker:
             while (copy := self._take_startable()) is None:
                 if not wait or (self._closing and not self._queue):
                     return None
-                # Those in the queue wait for their events, which nobody tells us about.
-                self._changed.wait(POLL_SECONDS if self._queue else None)
+                if self._queue:  # for their events, which nobody tells us about
+                    self._changed.wait(POLL_SECONDS)
+                else:
+                    lingers = time.monotonic() - self._previous_end < self._linger
+                    self._changed.wait(NAP_SECONDS if lingers else None)
             copy.started = time.monotonic()
             self._running.append(copy)
         try:

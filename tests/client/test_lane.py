@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +58,8 @@ def test_more_than_the_socket_holds_is_sent_in_order_and_nobody_waits_for_it() -
         message.store.blocks.add(hashes=bytes(item % 7 * 10_000))
         return item % 10 != 0  # some have ended when their turn comes
 
-    stream = LaneStream(link, fill, threading.RLock())  # type: ignore[arg-type]
-    reader = threading.Thread(target=lambda: [None for _ in iter_until_error(stream)])
+    stream = LaneStream(link, fill, ignore, threading.RLock())  # type: ignore[arg-type]
+    reader = threading.Thread(target=read_until_error, args=(stream,))
     reader.start()
     arrived: list[int] = []
 
@@ -115,22 +116,64 @@ def test_what_is_put_while_the_backlog_is_sent_goes_behind_it() -> None:
         if (number := next(numbers)) <= 60:
             stream.put(number)
 
-    stream = LaneStream(link, fill, lock)  # type: ignore[arg-type]
+    stream = LaneStream(link, fill, ignore, lock)  # type: ignore[arg-type]
     for _ in range(30):
         stream.put(next(numbers))
     lock.between = put_another
     arrived = [request.attach.store.job for _, request in zip(range(60), link.requests(), strict=False)]
     assert arrived == list(range(1, 61))
     stream.cancel()
-    list(iter_until_error(stream))
+    read_until_error(stream)
     link.far.close()
 
 
-def iter_until_error(stream: LaneStream) -> Iterator[pb.AttachReply]:
-    try:
-        yield from stream.replies()
-    except CarrierError:
-        return
+def read_until_error(stream: LaneStream) -> None:
+    with suppress(CarrierError):
+        stream.read()
+
+
+def ignore(_: pb.AttachReply) -> None:
+    pass
+
+
+def test_whoever_waits_reads_the_answers_itself_and_each_is_taken_once_and_in_order() -> None:
+    link, taken = FakeLink(), []
+    stream = LaneStream(link, lambda *_: True, lambda reply: taken.append(reply.done.job), threading.RLock())  # type: ignore[arg-type]
+    stop = threading.Event()
+
+    def wait() -> None:
+        while not stop.is_set():
+            stream.wait_readable(1e-3)
+            stream.read_now()
+
+    threads = [
+        threading.Thread(target=read_until_error, args=(stream,)),
+        *(threading.Thread(target=wait) for _ in range(3)),
+    ]
+    for thread in threads:
+        thread.start()
+    for job in range(1, 3001):
+        send(link.far, attach=pb.AttachReply(done=pb.JobDone(job=job)))
+    send(link.far, ended=pb.Ended())
+    threads[0].join(SECONDS)  # also if another thread has read the end
+    assert not threads[0].is_alive()
+    stop.set()
+    for thread in threads[1:]:
+        thread.join(SECONDS)
+    assert taken == list(range(1, 3001))
+    assert stream.settled
+    link.far.close()
+
+
+def test_an_answer_is_taken_without_the_reading_thread() -> None:
+    link, taken = FakeLink(), []
+    stream = LaneStream(link, lambda *_: True, lambda reply: taken.append(reply.done.job), threading.RLock())  # type: ignore[arg-type]
+    stream.read_now()
+    assert not taken
+    send(link.far, attach=pb.AttachReply(done=pb.JobDone(job=7)))
+    stream.read_now()
+    assert taken == [7]
+    link.far.close()
 
 
 @pytest.mark.parametrize("reader_first", [True, False])
@@ -141,18 +184,18 @@ def test_cancelling_a_stream_with_a_backlog_ends_its_threads(reader_first: bool)
         message.store.blocks.add(hashes=bytes(1_000_000))
         return True
 
-    stream = LaneStream(link, fill, threading.RLock())  # type: ignore[arg-type]
+    stream = LaneStream(link, fill, ignore, threading.RLock())  # type: ignore[arg-type]
     for item in range(10):
         stream.put(item)
     if reader_first:
-        reader = threading.Thread(target=lambda: list(iter_until_error(stream)))
+        reader = threading.Thread(target=read_until_error, args=(stream,))
         reader.start()
         stream.cancel()
         reader.join(SECONDS)
         assert not reader.is_alive()
     else:
         stream.cancel()
-        assert list(iter_until_error(stream)) == []
+        read_until_error(stream)
     assert not stream.settled
     assert not [thread for thread in threading.enumerate() if thread.name == "kvsidecar-flush"]
 
@@ -166,15 +209,15 @@ def test_only_the_daemons_own_word_settles_a_stream() -> None:
         (None, False, grpc.StatusCode.UNAVAILABLE),
     ):
         link = FakeLink()
-        stream = LaneStream(link, lambda *_: True, threading.RLock())  # type: ignore[arg-type]
+        stream = LaneStream(link, lambda *_: True, ignore, threading.RLock())  # type: ignore[arg-type]
         payload = reply.SerializeToString() if reply else b"\xff"
         link.far.sendall(FRAME_LENGTH.pack(len(payload)) + payload)
         link.far.shutdown(socket.SHUT_WR)
         if code is None:
-            assert list(stream.replies()) == []
+            stream.read()
         else:
             with pytest.raises(CarrierError) as caught:
-                list(stream.replies())
+                stream.read()
             assert caught.value.code is code
         assert stream.settled is settled
 

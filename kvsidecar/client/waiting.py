@@ -1,0 +1,34 @@
+"""Waiting lightly: in naps that are too short for the core to fall into a deep sleep.
+
+A core that has been idle for 0.2 to 0.3 ms takes 100 to 400 us to come back, in virtual machines above all (measured:
+docs/benchmarks.md); that is as long as a copy of ten blocks. A thread that wakes up every 100 us keeps its core from
+that, for some tenth of its time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import select
+from typing import Final
+
+NAP_SECONDS: Final = 100e-6
+
+
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_ppoll = ctypes.CDLL(None).ppoll
+_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(_Timespec), ctypes.c_void_p)
+
+
+def wait_readable(fd: int, seconds: float) -> None:
+    """Wait until a descriptor is readable, at most ``seconds``. The poll() of Python counts in milliseconds, its
+    select() ends at descriptor 1023."""
+    fraction, whole = math.modf(max(0.0, seconds))
+    _ppoll(_PollFd(fd, select.POLLIN, 0), 1, _Timespec(int(whole), int(fraction * 1e9)), None)
