@@ -65,9 +65,10 @@ class Engine:
         return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
 
     def jobs(self, hashes: Sequence[list[bytes]]) -> list[list[Blocks]]:
-        """What `Client.store` and `Client.load` take, for jobs with these hashes, at ids in the layout's order."""
+        """What `Client.store` and `Client.load` take, for jobs with these hashes, at ids in the layout's order: packed,
+        as a connector keeps them."""
         ids = self.layout.block_ids(len(hashes[0]), len(hashes), self._rng)
-        return [[Blocks(0, of_job, at)] for of_job, at in zip(hashes, ids, strict=True)]
+        return [[Blocks(0, b"".join(of_job), np.array(at, np.int64))] for of_job, at in zip(hashes, ids, strict=True)]
 
     def stores(self, count: int, jobs: int) -> list[Callable[[], int]]:
         """Functions that submit one store of ``count`` fresh blocks each."""

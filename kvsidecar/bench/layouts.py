@@ -10,13 +10,15 @@ import numpy as np
 
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.types import GroupLayout, Namespace, Region
-from kvsidecar.units import GiB, KiB, MiB, format_size
+from kvsidecar.units import KiB, MiB, format_size
 
 BLOCK_COUNTS = (1, 8, 64, 512)
 """Blocks of one job."""
 IN_FLIGHT = (1, 4)
 """Jobs that are outstanding at a time."""
 MOST_BLOCKS = max(BLOCK_COUNTS) * max(IN_FLIGHT)
+MANY_BLOCKS = 4096
+"""Of small blocks: about as much memory."""
 
 
 class Form(StrEnum):
@@ -115,7 +117,7 @@ class Layout:
         return replace(self, row_bytes=max(1, self.row_bytes // divisor))
 
     def sized(self, free_bytes: int | None = None) -> Layout:
-        """With as many blocks as make about 4 GiB of real size, and fit.
+        """With as many of its blocks as fit.
 
         Args:
             free_bytes: memory of the device; None on the host, where layouts are scaled to fit.
@@ -124,8 +126,8 @@ class Layout:
             Skipped: not even one job of the largest size fits.
         """
         if free_bytes is None:
-            return self
-        count = 2 * MOST_BLOCKS if self.block_bytes * 2 * MOST_BLOCKS <= 5 * GiB else MOST_BLOCKS
+            return replace(self, num_blocks=min(self.num_blocks, MOST_BLOCKS))
+        count = self.num_blocks
         while count * self.block_bytes > free_bytes // 2:
             count //= 2
         if count < max(BLOCK_COUNTS):
@@ -142,9 +144,12 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("stacked-128k", Form.STACKED, 32, 128 * KiB, "layer-stacked, twice the heads"),
     Layout("separate-64k-consecutive", Form.SEPARATE, 32, 64 * KiB, "an allocation a layer (vLLM 0.26)", True),
     Layout("separate-64k", Form.SEPARATE, 32, 64 * KiB, "an allocation a layer, random ids"),
-    Layout("mla-18k", Form.STACKED, 61, 18 * KiB, "layer-stacked MLA, DeepSeek-V3"),
-    Layout("tp8-8k", Form.STACKED, 80, 8 * KiB, "layer-stacked, Llama-70B under TP 8"),
-    Layout("tp8-4k", Form.STACKED, 160, 4 * KiB, "K and V apart, Llama-70B under TP 8"),
+    Layout("mla-18k", Form.STACKED, 61, 18 * KiB, "layer-stacked MLA, DeepSeek-V3", num_blocks=MANY_BLOCKS),
+    Layout("tp8-8k", Form.STACKED, 80, 8 * KiB, "layer-stacked, Llama-70B under TP 8", num_blocks=MANY_BLOCKS),
+    Layout("tp8-4k", Form.STACKED, 160, 4 * KiB, "K and V apart, Llama-70B under TP 8", num_blocks=1024),
+    # The same in four times the memory: every row of a block lies in another page, and the copy engine waits for its
+    # address translation.
+    Layout("tp8-4k-wide", Form.STACKED, 160, 4 * KiB, "the same, over 2.5 GiB", num_blocks=MANY_BLOCKS),
 )
 TINY = Layout("tiny", Form.CONTIGUOUS, 1, 4 * KiB, "blocks that cost nothing to copy", num_blocks=1024)
 """Where the question is the daemon's work, and not the link's."""

@@ -10,6 +10,10 @@ import numpy.typing as npt
 from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.layouts import Layout
 from kvsidecar.client import Allocation, HostBuffer, KVBuffers
+from kvsidecar.units import MiB
+
+PAGE_BYTES = 2 * MiB
+"""The largest page of a GPU that the driver gives ordinary allocations."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -67,15 +71,20 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Plain device allocations, exported as CUDA IPC handles."""
+    """Plain device allocations, exported as CUDA IPC handles.
+
+    In whole pages, as torch allocates: the driver maps others by small pages in the process that imports them, and
+    copies of small rows take twice as long (docs/benchmarks.md).
+    """
 
     def __init__(self, cuda: Cuda, layout: Layout) -> None:
         self._cuda = cuda
+        self._sizes = [-(-nbytes // PAGE_BYTES) * PAGE_BYTES for nbytes in layout.allocation_bytes]
         self._layout = layout
         self._stream = cuda.stream()
         self._addresses: list[int] = []
         try:
-            for nbytes in layout.allocation_bytes:
+            for nbytes in self._sizes:
                 self._addresses.append(cuda.alloc(nbytes))
                 self._stream.fill(self._addresses[-1], 0, nbytes)
             self._stream.synchronize()
@@ -84,7 +93,7 @@ class CudaMemory:
             raise
 
     def kv_buffers(self) -> KVBuffers:
-        sizes = zip(self._addresses, self._layout.allocation_bytes, strict=True)
+        sizes = zip(self._addresses, self._sizes, strict=True)
         allocations = (Allocation(nbytes, cuda_ipc_handle=self._cuda.ipc_handle(address)) for address, nbytes in sizes)
         return KVBuffers(self._cuda.uuid, tuple(allocations))
 

@@ -157,7 +157,7 @@ class CopyCalls:
         """
         if call.name is not None and (function := self._functions.get(call.name)) is not None:
             status = int(function(*call.arguments, stream))
-            if status != NOT_SUPPORTED:
+            if status != NOT_SUPPORTED or call.name not in OPTIONAL:
                 return status
             del self._functions[call.name]  # nothing was started, and it is not asked again
         return self._one_by_one(*call.source, stream)

@@ -17,7 +17,7 @@ from kvsidecar.bench import run as runs
 from kvsidecar.bench import verify
 from kvsidecar.bench.engine import Engine, attached
 from kvsidecar.bench.errors import BenchError
-from kvsidecar.bench.layouts import TINY
+from kvsidecar.bench.layouts import LAYOUTS, TINY
 from kvsidecar.bench.memory import Bytes
 from kvsidecar.bench.options import Options
 from kvsidecar.bench.processes import Child
@@ -82,7 +82,7 @@ def test_a_failed_verification_fails_the_run_and_not_the_rest(
     measured = json.loads(file.read_text())["measurements"]
     assert measured["verify"]["status"] == "failed"
     assert measured["verify"]["reason"].endswith("3 of 512 blocks of tp8-4k")
-    assert len(measured["verify"]["rows"]) == 8
+    assert len(measured["verify"]["rows"]) == len(LAYOUTS)
     assert measured["lookup"]["status"] == "ok"
     assert "3 of 512 blocks of tp8-4k" in capsys.readouterr().out
 

@@ -315,6 +315,17 @@ def test_without_the_batched_calls_each_copy_is_its_own(scripted: Driver, direct
         stream.issue(stream.prepare(call_of(ROWS, GOOD), 0))
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_plain_copy_that_is_not_supported_fails_and_is_asked_again(scripted: Driver, direction: Direction) -> None:
+    functions = Functions(scripted, *SIGNATURES)
+    functions.statuses[PLAIN[direction]] = [driver.CUresult.CUDA_ERROR_NOT_SUPPORTED]
+    stream = CudaPlatform().device(FIRST).open_stream(direction)
+    with pytest.raises(CopyFailed):
+        stream.issue(stream.prepare(call_of(GOOD, batched=False), 0))
+    stream.issue(stream.prepare(call_of(GOOD, batched=False), 0))
+    assert functions.calls == [PLAIN[direction]] * 2
+
+
 def test_stores_read_in_stream_order_and_loads_when_they_like(scripted: Driver) -> None:
     functions = Functions(scripted, *SIGNATURES)
     device = CudaPlatform().device(FIRST)

@@ -518,3 +518,19 @@ def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: 
 def test_an_empty_plan_is_over_at_once(script: Script, unpaced: CopyWorker) -> None:
     assert unpaced.submit(CopyList(np.zeros(0, COPY), 0)).result(TIMEOUT).nbytes == 0
     assert script.calls == []
+
+
+def test_those_who_wait_are_woken_before_the_end_of_a_copy_that_the_worker_sleeps_through(script: Script) -> None:
+    told = threading.Event()
+    worker = CopyWorker(script, Direction.LOAD, POOL, before_end=told.set, linger=TIMEOUT)
+    short, long = 1, AHEAD_BYTES - 1  # at the rate assumed at first: nothing, and 670 us
+    worker.submit(plan(short)).result(TIMEOUT)
+    assert not told.is_set()
+    script.hold(long)
+    future = worker.submit(plan(long))
+    assert script.waiting[long].wait(TIMEOUT)  # the worker waits for the end itself: it has slept
+    assert told.is_set()
+    assert not future.done()
+    script.gates[long].set()
+    assert future.result(TIMEOUT).nbytes == long
+    assert worker.close(TIMEOUT)  # at once, although it lingers
