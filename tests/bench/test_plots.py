@@ -14,6 +14,7 @@ import itertools
 from matplotlib.axes import Axes
 
 from kvsidecar.bench import plots
+from kvsidecar.bench.layouts import LAYOUTS
 
 
 def heights(axis: Axes) -> list[float]:
@@ -38,7 +39,7 @@ def test_bars_are_shares_of_the_limit_one_a_layout_and_number_of_blocks() -> Non
     figure = plots.bandwidth(support.report(0.5))
     assert figure is not None
     for axis in figure.axes:
-        assert heights(axis) == [50.0] * 8 * 4
+        assert heights(axis) == [50.0] * len(LAYOUTS) * 4
 
 
 def test_title_names_machine_version_and_day() -> None:
