@@ -214,7 +214,7 @@ class Settings(BaseSettings):
         ge=0,
         le=10,
         description="Seconds after a job during which the daemon's threads sleep so lightly that they wake up at once, "
-        "for a tenth of two cores; 0: never.",
+        "for a tenth of two cores; 0: never, as with fewer than four cores.",
     )
     lock_wait: _Seconds = Field(
         15.0, ge=0, description="Seconds to wait at start for another daemon on the same socket to end; 0: do not wait."

@@ -28,7 +28,7 @@ from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import DeviceError, DeviceLost, PinFailed, PinStopped, PoolRefused
 from kvsidecar.http import Probes
 from kvsidecar.instances import ID_BITS, Instances, Peer
-from kvsidecar.light_sleep import LightSleep
+from kvsidecar.light_sleep import CORES_TO_SPARE, LightSleep
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
 from kvsidecar.pool import HostPool, PinProgress
@@ -84,13 +84,14 @@ class Daemon:
         self.readiness = Readiness(pool.nbytes)
         self._metrics = Metrics(platform.name)
         self._tasks = TaskSet(self._task_failed)
-        self._light_sleep = LightSleep(settings.light_sleep)
+        linger = settings.light_sleep if len(os.sched_getaffinity(0)) >= CORES_TO_SPARE else 0.0
+        self._light_sleep = LightSleep(linger)
         self._hub = DeviceHub(
             platform,
             self._worker_failed_in_thread,
             store_chunk=settings.store_chunk,
             before_end=self._copy_ends_soon,
-            linger=settings.light_sleep,
+            linger=linger,
         )
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),

@@ -15,6 +15,8 @@ from typing import Final
 
 from kvsidecar.errors import KVSidecarError
 
+CORES_TO_SPARE: Final = 4
+"""With fewer, they are busy around the jobs, and do not sleep."""
 NAP_SECONDS: Final = 100e-6
 """Half of what a core, or the hypervisor below it, needs to be idle before it sleeps deeply."""
 

@@ -31,6 +31,9 @@ from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 from kvsidecar.types import Direction, Outcome, Refusal
 
+MANY_JOBS = 6
+"""Outstanding at a time; their threads are woken often enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
@@ -118,7 +121,7 @@ class Transfers:
         Args:
             order: what the copy waits for on the device; None if the client has waited.
         """
-        return await self._run(Direction.STORE, self._store(session, parts, control or JobControl(), order))
+        return await self._run(Direction.STORE, session, self._store(session, parts, control or JobControl(), order))
 
     async def load(
         self,
@@ -128,7 +131,7 @@ class Transfers:
         control: JobControl | None = None,
     ) -> JobResult:
         """Copy blocks from the pool to the device. Never raises for a bad request."""
-        return await self._run(Direction.LOAD, self._load(session, parts, lease, control or JobControl()))
+        return await self._run(Direction.LOAD, session, self._load(session, parts, lease, control or JobControl()))
 
     def declined(self, direction: Direction, reason: Refusal) -> JobResult:
         """Count and answer a job that is not even tried."""
@@ -142,8 +145,8 @@ class Transfers:
         self._count(direction, result)
         return result
 
-    async def _run(self, direction: Direction, job: Coroutine[Any, Any, JobResult]) -> JobResult:
-        self._stir()
+    async def _run(self, direction: Direction, session: Session, job: Coroutine[Any, Any, JobResult]) -> JobResult:
+        self._stir_for(direction, session)
         key = object()
         self.started_at[direction][key] = self._clock()
         try:
@@ -158,7 +161,7 @@ class Transfers:
             result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error))
         finally:
             del self.started_at[direction][key]
-            self._stir()
+            self._stir_for(direction, session)
         self._count(direction, result)
         return result
 
@@ -273,6 +276,13 @@ class Transfers:
             (group.bound, part.block_ids, slots) for group, part, slots in zip(groups, parts, grant.slots, strict=True)
         ]
         return BlockCopies(plans, boundary=self._slab_bytes)
+
+    def _stir_for(self, direction: Direction, session: Session) -> None:
+        """Somebody may wait for the end of this job: not for a store that is paced anyway, nor where so many jobs
+        follow each other that nothing sleeps."""
+        jobs = sum(map(len, self.started_at.values()))
+        if jobs < MANY_JOBS and self._hub.chunk(session.device.uuid, direction) is None:
+            self._stir()
 
     def _count(self, direction: Direction, result: JobResult) -> None:
         self._counts[direction].outcomes[result.outcome].inc()

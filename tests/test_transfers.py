@@ -24,7 +24,7 @@ from kvsidecar.instances import Peer, Registration, Session, SessionGroup
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 from kvsidecar.tasks import TaskSet
-from kvsidecar.transfers import GroupBlocks, JobResult, Transfers
+from kvsidecar.transfers import MANY_JOBS, GroupBlocks, JobResult, Transfers
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
 from tests.plans import copies_of
 
@@ -57,6 +57,10 @@ class Worker:
 class Hub(DeviceHub):
     def __init__(self) -> None:
         self.by_direction = {direction: Worker() for direction in Direction}
+        self.paced = False
+
+    def chunk(self, uuid: str, direction: Direction) -> int | None:
+        return 4096 if self.paced and direction is Direction.STORE else None
 
     async def worker(self, uuid: str, direction: Direction) -> Worker:  # type: ignore[override]
         return self.by_direction[direction]
@@ -78,9 +82,10 @@ class World:
         self.readiness = Readiness(SLOTS * SLOT)
         self.readiness.pinning()
         self.readiness.become_ready()
+        self.stirs = 0
         self.transfers = Transfers(
             self.cache, self.hub, self.readiness, self.metrics, lambda: 0.0, slab_bytes=SLOTS * SLOT,
-            checksums=Checksums(Verify.ALWAYS, lambda: self.pool),
+            checksums=Checksums(Verify.ALWAYS, lambda: self.pool), stir=self.stir,
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
@@ -89,6 +94,9 @@ class World:
             1, Peer(b"t", 1, 0, 0, "", ()), registration, Fake(), (DeviceMemory(0x10000, 8 * SLOT, b"k"),),
             {0: SessionGroup(layout, bind(layout, [0x10000]), self.space)}, 0.0, TaskSet(lambda *_: None),
         )  # type: ignore[arg-type]  # fmt: skip
+
+    def stir(self) -> None:
+        self.stirs += 1
 
     def job(self, direction: Direction, *names: str, at: list[int] | None = None) -> asyncio.Task[JobResult]:
         hashes = [hashlib.sha256(name.encode()).digest() for name in names]
@@ -245,6 +253,21 @@ async def test_the_age_of_the_oldest_job_is_known_while_it_runs(world: World) ->
     worker.end()
     await job
     assert world.transfers.oldest_seconds(Direction.STORE) == 0.0
+
+
+async def test_the_loop_is_kept_awake_for_jobs_whose_end_somebody_waits_for(world: World) -> None:
+    await world.stored("a")
+    assert world.stirs == 2  # at the begin and at the end
+    world.hub.paced = True
+    await world.stored("b")
+    assert world.stirs == 2
+    loads = [world.job(Direction.LOAD, "a") for _ in range(MANY_JOBS + 3)]
+    worker = await world.started(Direction.LOAD, len(loads))
+    assert world.stirs == 2 + MANY_JOBS
+    for future in worker.futures:
+        future.set_result(CopyResult(SLOT, 0.0, 0.0))
+    await asyncio.gather(*loads)
+    assert world.stirs == 2 + 2 * MANY_JOBS
 
 
 @pytest.mark.parametrize("point", ["store.after_reserve", "store.before_copy"])

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvsidecar.client.session import Session
 
 
+FIELDS_BYTES = 64
+"""More than the numbers of a job, or of one group's blocks, take in a message."""
 LIGHT_SECONDS = 0.05
 """A wait that takes longer is for something slow, and not worth a tenth of a core."""
 
@@ -57,8 +59,12 @@ class Job:
     """Entry of the event ring, from 1; 0 for none."""
     phase: Phase = Phase.WAITING
 
-    def fill(self, message: pb.AttachRequest, now: float) -> None:
-        """Raises TypeError, ValueError or OverflowError if the blocks are not what they should be."""
+    def fill(self, message: pb.AttachRequest, now: float) -> int:
+        """Returns the most bytes that the message can have: to ask it takes as long as to serialize it.
+
+        Raises:
+            TypeError, ValueError, OverflowError: the blocks are not what they should be.
+        """
         request: pb.Store | pb.Load
         if self.direction is Direction.STORE:
             request = message.store
@@ -70,8 +76,12 @@ class Job:
         if self.deadline is not None:
             # 0 on the wire means no deadline, and a deadline that is over was answered before.
             request.deadline_ms = max(1, int((self.deadline - now) * 1000))
+        nbytes = FIELDS_BYTES
         for each in self.blocks:
-            request.blocks.add(group=each.group, hashes=pack_hashes(each.hashes), block_ids=pack_ids(each.block_ids))
+            hashes, block_ids = pack_hashes(each.hashes), pack_ids(each.block_ids)
+            request.blocks.add(group=each.group, hashes=hashes, block_ids=block_ids)
+            nbytes += len(hashes) + len(block_ids) + FIELDS_BYTES
+        return nbytes
 
 
 class Jobs:

@@ -29,6 +29,8 @@ from kvsidecar.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _RECEIVE_BYTES = 64 * 1024
+STEP_ASIDE_SECONDS = 0.002
+"""The reading thread leaves the answers to the one that waits for them, if that has just read some."""
 _TIMEVAL = struct.Struct("@ll")
 
 Fill = Callable[[Any, pb.AttachRequest], bool]
@@ -90,6 +92,8 @@ class LaneStream:
         self._arrived = Replies()
         self._end: CarrierError | None = None
         self._ended = False
+        self._read_until = 0.0
+        """So long another thread reads, as far as is known; monotonic seconds."""
         # Of what the daemon has not taken yet; under the lock.
         self._rest = b""
         self._waiting: deque[Any] = deque()
@@ -112,6 +116,9 @@ class LaneStream:
         try:
             while not self._ended:
                 readable.poll()
+                if time.monotonic() < self._read_until:
+                    time.sleep(STEP_ASIDE_SECONDS)  # every wake-up of this thread would hold up the one that reads
+                    continue
                 with self._reading:
                     self._read()
         finally:
@@ -122,7 +129,8 @@ class LaneStream:
     def read_now(self) -> None:
         if self._reading.acquire(blocking=False):
             try:
-                self._read()
+                if self._read():
+                    self._read_until = time.monotonic() + STEP_ASIDE_SECONDS
                 if self._ended:  # the reader waits for the socket
                     with suppress(OSError):
                         self._socket.shutdown(socket.SHUT_RD)
@@ -133,9 +141,10 @@ class LaneStream:
         wait_readable(self._socket.fileno(), seconds)
         return True
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Whether something had arrived."""
         if self._ended:
-            return
+            return False
         try:
             data = self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
             if not data:
@@ -148,14 +157,15 @@ class LaneStream:
                     case "ended":
                         self.settled = self._ended = True
                         self._end = _error(reply.ended.error) if reply.ended.HasField("error") else None
-                        return
+                        break
                     case "error":
                         self._ended, self._end = True, _error(reply.error)
-                        return
+                        break
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             self._ended, self._end = True, _no_answer(error)
+        return True
 
     # -- up ----------------------------------------------------------------------------------------------------------
 

@@ -110,8 +110,7 @@ class Session:
             self._jobs.finish(JobDone(job.number, Outcome.DECLINED, Refusal.DEADLINE))
             return False
         try:
-            job.fill(message, now)
-            if (size := message.ByteSize()) > MAX_REQUEST_BYTES:
+            if (size := job.fill(message, now)) > MAX_REQUEST_BYTES:
                 refused = f"a message of {size} bytes is over {MAX_REQUEST_BYTES}: make smaller jobs"
         except (TypeError, ValueError, OverflowError) as error:
             refused = f"not blocks: {error}"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import select
 from typing import Final
 
-NAP_SECONDS: Final = 100e-6
+NAP_SECONDS: Final = 100e-6 if len(os.sched_getaffinity(0)) >= 4 else 5e-3
+"""Few cores are busy, and do not sleep deeply."""
 
 
 class _PollFd(ctypes.Structure):
