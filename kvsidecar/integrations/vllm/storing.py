@@ -1,0 +1,169 @@
+"""Which blocks to store next. Pure.
+
+A block of the GPU is found by its hash in the GPU's own prefix cache, not by its place in a request's block table:
+vLLM enters a block there when it is going to be full of known tokens, never writes to it again from then on, and
+takes it out before it gives the block to somebody else. A table that was followed from step to step would go stale
+with every preemption, sliding window and copy on write. Entered does not mean written: the step that writes the block
+may be in flight. Stores are ordered behind it on the device, or by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvsidecar.integrations.vllm.groups import Group
+from kvsidecar.integrations.vllm.metadata import GroupBlocks
+
+GROUP_ID_BYTES = 4
+"""vLLM's own key of a block is its hash and the index of its group, big endian."""
+
+
+class Pool(Protocol):
+    """What is used of vLLM's ``BlockPool``; its blocks are ``KVCacheBlock``, with ``block_id``, ``ref_cnt``,
+    ``block_hash`` and ``is_null``."""
+
+    num_gpu_blocks: int
+    cached_block_hash_to_block: Any
+    free_block_queue: Any
+    null_block: Any
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+
+class Known:
+    """Blocks that are stored, or were when we last knew. Bounded; the least recently added half is forgotten at once.
+
+    Args:
+        capacity: blocks that are remembered at least.
+    """
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self._capacity = capacity
+        self._young: set[bytes] = set()
+        self._old: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._young or key in self._old
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        self._young.update(keys)
+        if len(self._young) > self._capacity:
+            self._young, self._old = set(), self._young
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        keys = list(keys)
+        self._young.difference_update(keys)
+        self._old.difference_update(keys)
+
+    def clear(self) -> None:
+        self._young.clear()
+        self._old.clear()
+
+    def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those that are not known, in their order, each once."""
+        young, old = self._young, self._old
+        return [key for key in dict.fromkeys(keys) if key not in young and key not in old]
+
+
+@dataclass(slots=True)
+class Selection:
+    """Blocks to store, and the pool's objects that are held for them."""
+
+    hashes: dict[int, list[bytes]] = field(default_factory=dict)
+    """By group."""
+    blocks: dict[int, list[Any]] = field(default_factory=dict)
+    """By group; the pool's blocks with these hashes."""
+
+    def __bool__(self) -> bool:
+        return bool(self.hashes)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.hashes.values()))
+
+    def add(self, group: int, hashes: list[bytes], blocks: list[Any]) -> None:
+        if hashes:
+            self.hashes.setdefault(group, []).extend(hashes)
+            self.blocks.setdefault(group, []).extend(blocks)
+
+    def all_blocks(self) -> list[Any]:
+        """In the order in which they are to be evicted: vLLM evicts the end of a prefix before its beginning."""
+        return [block for blocks in self.blocks.values() for block in reversed(blocks)]
+
+    def packed(self) -> tuple[GroupBlocks, ...]:
+        return tuple(
+            GroupBlocks(
+                group,
+                b"".join(hashes),
+                np.fromiter((block.block_id for block in self.blocks[group]), np.int64, len(hashes)),
+            )
+            for group, hashes in self.hashes.items()
+        )
+
+
+def keys_of(group: Group, hashes: Iterable[bytes]) -> list[bytes]:
+    """vLLM's own keys of blocks."""
+    suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
+    return [each + suffix for each in hashes]
+
+
+def select(
+    selection: Selection,
+    groups: Sequence[Group],
+    block_hashes: Sequence[bytes],
+    done: int,
+    tokens: int,
+    pool: Pool,
+    known: Known,
+) -> int:
+    """Eager mode: add the blocks of a request that are not known to be stored and that the GPU has.
+
+    Args:
+        done: tokens that were considered before; aligned.
+        tokens: whose KV is, or is being, computed.
+
+    Returns:
+        Tokens that are considered now; aligned. vLLM enters blocks in its cache only so far.
+    """
+    alignment = groups[0].alignment
+    end = min(tokens, len(block_hashes) * groups[0].hash_tokens)
+    aligned = end // alignment * alignment
+    if aligned <= done:
+        return done
+    one = pool.cached_block_hash_to_block.get_one_block
+    for group in groups:
+        last = aligned // group.block_tokens
+        if group.eagle and aligned + group.block_tokens <= end:
+            last += 1  # vLLM looks for one more, and drops it
+        keys = known.unknown(keys_of(group, group.hashes(block_hashes, done // group.block_tokens, last)))
+        found = [(key, block) for key in keys if (block := one(key)) is not None]
+        selection.add(group.index, [key[:-GROUP_ID_BYTES] for key, _ in found], [block for _, block in found])
+        known.add(key for key, _ in found)
+    return aligned
+
+
+def walk(queue: Any, watermark: int, groups: dict[int, Group], known: Known) -> Selection:
+    """Lazy mode: those of the ``watermark`` blocks that the GPU evicts next which are not known to be stored.
+
+    Args:
+        queue: vLLM's ``FreeKVCacheBlockQueue``.
+    """
+    selection = Selection()
+    for walked, block in enumerate(queue.iter_blocks_after(None)):
+        if walked >= watermark:
+            break
+        key = block.block_hash
+        if key is None or key in known or block.is_null:
+            continue
+        group = groups.get(int.from_bytes(key[-GROUP_ID_BYTES:], "big"))
+        # A block that is cached under the hash of a part of it is not what others take this hash for.
+        tokens = getattr(block, "block_hash_num_tokens", None)
+        if group is None or (tokens is not None and tokens % group.block_tokens):
+            continue
+        known.add((key,))
+        selection.add(group.index, [bytes(key[:-GROUP_ID_BYTES])], [block])
+    return selection
