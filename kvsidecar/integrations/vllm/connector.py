@@ -1,0 +1,320 @@
+"""The class that vLLM loads, on both sides: it forwards to `SchedulerSide` or to `WorkerSide`.
+
+Works with vLLM 0.26 and later by what the engine has, never by its number.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
+
+from kvsidecar.client import Client, Namespace
+from kvsidecar.errors import NotExportable
+from kvsidecar.integrations.vllm import memory, ranks
+from kvsidecar.integrations.vllm.groups import groups_of
+from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
+from kvsidecar.integrations.vllm.namespace import namespace_of
+from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("kvsidecar.vllm")
+
+ATTACH_SECONDS = 0.5
+"""How long the engine's start waits for a registration that is under way: the first request can hit then."""
+
+
+UNKNOWN = Namespace("unknown", "unknown", "unknown", 1, 1, 1, "unknown")
+"""Until the ranks have said theirs. Nothing is looked up before."""
+
+
+@dataclass(frozen=True)
+class Orders(KVConnectorMetadata):  # type: ignore[misc]
+    """`StepOrders` as vLLM carries them."""
+
+    step: StepOrders
+
+
+@dataclass(frozen=True)
+class Reports(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """`RankReport` as vLLM carries it, in a step and once at the start."""
+
+    report: RankReport
+    namespaces: frozenset[Namespace]
+    """That ranks store in; said at the start and whenever a rank attaches."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
+        assert isinstance(other, Reports)
+        return Reports(self.report.merged(other.report), self.namespaces | other.namespaces)
+
+
+class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Offloads the KV cache to the daemon of this node."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
+        self._failed_block_ids: set[int] = set()
+        self._namespace: Namespace | None = None
+        try:
+            self._groups = groups_of(kv_cache_config, vllm_config)
+        except ValueError as error:
+            self._groups = ()
+            _log.error("kvsidecar: no offload: %s", error)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._scheduler_side()
+        atexit.register(self.shutdown)
+
+    def _scheduler_side(self) -> SchedulerSide:
+        policy = self._kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            _log.warning(
+                'kvsidecar: kv_load_failure_policy is "%s": a load that fails ends its request with an error; set '
+                '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
+                policy,
+            )
+        parallel = self._vllm_config.parallel_config
+        client = self._client(f"{self._instance} scheduler", timeout=self._options.reset_timeout)
+        return SchedulerSide(self._options, UNKNOWN, self._groups, parallel.world_size, client)
+
+    def _client(self, name: str, **options: Any) -> Client:
+        return Client(
+            self._options.socket,
+            name=name,
+            step_budget=self._options.lookup_budget,
+            job_timeout=self._options.load_timeout,
+            fast_lane=self._options.fast_lane,
+            **options,
+        )
+
+    @property
+    def _instance(self) -> str:
+        # Each data-parallel replica is an instance of its own, with ranks of its own; vLLM gives each an engine_id.
+        return f"{self._options.instance} {self._kv_transfer_config.engine_id}"
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        return memory.SharedKVMemory() if current_platform.is_cpu() else None
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        self._kv_caches = kv_caches
+        if not self._groups:
+            return
+        began = time.monotonic()
+        try:
+            self._worker = self._worker_side(kv_caches)
+        except (NotExportable, ValueError) as error:
+            _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
+            return
+        _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
+
+    def _worker_side(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> WorkerSide:
+        facts: list[str] | None = None
+        try:
+            views = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
+            facts = memory.facts_of(views, self._backends())
+        finally:
+            place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
+        namespace = namespace_of(
+            self._vllm_config,
+            self._groups,
+            layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
+            facts=[f"vllm {vllm.__version__}", current_platform.get_device_name(), *all_facts],
+            # Before vLLM had a seed for all processes, each made its own.
+            fixed_seed=getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None),
+        )
+        exported = memory.export(views, self._kv_cache_config.num_blocks, place)
+        name = f"{self._instance} rank {place.rank}"
+        worker = WorkerSide(namespace, self._instance, place, lambda: self._client(name))
+        worker.register(exported, memory.device_order_of(kv_caches))
+        return worker
+
+    def _backends(self) -> dict[int, set[str]]:
+        """By group: the attention backends of its layers; how they pack K and V is theirs to know."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return {
+            group.index: {
+                layers[name].get_attn_backend().get_name()
+                for name in group.layer_names
+                if hasattr(layers.get(name), "get_attn_backend")
+            }
+            for group in self._groups
+        }
+
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None and not self._worker.registered:
+            self.register_kv_caches(self._kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None:
+            self._worker.flush(kv_connector_metadata.step)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.bind(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.submit_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads never belong to this step's requests."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores are of earlier steps' tokens."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.submit_stores()
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        if self._worker is not None:
+            self._worker.submit_rest()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        self._worker.poll()
+        results = self._worker.take_loads()
+        self._failed_block_ids |= results.failed_block_ids
+        return None, results.finished or None
+
+    if hasattr(base, "KVConnectorTransferResults"):
+
+        def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+            if self._worker is None:
+                return base.KVConnectorTransferResults()
+            self._worker.poll()
+            results = self._worker.take_loads()
+            return base.KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self._worker is None or (report := self._worker.take_report()) is None:
+            return None
+        return Reports(report, frozenset([self._worker.namespace] if report.attached else []))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        # A MultiConnector gives what its first child says to all: another connector's handshake is left alone.
+        if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
+            return None
+        self._worker.wait_attached(ATTACH_SECONDS)
+        report = self._worker.take_report() or RankReport()
+        return Reports(report, frozenset([self._worker.namespace]))
+
+    def shutdown(self) -> None:
+        atexit.unregister(self.shutdown)
+        if self._worker is not None:
+            self._worker.unregister()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+
+    # -- scheduler ---------------------------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What is not stored is computed again."""
+        return False
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        for reports in metadata.values():
+            if isinstance(reports, Reports):
+                self._take(reports)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, Reports):
+            self._take(connector_output.kv_connector_worker_meta)
+
+    def _take(self, reports: Reports) -> None:
+        if self._scheduler is None:
+            return
+        report = reports.report
+        for namespace in reports.namespaces:
+            if self._namespace is None:
+                self._namespace = namespace
+                self._scheduler.set_namespace(namespace)
+                _log.info("kvsidecar: namespace %s", namespace)
+            elif namespace != self._namespace:
+                # As if none were attached: the blocks of one rank would be loaded beside another's of another kind.
+                _log.error("kvsidecar: no offload: a rank holds KV of %s, another of %s", namespace, self._namespace)
+                report = replace(report, attached=dict.fromkeys(report.attached, 0))
+        self._scheduler.take_report(report)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return Orders(StepOrders() if self._scheduler is None else self._scheduler.build_orders(scheduler_output))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return (False, None) if self._scheduler is None else self._scheduler.request_finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return (False, None) if self._scheduler is None else self._scheduler.request_finished(request)
+
+    def take_events(self) -> Iterable[Any]:
+        return () if self._scheduler is None else self._scheduler.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_push_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_block_frees()
+
+    def reset_cache(self) -> bool | None:
+        return None if self._scheduler is None else self._scheduler.reset_cache()
