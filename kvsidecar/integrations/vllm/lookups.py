@@ -73,6 +73,9 @@ class Lookups:
         self._spent = 0.0
         self._refused = False
 
+    def set_namespace(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+
     def new_step(self) -> None:
         """The budget is full again."""
         self._spent = 0.0

@@ -93,6 +93,12 @@ class SchedulerSide:
         self._pending = Selection()
         self._new_loads: list[LoadJob] = []
 
+    def set_namespace(self, namespace: Namespace) -> None:
+        """The one that the ranks store in: they say it before, or with, the first report that one of them is attached,
+        for what they find in their memory is part of it."""
+        self._namespace = namespace
+        self._lookups.set_namespace(namespace)
+
     # -- hits ------------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
