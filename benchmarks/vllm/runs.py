@@ -23,6 +23,8 @@ START_SECONDS = 600.0
 """An engine that compiles its graphs takes minutes."""
 
 console = Console()
+if not console.is_terminal:
+    console = Console(width=150)  # a log has room
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
