@@ -6,6 +6,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVSidecarConnector",
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,5 +31,5 @@ def register() -> None:
     process of the engine. Inside a `MultiConnector` the name is the only way to the class."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR not in KVConnectorFactory._registry:
+    with contextlib.suppress(ValueError):  # vLLM loads its plugins more than once: it is known already
         KVConnectorFactory.register_connector(CONNECTOR, f"{__name__}.connector", CONNECTOR)

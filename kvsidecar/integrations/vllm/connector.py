@@ -30,6 +30,7 @@ from vllm.v1.core import kv_cache_utils
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import NotExportable
 from kvsidecar.integrations.vllm import memory, ranks
+from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.groups import groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.namespace import namespace_of
@@ -44,10 +45,6 @@ _log = logging.getLogger("kvsidecar.vllm")
 
 ATTACH_SECONDS = 0.5
 """How long the engine's start waits for a registration that is under way: the first request can hit then."""
-
-
-UNKNOWN = Namespace("unknown", "unknown", "unknown", 1, 1, 1, "unknown")
-"""Until the ranks have said theirs. Nothing is looked up before."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         self._failed_block_ids: set[int] = set()
-        self._namespace: Namespace | None = None
+        self._asking: RankNamespaceClient | None = None
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
         except ValueError as error:
@@ -99,9 +96,26 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
                 policy,
             )
-        parallel = self._vllm_config.parallel_config
-        client = self._client(f"{self._instance} scheduler", timeout=self._options.reset_timeout)
-        return SchedulerSide(self._options, UNKNOWN, self._groups, parallel.world_size, client)
+        self._asking = RankNamespaceClient(
+            self._client(f"{self._instance} scheduler", timeout=self._options.reset_timeout)
+        )
+        return SchedulerSide(
+            self._options,
+            self._namespace(layout="", facts=()),
+            self._groups,
+            self._vllm_config.parallel_config.world_size,
+            self._asking,
+        )
+
+    def _namespace(self, *, layout: str, facts: Sequence[str]) -> Namespace:
+        return namespace_of(
+            self._vllm_config,
+            self._groups,
+            layout=layout,
+            facts=facts,
+            # Before vLLM had a seed for all processes, each made its own.
+            fixed_seed=getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None),
+        )
 
     def _client(self, name: str, **options: Any) -> Client:
         return Client(
@@ -142,13 +156,9 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             facts = memory.facts_of(views, self._backends())
         finally:
             place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
-        namespace = namespace_of(
-            self._vllm_config,
-            self._groups,
+        namespace = self._namespace(
             layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
             facts=[f"vllm {vllm.__version__}", current_platform.get_device_name(), *all_facts],
-            # Before vLLM had a seed for all processes, each made its own.
-            fixed_seed=getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None),
         )
         exported = memory.export(views, self._kv_cache_config.num_blocks, place)
         name = f"{self._instance} rank {place.rank}"
@@ -259,23 +269,24 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for reports in metadata.values():
             if isinstance(reports, Reports):
                 self._take(reports)
+        if self._asking is not None and self._asking.namespace is not None:
+            self._asking.connect(ATTACH_SECONDS)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, Reports):
             self._take(connector_output.kv_connector_worker_meta)
 
     def _take(self, reports: Reports) -> None:
-        if self._scheduler is None:
+        if self._scheduler is None or self._asking is None:
             return
         report = reports.report
         for namespace in reports.namespaces:
-            if self._namespace is None:
-                self._namespace = namespace
-                self._scheduler.set_namespace(namespace)
+            if self._asking.namespace is None:
+                self._asking.namespace = namespace
                 _log.info("kvsidecar: namespace %s", namespace)
-            elif namespace != self._namespace:
+            elif namespace != self._asking.namespace:
                 # As if none were attached: the blocks of one rank would be loaded beside another's of another kind.
-                _log.error("kvsidecar: no offload: a rank holds KV of %s, another of %s", namespace, self._namespace)
+                _log.error("kvsidecar: no offload: ranks hold KV of %s and of %s", self._asking.namespace, namespace)
                 report = replace(report, attached=dict.fromkeys(report.attached, 0))
         self._scheduler.take_report(report)
 

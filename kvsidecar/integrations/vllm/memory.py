@@ -116,7 +116,7 @@ def _by_block(layer: str, tensor: torch.Tensor, num_blocks: int, block_size: int
 
     def counts_blocks(dim: int) -> bool:
         parts, rest = divmod(tensor.shape[dim], num_blocks)
-        return rest == 0 and parts > 0 and (parts == 1 or block_size % parts == 0)
+        return bool(rest == 0 and parts > 0 and (parts == 1 or block_size % parts == 0))
 
     dims = [0] if counts_blocks(0) else []
     # K and V outermost: (2, blocks, ...). The strides say where they really are.
@@ -155,7 +155,7 @@ def _bytes_of(buffer: torch.Tensor, start: int, stride: int, num_blocks: int, pa
     return torch.as_strided(raw, (num_blocks, page), (stride, 1), raw.storage_offset() + start)
 
 
-class SharedKVMemory(TorchFunctionMode):
+class SharedKVMemory(TorchFunctionMode):  # type: ignore[misc]
     """While it is active, the buffer that vLLM makes for its KV cache on the CPU is one that the daemon can map.
 
     vLLM has a hook for the memory of the KV cache (`get_mem_pool_context`), made for CUDA's allocators; torch has none
