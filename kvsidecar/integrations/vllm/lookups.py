@@ -11,6 +11,7 @@ from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, Looku
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.storing import Known, keys_of
@@ -64,17 +65,16 @@ class Lookups:
         client: Asked,
         known: Known,
         counters: Counters,
+        events: Events | None,
         clock: Callable[[], float],
     ) -> None:
         self._options, self._namespace, self._groups = options, namespace, groups
-        self._client, self._known, self._counters, self._clock = client, known, counters, clock
+        self._client, self._known, self._counters = client, known, counters
+        self._events, self._clock = events, clock
         self._mode = LookupMode.PREFIX if all(g.kind is Kind.FULL for g in groups) else LookupMode.BITMAP
         self._offers: dict[str, _Offer] = {}
         self._spent = 0.0
         self._refused = False
-
-    def set_namespace(self, namespace: Namespace) -> None:
-        self._namespace = namespace
 
     def new_step(self) -> None:
         """The budget is full again."""
@@ -113,7 +113,7 @@ class Lookups:
             return 0
         if self._spent >= self._options.lookup_budget:
             return None  # this step has waited long enough; the next one asks
-        result = self.ask({index: b"".join(each) for index, each in hashes.items()}, self._mode)
+        result = self._ask({index: b"".join(each) for index, each in hashes.items()}, self._mode)
         if result.reason == NO_ANSWER:
             if offer.waiting_since is None:
                 offer.waiting_since = now
@@ -137,12 +137,37 @@ class Lookups:
                 missing = [each for each, flag in zip(asked, answer.found, strict=True) if not flag]
             if missing:
                 # The daemon evicted them, or never had them: they are stored again.
-                self._known.discard(keys_of(group, missing))
+                gone = self._known.discard(keys_of(group, missing))
+                if gone and self._events is not None:
+                    self._events.removed(gone)
         tokens = hits.longest_hit(self._groups, found, local, most)
         self._counters.offered_tokens += tokens
         return tokens
 
-    def ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float = 0.0) -> LookupResult:
+    def lease(self, packed: Mapping[int, bytes]) -> tuple[int | None, Mapping[int, int]]:
+        """Keep these blocks from being evicted, as far as they are there.
+
+        Returns:
+            The lease, or None; and by group, how many of the blocks are there, from the first.
+        """
+        result = self._ask(packed, LookupMode.PREFIX, self._options.lease_seconds)
+        return result.lease, {index: answer.hits for index, answer in result.groups.items()}
+
+    def release(self, lease: int) -> bool:
+        """End a lease. False: not asked, this step has waited long enough. A lease that nobody ends, ends by time."""
+        left = self._options.lookup_budget - self._spent
+        if left <= 0:
+            return False
+        began = self._clock()
+        self._client.release(lease, timeout=left)
+        self._spent += self._clock() - began
+        return True
+
+    def connect(self) -> None:
+        """A client that only looks up connects with its first question: let it be this one."""
+        self._ask({}, LookupMode.PREFIX)
+
+    def _ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float = 0.0) -> LookupResult:
         """One question. Never raises, never waits longer than what is left of this step's budget."""
         began = self._clock()
         timeout = max(0.001, self._options.lookup_budget - self._spent)

@@ -9,13 +9,13 @@ may be in flight. Stores are ordered behind it on the device, or by the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvsidecar.integrations.vllm.groups import Group
+from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks
 
 GROUP_ID_BYTES = 4
@@ -39,10 +39,10 @@ class Known:
     """Blocks that are stored, or were when we last knew. Bounded; the least recently added half is forgotten at once.
 
     Args:
-        capacity: blocks that are remembered at least.
+        capacity: blocks that are remembered at least; each takes about 130 bytes.
     """
 
-    def __init__(self, capacity: int = 1 << 20) -> None:
+    def __init__(self, capacity: int = 1 << 18) -> None:
         self._capacity = capacity
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
@@ -55,24 +55,26 @@ class Known:
         if len(self._young) > self._capacity:
             self._young, self._old = set(), self._young
 
-    def discard(self, keys: Iterable[bytes]) -> None:
-        keys = list(keys)
-        self._young.difference_update(keys)
-        self._old.difference_update(keys)
+    def discard(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Returns those that were known."""
+        found = [key for key in keys if key in self]
+        self._young.difference_update(found)
+        self._old.difference_update(found)
+        return found
 
     def clear(self) -> None:
         self._young.clear()
         self._old.clear()
 
-    def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those that are not known, in their order, each once."""
+    def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those that are not known, in their order."""
         young, old = self._young, self._old
-        return [key for key in dict.fromkeys(keys) if key not in young and key not in old]
+        return [key for key in keys if key not in young and key not in old]
 
 
 @dataclass(slots=True)
 class Selection:
-    """Blocks to store, and the pool's objects that are held for them."""
+    """Blocks to store."""
 
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
     """By group."""
@@ -96,11 +98,7 @@ class Selection:
 
     def packed(self) -> tuple[GroupBlocks, ...]:
         return tuple(
-            GroupBlocks(
-                group,
-                b"".join(hashes),
-                np.fromiter((block.block_id for block in self.blocks[group]), np.int64, len(hashes)),
-            )
+            GroupBlocks(group, b"".join(hashes), np.array([each.block_id for each in self.blocks[group]], np.int64))
             for group, hashes in self.hashes.items()
         )
 
@@ -111,49 +109,29 @@ def keys_of(group: Group, hashes: Iterable[bytes]) -> list[bytes]:
     return [each + suffix for each in hashes]
 
 
-def select(
-    selection: Selection,
-    groups: Sequence[Group],
-    block_hashes: Sequence[bytes],
-    done: int,
-    tokens: int,
-    pool: Pool,
-    known: Known,
-) -> int:
-    """Eager mode: add the blocks of a request that are not known to be stored and that the GPU has.
+def block_range(group: Group, done: int, aligned: int, end: int) -> range:
+    """Indices of a request's blocks of this group that are to be considered, of tokens ``done`` to ``aligned``."""
+    last = aligned // group.block_tokens
+    if group.eagle and aligned + group.block_tokens <= end:
+        last += 1  # a hit must be followed by one more block: see `Group.eagle`
+    return range(done // group.block_tokens, last)
 
-    Args:
-        done: tokens that were considered before; aligned.
-        tokens: whose KV is, or is being, computed.
 
-    Returns:
-        Tokens that are considered now; aligned. vLLM enters blocks in its cache only so far.
-    """
-    alignment = groups[0].alignment
-    end = min(tokens, len(block_hashes) * groups[0].hash_tokens)
-    aligned = end // alignment * alignment
-    if aligned <= done:
-        return done
+def select(pool: Pool, known: Known, group: Group, hashes: Iterable[bytes]) -> tuple[list[bytes], list[Any]]:
+    """Those of a group's blocks that are not known to be stored and that the GPU has: vLLM's keys, and the blocks."""
     one = pool.cached_block_hash_to_block.get_one_block
-    for group in groups:
-        last = aligned // group.block_tokens
-        if group.eagle and aligned + group.block_tokens <= end:
-            last += 1  # vLLM looks for one more, and drops it
-        keys = known.unknown(keys_of(group, group.hashes(block_hashes, done // group.block_tokens, last)))
-        found = [(key, block) for key in keys if (block := one(key)) is not None]
-        selection.add(group.index, [key[:-GROUP_ID_BYTES] for key, _ in found], [block for _, block in found])
-        known.add(key for key, _ in found)
-    return aligned
+    found = [(key, block) for key in known.unknown(keys_of(group, hashes)) if (block := one(key)) is not None]
+    return [key for key, _ in found], [block for _, block in found]
 
 
-def walk(queue: Any, watermark: int, groups: dict[int, Group], known: Known) -> Selection:
+def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) -> list[tuple[bytes, Any]]:
     """Lazy mode: those of the ``watermark`` blocks that the GPU evicts next which are not known to be stored.
 
-    Args:
-        queue: vLLM's ``FreeKVCacheBlockQueue``.
+    Returns:
+        vLLM's keys, and the blocks.
     """
-    selection = Selection()
-    for walked, block in enumerate(queue.iter_blocks_after(None)):
+    found: dict[bytes, Any] = {}
+    for walked, block in enumerate(pool.free_block_queue.iter_blocks_after(None)):
         if walked >= watermark:
             break
         key = block.block_hash
@@ -162,8 +140,19 @@ def walk(queue: Any, watermark: int, groups: dict[int, Group], known: Known) -> 
         group = groups.get(int.from_bytes(key[-GROUP_ID_BYTES:], "big"))
         # A block that is cached under the hash of a part of it is not what others take this hash for.
         tokens = getattr(block, "block_hash_num_tokens", None)
-        if group is None or (tokens is not None and tokens % group.block_tokens):
-            continue
-        known.add((key,))
-        selection.add(group.index, [bytes(key[:-GROUP_ID_BYTES])], [block])
-    return selection
+        if group is not None and (tokens is None or tokens % group.block_tokens == 0):
+            found[bytes(key)] = block
+    return list(found.items())
+
+
+def default_watermark(groups: Sequence[Group], step_tokens: int) -> int:
+    """Blocks: twice as many as a step of ``step_tokens`` tokens can need. The same rule as vLLM's own lazy mode."""
+    blocks = 0
+    for group in groups:
+        if group.kind is Kind.STATE:
+            blocks += 2
+        elif group.kind is Kind.SLIDING_WINDOW:
+            blocks += -(-group.window // group.block_tokens) + 1
+        else:
+            blocks += -(-step_tokens // group.block_tokens)
+    return 2 * blocks
