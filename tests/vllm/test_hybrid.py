@@ -85,10 +85,10 @@ def test_a_load_that_fails_is_computed_instead(
 
 def test_preempted_requests_continue_from_what_the_daemon_holds(hybrid: str, daemon: DaemonProcess) -> None:
     prompts: list[Prompt] = [prompt(f"preempted {i}", 100) for i in range(6)]
-    with running(hybrid, enable_prefix_caching=False, max_model_len=512) as engine:
+    with running(hybrid, enable_prefix_caching=False) as engine:
         expected = tokens(engine.generate(*prompts, tokens=150))
     transfer = kvsidecar(daemon.socket)
-    with running(hybrid, transfer, num_gpu_blocks_override=48, max_model_len=512) as engine:
+    with running(hybrid, transfer, num_gpu_blocks_override=48, max_model_len=448) as engine:
         join(engine, daemon)
         answers = engine.generate(*prompts, tokens=150)
         assert engine.counters()["vllm:num_preemptions"] > 0
@@ -102,7 +102,7 @@ def test_lazy_mode_stores_every_group(hybrid: str, daemon: DaemonProcess) -> Non
     with running(hybrid, enable_prefix_caching=False) as engine:
         expected = tokens([engine.generate(each)[0] for each in prompts])
     transfer = kvsidecar(daemon.socket, store_mode="lazy")
-    with running(hybrid, transfer, num_gpu_blocks_override=48, max_model_len=512) as engine:
+    with running(hybrid, transfer, num_gpu_blocks_override=48, max_model_len=448) as engine:
         for _ in range(3):
             answers = []
             for each in prompts:

@@ -21,11 +21,9 @@ def test_preempted_requests_continue_from_what_the_daemon_holds(
     transfer = kvsidecar(daemon.socket)
     with running(model, transfer, num_gpu_blocks_override=24, max_model_len=512) as engine:
         join(engine, daemon)
-        before = engine.counters()
         answers = engine.generate(*prompts, tokens=200)
-        after = engine.counters()
-        assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"]
-        assert after["vllm:external_prefix_cache_hits"] > before["vllm:external_prefix_cache_hits"]
+        assert engine.counters()["vllm:num_preemptions"] > 0
+        assert daemon.get("/status")[1]["jobs"]["loads_done"] > 0
         assert [each.tokens for each in answers] == truth(*prompts, tokens=200)
         engine.drain()
         assert engine.reset()  # and no block is held for ever
@@ -49,7 +47,7 @@ def test_lazy_mode_stores_what_the_engine_is_about_to_evict(model: str, daemon: 
 
 
 def test_lazy_mode_does_not_store_what_fits(model: str, daemon: DaemonProcess) -> None:
-    with running(model, kvsidecar(daemon.socket, store_mode="lazy")) as engine:
+    with running(model, kvsidecar(daemon.socket, store_mode="lazy", lazy_watermark=100)) as engine:
         for i in range(5):
             engine.generate(prompt(f"fits {i}", 200))
             engine.drain()
