@@ -234,7 +234,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(**ENVIRONMENT, **(variables or {})),
+            env=environment(**{**ENVIRONMENT, **(variables or {})}),
             start_new_session=True,
         )
         self._replies: SimpleQueue[str | None] = SimpleQueue()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
+
+from kvsidecar.integrations.vllm import register
 from tests.harness import DaemonProcess
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import join, kvsidecar, prompt, running
@@ -12,12 +15,23 @@ from tests.vllm.engine import join, kvsidecar, prompt, running
 LONG = prompt("long", 700)
 
 
+@pytest.fixture(autouse=True)
+def _by_name() -> None:
+    """MultiConnector looks connectors up by name; an installed kvsidecar is registered by its entry point."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    register()
+    if "SecondConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("SecondConnector", "tests.vllm.second", "SecondConnector")
+
+
 def test_all_children_store_and_the_first_with_a_hit_loads(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory, DaemonProcess(Path(directory), *POOL) as second:
         second.wait_ready()
-        children = [kvsidecar(daemon.socket), kvsidecar(second.socket)]
+        other = {"kv_connector": "SecondConnector", "kv_connector_module_path": "tests.vllm.second"}
+        children = [kvsidecar(daemon.socket), {**kvsidecar(second.socket), **other}]
         transfer = {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",

@@ -44,14 +44,14 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
             other.generate(LONG)
             other.drain()
             before = blocks(daemon)
-            other.send_generate(*(prompt(f"cut {i}", 300) for i in range(12)), tokens=200)
+            cut = [prompt(f"cut {i}", 300) for i in range(3)]
+            other.send_generate(*cut, tokens=200)
             until(lambda: blocks(daemon) > before, "the other engine stores")
             other.kill()
             (hit,) = engine.generate(LONG)
             assert hit.cached == WHOLE
             until(lambda: len(daemon.get("/status")[1]["ranks"]) == 1, "the dead engine is detached")
             # What it stored until then is whole, as far as it goes.
-            cut = [prompt(f"cut {i}", 300) for i in range(12)]
             answers = engine.generate(*cut)
             assert sum(each.cached for each in answers) > 0
             assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
