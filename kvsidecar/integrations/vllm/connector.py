@@ -29,14 +29,21 @@ from vllm.v1.core import kv_cache_utils
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import NotExportable
-from kvsidecar.integrations.vllm import memory, ranks
+from kvsidecar.integrations.vllm import memory, ranks, register
 from kvsidecar.integrations.vllm.asking import RankNamespaceClient
+from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.namespace import namespace_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.worker import WorkerSide
+
+try:
+    from vllm.v1.metrics import cache_hit_source
+except ImportError:  # vLLM 0.26 does not tell hits apart
+    cache_hit_source = None
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +77,9 @@ class Reports(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):  # type:
 class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Offloads the KV cache to the daemon of this node."""
 
+    if cache_hit_source is not None:
+        _cache_hit_source = cache_hit_source.CacheHitSource.HOST
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
@@ -77,6 +87,10 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         self._failed_block_ids: set[int] = set()
+        self._observed: dict[str, list[float]] = {}
+        """By histogram: what the scheduler's side has seen since it last told."""
+        self._deferred: dict[str, float] = {}
+        """By request: since when its lookup waits for an answer."""
         self._asking: RankNamespaceClient | None = None
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
@@ -96,6 +110,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
                 policy,
             )
+        events = self._vllm_config.kv_events_config
+        wants_events = events is not None and events.enable_kv_cache_events
         self._asking = RankNamespaceClient(
             self._client(f"{self._instance} scheduler", timeout=self._options.reset_timeout)
         )
@@ -105,6 +121,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups,
             self._vllm_config.parallel_config.world_size,
             self._asking,
+            events=Events(self._groups) if wants_events else None,
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )
 
     def _namespace(self, *, layout: str, facts: Sequence[str]) -> Namespace:
@@ -137,6 +155,15 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         return memory.SharedKVMemory() if current_platform.is_cpu() else None
 
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Of vLLM 0.26, which has a storage per layer otherwise: a copy per layer and block instead of one per block.
+        Later versions have one storage and a layout, and the engine's choice of that is left to it."""
+        return True
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        self.register_kv_caches(memory.layers_of_cross_layer(kv_cache, attn_backend, self._kv_cache_config))
+
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         self._kv_caches = kv_caches
         if not self._groups:
@@ -152,15 +179,15 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _worker_side(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> WorkerSide:
         facts: list[str] | None = None
         try:
-            views = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
-            facts = memory.facts_of(views, self._backends())
+            found = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
+            facts = memory.facts_of(found, self._backends())
         finally:
             place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
         namespace = self._namespace(
             layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
             facts=[f"vllm {vllm.__version__}", current_platform.get_device_name(), *all_facts],
         )
-        exported = memory.export(views, self._kv_cache_config.num_blocks, place)
+        exported = memory.export(found, self._kv_cache_config.num_blocks, place)
         name = f"{self._instance} rank {place.rank}"
         worker = WorkerSide(namespace, self._instance, place, lambda: self._client(name))
         worker.register(exported, memory.device_order_of(kv_caches))
@@ -255,6 +282,26 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.shutdown()
 
+    # -- metrics, on both sides and in the process that serves them ----------------------------------------------
+
+    def get_kv_connector_stats(self) -> SidecarStats | None:
+        if self._worker is not None and (transfers := self._worker.take_transfers()) is not None:
+            return SidecarStats.of_transfers(*transfers)
+        if self._observed:
+            observed, self._observed = self._observed, {}
+            return SidecarStats(observed)
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SidecarStats:
+        return SidecarStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> SidecarPromMetrics:
+        return SidecarPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
     @property
@@ -301,7 +348,21 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        asked = self._scheduler.counters.lookups
+        began = time.monotonic()
+        found = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._scheduler.counters.lookups != asked:
+            self._observed.setdefault(LOOKUP_DELAY, []).append(time.monotonic() - began)
+        if found[0] is None:
+            self._deferred.setdefault(request.request_id, began)
+        elif self._deferred:
+            self._resolved(request.request_id)
+        return found
+
+    def _resolved(self, request_id: str) -> None:
+        """A lookup that vLLM was told to ask again for is answered, or not asked any more."""
+        if (since := self._deferred.pop(request_id, None)) is not None:
+            self._observed.setdefault(LOOKUP_DEFERRED, []).append(time.monotonic() - since)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
@@ -311,12 +372,18 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Orders(StepOrders() if self._scheduler is None else self._scheduler.build_orders(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return (False, None) if self._scheduler is None else self._scheduler.request_finished(request)
+        return self._finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return (False, None) if self._scheduler is None else self._scheduler.request_finished(request)
+        return self._finished(request)
+
+    def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is None:
+            return False, None
+        self._resolved(request.request_id)
+        return self._scheduler.request_finished(request)
 
     def take_events(self) -> Iterable[Any]:
         return () if self._scheduler is None else self._scheduler.take_events()
@@ -329,3 +396,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         return None if self._scheduler is None else self._scheduler.reset_cache()
+
+
+# A MultiConnector finds the class of statistics by its name, in the process that serves them too. Where the package is
+# on the path only, and not installed, there is no entry point.
+register()

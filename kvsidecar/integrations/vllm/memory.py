@@ -15,62 +15,93 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvsidecar.client import KVBuffers
 from kvsidecar.client.torch import TorchEventRing, TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.ranks import Place
+from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.types import GroupLayout
 
 KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """By layer: a tensor, or several (K and V apart, or the states of a Mamba layer)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """What one rank registers."""
-
-    buffers: KVBuffers
-    groups: tuple[GroupLayout, ...]
-
-
-def export(views: Mapping[int, Sequence[torch.Tensor]], num_blocks: int, place: Place) -> RankMemory:
+def export(groups: Mapping[int, GroupViews], num_blocks: int, place: Place) -> RankMemory:
     """The memory of one rank.
-
-    Args:
-        views: by group, as `views_of` finds them.
 
     Raises:
         NotExportable: the memory cannot be shared.
     """
     exporter = TorchExporter()
     layouts = []
-    for group, tensors in views.items():
+    for group, found in groups.items():
         shard, num_shards = place.shard(group)
-        layouts.append(GroupLayout(group, num_blocks, shard, num_shards, exporter.regions(tensors)))
+        layouts.append(GroupLayout(group, num_blocks, shard, num_shards, exporter.regions(found.views)))
     return RankMemory(exporter.kv_buffers(), tuple(layouts))
 
 
-def views_of(kv_caches: KVCaches, kv_cache_config: Any, groups: Iterable[Group]) -> dict[int, list[torch.Tensor]]:
-    """By group of which this rank has layers: views of shape ``[num_blocks, ...]``, in the order of the layers.
+@dataclass(frozen=True, slots=True)
+class GroupViews:
+    """The blocks of one group: views of shape ``[num_blocks, ...]`` that hold every byte of them once."""
+
+    views: tuple[torch.Tensor, ...]
+    layers: tuple[torch.Tensor, ...]
+    """The same bytes by layer. Not ``views`` itself where a block is one piece of memory."""
+
+
+def views_of(kv_caches: KVCaches, kv_cache_config: Any, groups: Iterable[Group]) -> dict[int, GroupViews]:
+    """By group of which this rank has layers.
 
     Raises:
         NotExportable: the layout is not understood; one sentence that says why.
     """
-    return {group.index: group_tensors(kv_caches, kv_cache_config, group) for group in groups if group.layer_names}
+    found = {}
+    for group in groups:
+        if group.layer_names:
+            layers = tuple(group_tensors(kv_caches, kv_cache_config, group))
+            whole = _whole_blocks(layers)
+            found[group.index] = GroupViews(layers if whole is None else (whole,), layers)
+    return found
 
 
-def facts_of(views: Mapping[int, Sequence[torch.Tensor]], backends: Mapping[int, Iterable[str]]) -> list[str]:
-    """What the bytes of a shard follow from: of each group the kinds of its views, and what else is known of them.
+def _whole_blocks(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """``[num_blocks, bytes]`` if the views fill every block without a gap (layouts with blocks outermost), else None.
+
+    Then a block is one copy, in whatever order heads and layers lie in it.
+    """
+    base = min(views, key=lambda view: view.data_ptr())
+    start, stride = base.data_ptr(), base.stride(0) * base.element_size()
+    size = sum(view[0].numel() * view.element_size() for view in views)
+    if size != stride or any(view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr() for view in views):
+        return None
+    covered = torch.zeros(size, dtype=torch.uint8)
+    for view in views:
+        item, offset = view.element_size(), view.data_ptr() - start
+        strides = [view.stride(dim) * item for dim in range(1, view.dim())]
+        end = offset + item + sum((n - 1) * step for n, step in zip(view.shape[1:], strides, strict=True))
+        if view.stride(0) * item != stride or end > size:
+            return None
+        covered.as_strided((*view.shape[1:], item), (*strides, 1), offset).add_(1)
+    if not bool((covered == 1).all()):
+        return None
+    raw = torch.empty(0, dtype=torch.int8, device=base.device).set_(base.untyped_storage())
+    return raw.as_strided((base.shape[0], size), (stride, 1), start - raw.data_ptr())
+
+
+def facts_of(groups: Mapping[int, GroupViews], backends: Mapping[int, Iterable[str]]) -> list[str]:
+    """What the bytes of a shard follow from: of each group the kinds of its layers' views, and what else is known.
 
     A shard has the bytes of a view in the order in which they lie in memory; where the next block is does not matter.
     """
     facts = []
-    for group, tensors in views.items():
+    for group, found in groups.items():
         kinds = set()
-        for view in tensors:
+        for view in found.layers:
             order = sorted(range(1, view.dim()), key=lambda dim: (-view.stride(dim), dim))
             kinds.add(f"{view.dtype} {[(dim, view.shape[dim]) for dim in order]}")
+        if found.views is not found.layers:
+            first = min(view.data_ptr() for view in found.layers)
+            places = [(view.data_ptr() - first, view.stride()[1:]) for view in found.layers]
+            kinds.add(f"whole blocks {places}")
         facts += [f"group {group}: {each}" for each in (*kinds, *backends.get(group, ()))]
     return sorted(facts)
 
@@ -153,6 +184,22 @@ def _bytes_of(buffer: torch.Tensor, start: int, stride: int, num_blocks: int, pa
     if end > raw.numel():
         raise NotExportable(f"layer {layer}: its last block would end at byte {end} of a buffer of {raw.numel()}")
     return torch.as_strided(raw, (num_blocks, page), (stride, 1), raw.storage_offset() + start)
+
+
+def layers_of_cross_layer(kv_cache: torch.Tensor, backend: Any, kv_cache_config: Any) -> dict[str, torch.Tensor]:
+    """By layer, vLLM 0.26's one tensor of all layers, in which a block is one piece of memory.
+
+    Args:
+        kv_cache: its dimensions in the order of the memory.
+        backend: the attention backend, which knows that order.
+    """
+    order = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    by_layer = kv_cache.permute(*(order.index(dim) for dim in range(len(order))))
+    return {
+        layer: by_layer[index]
+        for index, tensor in enumerate(kv_cache_config.kv_cache_tensors)
+        for layer in tensor.shared_by
+    }
 
 
 class SharedKVMemory(TorchFunctionMode):  # type: ignore[misc]

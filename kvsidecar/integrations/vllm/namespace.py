@@ -96,11 +96,10 @@ def checkpoint_of(model: str, commit: str | None) -> str:
 
     A directory may be written anew with other weights of the same shape.
     """
-    path = Path(model)
-    if not path.is_dir():
+    if not os.path.isdir(model):  # False, and no error, for what cannot be a path
         return commit or ""
     # What links point to: a hub's cache has links to files that never change.
-    found = [(each.name, each.stat()) for each in path.iterdir() if each.is_file() and each.suffix != ".md"]
+    found = [(each.name, each.stat()) for each in Path(model).iterdir() if each.is_file() and each.suffix != ".md"]
     return repr(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
 
 

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvsidecar.client import GroupLayout, KVBuffers
 from kvsidecar.integrations.vllm.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one rank registers."""
+
+    buffers: KVBuffers
+    groups: tuple[GroupLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvsidecar.client import DEVICE, Blocks, Client, Completion, EventRing, JobDone, Namespace, Outcome
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
-from kvsidecar.integrations.vllm.ranks import Place
+from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.types import Refusal
 
-if TYPE_CHECKING:
-    from kvsidecar.integrations.vllm.memory import RankMemory
-
-logger = logging.getLogger(__name__)
+_log = logging.getLogger("kvsidecar.vllm")
 
 FLUSH_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
@@ -48,8 +46,12 @@ class Transfers:
     """Of the DMA alone."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of each job that copied something."""
+    declined: int = 0
+    """Stores for which the pool had no room."""
 
     def add(self, done: JobDone) -> None:
+        if done.reason == Refusal.POOL_FULL:
+            self.declined += 1
         if done.nbytes:
             self.nbytes += done.nbytes
             self.seconds += done.copy_seconds
@@ -135,7 +137,7 @@ class WorkerSide:
                 self._load_ended(load, done=False)
             self._unsettled.clear()
         else:
-            logger.error(
+            _log.error(
                 "kvsidecar: the daemon has not let go of the KV cache in %g s; requests that were being loaded stay "
                 "where they are",
                 CLOSE_SECONDS,
@@ -164,7 +166,7 @@ class WorkerSide:
         numbers = set(orders.flush)
         jobs = [job for job, store in self._stores.items() if store.number in numbers]
         if jobs and (reading := client.flush(jobs, timeout=FLUSH_SECONDS, cancel=True)):
-            logger.error(
+            _log.error(
                 "kvsidecar: %d stores still read blocks that this step may overwrite after %g s",
                 len(reading),
                 FLUSH_SECONDS,
@@ -191,10 +193,10 @@ class WorkerSide:
         client = self._client
         for load in loads:
             blocks = [_blocks(each) for each in load.blocks if each.group in self._held]
-            if not blocks:
-                self._load_ended(load, done=True)  # other ranks hold the layers of these groups
-            elif client is None:
+            if client is None:
                 self._load_ended(load, done=False)
+            elif not blocks:
+                self._load_ended(load, done=True)  # other ranks hold the layers of these groups
             else:
                 job = client.load(blocks, lease=load.lease, after=after)
                 self._loads[job] = (load, client.epoch)
@@ -205,10 +207,10 @@ class WorkerSide:
         client = self._client
         for store in stores:
             mine = [each for each in store.blocks if each.group in self._held and self._place.stores(each.group)]
-            if not mine:
-                self._store_ended(store, done=True)
-            elif client is None:
+            if client is None:
                 self._store_ended(store, done=False)
+            elif not mine:
+                self._store_ended(store, done=True)
             else:
                 after = DEVICE if self._order is not None else None
                 self._stores[client.store([_blocks(each) for each in mine], after=after)] = store
@@ -259,9 +261,9 @@ class WorkerSide:
 
     def take_transfers(self) -> tuple[Transfers, Transfers] | None:
         """Stores and loads; None if there were none."""
-        if not self._store_transfers.sizes and not self._load_transfers.sizes:
-            return None
         both = self._store_transfers, self._load_transfers
+        if not any(each.sizes or each.declined for each in both):
+            return None
         self._store_transfers, self._load_transfers = Transfers(), Transfers()
         return both
 
@@ -280,7 +282,7 @@ class WorkerSide:
         if done.unsettled:
             # Its blocks may still be written: reported as failed they would become another request's. So the request
             # stays where it is until that daemon's process has ended, which also ends its copies.
-            logger.error(
+            _log.error(
                 "kvsidecar: the load of request %s failed and its copy may still run; the request waits for the daemon "
                 "to be restarted: %s",
                 load.request_id,
@@ -289,7 +291,7 @@ class WorkerSide:
             self._unsettled.append((load, epoch))
             return
         if done.outcome is not Outcome.DONE:
-            logger.warning(
+            _log.warning(
                 "kvsidecar: the load of request %s %s: %s %s", load.request_id, done.outcome, done.reason, done.error
             )
         self._load_ended(load, done=done.outcome is Outcome.DONE)
