@@ -9,10 +9,8 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm.conversations import Conversations
@@ -67,6 +65,7 @@ TINY = {
 
 DRAIN_SECONDS = 0.1
 FILL_TOKENS = 64
+IDLE_SECONDS = 10.0
 
 
 def model_config(tiny: bool) -> dict[str, Any]:
@@ -99,12 +98,13 @@ class Engine:
     """Builds ``vllm.LLM``.
 
     Args:
+        model: its folder. Engines share KV only if they call the model by the same name.
         transfer: as `transfer_config` gives it.
         tiny: a model for the CPU.
         options: of ``vllm.LLM``.
     """
 
-    def __init__(self, transfer: dict[str, Any] | None, tiny: bool, options: dict[str, Any]) -> None:
+    def __init__(self, model: str, transfer: dict[str, Any] | None, tiny: bool, options: dict[str, Any]) -> None:
         os.environ.update(ENVIRONMENT)
         import torch
 
@@ -118,8 +118,6 @@ class Engine:
         self._torch, self._vllm = torch, vllm
         self.register_ms = 0.0
         self._time_registration()
-        model = Path(tempfile.mkdtemp(prefix="kvsidecar-model-"))
-        (model / "config.json").write_text(json.dumps(model_config(tiny)))
         defaults: dict[str, Any] = {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -132,7 +130,7 @@ class Engine:
         began = time.perf_counter()
         if transfer is not None:
             options = {**options, "kv_transfer_config": transfer}
-        self.llm = vllm.LLM(model=str(model), **{**defaults, **options})
+        self.llm = vllm.LLM(model=model, **{**defaults, **options})
         self._build_seconds = time.perf_counter() - began
         self._vocabulary = min(model_config(tiny)["vocab_size"], 128000)
         if self._cuda:
@@ -239,6 +237,9 @@ class Engine:
         for _ in range(rounds):
             time.sleep(DRAIN_SECONDS)
             self._one(time.monotonic_ns(), FILL_TOKENS, 4)
+        deadline = time.monotonic() + IDLE_SECONDS
+        while self._core.scheduler.has_requests() and time.monotonic() < deadline:
+            self.llm.llm_engine.step()
         return {}
 
     def reset(self, connector: bool = False) -> dict[str, Any]:
@@ -291,7 +292,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    engine = Engine(config["transfer"], config["tiny"], config["options"])
+    engine = Engine(config["model"], config["transfer"], config["tiny"], config["options"])
     sys.stdout = replies
     handlers = ("facts", "phase", "check", "drain", "reset", "converse")
     serve({name: getattr(engine, name) for name in handlers})

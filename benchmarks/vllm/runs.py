@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.vllm.engine import transfer_config
+from benchmarks.vllm.engine import model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
 from kvsidecar.bench.processes import Child, private_daemon
 from kvsidecar.units import parse_size
@@ -64,7 +64,12 @@ def engine(
 ) -> Iterator[Child]:
     """An engine that starts; its `started` waits."""
     extra = json.loads(options.extra) if mode == "kvsidecar" else {}
+    model = directory / "model"
+    if not model.exists():  # written anew it would be another checkpoint, whose KV is not shared
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(model_config(options.tiny)))
     config = {
+        "model": str(model),
         "transfer": transfer_config(mode, pool_bytes, socket, extra),
         "tiny": options.tiny,
         "options": {**llm, **json.loads(options.llm)},

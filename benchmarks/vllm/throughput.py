@@ -51,7 +51,9 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
         "num_gpu_blocks_override": options.gpu_tokens // block,
         "enforce_eager": options.tiny,
     }
-    if not options.tiny:
+    if options.tiny:
+        llm["kv_cache_memory_bytes"] = kv_bytes_per_token(True) * options.gpu_tokens
+    else:
         llm["gpu_memory_utilization"] = options.memory
     shape = {name: getattr(options, name) for name in SHAPE}
     with runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as socket:
