@@ -91,4 +91,10 @@ class Options:
                 values[name] = known[name](value)
             except ValueError as error:
                 raise ValueError(f"kv_connector_extra_config.{name} is {value!r}: {error}") from None
-        return cls(**values)
+        options = cls(**values)
+        if options.lease_seconds < options.load_timeout:
+            raise ValueError(
+                f"kv_connector_extra_config.lease_seconds is {options.lease_seconds!r}: it must not be less than "
+                f"load_timeout ({options.load_timeout:g} s), or the blocks could be evicted before they are loaded"
+            )
+        return options

@@ -71,6 +71,9 @@ class Stores:
         self._numbers = numbers
         self._alignment = self._groups[0].alignment
         self._hash_tokens = self._groups[0].hash_tokens
+        self._unit_blocks = sum(self._alignment // group.block_tokens for group in groups)
+        """Of all groups together, in as many tokens as the alignment."""
+        self._extra_blocks = sum(group.eagle for group in groups)
         self._lag = max(group.lag_tokens for group in self._groups)
         self._prompt_only = options.store_prompt_only
         self._lazy = options.store_mode == "lazy"
@@ -86,7 +89,9 @@ class Stores:
     def bind(self, pool: Pool) -> None:
         self._pool = pool
         # A daemon that is slow, or hangs until its jobs time out, must leave the engine blocks to work with.
-        self._most_held = max(1, pool.num_gpu_blocks // 2)
+        self._most_held = pool.num_gpu_blocks // 2
+        # There are no more blocks to walk: a watermark above that would only make the walks rarer.
+        self._watermark = self._allocated = min(self._watermark, pool.num_gpu_blocks)
 
     @property
     def outstanding(self) -> bool:
@@ -144,10 +149,10 @@ class Stores:
         aligned = end // self._alignment * self._alignment
         if aligned <= progress.done:
             return
-        room = self._room()
-        if room <= 0:
+        units = (self._room() - self._extra_blocks) // self._unit_blocks
+        if units <= 0:
             return
-        aligned = min(aligned, progress.done + room * self._alignment)
+        aligned = min(aligned, progress.done + units * self._alignment)
         for group in self._groups:
             indices = block_range(group, progress.done, aligned, end)
             all_hashes = group.hashes(hashes, indices.start, indices.stop)
