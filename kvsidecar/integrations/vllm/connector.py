@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -110,6 +111,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
                 policy,
             )
+        if self._fixed_seed is None and "PYTHONHASHSEED" not in os.environ:
+            _log.warning(
+                "kvsidecar: this engine's block hashes begin with a random seed: no other engine finds its blocks, nor "
+                "does this one after a restart; set PYTHONHASHSEED to the same number for all"
+            )
         events = self._vllm_config.kv_events_config
         wants_events = events is not None and events.enable_kv_cache_events
         self._asking = RankNamespaceClient(
@@ -131,9 +137,15 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups,
             layout=layout,
             facts=facts,
-            # Before vLLM had a seed for all processes, each made its own.
-            fixed_seed=getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None),
+            fixed_seed=self._fixed_seed,
         )
+
+    @property
+    def _fixed_seed(self) -> str | None:
+        """What block hashes begin with in every process, unless PYTHONHASHSEED says otherwise."""
+        # vLLM 0.26 has none: each engine makes its own. Later ones do so for hashes that can be made to collide.
+        fixed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+        return fixed if self._vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256") else None
 
     def _client(self, name: str, **options: Any) -> Client:
         return Client(
