@@ -79,7 +79,8 @@ def worker(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> KVSidecarC
     """Registered with memory that its own hook has made."""
     monkeypatch.setattr(ranks, "place_of", lambda config, groups, facts: (Place(), tuple(facts or ())))
     made_one = made(KVConnectorRole.WORKER, daemon.socket)
-    made_one.register_kv_caches(allocated(made_one))
+    made_one.kv_caches = allocated(made_one)
+    made_one.register_kv_caches(made_one.kv_caches)
     return made_one
 
 
@@ -104,10 +105,13 @@ def step(worker: KVSidecarConnector, orders: StepOrders) -> tuple[set[str], set[
     return results.finished_recving, results.failed_recving, report
 
 
-def until(worker: KVSidecarConnector, over: Callable[[RankReport], object]) -> RankReport:
+def until(
+    worker: KVSidecarConnector, over: Callable[[RankReport], object], orders: StepOrders | None = None
+) -> RankReport:
+    """Steps, the first with these orders, until the reports together are as wanted."""
     whole = RankReport()
     while not over(whole):
-        report = step(worker, StepOrders())[2]
+        report, orders = step(worker, orders or StepOrders())[2], None
         if report is not None:
             whole = whole.merged(report.report)
     return whole
@@ -117,15 +121,15 @@ def test_memory_of_the_hook_is_stored_and_loaded(worker: KVSidecarConnector) -> 
     handshake = worker._worker
     assert handshake is not None
     assert handshake.wait_attached(SECONDS)
-    handshake._client.wait_ready(SECONDS)  # type: ignore[union-attr]
-    kv = worker._kv_caches
+    handshake._client.wait_ready(SECONDS)
+    kv = worker.kv_caches
     for i, layer in enumerate(LAYERS):
-        kv[layer].copy_(torch.arange(kv[layer].numel()).view(kv[layer].shape) + i)  # type: ignore[union-attr]
-    step(worker, StepOrders(stores=(store(1, "a", "b", at=[1, 2]),)))
-    assert not until(worker, lambda report: report.stored).not_stored
-    wanted = [kv[layer][1:3].clone() for layer in LAYERS]  # type: ignore[union-attr]
-    step(worker, StepOrders(loads=(load(2, "a", "b", at=[5, 6]),)))
-    assert not until(worker, lambda report: report.loaded).not_loaded
+        kv[layer].copy_(torch.arange(kv[layer].numel()).view(kv[layer].shape) + i)
+    orders = StepOrders(stores=(store(1, "a", "b", at=[1, 2]),))
+    assert not until(worker, lambda report: report.stored, orders).not_stored
+    wanted = [kv[layer][1:3].clone() for layer in LAYERS]
+    orders = StepOrders(loads=(load(2, "a", "b", at=[5, 6]),))
+    assert not until(worker, lambda report: report.loaded, orders).not_loaded
     assert [torch.equal(kv[layer][5:7], want) for layer, want in zip(LAYERS, wanted, strict=True)] == [True, True]
     stats = worker.get_kv_connector_stats()
     assert stats is not None
@@ -138,7 +142,7 @@ def test_the_report_that_a_rank_is_attached_names_its_namespace(worker: KVSideca
     assert worker._worker.wait_attached(SECONDS)
     report = step(worker, StepOrders())[2]
     assert report is not None
-    assert report.report.attached == {0: worker._worker._client.epoch}  # type: ignore[union-attr]
+    assert report.report.attached == {0: worker._worker._client.epoch}
     assert report.namespaces == {worker._worker.namespace}
     assert step(worker, StepOrders())[2] is None
     worker.shutdown()
@@ -163,16 +167,17 @@ def test_a_failed_load_is_reported_by_request_and_to_older_engines_by_block(work
 
 def test_after_sleep_the_memory_is_registered_again(worker: KVSidecarConnector) -> None:
     until(worker, lambda report: report.attached)
+    step(worker, StepOrders(stores=(store(7, "z", at=[1]),)))
     worker.unregister_kv_caches()
     worker.unregister_kv_caches()
-    assert until(worker, lambda report: report.attached) == RankReport({0: 0})
     worker.restore_kv_caches()
     worker.restore_kv_caches()
     assert worker._worker is not None
     assert worker._worker.wait_attached(SECONDS)
-    worker._worker._client.wait_ready(SECONDS)  # type: ignore[union-attr]
-    step(worker, StepOrders(stores=(store(1, "a", at=[1]),)))
-    assert not until(worker, lambda report: report.stored).not_stored
+    worker._worker._client.wait_ready(SECONDS)
+    report = until(worker, lambda report: 1 in report.stored, StepOrders(stores=(store(1, "a", at=[1]),)))
+    assert report.stored == {7: 1, 1: 1}, "what was under way before is reported too"
+    assert 1 not in report.not_stored
     worker.shutdown()
 
 

@@ -341,14 +341,22 @@ def test_a_load_that_may_still_write_is_not_reported_until_its_daemon_is_gone() 
     assert worker.results.failed == {"r"}
 
 
-def test_the_end_of_a_registration_that_may_still_write_reports_no_load() -> None:
+def test_the_end_of_a_registration_that_may_still_write_reports_loads_when_its_daemon_is_gone() -> None:
     worker, client = stubbed()
     worker.step(store(1, "a", at=[0]), loads=(load(2, "a", at=[0]),))
     client.unmapped = False
     assert not worker.side.unregister()
     worker.step()
+    assert worker.report.not_stored == {1}
+    worker.register(attached=False)
+    worker.step()
     assert not worker.report.loaded
     assert not worker.results.finished
+    client.epoch = 6
+    worker.step()
+    worker.step()
+    assert worker.report.not_loaded == {2}
+    assert worker.results.failed == {"r"}
 
 
 def test_a_flush_waits_for_the_stores_it_names_alone() -> None:

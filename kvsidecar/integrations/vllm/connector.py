@@ -9,7 +9,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
+        self._export: Callable[[], ranks.RankMemory] | None = None
         self._failed_block_ids: set[int] = set()
         self._observed: dict[str, list[float]] = {}
         """By histogram: what the scheduler's side has seen since it last told."""
@@ -176,34 +176,35 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(memory.layers_of_cross_layer(kv_cache, attn_backend, self._kv_cache_config))
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
-        self._kv_caches = kv_caches
+    def register_kv_caches(self, kv_caches: memory.KVCaches) -> None:
         if not self._groups:
             return
         began = time.monotonic()
         try:
-            self._worker = self._worker_side(kv_caches)
+            self._share(kv_caches)
         except (NotExportable, ValueError) as error:
             _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
-            return
-        _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
+        else:
+            _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 
-    def _worker_side(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> WorkerSide:
+    def _share(self, kv_caches: memory.KVCaches) -> None:
+        """Raises NotExportable, ValueError."""
         facts: list[str] | None = None
         try:
             found = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
             facts = memory.facts_of(found, self._backends())
         finally:
+            # The other stages wait for this one, whatever it has found.
             place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
         namespace = self._namespace(
             layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
             facts=[f"vllm {vllm.__version__}", current_platform.get_device_name(), *all_facts],
         )
-        exported = memory.export(found, self._kv_cache_config.num_blocks, place)
         name = f"{self._instance} rank {place.rank}"
+        self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place)
         worker = WorkerSide(namespace, self._instance, place, lambda: self._client(name))
-        worker.register(exported, memory.device_order_of(kv_caches))
-        return worker
+        worker.register(self._export(), memory.device_order_of(found))
+        self._worker = worker
 
     def _backends(self) -> dict[int, set[str]]:
         """By group: the attention backends of its layers; how they pack K and V is theirs to know."""
@@ -222,8 +223,13 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.unregister()
 
     def restore_kv_caches(self) -> None:
-        if self._worker is not None and not self._worker.registered:
-            self.register_kv_caches(self._kv_caches)
+        if self._worker is None or self._export is None or self._worker.registered:
+            return
+        try:
+            # The same addresses have other memory behind them, with handles of its own.
+            self._worker.register(self._export())
+        except NotExportable as error:
+            _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None:
@@ -289,6 +295,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         atexit.unregister(self.shutdown)
+        self._export = None  # it holds tensors of the KV cache
         if self._worker is not None:
             self._worker.unregister()
         if self._scheduler is not None:

@@ -244,9 +244,9 @@ class DeviceOrder:
         return event
 
 
-def device_order_of(kv_caches: KVCaches) -> DeviceOrder | None:
+def device_order_of(groups: Mapping[int, GroupViews]) -> DeviceOrder | None:
     """None on the CPU."""
-    for registered in kv_caches.values():
-        tensor = registered if isinstance(registered, torch.Tensor) else registered[0]
-        return DeviceOrder(tensor.device) if tensor.is_cuda else None
+    for found in groups.values():
+        device = found.views[0].device
+        return DeviceOrder(device) if device.type == "cuda" else None
     return None

@@ -82,7 +82,6 @@ class WorkerSide:
         self._place = place
         self._new_client = new_client
         self._client: Client | None = None
-        self._memory: RankMemory | None = None
         self._held: frozenset[int] = frozenset()
         self._order: Order | None = None
         self._told_epoch = 0
@@ -106,8 +105,13 @@ class WorkerSide:
     # -- registration ----------------------------------------------------------------------------------------------
 
     def register(self, memory: RankMemory, order: Order | None = None) -> None:
-        """Share this rank's memory, as soon as there is a daemon. Returns at once."""
-        self._memory, self._order = memory, order
+        """Share this rank's memory, as soon as there is a daemon. Returns at once.
+
+        Args:
+            order: of the device, if it has one; the one of an earlier registration stays.
+        """
+        self._order = order or self._order
+        order = self._order
         self._held = frozenset(layout.group for layout in memory.groups)
         self._client = self._new_client()
         self._client.attach(
@@ -137,11 +141,14 @@ class WorkerSide:
                 self._load_ended(load, done=False)
             self._unsettled.clear()
         else:
+            self._unsettled += self._loads.values()
             _log.error(
-                "kvsidecar: the daemon has not let go of the KV cache in %g s; requests that were being loaded stay "
-                "where they are",
+                "kvsidecar: the daemon has not let go of the KV cache in %g s; requests that were being loaded wait "
+                "for it to be restarted",
                 CLOSE_SECONDS,
             )
+            for store in self._stores.values():
+                self._store_ended(store, done=False)  # a late read of the device harms nobody here
         self._stores.clear()
         self._loads.clear()
         return unmapped
