@@ -284,6 +284,26 @@ def test_a_load_comes_after_what_the_stream_was_given_before_the_step(daemon: Da
     worker.close()
 
 
+def test_a_store_comes_after_what_the_stream_was_given_before_where_events_cannot_be_shared(
+    daemon: DaemonProcess,
+) -> None:
+    worker = Worker(daemon.socket).register()
+    mark = Mark()
+    worker.side._order = Marks(mark)
+    worker.step(store(1, "a", at=[0]))
+    worker.side._order = None
+    worker.step(store(2, "b", at=[1]))
+    worker.until(lambda w: 2 in w.report.stored)
+    worker.kv[:, :, 0] = 4  # the kernels that write the block end
+    assert 1 not in worker.report.stored
+    mark.over.set()
+    worker.until(lambda w: 1 in w.report.stored)
+    worker.step(loads=(load(3, "a", at=[5]),))
+    worker.until(lambda w: w.report.loaded)
+    assert (worker.kv[:, :, 5] == 4).all()
+    worker.close()
+
+
 class StubClient:
     """A client whose jobs end as a test says."""
 

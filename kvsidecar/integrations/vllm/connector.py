@@ -6,6 +6,7 @@ Works with vLLM 0.26 and later by what the engine has, never by its number.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import time
@@ -189,13 +190,14 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _share(self, kv_caches: memory.KVCaches) -> None:
         """Raises NotExportable, ValueError."""
-        facts: list[str] | None = None
         try:
             found = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
-            facts = memory.facts_of(found, self._backends())
-        finally:
-            # The other stages wait for this one, whatever it has found.
-            place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
+        except NotExportable:
+            with contextlib.suppress(ValueError):
+                ranks.place_of(self._vllm_config, self._groups, None)  # the other stages wait to hear of it
+            raise
+        facts = memory.facts_of(found, self._backends())
+        place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
         namespace = self._namespace(
             layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
             facts=[f"vllm {vllm.__version__}", current_platform.get_device_name(), *all_facts],

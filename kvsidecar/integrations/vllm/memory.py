@@ -8,6 +8,7 @@ Whatever does not fit is refused: copied from a guess it would be wrong KV.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from kvsidecar.errors import NotExportable
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.types import GroupLayout
+
+_log = logging.getLogger("kvsidecar.vllm")
 
 KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """By layer: a tensor, or several (K and V apart, or the states of a Mamba layer)."""
@@ -234,8 +237,13 @@ class DeviceOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Here and not in a thread: while another thread captures a CUDA graph, such calls would spoil it.
-        self.ring = TorchEventRing(device=device)
+        self.ring: TorchEventRing | None = None
+        """None where the driver cannot share events: stores wait for `mark` on the host."""
+        try:
+            # Here and not in a thread: while the engine captures a CUDA graph, such calls of another thread spoil it.
+            self.ring = TorchEventRing(device=device)
+        except RuntimeError as error:
+            _log.warning("kvsidecar: stores wait for the GPU on the host, not on the device: %s", error)
 
     def mark(self) -> torch.cuda.Event:
         """An event behind everything that the engine's current stream was given so far."""

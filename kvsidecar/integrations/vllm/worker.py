@@ -31,7 +31,7 @@ class Order(Protocol):
     """What copies are ordered by on the device; `kvsidecar.integrations.vllm.memory.DeviceOrder` is one."""
 
     @property
-    def ring(self) -> EventRing: ...
+    def ring(self) -> EventRing | None: ...
 
     def mark(self) -> Mark:
         """An event behind everything that the engine's current stream was given so far."""
@@ -219,7 +219,8 @@ class WorkerSide:
             elif not mine:
                 self._store_ended(store, done=True)
             else:
-                after = DEVICE if self._order is not None else None
+                order = self._order
+                after = None if order is None else order.mark() if order.ring is None else DEVICE
                 self._stores[client.store([_blocks(each) for each in mine], after=after)] = store
 
     def submit_rest(self) -> None:
