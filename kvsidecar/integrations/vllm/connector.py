@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 
 from kvsidecar.client import Client, Namespace
-from kvsidecar.errors import NotExportable
+from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.vllm import memory, ranks, register
 from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.events import Events
@@ -183,13 +183,13 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         began = time.monotonic()
         try:
             self._share(kv_caches)
-        except (NotExportable, ValueError) as error:
+        except (KVSidecarError, ValueError) as error:
             _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
         else:
             _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 
     def _share(self, kv_caches: memory.KVCaches) -> None:
-        """Raises NotExportable, ValueError."""
+        """Raises KVSidecarError, ValueError."""
         try:
             found = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
         except NotExportable:
@@ -230,7 +230,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             # The same addresses have other memory behind them, with handles of its own.
             self._worker.register(self._export())
-        except NotExportable as error:
+        except KVSidecarError as error:
             _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
