@@ -320,7 +320,8 @@ def test_what_another_request_has_stored_is_not_stored_again_unless_that_failed(
     assert made.counters.failed_stores == 1
 
 
-def test_what_was_loaded_is_not_stored_unless_the_load_failed() -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_was_loaded_is_not_stored_unless_the_load_failed(failed: bool) -> None:
     pool, daemon = TinyPool(16), TinyDaemon()
     made = attached(pool=pool, daemon=daemon)
     request = Request("r", list(range(9)))
@@ -328,12 +329,13 @@ def test_what_was_loaded_is_not_stored_unless_the_load_failed() -> None:
     made.get_num_new_matched_tokens(request, 0)
     blocks = pool.take(3)
     made.update_state_after_alloc(request, Allocated([each.block_id for each in blocks]), 8)
-    made.build_orders(Step())
+    (load,) = made.build_orders(Step()).loads
+    made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset([load.number] * failed)))
     for block, each in zip(blocks, request.block_hashes, strict=False):
         pool.cache(block, each + bytes(4))
     request.num_computed_tokens = 8
 
-    assert made.build_orders(Step({"r": 1})).stores == ()
+    assert len(stored_hashes(made.build_orders(Step({"r": 1})).stores)) == 2 * failed
 
 
 def test_what_a_lookup_misses_is_stored_again() -> None:

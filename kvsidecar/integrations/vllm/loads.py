@@ -19,7 +19,7 @@ from kvsidecar.integrations.vllm.storing import Known, keys_of
 class _Load:
     request_id: str
     lease: int | None
-    keys: list[bytes]
+    hashes: list[tuple[Group, Sequence[bytes]]]
     ranks: int
     """That have not reported."""
     failed: bool = False
@@ -64,23 +64,22 @@ class Loads:
         Returns:
             How many blocks are loaded.
         """
-        packed, keys = [], []
+        packed, hashes_by_group = [], []
         for group in self._groups:
             hashes, ids = self._blocks(group, request.block_hashes, block_ids, local, external, null_block)
             if hashes:
                 packed.append(GroupBlocks(group.index, b"".join(hashes), np.array(ids, np.int64)))
-                keys += keys_of(group, hashes)
+                hashes_by_group.append((group, hashes))
         lease, found = self._lookups.lease({each.group: each.hashes for each in packed})
         if any(found.get(each.group, 0) < len(each.block_ids) for each in packed):
             # It is sent all the same: the daemon declines it, and that is what every failed load looks like.
             self._counters.gone_loads += 1
         number = next(self._numbers)
         self._planned.append(LoadJob(number, request.request_id, lease, tuple(packed)))
-        self._running[number] = _Load(request.request_id, lease, keys, self._world_size)
-        self._known.add(keys)
+        self._running[number] = _Load(request.request_id, lease, hashes_by_group, self._world_size)
         self._counters.loads += 1
         self._counters.loaded_tokens += external
-        return len(keys)
+        return sum(len(each.block_ids) for each in packed)
 
     def _blocks(
         self,
@@ -125,8 +124,10 @@ class Loads:
                 self._leases.append(load.lease)
             if load.failed:
                 self._counters.failed_loads += 1
-                self._known.discard(load.keys)
                 failed.append(load.request_id)
+            for group, hashes in load.hashes:
+                # Before vLLM runs the request: it does not store again what it has loaded, unless that was not there.
+                (self._known.discard if load.failed else self._known.add)(keys_of(group, hashes))
         self.release()
         return failed
 

@@ -18,7 +18,6 @@ from kvsidecar.integrations.vllm.storing import (
     Selection,
     block_range,
     default_watermark,
-    keys_of,
     select,
     walk,
 )
@@ -185,7 +184,7 @@ class Stores:
 
     def _add(self, group: Group, keys: list[bytes], blocks: list[Any]) -> None:
         assert self._pool is not None
-        self._planned.add(group.index, [key[:-GROUP_ID_BYTES] for key in keys], blocks)
+        self._planned.add(group.index, keys, blocks)
         self._known.add(keys)
         self._held += len(blocks)
         # At once, not when the job is sent: vLLM may free and give away these blocks in between.
@@ -199,7 +198,7 @@ class Stores:
             return ()
         planned, self._planned = self._planned, Selection()
         number = next(self._numbers)
-        self._running[number] = _Store(planned.all_blocks(), self._keys(planned), self._world_size)
+        self._running[number] = _Store(planned.all_blocks(), planned.all_keys(), self._world_size)
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
         return (StoreJob(number, planned.packed()),)
@@ -222,7 +221,7 @@ class Stores:
         planned, self._planned = self._planned, Selection()
         if planned:
             self._give_back(planned.all_blocks())
-            self._end(self._keys(planned), failed=True)
+            self._end(planned.all_keys(), failed=True)
 
     def _give_back(self, blocks: list[Any]) -> None:
         assert self._pool is not None
@@ -235,6 +234,3 @@ class Stores:
             self._known.discard(keys)  # they may be stored again
         if self._events is not None:
             (self._events.not_stored if failed else self._events.stored)(keys)
-
-    def _keys(self, selection: Selection) -> list[bytes]:
-        return [key for index, hashes in selection.hashes.items() for key in keys_of(self._by_index[index], hashes)]

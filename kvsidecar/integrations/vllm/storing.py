@@ -66,9 +66,11 @@ class Known:
         self._young.clear()
         self._old.clear()
 
-    def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
+    def unknown(self, keys: list[bytes]) -> list[bytes]:
         """Those that are not known, in their order."""
         young, old = self._young, self._old
+        if young.isdisjoint(keys) and old.isdisjoint(keys):
+            return keys
         return [key for key in keys if key not in young and key not in old]
 
 
@@ -76,30 +78,35 @@ class Known:
 class Selection:
     """Blocks to store."""
 
-    hashes: dict[int, list[bytes]] = field(default_factory=dict)
-    """By group."""
+    keys: dict[int, list[bytes]] = field(default_factory=dict)
+    """By group; vLLM's own."""
     blocks: dict[int, list[Any]] = field(default_factory=dict)
-    """By group; the pool's blocks with these hashes."""
+    """By group; the pool's blocks with these keys."""
 
     def __bool__(self) -> bool:
-        return bool(self.hashes)
+        return bool(self.keys)
 
     def __len__(self) -> int:
-        return sum(map(len, self.hashes.values()))
+        return sum(map(len, self.keys.values()))
 
-    def add(self, group: int, hashes: list[bytes], blocks: list[Any]) -> None:
-        if hashes:
-            self.hashes.setdefault(group, []).extend(hashes)
+    def add(self, group: int, keys: list[bytes], blocks: list[Any]) -> None:
+        if keys:
+            self.keys.setdefault(group, []).extend(keys)
             self.blocks.setdefault(group, []).extend(blocks)
 
     def all_blocks(self) -> list[Any]:
         """In the order in which they are to be evicted: vLLM evicts the end of a prefix before its beginning."""
         return [block for blocks in self.blocks.values() for block in reversed(blocks)]
 
+    def all_keys(self) -> list[bytes]:
+        return [key for keys in self.keys.values() for key in keys]
+
     def packed(self) -> tuple[GroupBlocks, ...]:
         return tuple(
-            GroupBlocks(group, b"".join(hashes), np.array([each.block_id for each in self.blocks[group]], np.int64))
-            for group, hashes in self.hashes.items()
+            GroupBlocks(
+                group, hashes_of(keys), np.array([each.block_id for each in self.blocks[group]], dtype=np.int64)
+            )
+            for group, keys in self.keys.items()
         )
 
 
@@ -107,6 +114,12 @@ def keys_of(group: Group, hashes: Iterable[bytes]) -> list[bytes]:
     """vLLM's own keys of blocks."""
     suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
     return [each + suffix for each in hashes]
+
+
+def hashes_of(keys: Sequence[bytes]) -> bytes:
+    """The hashes in vLLM's own keys, one after the other."""
+    key = np.dtype([("hash", f"V{len(keys[0]) - GROUP_ID_BYTES}"), ("group", f"V{GROUP_ID_BYTES}")])
+    return np.frombuffer(b"".join(keys), key)["hash"].tobytes()
 
 
 def block_range(group: Group, done: int, aligned: int, end: int) -> range:
@@ -119,9 +132,12 @@ def block_range(group: Group, done: int, aligned: int, end: int) -> range:
 
 def select(pool: Pool, known: Known, group: Group, hashes: Iterable[bytes]) -> tuple[list[bytes], list[Any]]:
     """Those of a group's blocks that are not known to be stored and that the GPU has: vLLM's keys, and the blocks."""
-    one = pool.cached_block_hash_to_block.get_one_block
-    found = [(key, block) for key in known.unknown(keys_of(group, hashes)) if (block := one(key)) is not None]
-    return [key for key, _ in found], [block for _, block in found]
+    keys = known.unknown(keys_of(group, hashes))
+    blocks = list(map(pool.cached_block_hash_to_block.get_one_block, keys))
+    if not all(blocks):
+        found = [(key, block) for key, block in zip(keys, blocks, strict=True) if block is not None]
+        keys, blocks = [key for key, _ in found], [block for _, block in found]
+    return keys, blocks
 
 
 def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) -> list[tuple[bytes, Any]]:
