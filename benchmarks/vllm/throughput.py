@@ -44,7 +44,7 @@ GPU_TOKENS, TINY_GPU_TOKENS = 131_072, 1_024
 def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> dict[str, Any]:
     block = 32 if options.tiny else 16
     llm: dict[str, Any] = {
-        "max_model_len": 1024 if options.tiny else 16384,
+        "max_model_len": 768 if options.tiny else 16384,
         "max_num_batched_tokens": 1024 if options.tiny else 8192,
         "max_num_seqs": 64,
         "block_size": block,

@@ -181,17 +181,32 @@ class Engine:
         gc.collect()
 
 
-def join(engine: Engine | EngineProcess, daemon: DaemonProcess) -> None:
-    """Wait until the engine stores into this daemon, by making it store throw-away blocks."""
+def join(engine: Engine | EngineProcess, daemon: DaemonProcess) -> Prompt:
+    """Wait until the engine stores into this daemon. Returns the throw-away prompt that was stored in the end."""
     deadline = time.monotonic() + SECONDS
-    before = blocks(daemon)
     while True:
-        engine.generate(prompt(time.monotonic_ns(), 33), tokens=1)
+        before = blocks(daemon)
+        thrown_away = prompt(time.monotonic_ns(), 33)
+        engine.generate(thrown_away, tokens=1)
         engine.drain()
         if blocks(daemon) > before:
-            return
+            return thrown_away
         assert time.monotonic() < deadline, f"the engine does not use the daemon: {daemon.get('/status')[1]}"
         time.sleep(0.01)  # nothing announces that an engine would now store
+
+
+def rejoin(engine: Engine, daemon: DaemonProcess) -> None:
+    """`join`, and wait until it also hits: the scheduler's client finds a new daemon on its own, as the workers' does."""
+    stored = join(engine, daemon)
+    deadline = time.monotonic() + SECONDS
+    while True:
+        assert engine.reset()
+        (answer,) = engine.generate(stored, tokens=1)
+        engine.drain()
+        if answer.cached:
+            return
+        assert time.monotonic() < deadline, f"the engine hits nothing: {daemon.get('/status')[1]}"
+        time.sleep(0.01)
 
 
 def blocks(daemon: DaemonProcess) -> int:

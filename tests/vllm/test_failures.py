@@ -11,7 +11,7 @@ import pytest
 from kvsidecar.client import Client
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import Engine, join, kvsidecar, prompt, running
+from tests.vllm.engine import Engine, join, kvsidecar, prompt, rejoin, running
 
 LONG = prompt("long", 700)
 WHOLE = 672
@@ -37,9 +37,13 @@ def ask_again(engine: Engine) -> None:
     assert engine.reset()
 
 
+def failed_loads(daemon: DaemonProcess) -> int:
+    return int(daemon.metric('kvsidecar_jobs_total{direction="load",outcome="failed"}'))
+
+
 def works(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
     """The engine uses this daemon: another prompt is stored, loaded, and right."""
-    join(engine, daemon)
+    rejoin(engine, daemon)
     other = prompt(("works", daemon.process.pid), 200)
     engine.generate(other)
     engine.drain()
@@ -56,6 +60,7 @@ def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, truth: Truth
         with running(model, kvsidecar(first.socket)) as engine:
             join(engine, first)
             ask_again(engine)
+            assert first.process.poll() is None
             (answer,) = engine.generate(LONG)
             assert first.process.wait(SECONDS) == -signal.SIGKILL
             assert [answer.tokens] == truth(LONG)
@@ -109,6 +114,7 @@ def test_a_failed_load_is_computed_instead(model: str, short_dir: Path, truth: T
             ask_again(engine)
             together = [LONG, prompt("other", 100)]
             answers = engine.generate(*together)
+            assert failed_loads(daemon) == 1
             assert [each.tokens for each in answers] == truth(*together)
             engine.drain()
             assert daemon.get("/status")[1]["pool"]["leases"] == 0
@@ -124,6 +130,7 @@ def test_policy_fail_ends_the_request_and_not_the_engine(model: str, short_dir: 
             join(engine, daemon)
             ask_again(engine)
             (answer,) = engine.generate(LONG)
+            assert failed_loads(daemon) == 1
             assert (answer.finish, answer.tokens) == ("error", ())
             engine.drain()
             (hit,) = engine.generate(LONG)

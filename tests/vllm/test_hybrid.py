@@ -73,12 +73,15 @@ def test_a_load_that_fails_is_computed_instead(
             engine.generate(LONG)
             engine.drain()
             assert engine.reset()
+            assert daemon.process.poll() is None
             answers = engine.generate(LONG, PROMPTS["new"])
             assert tokens(answers) == [right["long"], right["new"]]
             engine.drain()
             assert engine.reset()
             if "kill" in rule:
                 assert daemon.process.wait(SECONDS) == -signal.SIGKILL
+            else:
+                assert daemon.metric('kvsidecar_jobs_total{direction="load",outcome="failed"}') == 1
             (again,) = engine.generate(LONG)
             assert (again.cached, again.tokens) == (0 if "kill" in rule else WHOLE, right["long"])
 
