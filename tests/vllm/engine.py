@@ -195,16 +195,16 @@ def join(engine: Engine | EngineProcess, daemon: DaemonProcess) -> Prompt:
         time.sleep(0.01)  # nothing announces that an engine would now store
 
 
-def rejoin(engine: Engine, daemon: DaemonProcess) -> None:
+def rejoin(engine: Engine | EngineProcess, daemon: DaemonProcess) -> None:
     """`join`, and wait until it also hits: the scheduler's client finds a new daemon on its own, as the workers' does."""
     stored = join(engine, daemon)
     deadline = time.monotonic() + SECONDS
     while True:
-        assert engine.reset()
-        (answer,) = engine.generate(stored, tokens=1)
-        engine.drain()
-        if answer.cached:
-            return
+        if engine.reset():  # refused while a store still reads a block
+            (answer,) = engine.generate(stored, tokens=1)
+            engine.drain()
+            if answer.cached:
+                return
         assert time.monotonic() < deadline, f"the engine hits nothing: {daemon.get('/status')[1]}"
         time.sleep(0.01)
 

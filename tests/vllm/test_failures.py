@@ -69,6 +69,11 @@ def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, truth: Truth
             engine.drain()
             with DaemonProcess(short_dir, *POOL) as next_one:
                 works(engine, next_one.wait_ready(), truth)
+                # It has nothing of what the first one had, so that is stored again.
+                ask_again(engine)
+                (hit,) = engine.generate(LONG)
+                assert hit.cached == WHOLE
+                assert [hit.tokens] == truth(LONG)
 
 
 @pytest.mark.parametrize("point", ["store.before_copy", "store.in_flight", "store.before_seal"])

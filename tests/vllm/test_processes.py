@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, prompt, running
+from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
 
 LONG = prompt("long", 700)
 WHOLE = 672
@@ -80,7 +80,7 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(
 
 
 def _stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
-    join(engine, daemon)
+    rejoin(engine, daemon)
     before = blocks(daemon)
     (cold,) = engine.generate(LONG)
     until(lambda: blocks(daemon) >= before + WHOLE // 32, "an idle engine stores all")
