@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check format proto clean
+.PHONY: help demo test test-vllm soak check format proto clean
 
 help:
 	@echo "make demo    install, start a daemon, store, kill the engine, load, compare every byte"
 	@echo "make test    install what the tests need and run them"
+	@echo "make test-vllm  install vLLM for the CPU into .venv-vllm and run the connector's tests on a real engine"
 	@echo "make soak    a daemon under engines that are killed at random, for SECONDS=120 on DEVICE=host"
 	@echo "make check   format, lint, types, import contracts, generated code, Dockerfile"
 	@echo "make format  rewrite the code in the project's format"
@@ -39,6 +40,22 @@ demo: $(VENV)/run.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+$(VLLM_VENV)/vllm.stamp: tests/vllm/requirements.txt tests/vllm/without-dependencies.txt
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) -r tests/vllm/requirements.txt
+	$(VLLM_PIP) --no-deps -r tests/vllm/without-dependencies.txt
+	@touch $@
+
+$(VLLM_VENV)/test.stamp: $(VLLM_VENV)/vllm.stamp pyproject.toml
+	$(VLLM_PIP) --editable '.[test]'
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/test.stamp
+	$(VLLM_VENV)/bin/python -m pytest $(or $(ARGS),tests/vllm tests/integrations)
+
 SECONDS ?= 120
 DEVICE ?= host
 
@@ -67,4 +84,4 @@ proto: $(VENV)/dev.stamp
 	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=.
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

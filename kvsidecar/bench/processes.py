@@ -228,13 +228,13 @@ class Child:
         except BrokenPipeError:
             raise self._ended() from None
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, seconds: float = REPLY_SECONDS) -> dict[str, Any]:
         assert self._process.stdout is not None
-        deadline = time.monotonic() + REPLY_SECONDS
+        deadline = time.monotonic() + seconds
         fd = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
             if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise BenchError(f"the {self._what} process did not answer in {REPLY_SECONDS:g} s")
+                raise BenchError(f"the {self._what} process did not answer in {seconds:g} s")
             piece = os.read(fd, 1 << 16)
             if not piece:
                 raise self._ended()

@@ -1,0 +1,1 @@
+"""The connector in a real vLLM engine: `hits` (time to first token) and `throughput`, beside vLLM's own connectors."""

@@ -1,0 +1,304 @@
+"""One vLLM engine in a process of its own, with random weights; the parent asks by JSON lines (`serve` at the end).
+
+The engine core runs in this same process, so that a request's time holds no hop between processes of vLLM's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.vllm.conversations import Conversations
+from kvsidecar.bench.processes import serve
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_PLUGINS": "",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 500000.0,
+    "initializer_range": 0.02,
+}
+TINY = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 1024,
+}
+
+DRAIN_SECONDS = 0.1
+FILL_TOKENS = 64
+IDLE_SECONDS = 10.0
+
+
+def model_config(tiny: bool) -> dict[str, Any]:
+    return {**LLAMA_8B, **(TINY if tiny else {})}
+
+
+def kv_bytes_per_token(tiny: bool) -> int:
+    model = model_config(tiny)
+    return int(2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * 2)
+
+
+def transfer_config(mode: str, pool_bytes: int, socket: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:
+    """The KV transfer configuration of a mode: none, simple, offload or kvsidecar."""
+    if mode == "none":
+        return None
+    own = {"simple": "SimpleCPUOffloadConnector", "offload": "OffloadingConnector"}
+    if mode in own:
+        options = {"cpu_bytes_to_use": pool_bytes, **extra}
+        return {"kv_connector": own[mode], "kv_role": "kv_both", "kv_connector_extra_config": options}
+    return {
+        "kv_connector": "KVSidecarConnector",
+        "kv_connector_module_path": "kvsidecar.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": socket, **extra},
+    }
+
+
+class Engine:
+    """Builds ``vllm.LLM``.
+
+    Args:
+        model: its folder. Engines share KV only if they call the model by the same name.
+        transfer: as `transfer_config` gives it.
+        tiny: a model for the CPU.
+        options: of ``vllm.LLM``.
+    """
+
+    def __init__(self, model: str, transfer: dict[str, Any] | None, tiny: bool, options: dict[str, Any]) -> None:
+        os.environ.update(ENVIRONMENT)
+        import torch
+
+        self._cuda = torch.cuda.is_available()
+        if not self._cuda:
+            os.environ.update(CPU_ENVIRONMENT)
+        began = time.perf_counter()
+        import vllm
+
+        self._import_seconds = time.perf_counter() - began
+        self._torch, self._vllm = torch, vllm
+        self.register_ms = 0.0
+        self._time_registration()
+        defaults: dict[str, Any] = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        began = time.perf_counter()
+        if transfer is not None:
+            options = {**options, "kv_transfer_config": transfer}
+        self.llm = vllm.LLM(model=model, **{**defaults, **options})
+        self._build_seconds = time.perf_counter() - began
+        self._vocabulary = min(model_config(tiny)["vocab_size"], 128000)
+        if self._cuda:
+            self._spread_weights(model_config(tiny))
+
+    def _time_registration(self) -> None:
+        """Add up what the workers' side of the connector takes to register the KV cache."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        create: Callable[..., Any] = KVConnectorFactory.create_connector.__func__  # type: ignore[attr-defined]
+
+        def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+            def measure(*arguments: Any, **options: Any) -> Any:
+                began = time.perf_counter()
+                result = call(*arguments, **options)
+                self._synchronize()
+                self.register_ms += (time.perf_counter() - began) * 1e3
+                return result
+
+            return measure
+
+        def create_timed(cls: Any, *arguments: Any, **options: Any) -> Any:
+            connector = create(cls, *arguments, **options)
+            for name in ("register_kv_caches", "register_cross_layers_kv_cache"):
+                if hasattr(connector, name):
+                    setattr(connector, name, timed(getattr(connector, name)))
+            return connector
+
+        KVConnectorFactory.create_connector = classmethod(create_timed)  # type: ignore[method-assign, assignment]
+
+    def _spread_weights(self, model: dict[str, Any]) -> None:
+        """Dummy weights are noise of 1e-3, in which attention vanishes: give them a scale at which wrong KV changes
+        the log-probabilities, with peaked attention."""
+        runner = self._core.model_executor.driver_worker
+        runner = getattr(runner, "worker", runner).model_runner
+        loaded = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        generator = self._torch.Generator(device="cuda")
+        generator.manual_seed(1)
+        queries_and_keys = (model["num_attention_heads"] + model["num_key_value_heads"]) * model["head_dim"]
+        with self._torch.no_grad():
+            for name, weight in loaded.named_parameters():
+                if weight.ndim < 2:
+                    weight.fill_(1.0 if "norm" in name else 0.0)
+                    continue
+                weight.normal_(0.0, 1.0 if "embed" in name else weight.shape[-1] ** -0.5, generator=generator)
+                if "qkv_proj" in name:
+                    weight[:queries_and_keys].mul_(1.7)
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            self._torch.cuda.synchronize()
+
+    def facts(self) -> dict[str, Any]:
+        config = self.llm.llm_engine.vllm_config
+        return {
+            "vllm": self._vllm.__version__,
+            "torch": self._torch.__version__,
+            "device": self._torch.cuda.get_device_name(0) if self._cuda else "cpu",
+            "register_ms": self.register_ms,
+            "import_seconds": self._import_seconds,
+            "build_seconds": self._build_seconds,
+            "gpu_blocks": config.cache_config.num_gpu_blocks,
+            "block_size": config.cache_config.block_size,
+            "async_scheduling": bool(getattr(config.scheduler_config, "async_scheduling", False)),
+        }
+
+    # -- one prompt at a time
+
+    def phase(self, first: int, count: int, length: int) -> dict[str, Any]:
+        """Run these prompts one after the other, one token each: its time is the time to the first token."""
+        times, cached, tokens = [], [], []
+        for name in range(first, first + count):
+            elapsed, output = self._one(name, length, 1)
+            times.append(elapsed * 1e3)
+            cached.append(output.num_cached_tokens or 0)
+            tokens.append(output.outputs[0].token_ids[0])
+        return {"ms": times, "cached": cached, "tokens": tokens}
+
+    def check(self, first: int, count: int, length: int) -> dict[str, Any]:
+        """Tokens and the first token's log-probability of these prompts."""
+        found: dict[str, list[Any]] = {"tokens": [], "logprob": [], "cached": []}
+        for name in range(first, first + count):
+            _, output = self._one(name, length, 8, logprobs=1)
+            (answer,) = output.outputs
+            found["tokens"].append(list(answer.token_ids))
+            found["logprob"].append(answer.logprobs[0][answer.token_ids[0]].logprob)
+            found["cached"].append(output.num_cached_tokens or 0)
+        return found
+
+    def _one(self, name: int, length: int, tokens: int, **sampling: Any) -> tuple[float, Any]:
+        request = self._prompt(random_tokens(name, length, self._vocabulary))
+        parameters = self._sampling(tokens, **sampling)
+        self._synchronize()
+        began = time.perf_counter()
+        (output,) = self.llm.generate([request], parameters, use_tqdm=False)
+        return time.perf_counter() - began, output
+
+    def drain(self, rounds: int = 3) -> dict[str, Any]:
+        """Step the engine now and then, so that finished stores reach the scheduler."""
+        for _ in range(rounds):
+            time.sleep(DRAIN_SECONDS)
+            self._one(time.monotonic_ns(), FILL_TOKENS, 4)
+        deadline = time.monotonic() + IDLE_SECONDS
+        while self._core.scheduler.has_requests() and time.monotonic() < deadline:
+            self.llm.llm_engine.step()
+        return {}
+
+    def reset(self, connector: bool = False) -> dict[str, Any]:
+        """Forget the GPU's prefix cache (and the connector's)."""
+        for attempt in range(20):
+            self.drain(3 if attempt == 0 else 1)
+            if self.llm.reset_prefix_cache(reset_connector=connector):
+                return {"reset": True}
+        return {"reset": False}
+
+    # -- many at once
+
+    def converse(self, **options: Any) -> dict[str, Any]:
+        """Run `Conversations` to their end."""
+        talks = Conversations(**options, vocabulary=self._vocabulary)
+        engine = self.llm.llm_engine
+        clock = time.perf_counter
+        parameters = self._sampling(talks.output_tokens)
+        began = clock()
+        while not talks.over:
+            for name, tokens in talks.next_requests():
+                talks.sent(name, clock())
+                engine.add_request(name, self._prompt(tokens), parameters)
+            for output in engine.step():
+                (answer,) = output.outputs
+                talks.answered(
+                    output.request_id, list(answer.token_ids), clock(), output.finished, output.num_cached_tokens or 0
+                )
+        return {"seconds": clock() - began, **talks.result()}
+
+    def _prompt(self, tokens: list[int]) -> Any:
+        from vllm.inputs import TokensPrompt
+
+        return TokensPrompt(prompt_token_ids=tokens)
+
+    def _sampling(self, tokens: int, **options: Any) -> Any:
+        return self._vllm.SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **options
+        )
+
+
+def random_tokens(name: object, length: int, vocabulary: int) -> list[int]:
+    numbers = random.Random(repr(name))
+    return [numbers.randrange(10, vocabulary - 10) for _ in range(length)]
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    # Only replies may go to the parent: whatever the engine prints goes to the log.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    engine = Engine(config["model"], config["transfer"], config["tiny"], config["options"])
+    sys.stdout = replies
+    handlers = ("facts", "phase", "check", "drain", "reset", "converse")
+    serve({name: getattr(engine, name) for name in handlers})
+    sys.stdout = sys.stderr
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

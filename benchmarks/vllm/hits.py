@@ -1,0 +1,187 @@
+"""Time to first token of an 8k prompt: cold, in the GPU's prefix cache, and from the connector.
+
+python -m benchmarks.vllm.hits --json hits.json            # on a GPU: no connector, vLLM's two, this project's
+python -m benchmarks.vllm.hits --tiny                      # on the CPU: shows that everything works
+
+One prompt at a time, one token each; a prompt more than are counted runs before each phase. Then the tokens and the
+first log-probability of some prompts, cold, from the GPU's cache, and from the connector. With kvsidecar also an engine
+started anew against the same daemon, and two engines at once that hit what the other one stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.vllm import runs
+from benchmarks.vllm.engine import kv_bytes_per_token
+from benchmarks.vllm.runs import ask, console, p50
+from kvsidecar.bench.processes import Child
+
+WARM, CHECKED, SHARED = 500_000, 700_000, 800_000
+"""Names of prompts that are not counted, that are compared, and that two engines give each other."""
+
+
+def phase(child: Child, first: int, options: argparse.Namespace) -> dict[str, Any]:
+    ask(child, "phase", first=WARM, count=1, length=options.tokens)
+    return ask(child, "phase", first=first, count=options.prompts, length=options.tokens)
+
+
+def reset(child: Child, connector: bool = False) -> None:
+    if not ask(child, "reset", connector=connector)["reset"]:
+        raise SystemExit("the engine's prefix cache could not be reset: it still holds blocks")
+
+
+def measure(child: Child, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All phases of one engine."""
+    found: dict[str, Any] = {"facts": ask(child, "facts")}
+    ask(child, "phase", first=WARM, count=4, length=options.tokens)
+    found["cold"] = phase(child, 0, options)
+    found["gpu hit"] = phase(child, 0, options)
+    checked = {"first": CHECKED, "count": options.checked, "length": options.tokens}
+    if mode != "none":
+        for name in ("external hit", "external hit, again"):
+            reset(child)
+            found[name] = phase(child, 0, options)
+    found["check"] = {"cold": ask(child, "check", **checked), "gpu": ask(child, "check", **checked)}
+    if mode != "none":
+        reset(child)
+        found["check"]["external"] = ask(child, "check", **checked)
+        reset(child, connector=True)
+        found["cold, after connector reset"] = phase(child, 0, options)
+    return found
+
+
+def restart(child: Child, options: argparse.Namespace) -> dict[str, Any]:
+    """An engine that begins: its very first requests find what an earlier one stored."""
+    facts = ask(child, "facts")
+    return {"facts": facts, "first": ask(child, "phase", first=0, count=options.prompts, length=options.tokens)}
+
+
+def share(one: Child, other: Child, options: argparse.Namespace) -> dict[str, Any]:
+    """Each stores half of the prompts; each hits the other's."""
+    half = max(1, options.prompts // 2)
+    for index, child in enumerate((one, other)):
+        ask(child, "facts")
+        ask(child, "phase", first=WARM + 10 * index, count=2, length=options.tokens)
+        ask(child, "phase", first=SHARED + index * half, count=half, length=options.tokens)
+        ask(child, "drain")
+    for index, child in enumerate((one, other)):
+        child.ask("phase", first=SHARED + (1 - index) * half, count=half, length=options.tokens)
+    return {"one": one.answer(runs.START_SECONDS), "other": other.answer(runs.START_SECONDS)}
+
+
+def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> dict[str, Any]:
+    llm: dict[str, Any] = {
+        "max_model_len": 2 * options.tokens,
+        "max_num_batched_tokens": 2 * options.tokens,
+        "max_num_seqs": 16,
+        "block_size": 32 if options.tiny else 16,
+        "enforce_eager": not options.graphs,
+    }
+    memory: dict[str, Any] = {"gpu_memory_utilization": options.memory}
+    half: dict[str, Any] = {"gpu_memory_utilization": options.memory / 2}
+    if options.tiny:
+        memory = half = {"kv_cache_memory_bytes": 2 * kv_bytes_per_token(True) * options.tokens * (options.prompts + 4)}
+    ours = mode == "kvsidecar"
+    with runs.daemon(options, directory, pool) if ours else nullcontext() as socket:
+        with runs.engine(options, directory, mode, pool, socket, **llm, **memory) as child:
+            found = measure(child, mode, options)
+            if ours:  # the last phase forgot everything
+                phase(child, 0, options)
+                ask(child, "drain")
+        if ours:
+            with runs.engine(options, directory, mode, pool, socket, **llm, **memory) as child:
+                found["restart"] = restart(child, options)
+            # One after the other: vLLM measures free GPU memory when it starts.
+            with runs.engine(options, directory, mode, pool, socket, **llm, **half) as one:
+                ask(one, "facts")
+                with runs.engine(options, directory, mode, pool, socket, **llm, **half) as other:
+                    found["share"] = share(one, other, options)
+    return found
+
+
+PHASES = ("cold", "gpu hit", "external hit", "external hit, again", "cold, after connector reset")
+
+
+def show(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    rows: list[list[object]] = []
+    for mode, found in results.items():
+        timed = {name: found[name] for name in PHASES if name in found}
+        if "restart" in found:
+            timed["restarted engine"] = found["restart"]["first"]
+            timed["two engines: one"] = found["share"]["one"]
+            timed["two engines: the other"] = found["share"]["other"]
+        for name, times in timed.items():
+            ms = times["ms"]
+            cached = f"{min(times['cached'])}..{max(times['cached'])}"
+            rows.append([mode, name, len(ms), p50(ms), sum(ms) / len(ms), min(ms), max(ms), cached])
+    columns = ["mode", "phase", "n", "p50 ms", "mean ms", "min ms", "max ms", "cached tokens"]
+    runs.table(f"One token after a prompt of {options.tokens}", columns, rows)
+
+    rows = [
+        [mode, found["facts"]["register_ms"], found["facts"]["build_seconds"], found["facts"]["gpu_blocks"]]
+        for mode, found in results.items()
+    ]
+    runs.table("Start", ["mode", "register_kv_caches ms", "engine built s", "GPU blocks"], rows)
+
+    rows = []
+    for mode, found in results.items():
+        cold, gpu, external = (found["check"].get(name) for name in ("cold", "gpu", "external"))
+        rows.append(
+            [
+                mode,
+                _same(cold, gpu),
+                _same(cold, external),
+                _same(gpu, external),
+                _apart(cold, gpu),
+                _apart(gpu, external),
+            ]
+        )
+    columns = ["mode", "GPU = cold", "external = cold", "external = GPU", "|Δ logprob| GPU, cold", "external, GPU"]
+    runs.table(f"Of {options.checked} prompts: equal tokens, first token's log-probability", columns, rows)
+
+
+def _same(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    if one is None or other is None:
+        return "-"
+    equal = sum(a == b for a, b in zip(one["tokens"], other["tokens"], strict=True))
+    return f"{equal}/{len(one['tokens'])}"
+
+
+def _apart(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    if one is None or other is None:
+        return "-"
+    return f"{max(abs(a - b) for a, b in zip(one['logprob'], other['logprob'], strict=True)):.6f}"
+
+
+def main() -> None:
+    parser = runs.arguments(__doc__)
+    parser.add_argument("--tokens", type=int, default=0, help="of a prompt (8192; tiny: 512)")
+    parser.add_argument("--prompts", type=int, default=0, help="that are counted (20; tiny: 4)")
+    parser.add_argument("--checked", type=int, default=3, help="prompts whose tokens are compared")
+    parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for an engine; half for each of two")
+    parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs instead of eager mode")
+    options = parser.parse_args()
+    options.tokens = options.tokens or (512 if options.tiny else 8192)
+    options.prompts = options.prompts or (4 if options.tiny else 20)
+    chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else runs.MODES)
+    # Room for all that is ever stored: the prompts twice, and some.
+    per_prompt = kv_bytes_per_token(options.tiny) * options.tokens
+    pool = runs.pool_bytes(options, 2 * per_prompt * (2 * options.prompts + options.checked + 16) // (1 << 21) * (1 << 21))
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
+        directory = options.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        for mode in chosen:
+            console.print(f"{mode} ...")
+            results[mode] = run(mode, options, directory, pool)
+            runs.save(options, {"modes": results})  # a run that is cut short has something to show
+    show(results, options)
+
+
+if __name__ == "__main__":
+    main()

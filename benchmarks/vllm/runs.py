@@ -1,0 +1,115 @@
+"""What both benchmarks share: a daemon and engines as processes, options of the command line, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.vllm.engine import model_config, transfer_config
+from kvsidecar.bench.machine import facts as machine_facts
+from kvsidecar.bench.processes import Child, private_daemon
+from kvsidecar.units import parse_size
+
+MODES = ("none", "simple", "offload", "kvsidecar")
+START_SECONDS = 600.0
+"""An engine that compiles its graphs takes minutes."""
+
+console = Console()
+if not console.is_terminal:
+    console = Console(width=150)  # a log has room
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", default="", help="comma-separated: none, simple, offload, kvsidecar")
+    parser.add_argument("--tiny", action="store_true", help="a model for the CPU: shows that everything works")
+    parser.add_argument("--pool-size", default="", help="host memory, of the daemon or of vLLM's connector")
+    parser.add_argument("--extra", default="{}", help="JSON: options of this project's connector")
+    parser.add_argument("--llm", default="{}", help="JSON: further options of vllm.LLM")
+    parser.add_argument("--serve", default="", help="further flags of kvsidecar serve, separated by spaces")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for the logs of daemon and engines")
+    parser.add_argument("--json", type=Path, default=None, help="file for the results")
+    return parser
+
+
+def modes(given: str, default: Sequence[str]) -> list[str]:
+    names = given.split(",") if given else list(default)
+    for name in names:
+        if name not in MODES:
+            raise SystemExit(f"--modes: {name!r} is none of {', '.join(MODES)}")
+    return names
+
+
+@contextmanager
+def daemon(options: argparse.Namespace, directory: Path, pool_bytes: int) -> Iterator[str]:
+    """The socket of a daemon that is ready."""
+    device = "host" if options.tiny else "cuda"
+    flags = options.serve.split()
+    with private_daemon(directory, device, pool_bytes, flags) as running:
+        console.print(f"daemon ready after {running.times['ready'] - running.started:.1f} s")
+        yield running.socket
+
+
+@contextmanager
+def engine(
+    options: argparse.Namespace, directory: Path, mode: str, pool_bytes: int, socket: str | None, **llm: Any
+) -> Iterator[Child]:
+    """An engine that starts; its `started` waits."""
+    extra = json.loads(options.extra) if mode == "kvsidecar" else {}
+    model = directory / "model"
+    if not model.exists():  # written anew it would be another checkpoint, whose KV is not shared
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(model_config(options.tiny)))
+    config = {
+        "model": str(model),
+        "transfer": transfer_config(mode, pool_bytes, socket, extra),
+        "tiny": options.tiny,
+        "options": {**llm, **json.loads(options.llm)},
+    }
+    child = Child("benchmarks.vllm.engine", config, directory)
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+def ask(child: Child, do: str, **arguments: Any) -> dict[str, Any]:
+    """As `Child.call`, with the patience that an engine needs."""
+    child.ask(do, **arguments)
+    return child.answer(START_SECONDS)
+
+
+def pool_bytes(options: argparse.Namespace, default: int) -> int:
+    return parse_size(options.pool_size) if options.pool_size else default
+
+
+def p50(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def p99(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * 0.99))]
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    drawn = Table(title=title)
+    for index, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        drawn.add_row(*(f"{cell:,.1f}" if isinstance(cell, float) else str(cell) for cell in row))
+    console.print(drawn)
+
+
+def save(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    if options.json is None:
+        return
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    options.json.write_text(json.dumps({"options": given, "machine": machine_facts(None), **results}, indent=1))

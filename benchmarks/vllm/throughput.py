@@ -1,0 +1,128 @@
+"""Multi-turn conversations whose KV is larger than the GPU's: output tokens/s, time to first token, time per token.
+
+python -m benchmarks.vllm.throughput --json throughput.json     # on a GPU: no connector, Simple, this project's
+python -m benchmarks.vllm.throughput --tiny                     # on the CPU: shows that everything works
+
+A closed loop with so many requests in flight; every conversation's next turn comes when all others had theirs, so its
+history has left the GPU. All modes ask the same. With CUDA graphs, as one would serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.vllm import runs
+from benchmarks.vllm.engine import kv_bytes_per_token
+from benchmarks.vllm.runs import ask, console, p50, p99
+
+SHAPE = {
+    "count": 40,
+    "turns": 6,
+    "concurrency": 16,
+    "first_tokens": 4096,
+    "turn_tokens": 512,
+    "output_tokens": 128,
+    "system_tokens": 512,
+}
+TINY_SHAPE = {
+    "count": 10,
+    "turns": 3,
+    "concurrency": 3,
+    "first_tokens": 200,
+    "turn_tokens": 40,
+    "output_tokens": 8,
+    "system_tokens": 64,
+}
+GPU_TOKENS, TINY_GPU_TOKENS = 131_072, 1_024
+"""Of KV on the GPU: about a third of the working set."""
+
+
+def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> dict[str, Any]:
+    block = 32 if options.tiny else 16
+    llm: dict[str, Any] = {
+        "max_model_len": 768 if options.tiny else 16384,
+        "max_num_batched_tokens": 1024 if options.tiny else 8192,
+        "max_num_seqs": 64,
+        "block_size": block,
+        "num_gpu_blocks_override": options.gpu_tokens // block,
+        "enforce_eager": options.tiny,
+    }
+    if options.tiny:
+        llm["kv_cache_memory_bytes"] = kv_bytes_per_token(True) * options.gpu_tokens
+    else:
+        llm["gpu_memory_utilization"] = options.memory
+    shape = {name: getattr(options, name) for name in SHAPE}
+    with runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as socket:
+        with runs.engine(options, directory, mode, pool, socket, **llm) as child:
+            facts = ask(child, "facts")
+            # The engine's first steps compile and allocate; these conversations are others than those counted.
+            warm = {**shape, "count": 4, "turns": 2}
+            ask(child, "converse", **warm, seed=1)
+            ask(child, "reset")
+            return {"facts": facts, **ask(child, "converse", **shape, seed=0)}
+
+
+def show(results: dict[str, list[dict[str, Any]]]) -> None:
+    rows: list[list[object]] = []
+    for mode, found in results.items():
+        for each in found:
+            rows.append(
+                [
+                    mode,
+                    each["output_tokens"] / each["seconds"],
+                    p50(each["ttft_ms"]),
+                    p99(each["ttft_ms"]),
+                    p50(each["later_ttft_ms"]),
+                    p99(each["later_ttft_ms"]),
+                    f"{p50(each['tpot_ms']):.2f}",
+                    f"{p99(each['tpot_ms']):.2f}",
+                    f"{100 * each['cached_tokens'] / each['prompt_tokens']:.1f} %",
+                    each["seconds"],
+                ]
+            )
+    columns = ["mode", "output tok/s", "TTFT p50 ms", "p99", "later turns p50", "p99", "TPOT p50 ms", "p99"]
+    runs.table("Conversations", [*columns, "prompt cached", "seconds"], rows)
+    last = next(iter(results.values()))[-1]
+    gpu = last["facts"]["gpu_blocks"] * last["facts"]["block_size"]
+    console.print(
+        f"{last['requests']} requests, {last['prompt_tokens']:,} prompt tokens, {last['output_tokens']:,} output tokens; "
+        f"working set {last['working_set_tokens']:,} tokens, on the GPU {gpu:,}"
+    )
+
+
+def main() -> None:
+    parser = runs.arguments(__doc__)
+    for name, value in SHAPE.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help=f"{value}; tiny: {TINY_SHAPE[name]}")
+    parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU, in tokens")
+    parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of every mode, in turn")
+    options = parser.parse_args()
+    for name, value in (TINY_SHAPE if options.tiny else SHAPE).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
+    chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar"))
+    # Room for all conversations at their end, and for those that warm up.
+    longest = options.system_tokens + options.first_tokens * 3 // 2
+    longest += options.turns * (options.turn_tokens * 3 // 2 + options.output_tokens)
+    need = kv_bytes_per_token(options.tiny) * longest * (options.count + 4)
+    pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 6 << 20)
+    results: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
+        directory = options.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        for _ in range(options.repeat):
+            for mode in chosen:
+                console.print(f"{mode} ...")
+                results.setdefault(mode, []).append(run(mode, options, directory, pool))
+                runs.save(options, {"modes": results})  # a run that is cut short has something to show
+    show(results)
+
+
+if __name__ == "__main__":
+    main()

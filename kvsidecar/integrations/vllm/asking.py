@@ -1,0 +1,51 @@
+"""The scheduler's client: it asks in the namespace that the ranks store in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvsidecar.client import Client, LookupMode, LookupResult, Namespace
+from kvsidecar.client.results import NO_ANSWER
+
+
+class RankNamespaceClient:
+    """What `SchedulerSide` uses of a `Client`.
+
+    What the ranks find in their memory is part of the namespace, so they make it, and say it before or with the first
+    report that one of them is attached. The namespaces of the calls here only stand for it.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.namespace: Namespace | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._client.epoch
+
+    def connect(self, timeout: float) -> None:
+        """Begin to connect, and wait for that: the first request finds a connection then."""
+        self._client.renew(0, 1.0, timeout=timeout)
+
+    def lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        *,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease_seconds: float = 0.0,
+        timeout: float | None = None,
+    ) -> LookupResult:
+        if self.namespace is None:
+            return LookupResult(False, reason=NO_ANSWER)
+        return self._client.lookup(self.namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
+
+    def release(self, lease: int, *, timeout: float | None = None) -> bool:
+        return self._client.release(lease, timeout=timeout)
+
+    def clear(self, namespace: Namespace | None = None) -> int:
+        """0 while nothing can have been stored."""
+        return 0 if self.namespace is None else self._client.clear(self.namespace)
+
+    def close(self, timeout: float | None = None) -> bool:
+        return self._client.close(timeout)

@@ -1,0 +1,424 @@
+"""The class that vLLM loads, on both sides: it forwards to `SchedulerSide` or to `WorkerSide`.
+
+Works with vLLM 0.26 and later by what the engine has, never by its number.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
+
+from kvsidecar.client import Client, Namespace
+from kvsidecar.errors import KVSidecarError, NotExportable
+from kvsidecar.integrations.vllm import memory, ranks, register
+from kvsidecar.integrations.vllm.asking import RankNamespaceClient
+from kvsidecar.integrations.vllm.events import Events
+from kvsidecar.integrations.vllm.groups import groups_of
+from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
+from kvsidecar.integrations.vllm.namespace import namespace_of
+from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
+from kvsidecar.integrations.vllm.worker import WorkerSide
+
+try:
+    from vllm.v1.metrics import cache_hit_source
+except ImportError:  # vLLM 0.26 does not tell hits apart
+    cache_hit_source = None
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("kvsidecar.vllm")
+
+ATTACH_SECONDS = 0.5
+"""How long the engine's start waits for a registration that is under way: the first request can hit then."""
+
+
+@dataclass(frozen=True)
+class Orders(KVConnectorMetadata):  # type: ignore[misc]
+    """`StepOrders` as vLLM carries them."""
+
+    step: StepOrders
+
+
+@dataclass(frozen=True)
+class Reports(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """`RankReport` as vLLM carries it, in a step and once at the start."""
+
+    report: RankReport
+    namespaces: frozenset[Namespace]
+    """That ranks store in; said at the start and whenever a rank attaches."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
+        assert isinstance(other, Reports)
+        return Reports(self.report.merged(other.report), self.namespaces | other.namespaces)
+
+
+class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Offloads the KV cache to the daemon of this node."""
+
+    if cache_hit_source is not None:
+        _cache_hit_source = cache_hit_source.CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._export: Callable[[], ranks.RankMemory] | None = None
+        self._failed_block_ids: set[int] = set()
+        self._observed: dict[str, list[float]] = {}
+        """By histogram: what the scheduler's side has seen since it last told."""
+        self._deferred: dict[str, float] = {}
+        """By request: since when its lookup waits for an answer."""
+        self._asking: RankNamespaceClient | None = None
+        try:
+            self._groups = groups_of(kv_cache_config, vllm_config)
+        except ValueError as error:
+            self._groups = ()
+            _log.error("kvsidecar: no offload: %s", error)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._scheduler_side()
+        atexit.register(self.shutdown)
+
+    def _scheduler_side(self) -> SchedulerSide:
+        policy = self._kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            _log.warning(
+                'kvsidecar: kv_load_failure_policy is "%s": a load that fails ends its request with an error; set '
+                '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
+                policy,
+            )
+        if self._fixed_seed is None and "PYTHONHASHSEED" not in os.environ:
+            _log.warning(
+                "kvsidecar: this engine's block hashes begin with a random seed: no other engine finds its blocks, nor "
+                "does this one after a restart; set PYTHONHASHSEED to the same number for all"
+            )
+        events = self._vllm_config.kv_events_config
+        wants_events = events is not None and events.enable_kv_cache_events
+        self._asking = RankNamespaceClient(
+            self._client(f"{self._instance} scheduler", timeout=self._options.reset_timeout)
+        )
+        return SchedulerSide(
+            self._options,
+            self._namespace(layout="", facts=()),
+            self._groups,
+            self._vllm_config.parallel_config.world_size,
+            self._asking,
+            events=Events(self._groups) if wants_events else None,
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+        )
+
+    def _namespace(self, *, layout: str, facts: Sequence[str]) -> Namespace:
+        return namespace_of(
+            self._vllm_config,
+            self._groups,
+            layout=layout,
+            facts=facts,
+            fixed_seed=self._fixed_seed,
+        )
+
+    @property
+    def _fixed_seed(self) -> str | None:
+        """What block hashes begin with in every process, unless PYTHONHASHSEED says otherwise."""
+        # vLLM 0.26 has none: each engine makes its own. Later ones do so for hashes that can be made to collide.
+        fixed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+        return fixed if self._vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256") else None
+
+    def _client(self, name: str, **options: Any) -> Client:
+        return Client(
+            self._options.socket,
+            name=name,
+            step_budget=self._options.lookup_budget,
+            job_timeout=self._options.load_timeout,
+            fast_lane=self._options.fast_lane,
+            **options,
+        )
+
+    @property
+    def _instance(self) -> str:
+        # Each data-parallel replica is an instance of its own, with ranks of its own; vLLM gives each an engine_id.
+        return f"{self._options.instance} {self._kv_transfer_config.engine_id}"
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        return memory.SharedKVMemory() if current_platform.is_cpu() else None
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Of vLLM 0.26, which has a storage per layer otherwise: a copy per layer and block instead of one per block.
+        Later versions have one storage and a layout, and the engine's choice of that is left to it."""
+        return True
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        self.register_kv_caches(memory.layers_of_cross_layer(kv_cache, attn_backend, self._kv_cache_config))
+
+    def register_kv_caches(self, kv_caches: memory.KVCaches) -> None:
+        if not self._groups:
+            return
+        began = time.monotonic()
+        try:
+            self._share(kv_caches)
+        except (KVSidecarError, ValueError) as error:
+            _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
+        else:
+            _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
+
+    def _share(self, kv_caches: memory.KVCaches) -> None:
+        """Raises KVSidecarError, ValueError."""
+        try:
+            found = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
+        except NotExportable:
+            with contextlib.suppress(ValueError):
+                ranks.place_of(self._vllm_config, self._groups, None)  # the other stages wait to hear of it
+            raise
+        facts = memory.facts_of(found, self._backends())
+        place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
+        namespace = self._namespace(
+            layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
+            facts=[f"vllm {vllm.__version__}", current_platform.get_device_name(), *all_facts],
+        )
+        name = f"{self._instance} rank {place.rank}"
+        self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place)
+        worker = WorkerSide(namespace, self._instance, place, lambda: self._client(name))
+        worker.register(self._export(), memory.device_order_of(found))
+        self._worker = worker
+
+    def _backends(self) -> dict[int, set[str]]:
+        """By group: the attention backends of its layers; how they pack K and V is theirs to know."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return {
+            group.index: {
+                layers[name].get_attn_backend().get_name()
+                for name in group.layer_names
+                if hasattr(layers.get(name), "get_attn_backend")
+            }
+            for group in self._groups
+        }
+
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is None or self._export is None or self._worker.registered:
+            return
+        try:
+            # The same addresses have other memory behind them, with handles of its own.
+            self._worker.register(self._export())
+        except KVSidecarError as error:
+            _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None:
+            self._worker.flush(kv_connector_metadata.step)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.bind(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.submit_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads never belong to this step's requests."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores are of earlier steps' tokens."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.submit_stores()
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        if self._worker is not None:
+            self._worker.submit_rest()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        self._worker.poll()
+        results = self._worker.take_loads()
+        self._failed_block_ids |= results.failed_block_ids
+        return None, results.finished or None
+
+    if hasattr(base, "KVConnectorTransferResults"):
+
+        def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+            if self._worker is None:
+                return base.KVConnectorTransferResults()
+            self._worker.poll()
+            results = self._worker.take_loads()
+            return base.KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self._worker is None or (report := self._worker.take_report()) is None:
+            return None
+        return Reports(report, frozenset([self._worker.namespace] if report.attached else []))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        # A MultiConnector gives what its first child says to all: another connector's handshake is left alone.
+        if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
+            return None
+        self._worker.wait_attached(ATTACH_SECONDS)
+        report = self._worker.take_report() or RankReport()
+        return Reports(report, frozenset([self._worker.namespace]))
+
+    def shutdown(self) -> None:
+        atexit.unregister(self.shutdown)
+        self._export = None  # it holds tensors of the KV cache
+        if self._worker is not None:
+            self._worker.unregister()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+
+    # -- metrics, on both sides and in the process that serves them ----------------------------------------------
+
+    def get_kv_connector_stats(self) -> SidecarStats | None:
+        if self._worker is not None and (transfers := self._worker.take_transfers()) is not None:
+            return SidecarStats.of_transfers(*transfers)
+        if self._observed:
+            observed, self._observed = self._observed, {}
+            return SidecarStats(observed)
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SidecarStats:
+        return SidecarStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> SidecarPromMetrics:
+        return SidecarPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- scheduler ---------------------------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What is not stored is computed again."""
+        return False
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        for reports in metadata.values():
+            if isinstance(reports, Reports):
+                self._take(reports)
+        if self._asking is not None and self._asking.namespace is not None:
+            self._asking.connect(ATTACH_SECONDS)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, Reports):
+            self._take(connector_output.kv_connector_worker_meta)
+
+    def _take(self, reports: Reports) -> None:
+        if self._scheduler is None or self._asking is None:
+            return
+        report = reports.report
+        for namespace in reports.namespaces:
+            if self._asking.namespace is None:
+                self._asking.namespace = namespace
+                _log.info("kvsidecar: namespace %s", namespace)
+            elif namespace != self._asking.namespace:
+                # As if none were attached: the blocks of one rank would be loaded beside another's of another kind.
+                _log.error("kvsidecar: no offload: ranks hold KV of %s and of %s", self._asking.namespace, namespace)
+                report = replace(report, attached=dict.fromkeys(report.attached, 0))
+        self._scheduler.take_report(report)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        asked = self._scheduler.counters.lookups
+        began = time.monotonic()
+        found = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._scheduler.counters.lookups != asked:
+            self._observed.setdefault(LOOKUP_DELAY, []).append(time.monotonic() - began)
+        if found[0] is None:
+            self._deferred.setdefault(request.request_id, began)
+        elif self._deferred:
+            self._resolved(request.request_id)
+        return found
+
+    def _resolved(self, request_id: str) -> None:
+        """A lookup that vLLM was told to ask again for is answered, or not asked any more."""
+        if (since := self._deferred.pop(request_id, None)) is not None:
+            self._observed.setdefault(LOOKUP_DEFERRED, []).append(time.monotonic() - since)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return Orders(StepOrders() if self._scheduler is None else self._scheduler.build_orders(scheduler_output))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request)
+
+    def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is None:
+            return False, None
+        self._resolved(request.request_id)
+        return self._scheduler.request_finished(request)
+
+    def take_events(self) -> Iterable[Any]:
+        return () if self._scheduler is None else self._scheduler.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_push_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_block_frees()
+
+    def reset_cache(self) -> bool | None:
+        return None if self._scheduler is None else self._scheduler.reset_cache()
+
+
+# A MultiConnector finds the class of statistics by its name, in the process that serves them too. Where the package is
+# on the path only, and not installed, there is no entry point.
+register()

@@ -1,0 +1,109 @@
+"""KV cache events of vLLM, with the medium that says "host memory of this node", for routers that follow them.
+
+A block is announced when every rank has stored it, and taken back when a lookup no longer finds it: the daemon does
+not tell what it evicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.storing import GROUP_ID_BYTES, keys_of
+
+_SPEC_KINDS = {
+    Kind.FULL: "full_attention",
+    Kind.SLIDING_WINDOW: "sliding_window",
+    Kind.CHUNKED_LOCAL: "chunked_local_attention",
+    Kind.STATE: "mamba",
+}
+"""As vLLM's ``KVCacheSpecKind`` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    tokens: list[int]
+    parent: bytes | None
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: Any
+
+
+class Events:
+    """Collects what `take` gives to vLLM. Imports vLLM."""
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+        from vllm.v1.core import kv_cache_utils
+
+        self._groups = {group.index: group for group in groups}
+        self._medium, self._stored, self._removed = MEDIUM_CPU, BlockStored, BlockRemoved
+        self._external = kv_cache_utils.maybe_convert_block_hash
+        self._extra_keys = kv_cache_utils.generate_block_hash_extra_keys
+        # vLLM tags the keys that it hashes, and takes the tags off for events, since 0.32.
+        self._event_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
+        self._noted: dict[bytes, _Noted] = {}
+        self._events: list[Any] = []
+
+    def note(self, request: Any, group: Group, first: int, hashes: Sequence[bytes], keys: Iterable[bytes]) -> None:
+        """These ``keys`` of the request's blocks are going to be stored.
+
+        Args:
+            hashes: of the request's blocks from index ``first`` on, ``keys`` among them.
+        """
+        place = {key: i for i, key in enumerate(keys_of(group, hashes), first)}
+        lora = request.lora_request
+        for key in keys:
+            index = place[key]
+            start, end = index * group.block_tokens, (index + 1) * group.block_tokens
+            parent = group.hashes(request.block_hashes, index - 1, index)[0] if index else None
+            extra, _ = self._extra_keys(request, start, end, 0)
+            self._noted[key] = _Noted(
+                list(request.all_token_ids[start:end]),
+                parent,
+                lora.adapter_id if lora else None,
+                lora.name if lora else None,
+                self._event_keys([extra]) if extra else None,
+            )
+
+    def stored(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            group = self._groups[int.from_bytes(key[-GROUP_ID_BYTES:], "big")]
+            noted = self._noted.pop(key, None)
+            self._events.append(
+                self._stored(
+                    block_hashes=[self._external(key[:-GROUP_ID_BYTES])],
+                    parent_block_hash=self._external(noted.parent) if noted and noted.parent else None,
+                    token_ids=noted.tokens if noted else [],
+                    block_size=group.block_tokens,
+                    lora_id=noted.lora_id if noted else None,
+                    medium=self._medium,
+                    lora_name=noted.lora_name if noted else None,
+                    extra_keys=noted.extra_keys if noted else None,
+                    group_idx=group.index,
+                    kv_cache_spec_kind=_SPEC_KINDS[group.kind],
+                    kv_cache_spec_sliding_window=group.window if group.kind is Kind.SLIDING_WINDOW else None,
+                    locality="LOCAL",
+                )
+            )
+
+    def not_stored(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._noted.pop(key, None)
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._events.append(
+                self._removed(
+                    block_hashes=[self._external(key[:-GROUP_ID_BYTES])],
+                    medium=self._medium,
+                    group_idx=int.from_bytes(key[-GROUP_ID_BYTES:], "big"),
+                    locality="LOCAL",
+                )
+            )
+
+    def take(self) -> list[Any]:
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,186 @@
+"""The KV cache groups of an engine, as the two sides of the connector need them. Pure; knows specs by class name.
+
+vLLM's classes are told apart by the names in their MRO, because which of them exist depends on its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """What a group needs of a prefix to go on behind it."""
+
+    FULL = "full"
+    """Every block of the prefix (full attention, MLA)."""
+    SLIDING_WINDOW = "sliding_window"
+    """The blocks of the last ``window - 1`` tokens."""
+    CHUNKED_LOCAL = "chunked_local"
+    """The blocks of the last chunk of ``window`` tokens that is not over."""
+    STATE = "state"
+    """The last block alone: it holds the state behind the last token (Mamba)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV cache group that is offloaded."""
+
+    index: int
+    """vLLM's index of the group; names it to the daemon."""
+    kind: Kind
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    """Tokens per block, of all decode-context-parallel ranks together."""
+    hash_tokens: int
+    """Tokens per hash of ``request.block_hashes``. A block's hash is that of its last tokens."""
+    alignment: int
+    """Tokens; a hit ends at a multiple of it. The same for all groups: a multiple of every group's block."""
+    window: int = 0
+    """Tokens that vLLM keeps; sliding window and chunked local only."""
+    eagle: bool = False
+    """The draft head's KV of a block depends on the token behind it: a hit must be followed by one more known block."""
+    lag_tokens: int = 0
+    """The last computed tokens whose KV the draft model may still write again."""
+    mla: bool = False
+    """The KV is the same on all tensor-parallel ranks."""
+    page_bytes: int = 0
+    """Of one layer and block on one rank; of all layers, where they differ."""
+    spec: str = ""
+    """Class name of vLLM's spec."""
+
+    @property
+    def hashes_per_block(self) -> int:
+        return self.block_tokens // self.hash_tokens
+
+    def first_needed(self, tokens: int) -> int:
+        """Index of the first block that a request needs to go on behind a prefix of ``tokens`` tokens.
+
+        vLLM has null blocks before it, and caches those from it on: all of these must be loaded.
+        """
+        if self.kind is Kind.SLIDING_WINDOW:
+            return max(0, tokens - self.window + 1) // self.block_tokens
+        if self.kind is Kind.CHUNKED_LOCAL:
+            return tokens // self.window * self.window // self.block_tokens
+        if self.kind is Kind.STATE:
+            return max(0, tokens - 1) // self.block_tokens
+        return 0
+
+    def hashes(self, block_hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
+        """Hashes of the blocks ``first`` to ``end`` (not included), of a request's hashes; fewer if it has fewer."""
+        per_block = self.hashes_per_block
+        if per_block == 1:
+            return block_hashes[first:end]
+        return block_hashes[(first + 1) * per_block - 1 : end * per_block : per_block]
+
+
+_KINDS = (
+    # In this order: a class is known by the first of these names that it or a base of it has.
+    ("SinkFullAttentionSpec", None),
+    ("RSWASpec", None),
+    ("SlidingWindowSpec", Kind.SLIDING_WINDOW),
+    ("ChunkedLocalAttentionSpec", Kind.CHUNKED_LOCAL),
+    ("MambaSpec", Kind.STATE),
+    ("FullAttentionSpec", Kind.FULL),
+)
+
+
+def _resolve(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(scheduler_tokens), int(hash_tokens)
+
+
+def groups_of(
+    kv_cache_config: Any, vllm_config: Any, *, resolve: Callable[[Any, Any], tuple[int, int]] = _resolve
+) -> tuple[Group, ...]:
+    """The groups that are offloaded: all that vLLM caches prefixes of.
+
+    Args:
+        resolve: the engine's tokens per scheduler block and per hash; by default vLLM's own function.
+
+    Raises:
+        ValueError: this engine's cache cannot be offloaded; one sentence that says why.
+    """
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError("prefix caching is off: blocks have no hashes to be found by; start with prefix caching")
+    dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
+    alignment, hash_tokens = resolve(kv_cache_config, vllm_config)
+    drafts, lag_tokens = _drafts(vllm_config)
+    flagged = {i for i, each in enumerate(kv_cache_config.kv_cache_groups) if getattr(each, "is_eagle_group", False)}
+    found = []
+    for index, each in enumerate(kv_cache_config.kv_cache_groups):
+        # Scratch that vLLM itself never shares between requests, or builds again after a load.
+        if not getattr(each.kv_cache_spec, "prefix_cacheable", True) or not getattr(each, "enable_kv_transfer", True):
+            continue
+        if getattr(each, "host_resident", False):
+            raise ValueError(f"KV cache group {index} lies in host memory")
+        kind, window, mla = _kind(index, each.kv_cache_spec)
+        block_tokens = each.kv_cache_spec.block_size * (dcp if _is_sharded(each.kv_cache_spec) else 1)
+        if block_tokens % hash_tokens or alignment % block_tokens:
+            raise ValueError(
+                f"KV cache group {index} has blocks of {block_tokens} tokens, but blocks are hashed by {hash_tokens} "
+                f"and scheduled by {alignment}: use a block size or Mamba cache mode that they divide"
+            )
+        found.append(
+            Group(
+                index,
+                kind,
+                tuple(each.layer_names),
+                block_tokens,
+                hash_tokens,
+                alignment,
+                window,
+                eagle=drafts and kind is not Kind.STATE and (index in flagged or not flagged),
+                lag_tokens=lag_tokens if drafts else 0,
+                mla=mla,
+                page_bytes=each.kv_cache_spec.page_size_bytes,
+                spec=type(each.kv_cache_spec).__name__,
+            )
+        )
+    if not found:
+        raise ValueError("no KV cache group of this model caches prefixes")
+    return tuple(found)
+
+
+def _drafts(vllm_config: Any) -> tuple[bool, int]:
+    """Whether a draft model works on the target's hidden states, and how many tokens it is ahead."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return False, 0
+    uses = getattr(speculative, "use_eagle_block_drop", None) or speculative.use_eagle
+    return bool(uses()), int(getattr(speculative, "num_speculative_tokens", 1) or 1)
+
+
+def _is_sharded(spec: Any) -> bool:
+    """Whether decode-context-parallel ranks hold a part of each block's tokens."""
+    sharded = getattr(spec, "dcp_sharded", None)
+    # Before `dcp_sharded`, all attention was, and state was not.
+    return bool(sharded) if sharded is not None else "MambaSpec" not in _names(spec)
+
+
+def _kind(index: int, spec: Any) -> tuple[Kind, int, bool]:
+    """Kind, window in tokens, and whether it is MLA."""
+    layers = list(getattr(spec, "kv_cache_specs", {}).values())
+    if layers:
+        kinds = {_kind(index, each) for each in layers}
+        if len(kinds) > 1:
+            raise ValueError(f"KV cache group {index} has layers of different kinds")
+        return kinds.pop()
+    names = _names(spec)
+    kind = next((kind for name, kind in _KINDS if name in names), None)
+    if kind is None:
+        raise ValueError(f"KV cache group {index} is a {type(spec).__name__}, which this connector does not know")
+    window = 0
+    if kind is Kind.SLIDING_WINDOW:
+        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    elif kind is Kind.CHUNKED_LOCAL:
+        window = spec.attention_chunk_size
+    return kind, window, bool(names & {"MLAAttentionSpec", "SlidingWindowMLASpec"})
+
+
+def _names(spec: Any) -> set[str]:
+    return {each.__name__ for each in type(spec).__mro__}

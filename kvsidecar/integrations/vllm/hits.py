@@ -1,0 +1,68 @@
+"""The longest hit that all KV cache groups support. Pure.
+
+A request has a local prefix of ``local`` tokens, in the GPU's own cache. A hit of ``n`` tokens says that it can go on
+behind ``local + n`` tokens once the daemon's blocks are loaded. What each group needs for that: `Group.first_needed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvsidecar.integrations.vllm.groups import Group, Kind
+
+
+def limit(groups: Sequence[Group], num_tokens: int, local: int) -> int:
+    """Tokens behind ``local`` that a hit may have: aligned, and the last token is always computed."""
+    alignment = groups[0].alignment
+    return max(0, (num_tokens - 1) // alignment * alignment - local)
+
+
+def asked(group: Group, local: int, most: int) -> range:
+    """Indices of the blocks to look up for a hit of at most ``most`` tokens behind ``local``."""
+    end = (local + most) // group.block_tokens
+    return range(local // group.block_tokens, end + 1 if group.eagle else end)
+
+
+def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], local: int, most: int) -> int:
+    """Tokens of the longest hit, a multiple of the alignment; 0 for none.
+
+    Args:
+        found: by group, for each block of `asked`, whether the daemon has it; those that are missing at the end have
+            no hash yet, and are not found.
+        local: a multiple of the alignment. The GPU has what is needed to go on behind it.
+        most: as `limit` says.
+    """
+    alignment = groups[0].alignment
+    best = most // alignment * alignment
+    # By group: for each block, where the run of found blocks that it ends begins.
+    runs: dict[int, list[int]] = {}
+    for group in groups:
+        flags = found[group.index]
+        first = local // group.block_tokens
+        if group.kind is Kind.FULL:
+            run = next((i for i, flag in enumerate(flags) if not flag), len(flags))
+            ready = run - 1 if group.eagle else run
+            best = min(best, max(0, ready) * group.block_tokens // alignment * alignment)
+        else:
+            starts, start = [], 0  # the GPU has what lies before `local`
+            for i, flag in enumerate(flags):
+                if not flag:
+                    start = first + i + 1
+                starts.append(start)
+            runs[group.index] = starts
+    others = [group for group in groups if group.kind is not Kind.FULL]
+    while best > 0 and not all(_supports(group, runs[group.index], local, best) for group in others):
+        best -= alignment
+    return best
+
+
+def _supports(group: Group, starts: Sequence[int], local: int, hit: int) -> bool:
+    tokens = local + hit
+    first = local // group.block_tokens
+    last = tokens // group.block_tokens - 1
+    needed = group.first_needed(tokens)
+    if group.eagle:
+        last += 1
+    elif needed > last:
+        return True
+    return last - first < len(starts) and starts[last - first] <= needed

@@ -1,0 +1,137 @@
+"""Load jobs of the scheduler's side, and the leases that keep their blocks in the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.lookups import Lookups
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport
+from kvsidecar.integrations.vllm.storing import Known, keys_of
+
+
+@dataclass(slots=True)
+class _Load:
+    request_id: str
+    lease: int | None
+    hashes: list[tuple[Group, Sequence[bytes]]]
+    ranks: int
+    """That have not reported."""
+    failed: bool = False
+
+
+class Loads:
+    """Plans one load job for each hit that vLLM takes. A job outlives its request: ranks may still be writing.
+
+    Args:
+        hash_bytes: width of a block hash.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        hash_bytes: int,
+        world_size: int,
+        lookups: Lookups,
+        known: Known,
+        counters: Counters,
+        numbers: Iterator[int],
+    ) -> None:
+        self._groups, self._world_size = tuple(groups), world_size
+        self._nothing = bytes(hash_bytes)
+        self._lookups, self._known, self._counters, self._numbers = lookups, known, counters, numbers
+        self._planned: list[LoadJob] = []
+        self._running: dict[int, _Load] = {}
+        self._leases: list[int] = []
+        """To be released."""
+
+    @property
+    def outstanding(self) -> bool:
+        return bool(self._planned or self._running or self._leases)
+
+    def plan(self, request: Any, block_ids: Sequence[Sequence[int]], local: int, external: int, null_block: int) -> int:
+        """Load ``external`` tokens behind the first ``local`` ones into a request's blocks.
+
+        Args:
+            block_ids: by vLLM's index of the group; all of the request's.
+            null_block: stands in them where vLLM needs no block.
+
+        Returns:
+            How many blocks are loaded.
+        """
+        packed, hashes_by_group = [], []
+        for group in self._groups:
+            hashes, ids = self._blocks(group, request.block_hashes, block_ids, local, external, null_block)
+            if hashes:
+                packed.append(GroupBlocks(group.index, b"".join(hashes), np.array(ids, np.int64)))
+                hashes_by_group.append((group, hashes))
+        lease, found = self._lookups.lease({each.group: each.hashes for each in packed})
+        if any(found.get(each.group, 0) < len(each.block_ids) for each in packed):
+            # It is sent all the same: the daemon declines it, and that is what every failed load looks like.
+            self._counters.gone_loads += 1
+        number = next(self._numbers)
+        self._planned.append(LoadJob(number, request.request_id, lease, tuple(packed)))
+        self._running[number] = _Load(request.request_id, lease, hashes_by_group, self._world_size)
+        self._counters.loads += 1
+        self._counters.loaded_tokens += external
+        return sum(len(each.block_ids) for each in packed)
+
+    def _blocks(
+        self,
+        group: Group,
+        block_hashes: Sequence[bytes],
+        block_ids: Sequence[Sequence[int]],
+        local: int,
+        external: int,
+        null_block: int,
+    ) -> tuple[Sequence[bytes], Sequence[int]]:
+        """Hashes, and the blocks that these are loaded to."""
+        first, end = local // group.block_tokens, -(-(local + external) // group.block_tokens)
+        ids, hashes = block_ids[group.index][first:end], group.hashes(block_hashes, first, end)
+        whole = len(ids) == len(hashes) == end - first
+        if group.kind is not Kind.FULL:
+            # All that are not null: vLLM enters them in its cache when the load is over, needed or not.
+            needed = max(0, group.first_needed(local + external) - first)
+            whole = whole and null_block not in ids[needed:]
+            kept = [(each, block) for each, block in zip(hashes, ids, strict=False) if block != null_block]
+            hashes, ids = [each for each, _ in kept], [block for _, block in kept]
+        # Blocks without a place to go to would be wrong KV later: then ask for what nobody has, so that the load fails.
+        return (hashes, ids) if whole else ([self._nothing], [null_block])
+
+    def take_jobs(self) -> tuple[LoadJob, ...]:
+        """What is planned, for the ranks."""
+        planned, self._planned = self._planned, []
+        return tuple(planned)
+
+    def take_report(self, report: RankReport) -> list[str]:
+        """Returns the requests whose loads have failed."""
+        failed = []
+        for number, count in report.loaded.items():
+            load = self._running.get(number)
+            if load is None:
+                continue
+            load.failed |= number in report.not_loaded
+            load.ranks -= count
+            if load.ranks > 0:
+                continue
+            del self._running[number]
+            if load.lease is not None:
+                self._leases.append(load.lease)
+            if load.failed:
+                self._counters.failed_loads += 1
+                failed.append(load.request_id)
+            for group, hashes in load.hashes:
+                # Before vLLM runs the request: it does not store again what it has loaded, unless that was not there.
+                (self._known.discard if load.failed else self._known.add)(keys_of(group, hashes))
+        self.release()
+        return failed
+
+    def release(self) -> None:
+        """End the leases of loads that are over, as far as this step may wait; the next one goes on."""
+        while self._leases and self._lookups.release(self._leases[-1]):
+            self._leases.pop()

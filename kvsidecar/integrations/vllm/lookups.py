@@ -1,0 +1,189 @@
+"""The scheduler's questions to the daemon: within a budget, remembered for a moment, never an error of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
+from kvsidecar.errors import ClientError
+from kvsidecar.integrations.vllm import hits
+from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.events import Events
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.storing import Known, keys_of
+from kvsidecar.types import LookupMode, Namespace
+
+_log = logging.getLogger("kvsidecar.vllm")
+
+REFUSED = "refused"
+"""The daemon takes the question for wrong; it is logged once."""
+FRESH_SECONDS = 0.1
+"""How long an answer is good for. vLLM asks again in every step for a request that waits for room."""
+
+
+class Asked(Protocol):
+    """What is used of `kvsidecar.client.Client`."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        *,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease_seconds: float = 0.0,
+        timeout: float | None = None,
+    ) -> LookupResult: ...
+
+    def release(self, lease: int, *, timeout: float | None = None) -> bool: ...
+    def clear(self, namespace: Namespace | None = None) -> int: ...
+    def close(self, timeout: float | None = None) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Offer:
+    local: int
+    tokens: int
+    answered: float | None = None
+    waiting_since: float | None = None
+
+
+class Lookups:
+    """What the daemon has for requests. All calls of one step together wait at most ``lookup_budget`` seconds."""
+
+    def __init__(
+        self,
+        options: Options,
+        namespace: Namespace,
+        groups: Sequence[Group],
+        client: Asked,
+        known: Known,
+        counters: Counters,
+        events: Events | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._options, self._namespace, self._groups = options, namespace, groups
+        self._client, self._known, self._counters = client, known, counters
+        self._events, self._clock = events, clock
+        self._mode = LookupMode.PREFIX if all(g.kind is Kind.FULL for g in groups) else LookupMode.BITMAP
+        self._offers: dict[str, _Offer] = {}
+        self._spent = 0.0
+        self._refused = False
+
+    def new_step(self) -> None:
+        """The budget is full again."""
+        self._spent = 0.0
+
+    def forget(self, request_id: str) -> None:
+        self._offers.pop(request_id, None)
+
+    def forget_all(self) -> None:
+        self._offers.clear()
+
+    def local_tokens(self, request_id: str) -> int | None:
+        """Tokens that the request had in the GPU's own cache when `hit` was last asked for it."""
+        offer = self._offers.get(request_id)
+        return None if offer is None else offer.local
+
+    def hit(self, request: Any, local: int, epoch: int) -> int | None:
+        """Tokens behind the first ``local`` ones that can be loaded; None: not known yet.
+
+        Args:
+            epoch: of the daemon run that every rank is attached to.
+        """
+        now = self._clock()
+        offer = self._offers.get(request.request_id)
+        if offer is None or offer.local != local:
+            offer = self._offers[request.request_id] = _Offer(local, 0)
+        elif offer.answered is not None and now - offer.answered < FRESH_SECONDS:
+            return offer.tokens
+        most = hits.limit(self._groups, request.num_tokens, local)
+        hashes = {}
+        for group in self._groups:
+            blocks = hits.asked(group, local, most)
+            hashes[group.index] = group.hashes(request.block_hashes, blocks.start, blocks.stop)
+        if most <= 0 or not any(hashes.values()):
+            offer.tokens, offer.answered = 0, now
+            return 0
+        if self._spent >= self._options.lookup_budget:
+            return None  # this step has waited long enough; the next one asks
+        result = self._ask({index: b"".join(each) for index, each in hashes.items()}, self._mode)
+        if result.reason == NO_ANSWER:
+            if offer.waiting_since is None:
+                offer.waiting_since = now
+            if self._clock() - offer.waiting_since < self._options.lookup_patience:
+                return None
+        offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
+        if not result.reason and result.ready and self._client.epoch == epoch:
+            offer.tokens = self._longest(result, hashes, local, most)
+        return offer.tokens
+
+    def _longest(self, result: LookupResult, hashes: Mapping[int, Sequence[bytes]], local: int, most: int) -> int:
+        found: dict[int, Sequence[bool]] = {}
+        for group in self._groups:
+            answer = result.groups[group.index]
+            asked = hashes[group.index]
+            if self._mode is LookupMode.PREFIX:
+                found[group.index] = (True,) * answer.hits
+                missing: Sequence[bytes] = asked[answer.hits :]
+            else:
+                found[group.index] = answer.found
+                missing = [each for each, flag in zip(asked, answer.found, strict=True) if not flag]
+            if missing:
+                # The daemon evicted them, or never had them: they are stored again.
+                gone = self._known.discard(keys_of(group, missing))
+                if gone and self._events is not None:
+                    self._events.removed(gone)
+        tokens = hits.longest_hit(self._groups, found, local, most)
+        self._counters.offered_tokens += tokens
+        return tokens
+
+    def lease(self, packed: Mapping[int, bytes]) -> tuple[int | None, Mapping[int, int]]:
+        """Keep these blocks from being evicted, as far as they are there.
+
+        Returns:
+            The lease, or None; and by group, how many of the blocks are there, from the first.
+        """
+        result = self._ask(packed, LookupMode.PREFIX, self._options.lease_seconds)
+        return result.lease, {index: answer.hits for index, answer in result.groups.items()}
+
+    def release(self, lease: int) -> bool:
+        """End a lease. False: not asked, this step has waited long enough. A lease that nobody ends, ends by time."""
+        left = self._options.lookup_budget - self._spent
+        if left <= 0:
+            return False
+        began = self._clock()
+        self._client.release(lease, timeout=left)
+        self._spent += self._clock() - began
+        return True
+
+    def connect(self) -> None:
+        """A client that only looks up connects with its first question: let it be this one."""
+        self._ask({}, LookupMode.PREFIX)
+
+    def _ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float = 0.0) -> LookupResult:
+        """One question. Never raises, never waits longer than what is left of this step's budget."""
+        began = self._clock()
+        timeout = max(0.001, self._options.lookup_budget - self._spent)
+        try:
+            result = self._client.lookup(
+                self._namespace, packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout
+            )
+        except ClientError as error:
+            if not self._refused:
+                _log.error("the daemon refuses lookups, so nothing is loaded: %s", error)
+            self._refused = True
+            result = LookupResult(False, reason=REFUSED)
+        seconds = self._clock() - began
+        self._spent += seconds
+        self._counters.lookups += 1
+        self._counters.lookup_seconds += seconds
+        if result.reason in (NO_ANSWER, BREAKER_OPEN, DAEMON_LOST):
+            self._counters.unanswered_lookups += 1
+        return result

@@ -1,0 +1,83 @@
+"""What travels between the scheduler's side of the connector and the workers', once a step each way. Plain data.
+
+vLLM wraps both in its own base classes; `kvsidecar.integrations.vllm.connector` does that, so that these need no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Blocks of one KV cache group: ``hashes`` holds one hash after the other, each for one of ``block_ids``."""
+
+    group: int
+    hashes: bytes
+    block_ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Full blocks whose tokens are confirmed. The scheduler's side holds a reference on each until every rank has
+    reported the job."""
+
+    number: int
+    blocks: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """The external part of one request's hit. vLLM runs the request when every rank has reported it."""
+
+    number: int
+    request_id: str
+    lease: int | None
+    """Keeps the blocks from being evicted until it is released; None: it could not be taken."""
+    blocks: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """From the scheduler's side to every rank."""
+
+    stores: tuple[StoreJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()
+    flush: tuple[int, ...] = ()
+    """Store jobs whose blocks are not held by a reference and may be overwritten in this step: they must no longer
+    be read when the step begins."""
+    idle: bool = False
+    """Nothing is scheduled in this step: stores may use the whole link."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """From one rank, when it has something to say. `merged` joins those of one step."""
+
+    attached: Mapping[int, int] = field(default_factory=dict)
+    """By rank: the epoch of the daemon run it is attached to; 0 for none. Sent when it changes."""
+    stored: Mapping[int, int] = field(default_factory=dict)
+    """By store job: how many ranks have reported its end since the last report, whatever the outcome."""
+    not_stored: frozenset[int] = frozenset()
+    """Those that were not stored whole by some rank: their blocks may be stored again."""
+    loaded: Mapping[int, int] = field(default_factory=dict)
+    """By load job: how many ranks have reported its end. Their requests are reported to vLLM beside this."""
+    not_loaded: frozenset[int] = frozenset()
+
+    def merged(self, other: RankReport) -> RankReport:
+        def summed(mine: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:
+            return {number: mine.get(number, 0) + theirs.get(number, 0) for number in (*mine, *theirs)}
+
+        return RankReport(
+            {**self.attached, **other.attached},
+            summed(self.stored, other.stored),
+            self.not_stored | other.not_stored,
+            summed(self.loaded, other.loaded),
+            self.not_loaded | other.not_loaded,
+        )

@@ -1,0 +1,203 @@
+"""The scheduler's side of the connector: which blocks are loaded for whom, and which are stored. Knows no vLLM class.
+
+Named as vLLM's hooks, which `kvsidecar.integrations.vllm.connector` forwards. All run on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.events import Events
+from kvsidecar.integrations.vllm.groups import Group
+from kvsidecar.integrations.vllm.loads import Loads
+from kvsidecar.integrations.vllm.lookups import Asked, Lookups
+from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
+from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.resets import Reset, State
+from kvsidecar.integrations.vllm.stores import Progress, Stores
+from kvsidecar.integrations.vllm.storing import Known, Pool
+from kvsidecar.types import Namespace
+
+
+class SchedulerSide:
+    """One per engine, in its scheduler's process.
+
+    Args:
+        groups: as `groups_of` says, the same as on the workers.
+        world_size: ranks that attach and report.
+        client: only looks up; closed by `shutdown`. Its ``timeout`` is that of a reset.
+        events: collects KV cache events, if vLLM wants them.
+        step_tokens: the most that one step computes (``max_num_batched_tokens``).
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        namespace: Namespace,
+        groups: Sequence[Group],
+        world_size: int,
+        client: Asked,
+        *,
+        events: Events | None = None,
+        step_tokens: int = 8192,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = Counters()
+        self._options, self._world_size, self._client = options, world_size, client
+        self._alignment = groups[0].alignment
+        self._known, self._events = Known(), events
+        numbers = itertools.count(1)
+        self._lookups = Lookups(options, namespace, groups, client, self._known, self.counters, events, clock)
+        self._loads = Loads(
+            groups, namespace.hash_bytes, world_size, self._lookups, self._known, self.counters, numbers
+        )
+        self._stores = Stores(options, groups, world_size, self._known, self.counters, events, numbers, step_tokens)
+        self._reset = Reset(lambda: client.clear(namespace), clock=clock)
+        self._null_block = 0
+        self._ranks: dict[int, int] = {}
+        self._epoch = 0
+        """Of the daemon run that every rank is attached to; 0 while they are not."""
+        self._last_epoch = 0
+        self._requests: dict[str, Progress] = {}
+        self._failed: set[str] = set()
+        """Requests with a load that failed: they are computed, for the next load might fail as well, and so on."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether every rank is attached to the same run of the daemon."""
+        return self._epoch != 0
+
+    @property
+    def _open(self) -> bool:
+        return self._epoch != 0 and self._reset.state is State.OPEN
+
+    # -- hits ------------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens behind ``num_computed_tokens`` that can be loaded, and whether that is done beside the steps.
+
+        None: not known yet, ask again in the next step. No side effects but a memo.
+        """
+        if (
+            not self._open
+            or request.skip_reading_prefix_cache
+            or num_computed_tokens % self._alignment
+            or request.request_id in self._failed
+        ):
+            return 0, False
+        tokens = self._lookups.hit(request, num_computed_tokens, self._epoch)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM has allocated ``blocks`` for a request; those of ``num_external_tokens`` tokens are to be loaded."""
+        request_id = request.request_id
+        if request_id not in self._requests:
+            self._requests[request_id] = Progress(request)
+        local = self._lookups.local_tokens(request_id)
+        self._lookups.forget(request_id)
+        if num_external_tokens <= 0:
+            return
+        if local is None:
+            raise RuntimeError(f"vLLM loads {num_external_tokens} tokens of {request_id}, which were not offered")
+        block_ids = blocks.get_block_ids()
+        self._stores.allocated(self._loads.plan(request, block_ids, local, num_external_tokens, self._null_block))
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def build_orders(self, scheduler_output: Any) -> StepOrders:
+        """What the ranks are to do in this step."""
+        self._lookups.new_step()
+        self._loads.release()
+        if self._reset.state is not State.OPEN:
+            self._reset.step(drained=not self._jobs_outstanding, attached=self.attached)
+        if self._open:
+            self._stores.step(self._requests, scheduler_output)
+        return StepOrders(
+            self._stores.take_jobs(),
+            self._loads.take_jobs(),
+            idle=not scheduler_output.total_num_scheduled_tokens,
+        )
+
+    def take_report(self, report: RankReport) -> None:
+        """What the ranks have said since the last call."""
+        if report.attached:
+            self._take_attached(report)
+        if report.stored:
+            self._stores.take_report(report)
+        if report.loaded:
+            self._failed.update(each for each in self._loads.take_report(report) if each in self._requests)
+
+    def _take_attached(self, report: RankReport) -> None:
+        self._ranks.update(report.attached)
+        epochs = set(self._ranks.values())
+        self._epoch = epochs.pop() if len(self._ranks) == self._world_size and len(epochs) == 1 else 0
+        if not self._epoch or self._epoch == self._last_epoch:
+            return
+        # Another run of the daemon: it has nothing of what was stored, so all is stored again.
+        self._last_epoch = self._epoch
+        self._known.clear()
+        self._lookups.forget_all()
+        for progress in self._requests.values():
+            progress.done = 0
+        self._lookups.connect()
+
+    @property
+    def _jobs_outstanding(self) -> bool:
+        return self._stores.outstanding or self._loads.outstanding
+
+    def has_pending_push_work(self) -> bool:
+        """Whether there is something to tell the ranks, or to hear from them: an idle engine must go on stepping."""
+        return self._jobs_outstanding or self._reset.state in (State.DRAINING, State.CLEARING)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether GPU blocks become free soon without a preemption: those that only stores still hold."""
+        return self._stores.frees_soon()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has arrived. Nothing to do before vLLM asks for it."""
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request ends, and still has its blocks. They may be freed at once: stores hold references of their own."""
+        request_id = request.request_id
+        self._lookups.forget(request_id)
+        self._failed.discard(request_id)
+        progress = self._requests.pop(request_id, None)
+        if progress is not None and self._open:
+            self._stores.rest(progress)
+        return False, None
+
+    # -- the engine ------------------------------------------------------------------------------------------------
+
+    def bind_block_pool(self, pool: Pool) -> None:
+        """vLLM's pool of GPU blocks. Without it nothing is stored."""
+        self._null_block = pool.null_block.block_id
+        self._stores.bind(pool)
+
+    def reset_cache(self) -> bool | None:
+        """What is stored now must not be hit any more, in no engine that shares it.
+
+        False: jobs still run; the daemon is told to forget when they are over. Until then nothing is hit or stored.
+        """
+        self.counters.resets += 1
+        self._known.clear()
+        self._lookups.forget_all()
+        # Requests that run go on with KV of before the reset: it is not stored. Those that vLLM has preempted are
+        # taken up again when they get blocks.
+        self._requests.clear()
+        self._stores.drop_planned()
+        return self._reset.begin(drained=not self._jobs_outstanding, timeout=self._options.reset_timeout)
+
+    def take_events(self) -> Sequence[Any]:
+        """vLLM's KV cache events since the last call."""
+        return self._events.take() if self._events is not None else ()
+
+    def shutdown(self) -> None:
+        """Leases end with the client's connection."""
+        self._client.close()

@@ -1,0 +1,323 @@
+"""The workers' side: registration, the jobs of each step, and what became of them. Knows neither vLLM nor torch.
+
+One per worker process, used by the engine's thread alone. Nothing here waits for the daemon but `register` (which only
+starts a thread), `flush`, and the end of a registration.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvsidecar.client import DEVICE, Blocks, Client, Completion, EventRing, JobDone, Namespace, Outcome
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
+from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.types import Refusal
+
+_log = logging.getLogger("kvsidecar.vllm")
+
+FLUSH_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
+
+
+class Mark(Completion, Protocol):
+    def query(self) -> bool:
+        """Whether the work recorded before it is over."""
+
+
+class Order(Protocol):
+    """What copies are ordered by on the device; `kvsidecar.integrations.vllm.memory.DeviceOrder` is one."""
+
+    @property
+    def ring(self) -> EventRing | None: ...
+
+    def mark(self) -> Mark:
+        """An event behind everything that the engine's current stream was given so far."""
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Copies that have ended since the last call of `WorkerSide.take_transfers`, of one direction."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    """Of the DMA alone."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each job that copied something."""
+    declined: int = 0
+    """Stores for which the pool had no room."""
+
+    def add(self, done: JobDone) -> None:
+        if done.reason == Refusal.POOL_FULL:
+            self.declined += 1
+        if done.nbytes:
+            self.nbytes += done.nbytes
+            self.seconds += done.copy_seconds
+            self.sizes.append(done.nbytes)
+
+
+@dataclass(slots=True)
+class LoadResults:
+    """Requests whose loads have ended since the last call."""
+
+    finished: set[str] = field(default_factory=set)
+    """With those that failed."""
+    failed: set[str] = field(default_factory=set)
+    failed_block_ids: set[int] = field(default_factory=set)
+
+
+class WorkerSide:
+    """
+    Args:
+        namespace: the same that the scheduler's side looks up in.
+        instance: name of the engine, the same for all of its ranks and different from any other's.
+        new_client: a registration that was ended is followed by another one with a client of its own.
+    """
+
+    def __init__(self, namespace: Namespace, instance: str, place: Place, new_client: Callable[[], Client]) -> None:
+        self.namespace = namespace
+        self._instance = instance
+        self._place = place
+        self._new_client = new_client
+        self._client: Client | None = None
+        self._held: frozenset[int] = frozenset()
+        self._order: Order | None = None
+        self._told_epoch = 0
+        # Of this step, not submitted yet.
+        self._new_stores: tuple[StoreJob, ...] = ()
+        self._new_loads: tuple[LoadJob, ...] = ()
+        self._loads_after: Mark | None = None
+        # By the client's number.
+        self._stores: dict[int, StoreJob] = {}
+        self._loads: dict[int, tuple[LoadJob, int]] = {}
+        self._unsettled: list[tuple[LoadJob, int]] = []
+        # To be reported.
+        self._stored: dict[int, int] = {}
+        self._not_stored: set[int] = set()
+        self._loaded: dict[int, int] = {}
+        self._not_loaded: set[int] = set()
+        self._results = LoadResults()
+        self._store_transfers = Transfers()
+        self._load_transfers = Transfers()
+
+    # -- registration ----------------------------------------------------------------------------------------------
+
+    def register(self, memory: RankMemory, order: Order | None = None) -> None:
+        """Share this rank's memory, as soon as there is a daemon. Returns at once.
+
+        Args:
+            order: of the device, if it has one; the one of an earlier registration stays.
+        """
+        self._order = order or self._order
+        order = self._order
+        self._held = frozenset(layout.group for layout in memory.groups)
+        self._client = self._new_client()
+        self._client.attach(
+            instance=self._instance,
+            namespace=self.namespace,
+            buffers=memory.buffers,
+            groups=memory.groups,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            events=order.ring if order is not None else None,
+            retry=True,
+        )
+
+    def unregister(self) -> bool:
+        """End the registration: no copy runs after this. True: the daemon holds no mapping of the memory any more."""
+        client, self._client = self._client, None
+        if client is None:
+            return True
+        unmapped = client.close(CLOSE_SECONDS)
+        for done in client.poll():
+            self._ended(done)
+        if unmapped:
+            # Nothing can touch the blocks now, whatever the daemon did not come to say.
+            for store in self._stores.values():
+                self._store_ended(store, done=False)
+            for load, _ in (*self._loads.values(), *self._unsettled):
+                self._load_ended(load, done=False)
+            self._unsettled.clear()
+        else:
+            self._unsettled += self._loads.values()
+            _log.error(
+                "kvsidecar: the daemon has not let go of the KV cache in %g s; requests that were being loaded wait "
+                "for it to be restarted",
+                CLOSE_SECONDS,
+            )
+            for store in self._stores.values():
+                self._store_ended(store, done=False)  # a late read of the device harms nobody here
+        self._stores.clear()
+        self._loads.clear()
+        return unmapped
+
+    @property
+    def registered(self) -> bool:
+        return self._client is not None
+
+    def wait_attached(self, timeout: float) -> bool:
+        """Wait for the registration that was begun, at most ``timeout`` seconds; not while the daemon is known to be
+        away."""
+        client = self._client
+        return client is not None and (client.attached or (not client.lost_reason and client.wait_attached(timeout)))
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def flush(self, orders: StepOrders) -> None:
+        """Wait until stores whose blocks this step may overwrite no longer read them. Before the step's kernels."""
+        client = self._client
+        if not orders.flush or client is None:
+            return
+        numbers = set(orders.flush)
+        jobs = [job for job, store in self._stores.items() if store.number in numbers]
+        if jobs and (reading := client.flush(jobs, timeout=FLUSH_SECONDS, cancel=True)):
+            _log.error(
+                "kvsidecar: %d stores still read blocks that this step may overwrite after %g s",
+                len(reading),
+                FLUSH_SECONDS,
+            )
+
+    def bind(self, orders: StepOrders) -> None:
+        """The orders of this step. Before its forward pass is enqueued."""
+        self.submit_rest()
+        self._new_stores, self._new_loads = orders.stores, orders.loads
+        if self._client is None:
+            return
+        self._client.set_idle(orders.idle)
+        if orders.loads and self._order is not None:
+            # The blocks may be written by steps in flight and by this step's zeroing: the copies come after those.
+            self._loads_after = self._order.mark()
+
+    def submit_loads(self) -> None:
+        loads, self._new_loads = self._new_loads, ()
+        if not loads:
+            return
+        after, self._loads_after = self._loads_after, None
+        if after is not None and after.query():
+            after = None
+        client = self._client
+        for load in loads:
+            blocks = [_blocks(each) for each in load.blocks if each.group in self._held]
+            if client is None:
+                self._load_ended(load, done=False)
+            elif not blocks:
+                self._load_ended(load, done=True)  # other ranks hold the layers of these groups
+            else:
+                job = client.load(blocks, lease=load.lease, after=after)
+                self._loads[job] = (load, client.epoch)
+
+    def submit_stores(self) -> None:
+        """After this step's kernels are enqueued: the copies read what they, and those before them, write."""
+        stores, self._new_stores = self._new_stores, ()
+        client = self._client
+        for store in stores:
+            mine = [each for each in store.blocks if each.group in self._held and self._place.stores(each.group)]
+            if client is None:
+                self._store_ended(store, done=False)
+            elif not mine:
+                self._store_ended(store, done=True)
+            else:
+                order = self._order
+                after = None if order is None else order.mark() if order.ring is None else DEVICE
+                self._stores[client.store([_blocks(each) for each in mine], after=after)] = store
+
+    def submit_rest(self) -> None:
+        """At the end of a step: what it had no other moment for. vLLM 0.26 saves nothing in steps without a forward."""
+        if self._new_loads:
+            self.submit_loads()
+        if self._new_stores:
+            self.submit_stores()
+
+    def poll(self) -> None:
+        """See which copies have ended. Never waits."""
+        client = self._client
+        if client is None:
+            return
+        for done in client.poll():
+            self._ended(done)
+        if self._unsettled and (epoch := client.epoch):
+            # Another daemon has the socket, so the process that ran those copies has ended.
+            still = [(load, then) for load, then in self._unsettled if then == epoch]
+            for load, then in self._unsettled:
+                if then != epoch:
+                    self._load_ended(load, done=False)
+            self._unsettled = still
+
+    # -- reports ---------------------------------------------------------------------------------------------------
+
+    def take_loads(self) -> LoadResults:
+        results = self._results
+        if results.finished:
+            self._results = LoadResults()
+        return results
+
+    def take_report(self) -> RankReport | None:
+        """What the scheduler's side does not know yet; None for nothing."""
+        client = self._client
+        epoch = client.epoch if client is not None and client.attached else 0
+        if epoch == self._told_epoch and not (self._stored or self._loaded):
+            return None
+        attached = {} if epoch == self._told_epoch else {self._place.rank: epoch}
+        report = RankReport(
+            attached, self._stored, frozenset(self._not_stored), self._loaded, frozenset(self._not_loaded)
+        )
+        self._told_epoch = epoch
+        self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()
+        return report
+
+    def take_transfers(self) -> tuple[Transfers, Transfers] | None:
+        """Stores and loads; None if there were none."""
+        both = self._store_transfers, self._load_transfers
+        if not any(each.sizes or each.declined for each in both):
+            return None
+        self._store_transfers, self._load_transfers = Transfers(), Transfers()
+        return both
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _ended(self, done: JobDone) -> None:
+        if (store := self._stores.pop(done.job, None)) is not None:
+            self._store_transfers.add(done)
+            self._store_ended(store, done=done.outcome is Outcome.DONE)
+            return
+        found = self._loads.pop(done.job, None)
+        if found is None:
+            return
+        load, epoch = found
+        self._load_transfers.add(done)
+        if done.unsettled:
+            # Its blocks may still be written: reported as failed they would become another request's. So the request
+            # stays where it is until that daemon's process has ended, which also ends its copies.
+            _log.error(
+                "kvsidecar: the load of request %s failed and its copy may still run; the request waits for the daemon "
+                "to be restarted: %s",
+                load.request_id,
+                done.error,
+            )
+            self._unsettled.append((load, epoch))
+            return
+        if done.outcome is not Outcome.DONE:
+            _log.warning(
+                "kvsidecar: the load of request %s %s: %s %s", load.request_id, done.outcome, done.reason, done.error
+            )
+        self._load_ended(load, done=done.outcome is Outcome.DONE)
+
+    def _store_ended(self, store: StoreJob, *, done: bool) -> None:
+        self._stored[store.number] = 1
+        if not done:
+            self._not_stored.add(store.number)
+
+    def _load_ended(self, load: LoadJob, *, done: bool) -> None:
+        self._loaded[load.number] = 1
+        self._results.finished.add(load.request_id)
+        if not done:
+            self._not_loaded.add(load.number)
+            self._results.failed.add(load.request_id)
+            for each in load.blocks:
+                self._results.failed_block_ids.update(each.block_ids.tolist())
+
+
+def _blocks(of: GroupBlocks) -> Blocks:
+    return Blocks(of.group, of.hashes, of.block_ids)

@@ -1,0 +1,272 @@
+"""A tiny engine for the scheduler's side: a block pool that caches prefixes as vLLM's does, requests, and a daemon that
+keeps what is stored. Small, but real: every block has content, and a copy that reads or writes the wrong one is seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsidecar.client.results import GroupHits, LookupResult
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.types import LookupMode, Namespace
+
+NAMESPACE = Namespace("m", "bf16", "LBNHC", 4, 1, 1, "sha256")
+EPOCH = 7
+
+
+def full(index: int = 0, block_tokens: int = 4, **values: Any) -> Group:
+    return group(index, Kind.FULL, block_tokens, **values)
+
+
+def group(
+    index: int, kind: Kind, block_tokens: int, *, hash_tokens: int = 4, alignment: int = 4, **values: Any
+) -> Group:
+    return Group(index, kind, (f"layer.{index}",), block_tokens, hash_tokens, alignment, **values)
+
+
+def chain(tokens: Sequence[int], hash_tokens: int = 4) -> list[bytes]:
+    """Hashes of the full blocks of these tokens, each of all tokens up to its end."""
+    ends = range(hash_tokens, len(tokens) + 1, hash_tokens)
+    return [hashlib.sha256(repr(list(tokens[:end])).encode()).digest() for end in ends]
+
+
+@dataclass(eq=False)
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: bytes | None = None
+    is_null: bool = False
+    content: bytes | None = None
+
+
+class FreeQueue:
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+
+    def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
+        start = 0 if cursor is None else self.blocks.index(cursor) + 1
+        return iter(self.blocks[start:])
+
+
+class Index:
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, list[Block]] = {}
+
+    def get_one_block(self, key: bytes) -> Block | None:
+        blocks = self.blocks.get(key)
+        return blocks[0] if blocks else None
+
+
+class TinyPool:
+    """As vLLM's ``BlockPool``: block 0 is the null block; cached blocks wait in the free queue to be evicted."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_gpu_blocks = num_blocks
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.null_block = self.blocks[0]
+        self.null_block.is_null, self.null_block.ref_cnt = True, 1
+        self.free_block_queue = FreeQueue()
+        self.free_block_queue.blocks = self.blocks[1:]
+        self.cached_block_hash_to_block = Index()
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free_block_queue.blocks)
+
+    def take(self, count: int) -> list[Block]:
+        """Fresh blocks, with one reference each; what was cached in them is evicted."""
+        queue = self.free_block_queue.blocks
+        taken, self.free_block_queue.blocks = queue[:count], queue[count:]
+        for block in taken:
+            self.uncache(block)
+            block.ref_cnt, block.content = 1, None
+        return taken
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free_block_queue.blocks.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        for block in ordered_blocks:
+            assert block.ref_cnt > 0, f"block {block.block_id} is freed once too often"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                queue = self.free_block_queue.blocks
+                queue.insert(len(queue) if block.block_hash is not None else 0, block)
+
+    def cache(self, block: Block, key: bytes) -> None:
+        if block.block_hash is None:
+            block.block_hash = key
+            self.cached_block_hash_to_block.blocks.setdefault(key, []).append(block)
+
+    def uncache(self, block: Block) -> None:
+        if block.block_hash is not None:
+            self.cached_block_hash_to_block.blocks[block.block_hash].remove(block)
+            block.block_hash = None
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    all_token_ids: list[int]
+    hash_tokens: int = 4
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
+    skip_reading_prefix_cache: bool = False
+    lora_request: Any = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.block_hashes = chain(self.all_token_ids, self.hash_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def append(self, tokens: Iterable[int]) -> None:
+        self.all_token_ids += tokens
+        self.block_hashes = chain(self.all_token_ids, self.hash_tokens)
+
+
+class Allocated:
+    """As vLLM's ``KVCacheBlocks``."""
+
+    def __init__(self, *block_ids: Sequence[int]) -> None:
+        self.block_ids = tuple(list(each) for each in block_ids)
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.block_ids
+
+
+@dataclass
+class NewRequest:
+    req_id: str
+    block_ids: tuple[list[int], ...]
+
+
+@dataclass
+class CachedRequests:
+    req_ids: list[str] = field(default_factory=list)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """As vLLM's ``SchedulerOutput``."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    preempted_req_ids: set[str] | None = None
+    finished_req_ids: set[str] = field(default_factory=set)
+    scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+class TinyDaemon:
+    """The client that the scheduler's side asks, and what the daemon behind it has."""
+
+    def __init__(self) -> None:
+        self.epoch = EPOCH
+        self.blocks: dict[tuple[int, bytes], bytes] = {}
+        """Contents, by group and hash."""
+        self.leases: dict[int, dict[int, bytes]] = {}
+        self.reason = ""
+        """Set: lookups are not answered, for this reason."""
+        self.asked: list[Mapping[int, Any]] = []
+        self.cleared = 0
+        self.clear_error: Exception | None = None
+        self.closed = False
+        self._leases = 0
+
+    def put(self, group: int, hashes: Iterable[bytes]) -> None:
+        self.blocks.update({(group, each): each for each in hashes})
+
+    def lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        *,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease_seconds: float = 0.0,
+        timeout: float | None = None,
+    ) -> LookupResult:
+        assert namespace == NAMESPACE
+        assert timeout is not None
+        if groups:
+            self.asked.append(groups)
+        if self.reason:
+            return LookupResult(False, {index: GroupHits(0) for index in groups}, reason=self.reason)
+        answers = {}
+        for index, packed in groups.items():
+            assert isinstance(packed, bytes)
+            found = tuple((index, packed[i : i + 32]) in self.blocks for i in range(0, len(packed), 32))
+            if mode is LookupMode.PREFIX:
+                answers[index] = GroupHits((*found, False).index(False))
+            else:
+                answers[index] = GroupHits(sum(found), found)
+        lease = None
+        if lease_seconds:
+            self._leases += 1
+            lease = self._leases
+            self.leases[lease] = {index: bytes(packed) for index, packed in groups.items()}
+        return LookupResult(True, answers, lease, lease_seconds)
+
+    def release(self, lease: int, *, timeout: float | None = None) -> bool:
+        return self.leases.pop(lease, None) is not None
+
+    def clear(self, namespace: Namespace | None = None) -> int:
+        assert namespace == NAMESPACE
+        if self.clear_error is not None:
+            raise self.clear_error
+        self.cleared += 1
+        count = len(self.blocks)
+        self.blocks.clear()
+        return count
+
+    def close(self, timeout: float | None = None) -> bool:
+        self.closed = True
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def side(
+    groups: Sequence[Group] | None = None,
+    pool: TinyPool | None = None,
+    *,
+    world_size: int = 1,
+    daemon: TinyDaemon | None = None,
+    clock: Clock | None = None,
+    **extra: Any,
+) -> SchedulerSide:
+    """With the given pool bound, not attached yet."""
+    made = SchedulerSide(
+        Options.parse(extra),
+        NAMESPACE,
+        tuple(groups or (full(),)),
+        world_size,
+        daemon or TinyDaemon(),
+        clock=clock or Clock(),
+        step_tokens=16,
+    )
+    if pool is not None:
+        made.bind_block_pool(pool)
+    return made

@@ -1,0 +1,284 @@
+"""The class that vLLM loads, hook by hook as vLLM calls them; with vLLM's base classes, and a real daemon."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvsidecar.integrations.vllm import KVSidecarConnector, connector, ranks, register
+from kvsidecar.integrations.vllm.connector import Orders, Reports
+from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
+from kvsidecar.integrations.vllm.ranks import Place
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess
+from tests.integrations.test_worker import load, store
+
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
+BLOCKS = 8
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def vllm_config(socket: str, **changed: Any) -> Any:
+    """What is read of vLLM's configuration."""
+    extra = {"socket": socket, **changed.pop("extra", {})}
+    values = {
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="KVSidecarConnector", kv_role="kv_both", engine_id="e", kv_connector_extra_config=extra
+        ),
+        "model_config": SimpleNamespace(
+            model="org/model", dtype=torch.float32, seed=0, hf_config=SimpleNamespace(), use_mla=False
+        ),
+        "cache_config": SimpleNamespace(
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+            cache_dtype="auto",
+            block_size=16,
+            hash_block_size=None,
+            prefix_match_unit=None,
+            mamba_cache_mode="none",
+        ),
+        "parallel_config": SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        "scheduler_config": SimpleNamespace(max_num_batched_tokens=1024),
+        "compilation_config": SimpleNamespace(static_forward_context={}),
+        "kv_events_config": None,
+        "speculative_config": None,
+        "load_config": SimpleNamespace(load_format="auto"),
+    }
+    return SimpleNamespace(**{**values, **changed})
+
+
+def kv_cache_config() -> KVCacheConfig:
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), SPEC)])
+
+
+def made(role: KVConnectorRole, socket: str, **changed: Any) -> KVSidecarConnector:
+    return KVSidecarConnector(vllm_config(socket, **changed), role, kv_cache_config())
+
+
+@pytest.fixture
+def worker(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> KVSidecarConnector:
+    """Registered with memory that its own hook has made."""
+    monkeypatch.setattr(ranks, "place_of", lambda config, groups, facts: (Place(), tuple(facts or ())))
+    made_one = made(KVConnectorRole.WORKER, daemon.socket)
+    made_one.kv_caches = allocated(made_one)
+    made_one.register_kv_caches(made_one.kv_caches)
+    return made_one
+
+
+def allocated(of: KVSidecarConnector) -> dict[str, torch.Tensor]:
+    context = of.get_mem_pool_context()
+    assert context is not None
+    with context:
+        whole = torch.zeros(len(LAYERS) * BLOCKS * SPEC.page_size_bytes, dtype=torch.int8, device="cpu")
+    layers = whole.view(torch.float32).view(len(LAYERS), BLOCKS, -1)
+    return dict(zip(LAYERS, layers, strict=True))
+
+
+def step(worker: KVSidecarConnector, orders: StepOrders) -> tuple[set[str], set[str], Reports | None]:
+    """One step with vLLM's hooks. Requests that are done, those that failed, and the report."""
+    worker.handle_preemptions(Orders(orders))
+    worker.bind_connector_metadata(Orders(orders))
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    results = worker.get_transfer_results(set())
+    report = worker.build_connector_worker_meta()
+    worker.clear_connector_metadata()
+    return results.finished_recving, results.failed_recving, report
+
+
+def until(
+    worker: KVSidecarConnector, over: Callable[[RankReport], object], orders: StepOrders | None = None
+) -> RankReport:
+    """Steps, the first with these orders, until the reports together are as wanted."""
+    whole = RankReport()
+    while not over(whole):
+        report, orders = step(worker, orders or StepOrders())[2], None
+        if report is not None:
+            whole = whole.merged(report.report)
+    return whole
+
+
+def test_memory_of_the_hook_is_stored_and_loaded(worker: KVSidecarConnector) -> None:
+    handshake = worker._worker
+    assert handshake is not None
+    assert handshake.wait_attached(SECONDS)
+    handshake._client.wait_ready(SECONDS)
+    kv = worker.kv_caches
+    for i, layer in enumerate(LAYERS):
+        kv[layer].copy_(torch.arange(kv[layer].numel()).view(kv[layer].shape) + i)
+    orders = StepOrders(stores=(store(1, "a", "b", at=[1, 2]),))
+    assert not until(worker, lambda report: report.stored, orders).not_stored
+    wanted = [kv[layer][1:3].clone() for layer in LAYERS]
+    orders = StepOrders(loads=(load(2, "a", "b", at=[5, 6]),))
+    assert not until(worker, lambda report: report.loaded, orders).not_loaded
+    assert [torch.equal(kv[layer][5:7], want) for layer, want in zip(LAYERS, wanted, strict=True)] == [True, True]
+    stats = worker.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["vllm:kv_offload_load_bytes"] == 2 * len(LAYERS) * SPEC.page_size_bytes
+    worker.shutdown()
+
+
+def test_the_report_that_a_rank_is_attached_names_its_namespace(worker: KVSidecarConnector) -> None:
+    assert worker._worker is not None
+    assert worker._worker.wait_attached(SECONDS)
+    report = step(worker, StepOrders())[2]
+    assert report is not None
+    assert report.report.attached == {0: worker._worker._client.epoch}
+    assert report.namespaces == {worker._worker.namespace}
+    assert step(worker, StepOrders())[2] is None
+    worker.shutdown()
+
+
+def test_a_failed_load_is_reported_by_request_and_to_older_engines_by_block(worker: KVSidecarConnector) -> None:
+    gone = StepOrders(loads=(load(1, "never stored", at=[3], request="q"),))
+    finished, failed, _ = step(worker, gone)
+    while not finished:
+        finished, failed, _ = step(worker, StepOrders())
+    assert (finished, failed) == ({"q"}, {"q"})
+    assert worker.get_block_ids_with_load_errors() == set()
+
+    worker.bind_connector_metadata(Orders(gone))
+    worker.start_load_kv(None)
+    while worker.get_finished(set()) != (None, {"q"}):
+        pass
+    assert worker.get_block_ids_with_load_errors() == {3}
+    assert worker.get_block_ids_with_load_errors() == set(), "once"
+    worker.shutdown()
+
+
+def test_after_sleep_the_memory_is_registered_again(worker: KVSidecarConnector) -> None:
+    until(worker, lambda report: report.attached)
+    step(worker, StepOrders(stores=(store(7, "z", at=[1]),)))
+    worker.unregister_kv_caches()
+    worker.unregister_kv_caches()
+    worker.restore_kv_caches()
+    worker.restore_kv_caches()
+    assert worker._worker is not None
+    assert worker._worker.wait_attached(SECONDS)
+    worker._worker._client.wait_ready(SECONDS)
+    report = until(worker, lambda report: 1 in report.stored, StepOrders(stores=(store(1, "a", at=[1]),)))
+    assert report.stored == {7: 1, 1: 1}, "what was under way before is reported too"
+    assert 1 not in report.not_stored
+    worker.shutdown()
+
+
+def test_memory_that_cannot_be_shared_is_an_error_in_the_log_and_no_offload(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks, "place_of", lambda config, groups, facts: (Place(), tuple(facts or ())))
+    one = made(KVConnectorRole.WORKER, daemon.socket)
+    with caplog.at_level(logging.ERROR):
+        one.register_kv_caches({layer: torch.zeros(BLOCKS, SPEC.page_size_bytes // 4) for layer in LAYERS})
+        one.register_kv_caches({LAYERS[0]: torch.zeros(BLOCKS, 4)})
+    assert "shared_empty" in caplog.text
+    assert "hold 16 bytes per block" in caplog.text
+    step(one, StepOrders())
+    assert one.get_handshake_metadata() is None
+    one.shutdown()
+
+
+def test_without_prefix_caching_it_does_nothing_and_says_so(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = vllm_config(str(short_dir / "none"))
+    config.cache_config.enable_prefix_caching = False
+    for role in KVConnectorRole:
+        one = KVSidecarConnector(config, role, kv_cache_config())
+        one.register_kv_caches({})
+        assert one.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
+        assert one.build_connector_meta(SimpleNamespace()) == Orders(StepOrders())
+        assert one.request_finished_all_groups(SimpleNamespace(), ()) == (False, None)
+        assert not one.has_pending_push_work()
+        assert not one.has_pending_block_frees()
+        assert one.reset_cache() is None
+        one.shutdown()
+    assert "prefix caching" in caplog.text
+
+
+def test_a_bad_option_stops_the_start(short_dir: Path) -> None:
+    with pytest.raises(ValueError, match="no_such_option"):
+        made(KVConnectorRole.SCHEDULER, str(short_dir / "none"), extra={"no_such_option": 1})
+
+
+def test_ranks_that_hold_kv_of_different_kinds_are_not_used(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dataclasses import replace
+
+    one = made(KVConnectorRole.SCHEDULER, daemon.socket)
+    assert one._scheduler is not None
+    one.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): Reports(RankReport({0: 5}), frozenset([NAMESPACE])), (0, 1): None}
+    )
+    assert one._scheduler.attached
+    other = Reports(RankReport({0: 6}), frozenset([replace(NAMESPACE, extra="another backend")]))
+    one.update_connector_output(SimpleNamespace(kv_connector_worker_meta=other))
+    assert not one._scheduler.attached
+    assert "another backend" in caplog.text
+    one.shutdown()
+
+
+def test_the_default_policy_is_warned_of(daemon: DaemonProcess, caplog: pytest.LogCaptureFixture) -> None:
+    made(KVConnectorRole.SCHEDULER, daemon.socket).shutdown()
+    assert '"kv_load_failure_policy": "recompute"' in caplog.text
+
+
+def test_hashes_that_nobody_else_makes_are_warned_of(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = vllm_config(daemon.socket)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    KVSidecarConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config()).shutdown()
+    assert "set PYTHONHASHSEED" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    KVSidecarConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config()).shutdown()
+    assert "PYTHONHASHSEED" not in caplog.text
+
+
+def test_reports_of_ranks_are_merged() -> None:
+    one = Reports(RankReport({0: 5}, {1: 1}), frozenset([NAMESPACE]))
+    both = one.aggregate(Reports(RankReport({1: 5}, {1: 1}, frozenset([1])), frozenset([NAMESPACE])))
+    assert both == Reports(RankReport({0: 5, 1: 5}, {1: 2}, frozenset([1])), frozenset([NAMESPACE]))
+
+
+def test_it_is_a_cache_whose_hits_come_from_host_memory(short_dir: Path) -> None:
+    one = made(KVConnectorRole.SCHEDULER, str(short_dir / "none"))
+    assert not one.requires_kv_delivery
+    assert one.role is KVConnectorRole.SCHEDULER
+    sources = getattr(one, "get_external_cache_hit_sources", None)
+    if sources is not None:
+        assert {source.value: tokens for source, tokens in sources(None, 32).items()} == {"host": 32}
+    one.shutdown()
+
+
+def test_vllm_finds_it_by_module_and_by_name() -> None:
+    config = KVTransferConfig(
+        kv_connector="KVSidecarConnector",
+        kv_connector_module_path="kvsidecar.integrations.vllm",
+        kv_role="kv_both",
+    )
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class(config) is KVSidecarConnector
+    assert KVConnectorFactory.get_connector_class_by_name("KVSidecarConnector") is KVSidecarConnector
+    assert issubclass(KVSidecarConnector, base.SupportsHMA)
+    assert connector.KVSidecarConnector is KVSidecarConnector

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.hits import asked, limit, longest_hit
+from tests.integrations.engine import full, group
+
+
+def brute_force(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], local: int, most: int) -> int:
+    """For every length, from the longest: does each group have each token's block that attention reads behind it?"""
+    for hit in range(most, 0, -1):
+        if hit % groups[0].alignment == 0 and all(can_go_on(each, found[each.index], local, hit) for each in groups):
+            return hit
+    return 0
+
+
+def can_go_on(each: Group, flags: Sequence[bool], local: int, hit: int) -> bool:
+    tokens = local + hit
+    if each.kind is Kind.FULL:
+        read = set(range(tokens))
+    elif each.kind is Kind.SLIDING_WINDOW:
+        read = set(range(max(0, tokens - each.window + 1), tokens))
+    elif each.kind is Kind.CHUNKED_LOCAL:
+        read = {token for token in range(tokens) if token // each.window == tokens // each.window}
+    else:
+        read = {tokens - 1}
+    blocks = {token // each.block_tokens for token in read}
+    if each.eagle:
+        blocks.add(tokens // each.block_tokens)
+    first = local // each.block_tokens
+    return all(block < first or (block - first < len(flags) and flags[block - first]) for block in blocks)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Group], dict[int, list[bool]], int, int]:
+    alignment = draw(st.sampled_from([4, 8]))
+    groups = []
+    for index in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(Kind))
+        block_tokens = draw(st.sampled_from([each for each in (2, 4, 8) if alignment % each == 0]))
+        window = draw(st.integers(1, 20)) if kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL) else 0
+        eagle = kind in (Kind.FULL, Kind.SLIDING_WINDOW) and draw(st.booleans())
+        groups.append(group(index, kind, block_tokens, hash_tokens=2, alignment=alignment, window=window, eagle=eagle))
+    local = draw(st.integers(0, 3)) * alignment
+    num_tokens = local + draw(st.integers(1, 40))
+    most = limit(groups, num_tokens, local)
+    found = {}
+    for each in groups:
+        blocks = asked(each, local, most)
+        # A block has a hash when all of its tokens are known.
+        blocks = range(blocks.start, max(blocks.start, min(blocks.stop, num_tokens // each.block_tokens)))
+        found[each.index] = draw(st.lists(st.integers(0, 4).map(bool), min_size=len(blocks), max_size=len(blocks)))
+    return groups, found, local, most
+
+
+@given(cases())
+def test_the_hit_is_the_longest_that_brute_force_finds(
+    case: tuple[list[Group], dict[int, list[bool]], int, int],
+) -> None:
+    groups, found, local, most = case
+
+    assert longest_hit(groups, found, local, most) == brute_force(groups, found, local, most)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert limit([full()], 8, 0) == 4
+    assert limit([full()], 9, 0) == 8
+    assert limit([full()], 4, 4) == 0
+
+
+def test_a_draft_head_asks_for_one_more_block_and_drops_it() -> None:
+    eagle = full(eagle=True)
+
+    assert asked(eagle, 0, 8) == range(3)
+    assert longest_hit([eagle], {0: [True, True, True]}, 0, 8) == 8
+    assert longest_hit([eagle], {0: [True, True]}, 0, 8) == 4
+
+
+def test_a_sliding_window_needs_only_its_window_and_the_local_prefix_counts() -> None:
+    groups = [full(), group(1, Kind.SLIDING_WINDOW, 4, window=5)]
+
+    assert longest_hit(groups, {0: [True] * 4, 1: [False, False, False, True]}, 0, 16) == 16
+    assert longest_hit(groups, {0: [True] * 4, 1: [True, False, False, False]}, 4, 16) == 4
+    assert longest_hit(groups, {0: [True] * 4, 1: [False, True, True, False]}, 0, 16) == 12

@@ -1,0 +1,91 @@
+"""With vLLM's own base classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import prometheus_client
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvsidecar.integrations.vllm import stats
+from kvsidecar.integrations.vllm.stats import SidecarPromMetrics, SidecarStats
+from kvsidecar.integrations.vllm.worker import Transfers
+
+TYPES = {each: each for each in (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)}
+LABELS = ["model_name", "engine"]
+
+
+@pytest.fixture(autouse=True)
+def _no_series_left() -> Iterator[None]:
+    before = set(prometheus_client.REGISTRY._collector_to_names)
+    yield
+    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
+        prometheus_client.REGISTRY.unregister(collector)
+
+
+def prom() -> SidecarPromMetrics:
+    class Config:
+        kv_transfer_config = None
+
+    return SidecarPromMetrics(Config(), TYPES, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
+
+
+def value(name: str, engine: str = "0", **labels: str) -> float | None:
+    return prometheus_client.REGISTRY.get_sample_value(name, {"model_name": "m", "engine": engine, **labels})
+
+
+def test_ranks_and_steps_add_up() -> None:
+    one = SidecarStats.of_transfers(Transfers(10, 0.5, [4, 6]), Transfers())
+    other = SidecarStats.of_transfers(Transfers(5, 0.25, [5], declined=1), Transfers(7, 1.0, [7]))
+    both = one.aggregate(SidecarStats(other.to_dict()))
+    assert both.data == {
+        stats.STORE_BYTES: 15,
+        stats.STORE_TIME: 0.75,
+        stats.STORE_SIZE: [4, 6, 5],
+        stats.LOAD_BYTES: 7,
+        stats.LOAD_TIME: 1.0,
+        stats.LOAD_SIZE: [7],
+        stats.ALLOCATION_FAILURE: 1,
+    }
+    assert both.reduce()[f"{stats.STORE_SIZE}_count"] == 3
+    assert both.reduce()[f"{stats.STORE_SIZE}_sum"] == both.reduce()[stats.STORE_BYTES] == 15
+    assert not both.is_empty()
+    both.reset()
+    assert both.is_empty()
+
+
+def test_what_is_observed_is_served_by_engine() -> None:
+    metrics = prom()
+    metrics.observe({stats.LOAD_BYTES: 5, stats.LOAD_SIZE: [2e6, 3e6], stats.LOOKUP_DELAY: [0.001]}, 1)
+    metrics.observe({stats.LOAD_BYTES: 6}, 1)
+    assert value("vllm:kv_offload_load_bytes_total", "1") == 11
+    assert value("vllm:kv_offload_load_bytes_total", "0") is None
+    assert value("vllm:kv_offload_load_size_count", "1") == 2
+    assert value("vllm:kv_offload_lookup_sync_delay_seconds_sum", "1") == 0.001
+
+
+def test_series_that_exist_already_are_shared() -> None:
+    theirs = prometheus_client.Counter(stats.STORE_BYTES, "theirs", LABELS)
+    theirs.labels("m", "0").inc(1)
+    prom().observe({stats.STORE_BYTES: 2})
+    assert value("vllm:kv_offload_store_bytes_total") == 3
+
+
+def test_nothing_is_registered_before_another_connector_can_register_it() -> None:
+    metrics = prom()
+    prometheus_client.Counter(stats.STORE_BYTES, "theirs, made second", LABELS)
+    metrics.observe({stats.STORE_BYTES: 2})
+    assert value("vllm:kv_offload_store_bytes_total") == 2
+
+
+def test_names_help_and_buckets_are_those_of_vllms_own_offloading() -> None:
+    metrics: Any = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics")
+    theirs = metrics.get_connector_metric_definitions()
+    for name, text in stats.COUNTERS.items():
+        assert theirs[name].documentation == text
+    for name, (text, buckets) in stats.HISTOGRAMS.items():
+        assert theirs[name].documentation == text
+        assert tuple(theirs[name].buckets) == tuple(buckets)

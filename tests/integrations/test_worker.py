@@ -1,0 +1,389 @@
+"""The workers' side with a real daemon on the host device: neither vLLM nor torch is needed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, Outcome
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
+from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.integrations.vllm.worker import LoadResults, WorkerSide
+from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, hashes, layout
+
+
+class Worker:
+    """A worker with memory of its own, and the steps of an engine.
+
+    Args:
+        held: groups of which it has layers.
+    """
+
+    def __init__(
+        self, socket: str, place: Place | None = None, *, held: tuple[int, ...] = (0,), name: str = "e"
+    ) -> None:
+        self.place = place or Place()
+        self.buffer = HostBuffer(len(held) * LAYERS * NUM_BLOCKS * ROW_BYTES)
+        self.kv = np.frombuffer(self.buffer.memory, np.uint8).reshape(len(held), LAYERS, NUM_BLOCKS, ROW_BYTES)
+        self.held = held
+        self.layouts = []
+        for at, group in enumerate(held):
+            shard, num_shards = self.place.shard(group)
+            (region,) = layout().regions
+            region = replace(region, offset=at * self.kv[0].nbytes)
+            self.layouts.append(GroupLayout(group, NUM_BLOCKS, shard, num_shards, (region,)))
+        self.side = WorkerSide(NAMESPACE, name, self.place, lambda: Client(socket, timeout=SECONDS))
+        self.report = RankReport()
+        self.results = LoadResults()
+
+    def register(self, *, attached: bool = True) -> Worker:
+        self.side.register(RankMemory(self.buffer.kv_buffers(), tuple(self.layouts)))
+        if attached:
+            assert self.side.wait_attached(SECONDS)
+            client = self.side._client
+            assert client is not None
+            client.wait_ready(SECONDS)
+        return self
+
+    def step(self, *stores: StoreJob, loads: tuple[LoadJob, ...] = (), saves: bool = True) -> None:
+        """One step of the engine, in the order of vLLM's hooks."""
+        orders = StepOrders(tuple(stores), loads)
+        self.side.flush(orders)
+        self.side.bind(orders)
+        self.side.submit_loads()
+        if saves:
+            self.side.submit_stores()
+        self.side.poll()
+        results = self.side.take_loads()
+        self.results.finished |= results.finished
+        self.results.failed |= results.failed
+        self.results.failed_block_ids |= results.failed_block_ids
+        if (report := self.side.take_report()) is not None:
+            self.report = self.report.merged(report)
+        self.side.submit_rest()
+
+    def until(self, what: Callable[[Worker], object]) -> Worker:
+        """Steps with nothing to do, as of an engine that waits."""
+        deadline = time.monotonic() + SECONDS
+        while not what(self):
+            assert time.monotonic() < deadline, (self.report, self.results)
+            self.step()
+            time.sleep(0.001)
+        return self
+
+    def close(self) -> None:
+        self.side.unregister()
+        del self.kv
+        self.buffer.close()
+
+
+def blocks(*names: str, at: list[int], group: int = 0) -> tuple[GroupBlocks, ...]:
+    return (GroupBlocks(group, b"".join(hashes(*names)), np.array(at, np.int64)),)
+
+
+def store(number: int, *names: str, at: list[int], group: int = 0) -> StoreJob:
+    return StoreJob(number, blocks(*names, at=at, group=group))
+
+
+def load(number: int, *names: str, at: list[int], request: str = "r", group: int = 0) -> LoadJob:
+    return LoadJob(number, request, None, blocks(*names, at=at, group=group))
+
+
+def test_what_one_worker_stores_another_one_loads(daemon: DaemonProcess) -> None:
+    one, other = Worker(daemon.socket, name="one").register(), Worker(daemon.socket, name="two").register()
+    one.kv[...] = np.random.default_rng(0).integers(0, 256, one.kv.shape, np.uint8)
+    one.step(store(1, "a", "b", at=[2, 5]))
+    one.until(lambda w: w.report.stored)
+    assert one.report.stored == {1: 1}
+    assert not one.report.not_stored
+    other.step(loads=(load(7, "a", "b", at=[6, 1]),))
+    other.until(lambda w: w.report.loaded)
+    assert other.report.loaded == {7: 1}
+    assert not other.report.not_loaded
+    assert (other.results.finished, other.results.failed) == ({"r"}, set())
+    assert np.array_equal(other.kv[:, :, [6, 1]], one.kv[:, :, [2, 5]])
+    stores, _ = one.side.take_transfers() or pytest.fail("nothing was counted")
+    assert (stores.nbytes, stores.sizes) == (2 * LAYERS * ROW_BYTES, [2 * LAYERS * ROW_BYTES])
+    assert one.side.take_transfers() is None
+    one.close()
+    other.close()
+
+
+def test_blocks_that_are_gone_fail_the_load_and_name_request_and_blocks(daemon: DaemonProcess) -> None:
+    worker = Worker(daemon.socket).register()
+    worker.step(loads=(load(3, "never stored", at=[4], request="q"),))
+    worker.until(lambda w: w.report.loaded)
+    assert worker.report.not_loaded == {3}
+    assert (worker.results.finished, worker.results.failed, worker.results.failed_block_ids) == ({"q"}, {"q"}, {4})
+    worker.close()
+
+
+def test_without_a_daemon_registration_returns_and_jobs_end_at_once(short_dir: Path) -> None:
+    worker = Worker(str(short_dir / "nobody.sock")).register(attached=False)
+    worker.step(store(1, "a", at=[0]), loads=(load(2, "b", at=[1]),))
+    worker.until(lambda w: w.report.stored and w.report.loaded)
+    assert worker.report.not_stored == {1}
+    assert worker.report.not_loaded == {2}
+    assert worker.results.failed == {"r"}
+    assert not worker.report.attached
+    worker.close()
+
+
+def test_a_worker_that_never_registered_answers_every_job(short_dir: Path) -> None:
+    worker = Worker(str(short_dir / "nobody.sock"))
+    worker.step(store(1, "a", at=[0]), loads=(load(2, "b", at=[1]),))
+    worker.step()
+    assert (worker.report.not_stored, worker.report.not_loaded) == ({1}, {2})
+    assert worker.results.failed == {"r"}
+
+
+def test_it_says_once_to_which_daemon_it_is_attached(daemon: DaemonProcess) -> None:
+    worker = Worker(daemon.socket, Place(tp_rank=1, tp_size=2)).register()
+    worker.step()
+    client = worker.side._client
+    assert client is not None
+    assert worker.report.attached == {1: client.epoch}
+    worker.report = RankReport()
+    worker.step()
+    assert worker.report == RankReport()
+    worker.close()
+
+
+def test_a_daemon_that_dies_fails_the_loads_and_the_next_one_is_used(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as first:
+        first.wait_ready()
+        worker = Worker(first.socket).register()
+        worker.step()
+        epoch = worker.report.attached[0]
+        mark = Mark()
+        worker.side._order = Marks(mark)  # the load has not begun when the daemon dies
+        worker.step(loads=(load(1, "a", at=[0]),))
+        worker.side._order = None
+        first.process.kill()
+        worker.until(lambda w: w.report.attached == {0: 0})
+        mark.over.set()
+        worker.until(lambda w: w.report.loaded)
+        assert worker.results.failed == {"r"}
+    with DaemonProcess(short_dir) as second:
+        second.wait_ready()
+        worker.until(lambda w: w.report.attached[0] not in (0, epoch))
+        worker.step(store(2, "b", at=[3]))
+        worker.until(lambda w: 2 in w.report.stored)
+        assert 2 not in worker.report.not_stored
+        worker.close()
+
+
+def test_replicated_kv_is_stored_by_the_first_rank_and_loaded_by_all(daemon: DaemonProcess) -> None:
+    ranks = [
+        Worker(daemon.socket, Place(tp_rank=rank, tp_size=2, replicated=frozenset([0]))).register() for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.kv[...] = 7
+        rank.step(store(1, "a", at=[2]))
+    assert ranks[1].report.stored == {1: 1}, "what others store is reported at once"
+    ranks[0].until(lambda w: w.report.stored)
+    ranks[1].step(loads=(load(2, "a", at=[5]),))
+    ranks[1].kv[:, :, 5] = 0
+    ranks[1].until(lambda w: w.report.loaded)
+    assert (ranks[1].kv[:, :, 5] == 7).all()
+    for rank in ranks:
+        rank.close()
+
+
+def test_blocks_of_groups_whose_layers_other_stages_hold_are_theirs(daemon: DaemonProcess) -> None:
+    stages_of = {0: (0, 1), 1: (1,)}
+    first = Worker(daemon.socket, Place(num_stages=2, stage=0, stages_of=stages_of)).register()
+    second = Worker(daemon.socket, Place(num_stages=2, stage=1, stages_of=stages_of), held=(0, 1)).register()
+    both = StoreJob(1, blocks("a", at=[1]) + blocks("b", at=[2], group=1))
+    only = store(2, "c", at=[3], group=1)
+    for worker in (first, second):
+        worker.kv[...] = worker.place.rank + 1
+        worker.step(both, only)
+        worker.until(lambda w: len(w.report.stored) == 2)
+        assert not worker.report.not_stored
+    for worker in (first, second):
+        worker.kv[...] = 0
+        worker.step(loads=(load(3, "c", at=[4], group=1), LoadJob(4, "s", None, both.blocks)))
+        worker.until(lambda w: len(w.report.loaded) == 2)
+        assert not worker.report.not_loaded
+    assert (first.kv[0, :, 1] == 1).all()
+    assert (second.kv[1, :, 2] == 2).all()
+    assert (second.kv[1, :, 4] == 2).all()
+    first.close()
+    second.close()
+
+
+def test_stores_of_a_step_that_saves_nothing_are_made_at_its_end(daemon: DaemonProcess) -> None:
+    worker = Worker(daemon.socket).register()
+    worker.step(store(1, "a", at=[0]), saves=False)
+    worker.until(lambda w: w.report.stored)
+    assert not worker.report.not_stored
+    worker.close()
+
+
+def test_a_registration_can_be_ended_and_begun_again(daemon: DaemonProcess) -> None:
+    worker = Worker(daemon.socket).register()
+    worker.step(store(1, "a", at=[0]))
+    assert worker.side.unregister()
+    assert worker.side.unregister(), "once more does nothing"
+    worker.step()
+    assert worker.report.stored == {1: 1}, "a job that was under way is over"
+    assert worker.report.attached == {0: 0}
+    worker.register()
+    worker.step(store(2, "b", at=[1]))
+    worker.until(lambda w: 2 in w.report.stored)
+    assert 2 not in worker.report.not_stored
+    worker.close()
+
+
+class Mark:
+    """Work of the engine's stream that ends when a test says so."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def query(self) -> bool:
+        return self.over.is_set()
+
+    def synchronize(self) -> None:
+        assert self.over.wait(SECONDS)
+
+
+class Marks:
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+        self.ring = None
+
+    def mark(self) -> Mark:
+        return self._mark
+
+
+def test_a_load_comes_after_what_the_stream_was_given_before_the_step(daemon: DaemonProcess) -> None:
+    worker = Worker(daemon.socket).register()
+    worker.kv[...] = 1
+    worker.step(store(1, "a", at=[0]))
+    worker.until(lambda w: w.report.stored)
+    mark = Mark()
+    worker.side._order = Marks(mark)
+    worker.step(loads=(load(2, "a", at=[5]),))
+    worker.side._order = None
+    # A later job is over, this one is not: its copy has not begun.
+    worker.step(store(3, "b", at=[1]))
+    worker.until(lambda w: 3 in w.report.stored)
+    worker.kv[:, :, 5] = 9  # a step in flight still writes
+    assert not worker.report.loaded
+    mark.over.set()
+    worker.until(lambda w: w.report.loaded)
+    assert (worker.kv[:, :, 5] == 1).all()
+    worker.close()
+
+
+def test_a_store_comes_after_what_the_stream_was_given_before_where_events_cannot_be_shared(
+    daemon: DaemonProcess,
+) -> None:
+    worker = Worker(daemon.socket).register()
+    mark = Mark()
+    worker.side._order = Marks(mark)
+    worker.step(store(1, "a", at=[0]))
+    worker.side._order = None
+    worker.step(store(2, "b", at=[1]))
+    worker.until(lambda w: 2 in w.report.stored)
+    worker.kv[:, :, 0] = 4  # the kernels that write the block end
+    assert 1 not in worker.report.stored
+    mark.over.set()
+    worker.until(lambda w: 1 in w.report.stored)
+    worker.step(loads=(load(3, "a", at=[5]),))
+    worker.until(lambda w: w.report.loaded)
+    assert (worker.kv[:, :, 5] == 4).all()
+    worker.close()
+
+
+class StubClient:
+    """A client whose jobs end as a test says."""
+
+    attached = True
+    epoch = 5
+    lost_reason = ""
+
+    def __init__(self) -> None:
+        self.ended: list[JobDone] = []
+        self.jobs = 0
+        self.flushed: list[list[int]] = []
+        self.unmapped = True
+
+    def attach(self, **_: object) -> None: ...
+
+    def set_idle(self, idle: bool) -> None: ...
+
+    def store(self, *_: object, **__: object) -> int:
+        self.jobs += 1
+        return self.jobs
+
+    load = store
+
+    def poll(self) -> list[JobDone]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def flush(self, jobs: list[int], **_: object) -> frozenset[int]:
+        self.flushed.append(jobs)
+        return frozenset()
+
+    def close(self, timeout: float) -> bool:
+        return self.unmapped
+
+
+def stubbed() -> tuple[Worker, StubClient]:
+    worker, stub = Worker("unused"), StubClient()
+    worker.side._new_client = lambda: stub  # type: ignore[assignment, return-value]
+    return worker.register(attached=False), stub
+
+
+def test_a_load_that_may_still_write_is_not_reported_until_its_daemon_is_gone() -> None:
+    worker, client = stubbed()
+    worker.step(loads=(load(1, "a", at=[0]),))
+    client.ended = [JobDone(1, Outcome.FAILED, "copy_failed", unsettled=True)]
+    worker.step()
+    client.epoch = 0
+    worker.step()
+    assert not worker.report.loaded
+    assert not worker.results.finished
+    client.epoch = 6
+    worker.step()
+    worker.step()
+    assert worker.report.not_loaded == {1}
+    assert worker.results.failed == {"r"}
+
+
+def test_the_end_of_a_registration_that_may_still_write_reports_loads_when_its_daemon_is_gone() -> None:
+    worker, client = stubbed()
+    worker.step(store(1, "a", at=[0]), loads=(load(2, "a", at=[0]),))
+    client.unmapped = False
+    assert not worker.side.unregister()
+    worker.step()
+    assert worker.report.not_stored == {1}
+    worker.register(attached=False)
+    worker.step()
+    assert not worker.report.loaded
+    assert not worker.results.finished
+    client.epoch = 6
+    worker.step()
+    worker.step()
+    assert worker.report.not_loaded == {2}
+    assert worker.results.failed == {"r"}
+
+
+def test_a_flush_waits_for_the_stores_it_names_alone() -> None:
+    worker, client = stubbed()
+    worker.step(store(11, "a", at=[0]), store(12, "b", at=[1]), store(13, "c", at=[2]))
+    worker.side.flush(StepOrders(flush=(13, 11)))
+    assert client.flushed == [[1, 3]]
+    worker.side.flush(StepOrders())
+    worker.side.flush(StepOrders(flush=(99,)))
+    assert len(client.flushed) == 1

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+import pytest
+
+from tests.harness import DaemonProcess
+from tests.vllm import models
+from tests.vllm.engine import ENVIRONMENT, EngineProcess, Prompt
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    os.environ.update(ENVIRONMENT)
+
+TIMEOUT = 240
+"""Seconds a test may take: an engine of several processes starts in 40 on an idle machine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
+            # vLLM's own; what this project warns of is held by the other tests.
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with one KV cache group."""
+    return models.save("full", tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with several KV cache groups."""
+    return models.save("hybrid", tmp_path_factory.getbasetemp())
+
+
+POOL = ("--pool-size", "6MiB")
+"""About 120 blocks of the model with one group, and below the 8 MiB that an ordinary user may lock."""
+
+
+@pytest.fixture
+def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(short_dir, *POOL) as process:
+        yield process.wait_ready()
+
+
+Truth = Callable[..., list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="session")
+def _oracle(model: str) -> Iterator[EngineProcess]:
+    with EngineProcess(model, enable_prefix_caching=False) as process:
+        yield process
+
+
+@pytest.fixture
+def truth(_oracle: EngineProcess) -> Truth:
+    """The tokens that an engine without a connector and without a prefix cache gives, one prompt at a time."""
+
+    def ask(*prompts: Prompt, tokens: int = 8) -> list[tuple[int, ...]]:
+        _oracle.wait_started()
+        return [_oracle.generate(each, tokens=tokens)[0].tokens for each in prompts]
+
+    return ask

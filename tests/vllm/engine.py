@@ -1,0 +1,356 @@
+"""One vLLM engine, in this process (`Engine`) or in one of its own that a test can kill (`EngineProcess`)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from tests.harness import SECONDS, DaemonProcess, environment
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",  # two threads spin for each other on a busy machine: seconds instead of a tenth
+    "TORCHDYNAMO_DISABLE": "1",  # else a helper is compiled at the first forward: up to half a minute
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""What an engine needs offline, on two cores. It must be set before torch is imported."""
+
+START = 180.0
+"""Seconds within which an engine process has started, on a busy machine."""
+
+MODULE = "kvsidecar.integrations.vllm"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and a salt that keeps its KV cache apart from other requests'."""
+
+    ids: tuple[int, ...]
+    salt: str | None = None
+
+    def __add__(self, other: Sequence[int]) -> Prompt:
+        return Prompt((*self.ids, *other), self.salt)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the engine said to one prompt."""
+
+    tokens: tuple[int, ...]
+    cached: int
+    """Tokens of the prompt that were not computed, from the engine's own cache or the daemon's."""
+    finish: str | None
+
+
+def prompt(name: object, length: int, salt: str | None = None) -> Prompt:
+    """Random token ids, the same for the same name."""
+    numbers = random.Random(repr(name))
+    return Prompt(tuple(numbers.randrange(2, 1000) for _ in range(length)), salt)
+
+
+def kvsidecar(socket: str, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
+    """The engine's KV transfer configuration with this project's connector."""
+    # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
+    defaults = {"socket": socket, "lookup_budget": SECONDS}
+    return {
+        "kv_connector": "KVSidecarConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {**defaults, **extra},
+    }
+
+
+class Engine:
+    """In this process: only one at a time, since the workers' side of a connector is one per process.
+
+    Args:
+        model: path of the model.
+        transfer: the KV transfer configuration; None for no connector.
+        options: of ``vllm.LLM``.
+    """
+
+    def __init__(self, model: str, transfer: dict[str, Any] | None = None, **options: Any) -> None:
+        from vllm import LLM
+
+        defaults: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 16 << 20,
+            "seed": 0,
+            "disable_log_stats": False,
+        }
+        self.llm = LLM(model=model, kv_transfer_config=transfer, **{**defaults, **options})
+        self.engine = self.llm.llm_engine
+        self._names = iter(range(1 << 30))
+
+    # -- in this process only
+
+    @property
+    def scheduler(self) -> Any:
+        return self.engine.engine_core.engine_core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's side."""
+        return self.scheduler.connector
+
+    @property
+    def runner(self) -> Any:
+        """The worker's model runner; it has the KV cache of each layer in ``kv_caches``."""
+        return self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(self, prompt: Prompt, tokens: int = 8) -> str:
+        """Add a request without running it."""
+        return str(self.engine.add_request(f"r{next(self._names)}", _input(prompt), _sampling(tokens)))
+
+    def step(self) -> list[Any]:
+        return list(self.engine.step())
+
+    def step_until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
+            self.step()
+
+    def run(self) -> dict[str, Answer]:
+        """Step until every added request has ended."""
+        answers: dict[str, Answer] = {}
+        deadline = time.monotonic() + SECONDS
+        while self.engine.has_unfinished_requests():
+            assert time.monotonic() < deadline, "a request does not end"
+            answers.update((output.request_id, _answer(output)) for output in self.step() if output.finished)
+        return answers
+
+    # -- the same in both
+
+    def generate(self, *prompts: Prompt, tokens: int = 8) -> list[Answer]:
+        """Run these prompts together."""
+        outputs = self.llm.generate([_input(each) for each in prompts], _sampling(tokens), use_tqdm=False)
+        return [_answer(output) for output in outputs]
+
+    def drain(self) -> None:
+        """Step until the engine has nothing to do any more: all it stores is stored, all it holds given back."""
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            self.step_until(lambda: not self.scheduler.has_requests(), "an idle engine")
+
+    def reset(self, connector: bool = False) -> bool:
+        """Forget the engine's own cache (and the daemon's)."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's own metrics, by name, summed over labels."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            value = getattr(metric, "value", getattr(metric, "sum", None))
+            if value is not None:
+                found[metric.name] = found.get(metric.name, 0.0) + value
+        return found
+
+    def shutdown(self) -> None:
+        self.engine.engine_core.shutdown()
+        del self.llm, self.engine
+        gc.collect()
+
+
+def join(engine: Engine | EngineProcess, daemon: DaemonProcess) -> Prompt:
+    """Wait until the engine stores into this daemon. Returns the throw-away prompt that was stored in the end."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        before = blocks(daemon)
+        thrown_away = prompt(time.monotonic_ns(), 33)
+        engine.generate(thrown_away, tokens=1)
+        engine.drain()
+        if blocks(daemon) > before:
+            return thrown_away
+        assert time.monotonic() < deadline, f"the engine does not use the daemon: {daemon.get('/status')[1]}"
+        time.sleep(0.01)  # nothing announces that an engine would now store
+
+
+def rejoin(engine: Engine | EngineProcess, daemon: DaemonProcess) -> None:
+    """`join`, and wait until it also hits: the scheduler's client finds a new daemon on its own, as the workers' does."""
+    stored = join(engine, daemon)
+    deadline = time.monotonic() + SECONDS
+    while True:
+        if engine.reset():  # refused while a store still reads a block
+            (answer,) = engine.generate(stored, tokens=1)
+            engine.drain()
+            if answer.cached:
+                return
+        assert time.monotonic() < deadline, f"the engine hits nothing: {daemon.get('/status')[1]}"
+        time.sleep(0.01)
+
+
+def blocks(daemon: DaemonProcess) -> int:
+    """Blocks that can be looked up."""
+    return int(daemon.get("/status")[1]["pool"]["blocks"])
+
+
+def _input(prompt: Prompt) -> Any:
+    from vllm.inputs import TokensPrompt
+
+    salted = {"cache_salt": prompt.salt} if prompt.salt is not None else {}
+    return TokensPrompt(prompt_token_ids=list(prompt.ids), **salted)
+
+
+def _sampling(tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def _answer(output: Any) -> Answer:
+    (only,) = output.outputs
+    return Answer(tuple(only.token_ids), output.num_cached_tokens or 0, only.finish_reason)
+
+
+class EngineProcess:
+    """`Engine` in a process group of its own, with the same methods; a test may kill it at any instant.
+
+    Args:
+        variables: environment variables, such as ``VLLM_ENABLE_V1_MULTIPROCESSING``.
+        others: as for `Engine`.
+    """
+
+    def __init__(
+        self, model: str, transfer: dict[str, Any] | None = None, variables: dict[str, str] | None = None, **options: Any
+    ) -> None:
+        command = [sys.executable, "-m", "tests.vllm.engine", json.dumps([model, transfer, options])]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(**{**ENVIRONMENT, **(variables or {})}),
+            start_new_session=True,
+        )
+        self._replies: SimpleQueue[str | None] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._started = False
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(_REPLY):  # engines print, too
+                self._replies.put(line.removeprefix(_REPLY))
+        self._replies.put(None)
+
+    def _reply(self, timeout: float) -> Any:
+        reply = self._replies.get(timeout=timeout)
+        assert reply is not None, "the engine process ended"
+        return json.loads(reply)
+
+    def wait_started(self) -> EngineProcess:
+        """Constructing does not wait, so that several start at the same time."""
+        if not self._started:
+            assert self._reply(START) == "started"
+            self._started = True
+        return self
+
+    def _call(self, method: str, *arguments: Any, timeout: float = SECONDS, **options: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([method, arguments, options]) + "\n")
+        self.process.stdin.flush()
+        return self._reply(timeout)
+
+    def generate(self, *prompts: Prompt, tokens: int = 8) -> list[Answer]:
+        replies = self._call("generate", *map(asdict, prompts), tokens=tokens)
+        return [Answer(tuple(each["tokens"]), each["cached"], each["finish"]) for each in replies]
+
+    def send_generate(self, *prompts: Prompt, tokens: int) -> None:
+        """Ask and do not wait: for one that will be killed while it runs."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(["generate", [asdict(each) for each in prompts], {"tokens": tokens}]) + "\n")
+        self.process.stdin.flush()
+
+    def drain(self) -> None:
+        self._call("drain")
+
+    def reset(self, connector: bool = False) -> bool:
+        return bool(self._call("reset", connector=connector))
+
+    def counters(self) -> dict[str, float]:
+        return dict(self._call("counters"))
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and to all processes it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(SECONDS)
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._reader.join(SECONDS)
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):  # what was written and never read
+                stream.close()
+
+
+_REPLY = "tests.vllm.engine: "
+
+
+@contextlib.contextmanager
+def running(model: str, transfer: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+    """An `Engine` that is shut down, also when the test fails."""
+    engine = Engine(model, transfer, **options)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def _serve() -> None:
+    """Commands on stdin, one JSON line each; replies on stdout."""
+
+    def reply(value: Any) -> None:
+        print(_REPLY + json.dumps(value), flush=True)
+
+    model, transfer, options = json.loads(sys.argv[1])
+    engine = Engine(model, transfer, **options)
+    reply("started")
+    for line in sys.stdin:
+        method, arguments, options = json.loads(line)
+        if method == "generate":
+            prompts = [Prompt(tuple(each["ids"]), each["salt"]) for each in arguments]
+            reply([asdict(answer) for answer in engine.generate(*prompts, **options)])
+        else:
+            reply(getattr(engine, method)(*arguments, **options))
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,64 @@
+"""Tiny models with random weights. They are large enough that wrong KV changes the next tokens, which a test holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+BLOCK = 32
+"""Tokens in a block: the CPU's attention is fast for multiples of 32 only."""
+
+VOCABULARY = 1024
+WINDOW = 2 * BLOCK
+"""Of the sliding layers of `hybrid`."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def save(name: str, directory: Path) -> str:
+    """Write the model of this name into the directory, unless it is there, and return its path."""
+    path = directory / name
+    if not path.exists():
+        import torch
+
+        torch.manual_seed(0)
+        _MODELS[name]().save_pretrained(path)
+    return str(path)
+
+
+def _full() -> Any:
+    """Three layers of full attention: one KV cache group."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_COMMON, hidden_size=128, intermediate_size=256, num_hidden_layers=3))
+
+
+def _hybrid() -> Any:
+    """Four layers with a sliding window and two without: several KV cache groups, which overlay the same bytes."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **_COMMON,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=len(layers),
+            layer_types=layers,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=32,
+        )
+    )
+
+
+_MODELS = {"full": _full, "hybrid": _hybrid}

@@ -1,0 +1,206 @@
+"""Whatever goes wrong beside the engine, it goes on, gives the right tokens, and uses the daemon again when it can."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.client import Client
+from tests.harness import SECONDS, DaemonProcess
+from tests.vllm.conftest import POOL, Truth
+from tests.vllm.engine import Engine, join, kvsidecar, prompt, rejoin, running
+
+LONG = prompt("long", 700)
+WHOLE = 672
+
+
+def wrong(directory: Path, rules: str) -> DaemonProcess:
+    """A daemon in which things go wrong as these failpoints say."""
+    return DaemonProcess(directory, *POOL, KVSIDECAR_FAILPOINTS=rules).wait_ready()
+
+
+def second_job(point: str) -> str:
+    """The copies of the daemon's own self-test at its start pass the points in the worker's thread."""
+    return f"{point}@{SELF_TEST.get(point, 0)}"
+
+
+SELF_TEST = {"store.in_flight": 2, "load.in_flight": 2}
+
+
+def ask_again(engine: Engine) -> None:
+    """Store the long prompt and forget it, so that the next request for it must load."""
+    engine.generate(LONG)
+    engine.drain()
+    assert engine.reset()
+
+
+def failed_loads(daemon: DaemonProcess) -> int:
+    return int(daemon.metric('kvsidecar_jobs_total{direction="load",outcome="failed"}'))
+
+
+def works(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
+    """The engine uses this daemon: another prompt is stored, loaded, and right."""
+    rejoin(engine, daemon)
+    other = prompt(("works", daemon.process.pid), 200)
+    engine.generate(other)
+    engine.drain()
+    assert engine.reset()
+    (hit,) = engine.generate(other)
+    assert hit.cached == 192
+    assert [hit.tokens] == truth(other)
+
+
+@pytest.mark.parametrize("point", ["load.before_copy", "load.in_flight"])
+def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, truth: Truth, point: str) -> None:
+    """The request is computed instead; a daemon started in its place is used."""
+    with wrong(short_dir, f"{second_job(point)}=kill") as first:
+        with running(model, kvsidecar(first.socket)) as engine:
+            join(engine, first)
+            ask_again(engine)
+            assert first.process.poll() is None
+            (answer,) = engine.generate(LONG)
+            assert first.process.wait(SECONDS) == -signal.SIGKILL
+            assert [answer.tokens] == truth(LONG)
+            (alone,) = engine.generate(prompt("alone", 100))
+            assert [alone.tokens] == truth(prompt("alone", 100))
+            engine.drain()
+            with DaemonProcess(short_dir, *POOL) as next_one:
+                works(engine, next_one.wait_ready(), truth)
+                # It has nothing of what the first one had, so that is stored again.
+                ask_again(engine)
+                (hit,) = engine.generate(LONG)
+                assert hit.cached == WHOLE
+                assert [hit.tokens] == truth(LONG)
+
+
+@pytest.mark.parametrize("point", ["store.before_copy", "store.in_flight", "store.before_seal"])
+def test_a_daemon_killed_during_a_store(model: str, short_dir: Path, truth: Truth, point: str) -> None:
+    number = SELF_TEST.get(point, 0) + 1  # the first one lets the engine join
+    with wrong(short_dir, f"{point}@{number}=kill") as first, running(model, kvsidecar(first.socket)) as engine:
+        join(engine, first)
+        (answer,) = engine.generate(LONG, tokens=40)
+        assert first.process.wait(SECONDS) == -signal.SIGKILL
+        assert [answer.tokens] == truth(LONG, tokens=40)
+        engine.drain()
+        assert engine.reset()  # the blocks of the store that never ended are given back
+        with DaemonProcess(short_dir, *POOL) as next_one:
+            works(engine, next_one.wait_ready(), truth)
+
+
+def test_an_engine_starts_without_a_daemon_and_uses_one_that_comes(
+    model: str, short_dir: Path, truth: Truth, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(model, kvsidecar(str(short_dir / "kvs.sock"))) as engine:
+        (answer,) = engine.generate(LONG)
+        assert [answer.tokens] == truth(LONG)
+        engine.drain()
+        assert engine.reset()
+        with DaemonProcess(short_dir, *POOL) as daemon:
+            works(engine, daemon.wait_ready(), truth)
+
+
+def test_an_engine_joins_while_the_pool_is_still_being_pinned(model: str, short_dir: Path, truth: Truth) -> None:
+    """And does not wait for it: it serves meanwhile."""
+    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(6)") as daemon:
+        with running(model, kvsidecar(daemon.socket)) as engine:
+            (answer,) = engine.generate(prompt("early", 100))
+            assert [answer.tokens] == truth(prompt("early", 100))
+            daemon.wait_ready()
+            works(engine, daemon, truth)
+
+
+def test_a_failed_load_is_computed_instead(model: str, short_dir: Path, truth: Truth) -> None:
+    with wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon:
+        with running(model, kvsidecar(daemon.socket)) as engine:
+            join(engine, daemon)
+            ask_again(engine)
+            together = [LONG, prompt("other", 100)]
+            answers = engine.generate(*together)
+            assert failed_loads(daemon) == 1
+            assert [each.tokens for each in answers] == truth(*together)
+            engine.drain()
+            assert daemon.get("/status")[1]["pool"]["leases"] == 0
+            assert engine.reset()
+            (hit,) = engine.generate(LONG)
+            assert hit.cached == WHOLE
+            assert [hit.tokens] == truth(LONG)
+
+
+def test_policy_fail_ends_the_request_and_not_the_engine(model: str, short_dir: Path, truth: Truth) -> None:
+    with wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon:
+        with running(model, kvsidecar(daemon.socket, policy="fail")) as engine:
+            join(engine, daemon)
+            ask_again(engine)
+            (answer,) = engine.generate(LONG)
+            assert failed_loads(daemon) == 1
+            assert (answer.finish, answer.tokens) == ("error", ())
+            engine.drain()
+            (hit,) = engine.generate(LONG)
+            assert [hit.tokens] == truth(LONG)
+
+
+def test_a_block_that_is_gone_when_it_is_loaded_is_computed(
+    model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the lookup and the load the namespace is cleared: the leases of a hit cannot help against that."""
+    load = Client.load
+
+    def load_too_late(self: Client, *arguments: object, **options: object) -> int:
+        with daemon.client() as operator:
+            operator.clear()
+        return load(self, *arguments, **options)  # type: ignore[arg-type]
+
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        ask_again(engine)
+        with monkeypatch.context() as patched:
+            patched.setattr(Client, "load", load_too_late)
+            (answer,) = engine.generate(LONG)
+        assert [answer.tokens] == truth(LONG)
+        works(engine, daemon, truth)
+
+
+def test_a_daemon_that_hangs_delays_a_request_and_no_more(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    transfer = kvsidecar(daemon.socket, lookup_budget="5ms", lookup_patience="100ms")
+    with running(model, transfer) as engine:
+        join(engine, daemon)
+        ask_again(engine)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            (answer,) = engine.generate(LONG)
+            took = time.monotonic() - began
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        assert [answer.tokens] == truth(LONG)
+        assert took < SECONDS
+        engine.drain()
+        works(engine, daemon, truth)
+
+
+def test_a_request_aborted_during_its_load_frees_its_blocks_when_the_load_is_over(
+    model: str, short_dir: Path, truth: Truth
+) -> None:
+    with wrong(short_dir, "load.before_copy@0=delay(1)") as daemon, running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        ask_again(engine)
+        free = engine.free_blocks
+        name = engine.add(LONG)
+        engine.step_until(lambda: daemon.get("/status")[1]["jobs"]["running"] or _loading(engine), "a load")
+        engine.engine.abort_request([name])
+        engine.step()
+        assert engine.free_blocks < free, "blocks that are still written to"
+        engine.drain()
+        engine.step_until(lambda: engine.free_blocks == free, "all blocks free")
+        assert daemon.get("/status")[1]["pool"]["leases"] == 0
+        assert engine.reset()
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        assert [hit.tokens] == truth(LONG)
+
+
+def _loading(engine: Engine) -> bool:
+    return any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in engine.scheduler.requests.values())

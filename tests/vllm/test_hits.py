@@ -1,0 +1,197 @@
+"""What the daemon gives back is what the engine computed: the tokens are those of a run without the connector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvsidecar.client import Blocks, Client
+from tests.harness import DaemonProcess
+from tests.vllm.conftest import Truth
+from tests.vllm.engine import blocks, join, kvsidecar, prompt, running
+from tests.vllm.models import BLOCK
+
+LONG = prompt("long", 700)
+WHOLE = 672
+"""Tokens in the full blocks of `LONG`."""
+
+
+def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
+    model: str, daemon: DaemonProcess, truth: Truth
+) -> None:
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        (cold,) = engine.generate(LONG)
+        engine.drain()
+        assert engine.reset()
+        (hit,) = engine.generate(LONG)
+        assert (cold.cached, hit.cached) == (0, WHOLE)
+        assert [cold.tokens] == [hit.tokens] == truth(LONG)
+        counters = engine.counters()
+        assert counters["vllm:external_prefix_cache_hits"] == WHOLE
+        assert counters["vllm:kv_offload_load_bytes"] == daemon.get("/status")[1]["jobs"]["loaded_bytes"] > 0
+        assert counters["vllm:kv_offload_store_bytes"] == daemon.get("/status")[1]["jobs"]["stored_bytes"] > 0
+
+
+def test_wrong_kv_gives_other_tokens(
+    model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without this, equal tokens would prove nothing."""
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        layers = engine.runner.kv_caches
+        store = Client.store
+
+        def store_zeros(self: Client, groups: list[Blocks], **options: Any) -> int:
+            for group in groups:
+                for layer in layers:
+                    layer[group.block_ids] = 0
+            return store(self, groups, **options)
+
+        monkeypatch.setattr(Client, "store", store_zeros)
+        engine.generate(LONG)
+        engine.drain()
+        assert engine.reset()
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        assert [hit.tokens] != truth(LONG)
+
+
+def test_local_and_external_hits_of_a_batch_add_up(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    """Each with its own prefix of the same tokens, some blocks still in the engine's own cache, some not."""
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(LONG)
+        engine.drain()
+        assert engine.reset()
+        short = prompt("long", 300)
+        other = prompt("long", 500) + [3] * 150
+        assert short.ids == LONG.ids[:300]
+        assert [each.cached for each in engine.generate(short)] == [288]
+        answers = engine.generate(LONG, other, prompt("new", 100))
+        assert [each.cached for each in answers] == [WHOLE, 480, 0]
+        assert [each.tokens for each in answers] == truth(LONG, other, prompt("new", 100))
+
+
+def test_the_last_token_of_a_prompt_is_always_computed(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    aligned = prompt("aligned", 8 * BLOCK)
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(aligned, tokens=4)
+        engine.drain()
+        assert engine.reset()
+        (hit,) = engine.generate(aligned, tokens=4)
+        assert hit.cached == 7 * BLOCK
+        assert [hit.tokens] == truth(aligned, tokens=4)
+
+
+def test_a_conversation_hits_what_the_engine_wrote_itself(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    """Decoded tokens are stored as soon as they are confirmed, not only prompts."""
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        first = prompt("turn", 100)
+        (answer,) = engine.generate(first, tokens=100)
+        engine.drain()
+        assert engine.reset()
+        second = first + answer.tokens + prompt("turn 2", 20).ids
+        (hit,) = engine.generate(second)
+        # 199 of the 200 tokens have KV: the last one was sampled and never an input.
+        assert hit.cached == 6 * BLOCK
+        assert [hit.tokens] == truth(second)
+
+
+def test_prompt_only_stores_no_decoded_tokens(model: str, daemon: DaemonProcess) -> None:
+    with running(model, kvsidecar(daemon.socket, store_prompt_only=True)) as engine:
+        join(engine, daemon)
+        before = blocks(daemon)
+        engine.generate(prompt("turn", 100), tokens=100)
+        engine.drain()
+        assert blocks(daemon) - before == 3
+
+
+def test_another_salt_hits_nothing(model: str, daemon: DaemonProcess) -> None:
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(prompt("salted", 300, "mine"))
+        engine.drain()
+        for salt, cached in (("yours", 0), (None, 0), ("mine", 288)):
+            assert engine.reset()
+            (answer,) = engine.generate(prompt("salted", 300, salt))
+            assert answer.cached == cached, salt
+
+
+def test_stored_blocks_are_not_stored_again(model: str, daemon: DaemonProcess) -> None:
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(LONG)
+        engine.drain()
+        stored = daemon.get("/status")[1]["jobs"]["stores_done"]
+        assert engine.reset()
+        for _ in range(3):
+            engine.generate(LONG)
+            engine.drain()
+        assert daemon.get("/status")[1]["jobs"]["stores_done"] == stored
+
+
+def test_reset_with_the_connector_forgets_the_daemon_s_blocks(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(LONG)
+        engine.drain()
+        assert engine.reset(connector=True)
+        assert blocks(daemon) == 0
+        (cold,) = engine.generate(LONG)
+        assert cold.cached == 0
+        engine.drain()
+        assert engine.reset()
+        (hit,) = engine.generate(LONG)  # it stores and hits again after that
+        assert hit.cached == WHOLE
+        assert [hit.tokens] == truth(LONG)
+
+
+def test_an_idle_engine_holds_nothing(model: str, daemon: DaemonProcess) -> None:
+    """Neither GPU blocks of stores, nor leases, nor work that would keep it awake."""
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        assert engine.reset()
+        free = engine.free_blocks
+        for _ in range(2):
+            engine.generate(LONG, prompt("other", 200))
+            engine.drain()
+            assert engine.reset()  # refused while a block is referenced
+        assert engine.free_blocks == free
+        assert not engine.connector.has_pending_push_work()
+        assert daemon.get("/status")[1]["pool"]["leases"] == 0
+
+
+def test_a_second_engine_hits_what_the_first_stored(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    """An engine's restart: nothing is pinned or computed again."""
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(LONG)
+        engine.drain()
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        assert [hit.tokens] == truth(LONG)
+
+
+def test_an_engine_with_other_kv_hits_nothing(model: str, daemon: DaemonProcess) -> None:
+    """Same model, same prompt, other bytes: the namespace keeps them apart."""
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(LONG)
+        engine.drain()
+    with running(model, kvsidecar(daemon.socket), dtype="bfloat16") as engine:
+        join(engine, daemon)
+        assert engine.generate(LONG)[0].cached == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"), [({"sokcet": "/x"}, "socket"), ({"store_mode": "sometimes"}, "store_mode")]
+)
+def test_a_bad_option_stops_the_start_and_is_named(model: str, extra: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence), running(model, kvsidecar("/nowhere", **extra)):
+        pass

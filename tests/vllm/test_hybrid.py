@@ -1,0 +1,116 @@
+"""Several KV cache groups: full attention and a sliding window, whose old blocks are null."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SECONDS, DaemonProcess
+from tests.vllm.conftest import POOL
+from tests.vllm.engine import Answer, Prompt, blocks, join, kvsidecar, prompt, running
+from tests.vllm.models import BLOCK
+
+LONG = prompt("long", 700)
+WHOLE = 672
+PROMPTS = {
+    "long": LONG,
+    "prefix": prompt("long", 500) + [3] * 150,
+    "short": prompt("short", BLOCK + 5),  # less than a window
+    "new": prompt("new", 100),
+}
+
+
+@pytest.fixture(scope="module")
+def right(hybrid: str) -> dict[str, tuple[int, ...]]:
+    """The tokens without a connector and without a prefix cache."""
+    with running(hybrid, enable_prefix_caching=False) as engine:
+        assert len(engine.scheduler.kv_cache_config.kv_cache_groups) > 1, "the model has one group only"
+        return {name: engine.generate(each)[0].tokens for name, each in PROMPTS.items()}
+
+
+def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
+    return [each.tokens for each in answers]
+
+
+def test_external_hits_of_all_groups_give_the_right_tokens(
+    hybrid: str, daemon: DaemonProcess, right: dict[str, tuple[int, ...]]
+) -> None:
+    with running(hybrid, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        assert tokens(engine.generate(LONG)) == [right["long"]]
+        engine.generate(PROMPTS["short"])
+        engine.drain()
+        assert engine.reset()
+        answers = engine.generate(*PROMPTS.values())
+        assert [each.cached for each in answers][0::2] == [WHOLE, BLOCK]
+        assert tokens(answers) == list(right.values())
+        engine.drain()
+        free = engine.free_blocks
+        assert engine.reset()
+        assert engine.free_blocks == free
+        assert daemon.get("/status")[1]["pool"]["leases"] == 0
+
+
+def test_a_restarted_engine_hits(hybrid: str, daemon: DaemonProcess, right: dict[str, tuple[int, ...]]) -> None:
+    for cached in (0, WHOLE):
+        with running(hybrid, kvsidecar(daemon.socket)) as engine:
+            join(engine, daemon)
+            (answer,) = engine.generate(LONG)
+            assert (answer.cached, answer.tokens) == (cached, right["long"])
+            engine.drain()
+
+
+@pytest.mark.parametrize("rule", ["load.before_copy@0=raise(planned)", "load.before_copy@0=kill", "load.in_flight@2=kill"])
+def test_a_load_that_fails_is_computed_instead(
+    hybrid: str, short_dir: Path, right: dict[str, tuple[int, ...]], rule: str
+) -> None:
+    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=rule) as daemon:
+        daemon.wait_ready()
+        with running(hybrid, kvsidecar(daemon.socket)) as engine:
+            join(engine, daemon)
+            engine.generate(LONG)
+            engine.drain()
+            assert engine.reset()
+            assert daemon.process.poll() is None
+            answers = engine.generate(LONG, PROMPTS["new"])
+            assert tokens(answers) == [right["long"], right["new"]]
+            engine.drain()
+            assert engine.reset()
+            if "kill" in rule:
+                assert daemon.process.wait(SECONDS) == -signal.SIGKILL
+            else:
+                assert daemon.metric('kvsidecar_jobs_total{direction="load",outcome="failed"}') == 1
+            (again,) = engine.generate(LONG)
+            assert (again.cached, again.tokens) == (0 if "kill" in rule else WHOLE, right["long"])
+
+
+def test_preempted_requests_continue_from_what_the_daemon_holds(hybrid: str, daemon: DaemonProcess) -> None:
+    prompts: list[Prompt] = [prompt(f"preempted {i}", 100) for i in range(6)]
+    with running(hybrid, enable_prefix_caching=False) as engine:
+        expected = tokens(engine.generate(*prompts, tokens=150))
+    transfer = kvsidecar(daemon.socket)
+    with running(hybrid, transfer, num_gpu_blocks_override=48, max_model_len=448) as engine:
+        join(engine, daemon)
+        answers = engine.generate(*prompts, tokens=150)
+        assert engine.counters()["vllm:num_preemptions"] > 0
+        assert tokens(answers) == expected
+        engine.drain()
+        assert engine.reset()
+
+
+def test_lazy_mode_stores_every_group(hybrid: str, daemon: DaemonProcess) -> None:
+    prompts = [prompt(f"lazy {i}", 200) for i in range(8)]
+    with running(hybrid, enable_prefix_caching=False) as engine:
+        expected = tokens([engine.generate(each)[0] for each in prompts])
+    transfer = kvsidecar(daemon.socket, store_mode="lazy")
+    with running(hybrid, transfer, num_gpu_blocks_override=48, max_model_len=448) as engine:
+        for _ in range(3):
+            answers = []
+            for each in prompts:
+                answers += engine.generate(each)
+                engine.drain()
+            assert tokens(answers) == expected
+        assert blocks(daemon) > 0
+        assert engine.counters()["vllm:external_prefix_cache_hits"] > 0

@@ -1,0 +1,91 @@
+"""Too little memory for what runs: preempted requests, evicted blocks, lazy stores. The tokens stay the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.harness import DaemonProcess
+from tests.vllm.conftest import Truth
+from tests.vllm.engine import blocks, join, kvsidecar, prompt, running
+from tests.vllm.models import BLOCK
+
+
+def test_preempted_requests_continue_from_what_the_daemon_holds(
+    model: str, daemon: DaemonProcess, truth: Truth
+) -> None:
+    """Six requests that need 60 blocks with decoding, on 24."""
+    prompts = [prompt(f"preempted {i}", 100) for i in range(6)]
+    transfer = kvsidecar(daemon.socket)
+    with running(model, transfer, num_gpu_blocks_override=24, max_model_len=512) as engine:
+        join(engine, daemon)
+        answers = engine.generate(*prompts, tokens=200)
+        assert engine.counters()["vllm:num_preemptions"] > 0
+        assert daemon.get("/status")[1]["jobs"]["loads_done"] > 0
+        assert [each.tokens for each in answers] == truth(*prompts, tokens=200)
+        engine.drain()
+        assert engine.reset()  # and no block is held for ever
+
+
+def test_lazy_mode_stores_what_the_engine_is_about_to_evict(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    transfer = kvsidecar(daemon.socket, store_mode="lazy")
+    prompts = [prompt(f"lazy {i}", 200) for i in range(12)]
+    with running(model, transfer, num_gpu_blocks_override=24, max_model_len=512) as engine:
+        for _ in range(2):
+            for each in prompts:  # 72 full blocks, one after the other
+                engine.generate(each)
+                engine.drain()
+        counters = engine.counters()
+        assert counters["vllm:external_prefix_cache_hits"] > 0
+        answers = [engine.generate(each)[0] for each in prompts]
+        assert sum(each.cached for each in answers) > 0
+        assert [each.tokens for each in answers] == truth(*prompts)
+        engine.drain()
+        assert engine.reset()
+
+
+def test_lazy_mode_does_not_store_what_fits(model: str, daemon: DaemonProcess) -> None:
+    with running(model, kvsidecar(daemon.socket, store_mode="lazy", lazy_watermark=100)) as engine:
+        for i in range(5):
+            engine.generate(prompt(f"fits {i}", 200))
+            engine.drain()
+        assert blocks(daemon) == 0
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_conversations_on_too_little_memory_everywhere(
+    model: str, short_dir: Path, truth: Truth, mode: str
+) -> None:
+    """Turns of eight conversations with shared beginnings, in batches of random size: more than the engine's 40 blocks
+    hold, more than the daemon's 42. Preemption, eviction on both sides, partial hits and stores that find no room."""
+    numbers = random.Random(mode)
+    system = prompt("system", 3 * BLOCK + 5)
+    talks = [system + prompt(f"talk {i}", numbers.randrange(20, 120)).ids for i in range(8)]
+    asked, given = [], []
+    with DaemonProcess(short_dir, "--pool-size", "2MiB") as daemon:
+        daemon.wait_ready()
+        transfer = kvsidecar(daemon.socket, store_mode=mode)
+        with running(model, transfer, num_gpu_blocks_override=40, max_model_len=640) as engine:
+            if mode == "eager":
+                join(engine, daemon)
+            for turn in range(5):
+                order = numbers.sample(range(len(talks)), len(talks))
+                while order:
+                    batch = [order.pop() for _ in range(min(len(order), numbers.randrange(1, 6)))]
+                    answers = engine.generate(*(talks[i] for i in batch), tokens=24)
+                    for i, answer in zip(batch, answers, strict=True):
+                        asked.append(talks[i])
+                        given.append(answer.tokens)
+                        talks[i] = talks[i] + answer.tokens + prompt((turn, i), numbers.randrange(5, 40)).ids
+                    if numbers.random() < 0.3:
+                        engine.drain()
+                        assert engine.reset()
+            engine.drain()
+            assert engine.counters()["vllm:external_prefix_cache_hits"] > 0
+            assert engine.reset()
+        status = daemon.get("/status")[1]
+        assert status["pool"]["leases"] == 0
+        assert daemon.metric("kvsidecar_evicted_blocks_total") > 0
+    assert given == truth(*asked, tokens=24)

@@ -1,0 +1,91 @@
+"""Engines of several processes, and several engines: tensor parallel ranks, sharing, and SIGKILL."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.harness import SECONDS, DaemonProcess
+from tests.vllm.conftest import POOL, Truth
+from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
+
+LONG = prompt("long", 700)
+WHOLE = 672
+
+
+def until(condition: object, what: str) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_two_engines_share_one_cache_and_one_outlives_the_other(
+    model: str, daemon: DaemonProcess, truth: Truth
+) -> None:
+    transfer = kvsidecar(daemon.socket)
+    with EngineProcess(model, transfer) as other:
+        with running(model, transfer) as engine:
+            other.wait_started()
+            join(engine, daemon)
+            join(other, daemon)
+            assert len(daemon.get("/status")[1]["ranks"]) == 2
+
+            mine, theirs = prompt("mine", 300), prompt("theirs", 300)
+            engine.generate(mine)
+            other.generate(theirs)
+            engine.drain()
+            other.drain()
+            (hit_theirs,), (hit_mine,) = engine.generate(theirs), other.generate(mine)
+            assert (hit_theirs.cached, hit_mine.cached) == (288, 288)
+            assert [hit_theirs.tokens, hit_mine.tokens] == truth(theirs, mine)
+
+            other.generate(LONG)
+            other.drain()
+            before = blocks(daemon)
+            cut = [prompt(f"cut {i}", 300) for i in range(3)]
+            other.send_generate(*cut, tokens=200)
+            until(lambda: blocks(daemon) > before, "the other engine stores")
+            other.kill()
+            (hit,) = engine.generate(LONG)
+            assert hit.cached == WHOLE
+            until(lambda: len(daemon.get("/status")[1]["ranks"]) == 1, "the dead engine is detached")
+            # What it stored until then is whole, as far as it goes.
+            answers = engine.generate(*cut)
+            assert sum(each.cached for each in answers) > 0
+            assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
+
+
+def test_tensor_parallel_ranks_store_and_load_their_shards(
+    model: str, short_dir: Path, truth: Truth
+) -> None:
+    """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with DaemonProcess(short_dir, *POOL) as daemon:
+        daemon.wait_ready()
+        transfer = kvsidecar(daemon.socket)
+        with EngineProcess(model, transfer, variables, tensor_parallel_size=2) as engine:
+            engine.wait_started()
+            _stores_and_hits(engine, daemon, truth)
+            assert len(daemon.get("/status")[1]["ranks"]) == 2
+            daemon.process.kill()
+            daemon.process.wait(SECONDS)
+            other = prompt("alone", 300)
+            (alone,) = engine.generate(other)
+            assert [alone.tokens] == truth(other)
+            assert engine.reset()
+            with DaemonProcess(short_dir, *POOL) as next_one:
+                _stores_and_hits(engine, next_one.wait_ready(), truth)
+
+
+def _stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
+    rejoin(engine, daemon)
+    before = blocks(daemon)
+    (cold,) = engine.generate(LONG)
+    until(lambda: blocks(daemon) >= before + WHOLE // 32, "an idle engine stores all")
+    until(engine.reset, "no block is held")
+    (hit,) = engine.generate(LONG)
+    assert (cold.cached, hit.cached) == (0, WHOLE)
+    assert [cold.tokens] == [hit.tokens] == truth(LONG)
+    until(engine.reset, "no block is held")
