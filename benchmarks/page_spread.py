@@ -1,10 +1,10 @@
 """Small rows in little and in much GPU memory, own and imported: how the pages under them change a pitched copy.
 
-    python benchmarks/page_spread.py
+    python -m benchmarks.page_spread
 
 Random blocks of 160 rows of 4 KiB, one pitched copy a block, no daemon. Each row of a block lies in another page as
-soon as a row of all blocks fills one. ``own``: memory of this process. ``whole pages``, ``as is``: of another process, which
-exports an allocation of a multiple of 2 MiB, or of just the bytes. GB/s, store / load, median of three.
+soon as a row of all blocks fills one. ``own``: memory of this process. ``whole pages`` and ``as is``: of another
+process, which exports an allocation of a multiple of 2 MiB, or of just the bytes. GB/s, store / load, median of five.
 """
 
 from __future__ import annotations
