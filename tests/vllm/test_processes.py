@@ -88,4 +88,9 @@ def _stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth)
     (hit,) = engine.generate(LONG)
     assert (cold.cached, hit.cached) == (0, WHOLE)
     assert [cold.tokens] == [hit.tokens] == truth(LONG)
+    # Attention does not see in which order the blocks behind it lie: a part of them shows that each holds its own.
+    part = prompt("long", 300) + [3] * 10
+    (local,) = engine.generate(part)
+    assert local.cached == 288
+    assert [local.tokens] == truth(part)
     until(engine.reset, "no block is held")
