@@ -163,7 +163,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0, help="of a prompt (8192; tiny: 512)")
     parser.add_argument("--prompts", type=int, default=0, help="that are counted (20; tiny: 4)")
     parser.add_argument("--checked", type=int, default=3, help="prompts whose tokens are compared")
-    parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for an engine; half for each of two")
+    parser.add_argument(
+        "--memory", type=float, default=0.7, help="share of the GPU's memory for an engine; half for each of two"
+    )
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs instead of eager mode")
     options = parser.parse_args()
     options.tokens = options.tokens or (512 if options.tiny else 8192)
@@ -171,7 +173,9 @@ def main() -> None:
     chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else runs.MODES)
     # Room for all that is ever stored: the prompts twice, and some.
     per_prompt = kv_bytes_per_token(options.tiny) * options.tokens
-    pool = runs.pool_bytes(options, 2 * per_prompt * (2 * options.prompts + options.checked + 16) // (1 << 21) * (1 << 21))
+    pool = runs.pool_bytes(
+        options, 2 * per_prompt * (2 * options.prompts + options.checked + 16) // (1 << 21) * (1 << 21)
+    )
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
         directory = options.logs or Path(temporary)

@@ -97,7 +97,9 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
 def main() -> None:
     parser = runs.arguments(__doc__)
     for name, value in SHAPE.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help=f"{value}; tiny: {TINY_SHAPE[name]}")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=None, help=f"{value}; tiny: {TINY_SHAPE[name]}"
+        )
     parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU, in tokens")
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
     parser.add_argument("--repeat", type=int, default=1, help="runs of every mode, in turn")

@@ -66,7 +66,9 @@ def test_a_restarted_engine_hits(hybrid: str, daemon: DaemonProcess, right: dict
             engine.drain()
 
 
-@pytest.mark.parametrize("rule", ["load.before_copy@0=raise(planned)", "load.before_copy@0=kill", "load.in_flight@2=kill"])
+@pytest.mark.parametrize(
+    "rule", ["load.before_copy@0=raise(planned)", "load.before_copy@0=kill", "load.in_flight@2=kill"]
+)
 def test_a_load_that_fails_is_computed_instead(
     hybrid: str, short_dir: Path, right: dict[str, tuple[int, ...]], rule: str
 ) -> None:

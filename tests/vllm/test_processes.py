@@ -57,9 +57,7 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
             assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
 
 
-def test_tensor_parallel_ranks_store_and_load_their_shards(
-    model: str, short_dir: Path, truth: Truth
-) -> None:
+def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
     """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with DaemonProcess(short_dir, *POOL) as daemon:
