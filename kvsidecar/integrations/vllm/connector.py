@@ -190,6 +190,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _share(self, kv_caches: memory.KVCaches) -> None:
         """Raises KVSidecarError, ValueError."""
+        if current_platform.is_cpu() and not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
+            raise NotExportable(
+                "this vLLM does not let a connector make the memory of its KV cache, and what it makes itself on the "
+                "CPU cannot be shared: use a later version"
+            )
         try:
             found = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
         except NotExportable:
