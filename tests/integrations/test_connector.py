@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvsidecar.integrations.vllm import KVSidecarConnector, connector, ranks, register
-from kvsidecar.integrations.vllm.connector import Orders, Reports
+from kvsidecar.integrations.vllm.carriers import Orders, Reports
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.ranks import Place
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess
