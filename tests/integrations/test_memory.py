@@ -142,6 +142,11 @@ def test_blocks_outermost_are_one_piece_each() -> None:
     assert (region.num_rows, region.row_bytes, region.block_stride) == (1, 3 * PAGE, 3 * PAGE)
 
 
+def test_whole_blocks_may_begin_inside_a_storage() -> None:
+    whole = filled(BLOCKS + 1, 2, HEADS, TOKENS, CONTENT)[1:]
+    check_each_block({"a": whole[:, 0], "b": whole[:, 1]}, configured("ab"), [whole])
+
+
 def test_blocks_outermost_with_heads_around_layers_are_one_piece_each() -> None:
     whole = filled(BLOCKS, HEADS, 3, TOKENS, CONTENT)
     layers = {name: whole[:, :, i] for i, name in enumerate("abc")}

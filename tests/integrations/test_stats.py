@@ -40,7 +40,7 @@ def value(name: str, engine: str = "0", **labels: str) -> float | None:
 def test_ranks_and_steps_add_up() -> None:
     one = SidecarStats.of_transfers(Transfers(10, 0.5, [4, 6]), Transfers())
     other = SidecarStats.of_transfers(Transfers(5, 0.25, [5], declined=1), Transfers(7, 1.0, [7]))
-    both = one.aggregate(SidecarStats(other.to_dict()))
+    both = one.aggregate(SidecarStats(other.data))
     assert both.data == {
         stats.STORE_BYTES: 15,
         stats.STORE_TIME: 0.75,

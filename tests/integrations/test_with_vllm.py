@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,8 +83,10 @@ class Engine:
             kv_transfer_config=object(),
             speculative_config=SimpleNamespace(use_eagle=lambda: True, num_speculative_tokens=1) if eagle else None,
         )
-        self.groups: tuple[Group, ...] = groups_of(self.config, vllm_config)
         self.block_tokens, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(self.config, vllm_config)
+        if any(spec.block_size % hash_tokens for spec in specs):
+            pytest.skip("this version of vLLM does not cache prefixes of these block sizes")
+        self.groups: tuple[Group, ...] = groups_of(self.config, vllm_config)
         known = inspect.signature(KVCacheManager).parameters
         values = {
             "max_model_len": 4096,
@@ -134,6 +137,8 @@ class Engine:
 
     def compute(self, request: Any, chunk: int) -> None:
         """Compute the whole prompt in chunks, without a hit, and let the request finish."""
+        if any(group.kind is Kind.STATE for group in self.groups):
+            chunk = chunk // 32 * 32  # as vLLM's scheduler does for states
         self.manager.new_step_starts()
         while request.num_computed_tokens < request.num_tokens:
             count = min(chunk, request.num_tokens - request.num_computed_tokens)
@@ -151,7 +156,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("eagle", [False, True], ids=["", "eagle"])
-@pytest.mark.parametrize("chunk", [64, 1000])
+@pytest.mark.parametrize("chunk", [48, 1000])
 @pytest.mark.parametrize("name", MODELS)
 def test_another_engine_hits_what_this_ones_gpu_would_hit_and_loads_all_that_vllm_then_caches(
     name: str, chunk: int, eagle: bool
@@ -160,10 +165,10 @@ def test_another_engine_hits_what_this_ones_gpu_would_hit_and_loads_all_that_vll
         pytest.skip("vLLM does not run this")
     daemon = TinyDaemon()
     first = Engine(MODELS[name], daemon, eagle=eagle)
-    tokens = list(range(330))
+    tokens = list(range(345))
     first.compute(first.request("a", tokens), chunk)
 
-    for length in (330, 320, 321, 257, 256, 100, 33, 32, 16):
+    for length in (345, 330, 320, 321, 257, 256, 100, 33, 32, 16):
         prompt = tokens[:length]
         other = Engine(MODELS[name], daemon, eagle=eagle)
         asks, has = other.request("b", prompt), first.request("c", prompt)
@@ -171,9 +176,8 @@ def test_another_engine_hits_what_this_ones_gpu_would_hit_and_loads_all_that_vll
         blocks, local = other.local(asks)
         assert local == 0
         external, is_async = other.side.get_num_new_matched_tokens(asks, 0)
-        # With one group alone vLLM drops the block before the last token though the one behind it is known.
-        more = 16 if eagle and len(other.groups) == 1 and length % 16 == 0 and length > 16 else 0
-        assert external == expected + more, f"of {length} tokens"
+        # vLLM drops the block before the last token, in some cases though the one behind it is known.
+        assert external - expected in ((0, other.block_tokens) if eagle else (0,)), f"of {length} tokens"
         assert is_async == (external > 0)
         if not external:
             continue
@@ -206,10 +210,31 @@ def test_another_engine_hits_what_this_ones_gpu_would_hit_and_loads_all_that_vll
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_with_blocks_missing_the_hit_is_still_vllms_own(name: str) -> None:
+    """vLLM's own longest hit is the oracle: what the daemon loses, the first engine's GPU loses too."""
+    chance = random.Random(name)
+    tokens = list(range(345))
+    lengths = set()
+    for _ in range(40):
+        daemon = TinyDaemon()
+        first, other = (Engine(MODELS[name], daemon) for _ in range(2))
+        first.compute(first.request("a", tokens), 48)
+        pool = first.manager.block_pool
+        for block in list(pool.blocks):
+            if block.block_hash is not None and chance.random() < 0.07:
+                daemon.blocks.pop((kv_cache_utils.get_group_id(block.block_hash), block.block_hash[:-4]), None)
+                pool.evict_blocks({block.block_id})
+        external, _ = other.side.get_num_new_matched_tokens(other.request("b", tokens), 0)
+        assert external == first.local(first.request("c", tokens))[1]
+        lengths.add(external)
+    assert len(lengths) > 3
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_hit_goes_on_behind_a_local_prefix(name: str) -> None:
     daemon = TinyDaemon()
     first, other = (Engine(MODELS[name], daemon) for _ in range(2))
-    tokens = list(range(330))
+    tokens = list(range(345))
     first.compute(first.request("a", tokens), 64)
     daemon_had = dict(daemon.blocks)
     other.compute(other.request("b", tokens[:128] + [7] * 20), 64)

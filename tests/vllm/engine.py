@@ -241,7 +241,11 @@ class EngineProcess:
     """
 
     def __init__(
-        self, model: str, transfer: dict[str, Any] | None = None, variables: dict[str, str] | None = None, **options: Any
+        self,
+        model: str,
+        transfer: dict[str, Any] | None = None,
+        variables: dict[str, str] | None = None,
+        **options: Any,
     ) -> None:
         command = [sys.executable, "-m", "tests.vllm.engine", json.dumps([model, transfer, options])]
         self.process = subprocess.Popen(
@@ -289,7 +293,9 @@ class EngineProcess:
     def send_generate(self, *prompts: Prompt, tokens: int) -> None:
         """Ask and do not wait: for one that will be killed while it runs."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(["generate", [asdict(each) for each in prompts], {"tokens": tokens}]) + "\n")
+        self.process.stdin.write(
+            json.dumps(["generate", [asdict(each) for each in prompts], {"tokens": tokens}]) + "\n"
+        )
         self.process.stdin.flush()
 
     def drain(self) -> None:

@@ -28,6 +28,11 @@ def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
         (hit,) = engine.generate(LONG)
         assert (cold.cached, hit.cached) == (0, WHOLE)
         assert [cold.tokens] == [hit.tokens] == truth(LONG)
+        # Attention does not see in which order the blocks behind it lie: a part of them shows that each holds its own.
+        part = prompt("long", 300) + [3] * 10
+        (local,) = engine.generate(part)
+        assert local.cached == 288
+        assert [local.tokens] == truth(part)
         counters = engine.counters()
         assert counters["vllm:external_prefix_cache_hits"] == WHOLE
         assert counters["vllm:kv_offload_load_bytes"] == daemon.get("/status")[1]["jobs"]["loaded_bytes"] > 0

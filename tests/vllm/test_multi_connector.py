@@ -25,9 +25,7 @@ def _by_name() -> None:
         KVConnectorFactory.register_connector("SecondConnector", "tests.vllm.second", "SecondConnector")
 
 
-def test_all_children_store_and_the_first_with_a_hit_loads(
-    model: str, daemon: DaemonProcess, truth: Truth
-) -> None:
+def test_all_children_store_and_the_first_with_a_hit_loads(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory, DaemonProcess(Path(directory), *POOL) as second:
         second.wait_ready()
         other = {"kv_connector": "SecondConnector", "kv_connector_module_path": "tests.vllm.second"}

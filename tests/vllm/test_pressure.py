@@ -55,9 +55,7 @@ def test_lazy_mode_does_not_store_what_fits(model: str, daemon: DaemonProcess) -
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_conversations_on_too_little_memory_everywhere(
-    model: str, short_dir: Path, truth: Truth, mode: str
-) -> None:
+def test_conversations_on_too_little_memory_everywhere(model: str, short_dir: Path, truth: Truth, mode: str) -> None:
     """Turns of eight conversations with shared beginnings, in batches of random size: more than the engine's 40 blocks
     hold, more than the daemon's 42. Preemption, eviction on both sides, partial hits and stores that find no room."""
     numbers = random.Random(mode)

@@ -57,9 +57,7 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
             assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
 
 
-def test_tensor_parallel_ranks_store_and_load_their_shards(
-    model: str, short_dir: Path, truth: Truth
-) -> None:
+def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
     """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with DaemonProcess(short_dir, *POOL) as daemon:
@@ -88,4 +86,9 @@ def _stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth)
     (hit,) = engine.generate(LONG)
     assert (cold.cached, hit.cached) == (0, WHOLE)
     assert [cold.tokens] == [hit.tokens] == truth(LONG)
+    # Attention does not see in which order the blocks behind it lie: a part of them shows that each holds its own.
+    part = prompt("long", 300) + [3] * 10
+    (local,) = engine.generate(part)
+    assert local.cached == 288
+    assert [local.tokens] == truth(part)
     until(engine.reset, "no block is held")

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -33,6 +33,7 @@ from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.vllm import memory, ranks, register
 from kvsidecar.integrations.vllm.asking import RankNamespaceClient
+from kvsidecar.integrations.vllm.carriers import Orders, Reports
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
@@ -54,26 +55,6 @@ _log = logging.getLogger("kvsidecar.vllm")
 
 ATTACH_SECONDS = 0.5
 """How long the engine's start waits for a registration that is under way: the first request can hit then."""
-
-
-@dataclass(frozen=True)
-class Orders(KVConnectorMetadata):  # type: ignore[misc]
-    """`StepOrders` as vLLM carries them."""
-
-    step: StepOrders
-
-
-@dataclass(frozen=True)
-class Reports(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """`RankReport` as vLLM carries it, in a step and once at the start."""
-
-    report: RankReport
-    namespaces: frozenset[Namespace]
-    """That ranks store in; said at the start and whenever a rank attaches."""
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
-        assert isinstance(other, Reports)
-        return Reports(self.report.merged(other.report), self.namespaces | other.namespaces)
 
 
 class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -190,6 +171,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _share(self, kv_caches: memory.KVCaches) -> None:
         """Raises KVSidecarError, ValueError."""
+        if current_platform.is_cpu() and not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
+            raise NotExportable(
+                "this vLLM does not let a connector make the memory of its KV cache, and what it makes itself on the "
+                "CPU cannot be shared: use a later version"
+            )
         try:
             found = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
         except NotExportable:
