@@ -18,6 +18,7 @@ from kvsidecar.bench.processes import serve
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "PYTHONHASHSEED": "0",  # old versions begin their hashes with a random seed otherwise, and engines share nothing
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
