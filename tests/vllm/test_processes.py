@@ -25,36 +25,35 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
     transfer = kvsidecar(daemon.socket)
-    with EngineProcess(model, transfer) as other:
-        with running(model, transfer) as engine:
-            other.wait_started()
-            join(engine, daemon)
-            join(other, daemon)
-            assert len(daemon.get("/status")[1]["ranks"]) == 2
+    with EngineProcess(model, transfer) as other, running(model, transfer) as engine:
+        other.wait_started()
+        join(engine, daemon)
+        join(other, daemon)
+        assert len(daemon.get("/status")[1]["ranks"]) == 2
 
-            mine, theirs = prompt("mine", 300), prompt("theirs", 300)
-            engine.generate(mine)
-            other.generate(theirs)
-            engine.drain()
-            other.drain()
-            (hit_theirs,), (hit_mine,) = engine.generate(theirs), other.generate(mine)
-            assert (hit_theirs.cached, hit_mine.cached) == (288, 288)
-            assert [hit_theirs.tokens, hit_mine.tokens] == truth(theirs, mine)
+        mine, theirs = prompt("mine", 300), prompt("theirs", 300)
+        engine.generate(mine)
+        other.generate(theirs)
+        engine.drain()
+        other.drain()
+        (hit_theirs,), (hit_mine,) = engine.generate(theirs), other.generate(mine)
+        assert (hit_theirs.cached, hit_mine.cached) == (288, 288)
+        assert [hit_theirs.tokens, hit_mine.tokens] == truth(theirs, mine)
 
-            other.generate(LONG)
-            other.drain()
-            before = blocks(daemon)
-            cut = [prompt(f"cut {i}", 300) for i in range(3)]
-            other.send_generate(*cut, tokens=200)
-            until(lambda: blocks(daemon) > before, "the other engine stores")
-            other.kill()
-            (hit,) = engine.generate(LONG)
-            assert hit.cached == WHOLE
-            until(lambda: len(daemon.get("/status")[1]["ranks"]) == 1, "the dead engine is detached")
-            # What it stored until then is whole, as far as it goes.
-            answers = engine.generate(*cut)
-            assert sum(each.cached for each in answers) > 0
-            assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
+        other.generate(LONG)
+        other.drain()
+        before = blocks(daemon)
+        cut = [prompt(f"cut {i}", 300) for i in range(3)]
+        other.send_generate(*cut, tokens=200)
+        until(lambda: blocks(daemon) > before, "the other engine stores")
+        other.kill()
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        until(lambda: len(daemon.get("/status")[1]["ranks"]) == 1, "the dead engine is detached")
+        # What it stored until then is whole, as far as it goes.
+        answers = engine.generate(*cut)
+        assert sum(each.cached for each in answers) > 0
+        assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
 
 
 def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
