@@ -59,11 +59,13 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
 def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
     """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with DaemonProcess(short_dir, *POOL) as daemon:
+    rule = "load.before_copy@1=raise(planned)"  # of the first load, on the rank that comes second
+    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=rule) as daemon:
         daemon.wait_ready()
         transfer = kvsidecar(daemon.socket)
         with EngineProcess(model, transfer, variables, tensor_parallel_size=2) as engine:
             engine.wait_started()
+            _one_rank_cannot_load(engine, daemon, truth)
             _stores_and_hits(engine, daemon, truth)
             assert len(daemon.get("/status")[1]["ranks"]) == 2
             daemon.process.kill()
@@ -71,9 +73,25 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir
             other = prompt("alone", 300)
             (alone,) = engine.generate(other)
             assert [alone.tokens] == truth(other)
-            assert engine.reset()
+            until(engine.reset, "no block is held")
             with DaemonProcess(short_dir, *POOL) as next_one:
                 _stores_and_hits(engine, next_one.wait_ready(), truth)
+
+
+def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
+    join(engine, daemon)
+    before = blocks(daemon)
+    half = prompt("half", 300)
+    engine.generate(half)
+    until(lambda: blocks(daemon) >= before + 9, "an idle engine stores all")
+    until(engine.reset, "no block is held")
+    (answer,) = engine.generate(half)
+    outcomes = [
+        daemon.metric(f'kvsidecar_jobs_total{{direction="load",outcome="{each}"}}') for each in ("done", "failed")
+    ]
+    assert outcomes == [1, 1]
+    assert [answer.tokens] == truth(half)
+    until(engine.reset, "no block is held")
 
 
 def _stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
