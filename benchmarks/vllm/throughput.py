@@ -56,41 +56,42 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
     else:
         llm["gpu_memory_utilization"] = options.memory
     shape = {name: getattr(options, name) for name in SHAPE}
-    with runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as socket:
-        with runs.engine(options, directory, mode, pool, socket, **llm) as child:
-            facts = ask(child, "facts")
-            # The engine's first steps compile and allocate; these conversations are others than those counted.
-            warm = {**shape, "count": 4, "turns": 2}
-            ask(child, "converse", **warm, seed=1)
-            ask(child, "reset")
-            return {"facts": facts, **ask(child, "converse", **shape, seed=0)}
+    with (
+        runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as socket,
+        runs.engine(options, directory, mode, pool, socket, **llm) as child,
+    ):
+        facts = ask(child, "facts")
+        # The engine's first steps compile and allocate; these conversations are others than those counted.
+        warm = {**shape, "count": 4, "turns": 2}
+        ask(child, "converse", **warm, seed=1)
+        ask(child, "reset")
+        return {"facts": facts, **ask(child, "converse", **shape, seed=0)}
+
+
+def _row(mode: str, found: dict[str, Any]) -> list[object]:
+    return [
+        mode,
+        found["output_tokens"] / found["seconds"],
+        p50(found["ttft_ms"]),
+        p99(found["ttft_ms"]),
+        p50(found["later_ttft_ms"]),
+        p99(found["later_ttft_ms"]),
+        f"{p50(found['tpot_ms']):.2f}",
+        f"{p99(found['tpot_ms']):.2f}",
+        f"{100 * found['cached_tokens'] / found['prompt_tokens']:.1f} %",
+        found["seconds"],
+    ]
 
 
 def show(results: dict[str, list[dict[str, Any]]]) -> None:
-    rows: list[list[object]] = []
-    for mode, found in results.items():
-        for each in found:
-            rows.append(
-                [
-                    mode,
-                    each["output_tokens"] / each["seconds"],
-                    p50(each["ttft_ms"]),
-                    p99(each["ttft_ms"]),
-                    p50(each["later_ttft_ms"]),
-                    p99(each["later_ttft_ms"]),
-                    f"{p50(each['tpot_ms']):.2f}",
-                    f"{p99(each['tpot_ms']):.2f}",
-                    f"{100 * each['cached_tokens'] / each['prompt_tokens']:.1f} %",
-                    each["seconds"],
-                ]
-            )
+    rows = [_row(mode, each) for mode, found in results.items() for each in found]
     columns = ["mode", "output tok/s", "TTFT p50 ms", "p99", "later turns p50", "p99", "TPOT p50 ms", "p99"]
     runs.table("Conversations", [*columns, "prompt cached", "seconds"], rows)
     last = next(iter(results.values()))[-1]
     gpu = last["facts"]["gpu_blocks"] * last["facts"]["block_size"]
     console.print(
-        f"{last['requests']} requests, {last['prompt_tokens']:,} prompt tokens, {last['output_tokens']:,} output tokens; "
-        f"working set {last['working_set_tokens']:,} tokens, on the GPU {gpu:,}"
+        f"{last['requests']} requests, {last['prompt_tokens']:,} prompt tokens, {last['output_tokens']:,} output "
+        f"tokens; working set {last['working_set_tokens']:,} tokens, on the GPU {gpu:,}"
     )
 
 

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 def shown(default: Any) -> str:
     if default is None:
-        return "–"
+        return "none"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     if isinstance(default, float):

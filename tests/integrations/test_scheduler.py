@@ -154,6 +154,31 @@ def test_a_step_asks_only_as_long_as_its_budget_lasts() -> None:
     assert made.get_num_new_matched_tokens(Request("2", list(range(9))), 0) == (0, False)
 
 
+def test_a_lease_that_the_step_has_no_time_to_release_is_released_in_a_later_one() -> None:
+    clock = Clock()
+
+    class Slow(TinyDaemon):
+        def release(self, lease: int, *, timeout: float | None = None) -> bool:
+            clock.now += 0.006
+            return super().release(lease, timeout=timeout)
+
+    daemon = Slow()
+    made = attached(daemon=daemon, clock=clock)
+    loads = []
+    for name in "abc":
+        request = Request(name, list(range(9)))
+        daemon.put(0, request.block_hashes)
+        made.get_num_new_matched_tokens(request, 0)
+        made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
+        loads += made.build_orders(Step()).loads
+
+    made.take_report(RankReport(loaded={load.number: 1 for load in loads}))
+    for left in (2, 1, 0):
+        assert len(daemon.leases) == left
+        assert made.has_pending_push_work() == (left > 0)  # an idle engine goes on until all are released
+        made.build_orders(Step())
+
+
 def test_refused_lookups_are_no_hits_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Refusing(TinyDaemon):
         def lookup(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-
 import pytest
 
 from tests.harness import DaemonProcess

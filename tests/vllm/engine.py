@@ -196,7 +196,7 @@ def join(engine: Engine | EngineProcess, daemon: DaemonProcess) -> Prompt:
 
 
 def rejoin(engine: Engine | EngineProcess, daemon: DaemonProcess) -> None:
-    """`join`, and wait until it also hits: the scheduler's client finds a new daemon on its own, as the workers' does."""
+    """`join`, and wait until it also hits: the scheduler's client finds a new daemon on its own."""
     stored = join(engine, daemon)
     deadline = time.monotonic() + SECONDS
     while True:

@@ -31,7 +31,7 @@ def save(name: str, directory: Path) -> str:
     if not path.exists():
         import torch
 
-        torch.manual_seed(0)
+        torch.manual_seed(sorted(_MODELS).index(name))
         _MODELS[name]().save_pretrained(path)
     return str(path)
 
@@ -61,4 +61,5 @@ def _hybrid() -> Any:
     )
 
 
-_MODELS = {"full": _full, "hybrid": _hybrid}
+_MODELS = {"full": _full, "hybrid": _hybrid, "other": _full}
+"""``other`` has the shape of ``full`` and other weights."""

@@ -56,24 +56,26 @@ def works(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
 @pytest.mark.parametrize("point", ["load.before_copy", "load.in_flight"])
 def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, truth: Truth, point: str) -> None:
     """The request is computed instead; a daemon started in its place is used."""
-    with wrong(short_dir, f"{second_job(point)}=kill") as first:
-        with running(model, kvsidecar(first.socket)) as engine:
-            join(engine, first)
+    with (
+        wrong(short_dir, f"{second_job(point)}=kill") as first,
+        running(model, kvsidecar(first.socket)) as engine,
+    ):
+        join(engine, first)
+        ask_again(engine)
+        assert first.process.poll() is None
+        (answer,) = engine.generate(LONG)
+        assert first.process.wait(SECONDS) == -signal.SIGKILL
+        assert [answer.tokens] == truth(LONG)
+        (alone,) = engine.generate(prompt("alone", 100))
+        assert [alone.tokens] == truth(prompt("alone", 100))
+        engine.drain()
+        with DaemonProcess(short_dir, *POOL) as next_one:
+            works(engine, next_one.wait_ready(), truth)
+            # It has nothing of what the first one had, so that is stored again.
             ask_again(engine)
-            assert first.process.poll() is None
-            (answer,) = engine.generate(LONG)
-            assert first.process.wait(SECONDS) == -signal.SIGKILL
-            assert [answer.tokens] == truth(LONG)
-            (alone,) = engine.generate(prompt("alone", 100))
-            assert [alone.tokens] == truth(prompt("alone", 100))
-            engine.drain()
-            with DaemonProcess(short_dir, *POOL) as next_one:
-                works(engine, next_one.wait_ready(), truth)
-                # It has nothing of what the first one had, so that is stored again.
-                ask_again(engine)
-                (hit,) = engine.generate(LONG)
-                assert hit.cached == WHOLE
-                assert [hit.tokens] == truth(LONG)
+            (hit,) = engine.generate(LONG)
+            assert hit.cached == WHOLE
+            assert [hit.tokens] == truth(LONG)
 
 
 @pytest.mark.parametrize("point", ["store.before_copy", "store.in_flight", "store.before_seal"])
@@ -104,42 +106,48 @@ def test_an_engine_starts_without_a_daemon_and_uses_one_that_comes(
 
 def test_an_engine_joins_while_the_pool_is_still_being_pinned(model: str, short_dir: Path, truth: Truth) -> None:
     """And does not wait for it: it serves meanwhile."""
-    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(6)") as daemon:
-        with running(model, kvsidecar(daemon.socket)) as engine:
-            (answer,) = engine.generate(prompt("early", 100))
-            assert [answer.tokens] == truth(prompt("early", 100))
-            daemon.wait_ready()
-            works(engine, daemon, truth)
+    with (
+        DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(6)") as daemon,
+        running(model, kvsidecar(daemon.socket)) as engine,
+    ):
+        (answer,) = engine.generate(prompt("early", 100))
+        assert [answer.tokens] == truth(prompt("early", 100))
+        daemon.wait_ready()
+        works(engine, daemon, truth)
 
 
 def test_a_failed_load_is_computed_instead(model: str, short_dir: Path, truth: Truth) -> None:
-    with wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon:
-        with running(model, kvsidecar(daemon.socket)) as engine:
-            join(engine, daemon)
-            ask_again(engine)
-            together = [LONG, prompt("other", 100)]
-            answers = engine.generate(*together)
-            assert failed_loads(daemon) == 1
-            assert [each.tokens for each in answers] == truth(*together)
-            engine.drain()
-            assert daemon.get("/status")[1]["pool"]["leases"] == 0
-            assert engine.reset()
-            (hit,) = engine.generate(LONG)
-            assert hit.cached == WHOLE
-            assert [hit.tokens] == truth(LONG)
+    with (
+        wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon,
+        running(model, kvsidecar(daemon.socket)) as engine,
+    ):
+        join(engine, daemon)
+        ask_again(engine)
+        together = [LONG, prompt("other", 100)]
+        answers = engine.generate(*together)
+        assert failed_loads(daemon) == 1
+        assert [each.tokens for each in answers] == truth(*together)
+        engine.drain()
+        assert daemon.get("/status")[1]["pool"]["leases"] == 0
+        assert engine.reset()
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        assert [hit.tokens] == truth(LONG)
 
 
 def test_policy_fail_ends_the_request_and_not_the_engine(model: str, short_dir: Path, truth: Truth) -> None:
-    with wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon:
-        with running(model, kvsidecar(daemon.socket, policy="fail")) as engine:
-            join(engine, daemon)
-            ask_again(engine)
-            (answer,) = engine.generate(LONG)
-            assert failed_loads(daemon) == 1
-            assert (answer.finish, answer.tokens) == ("error", ())
-            engine.drain()
-            (hit,) = engine.generate(LONG)
-            assert [hit.tokens] == truth(LONG)
+    with (
+        wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon,
+        running(model, kvsidecar(daemon.socket, policy="fail")) as engine,
+    ):
+        join(engine, daemon)
+        ask_again(engine)
+        (answer,) = engine.generate(LONG)
+        assert failed_loads(daemon) == 1
+        assert (answer.finish, answer.tokens) == ("error", ())
+        engine.drain()
+        (hit,) = engine.generate(LONG)
+        assert [hit.tokens] == truth(LONG)
 
 
 def test_a_block_that_is_gone_when_it_is_loaded_is_computed(
@@ -184,22 +192,31 @@ def test_a_daemon_that_hangs_delays_a_request_and_no_more(model: str, daemon: Da
 def test_a_request_aborted_during_its_load_frees_its_blocks_when_the_load_is_over(
     model: str, short_dir: Path, truth: Truth
 ) -> None:
-    with wrong(short_dir, "load.before_copy@0=delay(1)") as daemon, running(model, kvsidecar(daemon.socket)) as engine:
+    with wrong(short_dir, "load.in_flight@2=delay(1)") as daemon, running(model, kvsidecar(daemon.socket)) as engine:
         join(engine, daemon)
         ask_again(engine)
         free = engine.free_blocks
         name = engine.add(LONG)
-        engine.step_until(lambda: daemon.get("/status")[1]["jobs"]["running"] or _loading(engine), "a load")
+        engine.step_until(lambda: _copying(daemon), "a load")
+        assert _loading(engine)
         engine.engine.abort_request([name])
         engine.step()
-        assert engine.free_blocks < free, "blocks that are still written to"
+        held = engine.free_blocks
+        while _copying(daemon):
+            assert held < free, "blocks that are still written to were given back"
+            engine.step()
+            held = engine.free_blocks
         engine.drain()
-        engine.step_until(lambda: engine.free_blocks == free, "all blocks free")
+        assert engine.free_blocks == free
         assert daemon.get("/status")[1]["pool"]["leases"] == 0
         assert engine.reset()
         (hit,) = engine.generate(LONG)
         assert hit.cached == WHOLE
         assert [hit.tokens] == truth(LONG)
+
+
+def _copying(daemon: DaemonProcess) -> bool:
+    return bool(daemon.get("/status")[1]["jobs"]["running"])
 
 
 def _loading(engine: Engine) -> bool:

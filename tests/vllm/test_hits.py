@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvsidecar.client import Blocks, Client
 from tests.harness import DaemonProcess
+from tests.vllm import models
 from tests.vllm.conftest import Truth
 from tests.vllm.engine import blocks, join, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
@@ -183,13 +185,13 @@ def test_a_second_engine_hits_what_the_first_stored(model: str, daemon: DaemonPr
         assert [hit.tokens] == truth(LONG)
 
 
-def test_an_engine_with_other_kv_hits_nothing(model: str, daemon: DaemonProcess) -> None:
-    """Same model, same prompt, other bytes: the namespace keeps them apart."""
+def test_an_engine_with_other_weights_hits_nothing(model: str, daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Same shape, same prompts, same hashes, other KV: only the namespace keeps them apart."""
     with running(model, kvsidecar(daemon.socket)) as engine:
         join(engine, daemon)
         engine.generate(LONG)
         engine.drain()
-    with running(model, kvsidecar(daemon.socket), dtype="bfloat16") as engine:
+    with running(models.save("other", tmp_path), kvsidecar(daemon.socket)) as engine:
         join(engine, daemon)
         assert engine.generate(LONG)[0].cached == 0
 

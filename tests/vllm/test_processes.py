@@ -25,46 +25,47 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
     transfer = kvsidecar(daemon.socket)
-    with EngineProcess(model, transfer) as other:
-        with running(model, transfer) as engine:
-            other.wait_started()
-            join(engine, daemon)
-            join(other, daemon)
-            assert len(daemon.get("/status")[1]["ranks"]) == 2
+    with EngineProcess(model, transfer) as other, running(model, transfer) as engine:
+        other.wait_started()
+        join(engine, daemon)
+        join(other, daemon)
+        assert len(daemon.get("/status")[1]["ranks"]) == 2
 
-            mine, theirs = prompt("mine", 300), prompt("theirs", 300)
-            engine.generate(mine)
-            other.generate(theirs)
-            engine.drain()
-            other.drain()
-            (hit_theirs,), (hit_mine,) = engine.generate(theirs), other.generate(mine)
-            assert (hit_theirs.cached, hit_mine.cached) == (288, 288)
-            assert [hit_theirs.tokens, hit_mine.tokens] == truth(theirs, mine)
+        mine, theirs = prompt("mine", 300), prompt("theirs", 300)
+        engine.generate(mine)
+        other.generate(theirs)
+        engine.drain()
+        other.drain()
+        (hit_theirs,), (hit_mine,) = engine.generate(theirs), other.generate(mine)
+        assert (hit_theirs.cached, hit_mine.cached) == (288, 288)
+        assert [hit_theirs.tokens, hit_mine.tokens] == truth(theirs, mine)
 
-            other.generate(LONG)
-            other.drain()
-            before = blocks(daemon)
-            cut = [prompt(f"cut {i}", 300) for i in range(3)]
-            other.send_generate(*cut, tokens=200)
-            until(lambda: blocks(daemon) > before, "the other engine stores")
-            other.kill()
-            (hit,) = engine.generate(LONG)
-            assert hit.cached == WHOLE
-            until(lambda: len(daemon.get("/status")[1]["ranks"]) == 1, "the dead engine is detached")
-            # What it stored until then is whole, as far as it goes.
-            answers = engine.generate(*cut)
-            assert sum(each.cached for each in answers) > 0
-            assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
+        other.generate(LONG)
+        other.drain()
+        before = blocks(daemon)
+        cut = [prompt(f"cut {i}", 300) for i in range(3)]
+        other.send_generate(*cut, tokens=200)
+        until(lambda: blocks(daemon) > before, "the other engine stores")
+        other.kill()
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        until(lambda: len(daemon.get("/status")[1]["ranks"]) == 1, "the dead engine is detached")
+        # What it stored until then is whole, as far as it goes.
+        answers = engine.generate(*cut)
+        assert sum(each.cached for each in answers) > 0
+        assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
 
 
 def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
     """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with DaemonProcess(short_dir, *POOL) as daemon:
+    rule = "load.before_copy@1=raise(planned)"  # of the first load, on the rank that comes second
+    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=rule) as daemon:
         daemon.wait_ready()
         transfer = kvsidecar(daemon.socket)
         with EngineProcess(model, transfer, variables, tensor_parallel_size=2) as engine:
             engine.wait_started()
+            _one_rank_cannot_load(engine, daemon, truth)
             _stores_and_hits(engine, daemon, truth)
             assert len(daemon.get("/status")[1]["ranks"]) == 2
             daemon.process.kill()
@@ -72,9 +73,25 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir
             other = prompt("alone", 300)
             (alone,) = engine.generate(other)
             assert [alone.tokens] == truth(other)
-            assert engine.reset()
+            until(engine.reset, "no block is held")
             with DaemonProcess(short_dir, *POOL) as next_one:
                 _stores_and_hits(engine, next_one.wait_ready(), truth)
+
+
+def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
+    join(engine, daemon)
+    before = blocks(daemon)
+    half = prompt("half", 300)
+    engine.generate(half)
+    until(lambda: blocks(daemon) >= before + 9, "an idle engine stores all")
+    until(engine.reset, "no block is held")
+    (answer,) = engine.generate(half)
+    outcomes = [
+        daemon.metric(f'kvsidecar_jobs_total{{direction="load",outcome="{each}"}}') for each in ("done", "failed")
+    ]
+    assert outcomes == [1, 1]
+    assert [answer.tokens] == truth(half)
+    until(engine.reset, "no block is held")
 
 
 def _stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
