@@ -54,7 +54,7 @@ $(VLLM_VENV)/test.stamp: $(VLLM_VENV)/vllm.stamp pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/test.stamp
-	$(VLLM_VENV)/bin/python -m pytest $(or $(ARGS),tests/vllm tests/integrations)
+	$(VLLM_VENV)/bin/python -m pytest $(or $(ARGS),tests/integrations tests/vllm)
 
 SECONDS ?= 120
 DEVICE ?= host
