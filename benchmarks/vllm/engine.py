@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.vllm.conversations import Conversations
+from benchmarks.vllm.hooks import Hooks
 from kvsidecar.bench.processes import serve
 
 ENVIRONMENT = {
@@ -118,7 +119,8 @@ class Engine:
         self._import_seconds = time.perf_counter() - began
         self._torch, self._vllm = torch, vllm
         self.register_ms = 0.0
-        self._time_registration()
+        self._hooks = Hooks()
+        self._watch_connectors()
         defaults: dict[str, Any] = {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -137,8 +139,8 @@ class Engine:
         if self._cuda:
             self._spread_weights(model_config(tiny))
 
-    def _time_registration(self) -> None:
-        """Add up what the workers' side of the connector takes to register the KV cache."""
+    def _watch_connectors(self) -> None:
+        """Add up what the workers' side of the connector takes to register the KV cache, and both sides' hooks."""
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         create: Callable[..., Any] = KVConnectorFactory.create_connector.__func__  # type: ignore[attr-defined]
@@ -155,6 +157,7 @@ class Engine:
 
         def create_timed(cls: Any, *arguments: Any, **options: Any) -> Any:
             connector = create(cls, *arguments, **options)
+            self._hooks.watch(connector)
             for name in ("register_kv_caches", "register_cross_layers_kv_cache"):
                 if hasattr(connector, name):
                     setattr(connector, name, timed(getattr(connector, name)))
@@ -207,12 +210,13 @@ class Engine:
     def phase(self, first: int, count: int, length: int) -> dict[str, Any]:
         """Run these prompts one after the other, one token each: its time is the time to the first token."""
         times, cached, tokens = [], [], []
+        self._hooks.take()
         for name in range(first, first + count):
             elapsed, output = self._one(name, length, 1)
             times.append(elapsed * 1e3)
             cached.append(output.num_cached_tokens or 0)
             tokens.append(output.outputs[0].token_ids[0])
-        return {"ms": times, "cached": cached, "tokens": tokens}
+        return {"ms": times, "cached": cached, "tokens": tokens, **self._hooks.take()}
 
     def check(self, first: int, count: int, length: int) -> dict[str, Any]:
         """Tokens and the first token's log-probability of these prompts."""
@@ -259,6 +263,7 @@ class Engine:
         engine = self.llm.llm_engine
         clock = time.perf_counter
         parameters = self._sampling(talks.output_tokens)
+        self._hooks.take()
         began = clock()
         while not talks.over:
             for name, tokens in talks.next_requests():
@@ -269,7 +274,7 @@ class Engine:
                 talks.answered(
                     output.request_id, list(answer.token_ids), clock(), output.finished, output.num_cached_tokens or 0
                 )
-        return {"seconds": clock() - began, **talks.result()}
+        return {"seconds": clock() - began, **talks.result(), **self._hooks.take()}
 
     def _prompt(self, tokens: list[int]) -> Any:
         from vllm.inputs import TokensPrompt

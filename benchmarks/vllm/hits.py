@@ -122,6 +122,7 @@ def show(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> Non
     columns = ["mode", "phase", "n", "p50 ms", "mean ms", "min ms", "max ms", "cached tokens"]
     runs.table(f"One token after a prompt of {options.tokens}", columns, rows)
 
+    runs.hooks_table((mode, name, found[name]) for mode, found in results.items() for name in PHASES if name in found)
     rows = [
         [mode, found["facts"]["register_ms"], found["facts"]["build_seconds"], found["facts"]["gpu_blocks"]]
         for mode, found in results.items()

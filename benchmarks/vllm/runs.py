@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,21 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     for row in rows:
         drawn.add_row(*(f"{cell:,.1f}" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(drawn)
+
+
+def hooks_table(timed: Iterable[tuple[str, str, dict[str, Any]]]) -> None:
+    """What the connectors' hooks take of the engine's thread: (mode, phase, what `Hooks.take` gave)."""
+    rows: list[list[object]] = []
+    for mode, phase, found in timed:
+        steps = found.get("steps_us")
+        if not steps or not found["hooks_us"]:
+            continue
+        most = sorted(found["worst_us"].items(), key=lambda each: -each[1])[:4]
+        slowest = ", ".join(f"{name} {us:,.0f}" for name, us in most)
+        rows.append([mode, phase, len(steps), p50(steps), p99(steps), max(steps), slowest])
+    if rows:
+        columns = ["mode", "phase", "steps", "p50 us", "p99 us", "max us", "slowest calls, us"]
+        table("In the connector's hooks, by step of the engine", columns, rows)
 
 
 def save(options: argparse.Namespace, results: dict[str, Any]) -> None:

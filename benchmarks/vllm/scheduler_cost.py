@@ -123,13 +123,13 @@ def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
         if tokens != blocks * TOKENS:
             raise RuntimeError(f"the daemon has {tokens} of {blocks * TOKENS} tokens; is its pool large enough?")
         table = allocated([block.block_id for block in held])
-        label = f"load of {blocks} blocks: plan, with the question for a lease"
+        label = f"load of {blocks} blocks: plan; the lease is another thread's"
         times.take(label, side.update_state_after_alloc, hit, table, tokens)
         label = f"store of {blocks} blocks: plan, and the step's orders"
         orders = times.take(label, side.build_orders, step(**{new.request_id: 1}))
         ((store,), (load,)) = orders.stores, orders.loads
         loaded, stored = RankReport(loaded={load.number: 1}), RankReport(stored={store.number: 1})
-        times.take("end of the load, with the lease's release", side.take_report, loaded)
+        times.take("end of the load", side.take_report, loaded)
         times.take("end of the store", side.take_report, stored)
         side.request_finished(new)
         side.request_finished(hit)

@@ -87,6 +87,7 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
     rows = [_row(mode, each) for mode, found in results.items() for each in found]
     columns = ["mode", "output tok/s", "TTFT p50 ms", "p99", "later turns p50", "p99", "TPOT p50 ms", "p99"]
     runs.table("Conversations", [*columns, "prompt cached", "seconds"], rows)
+    runs.hooks_table((mode, "", each) for mode, found in results.items() for each in found)
     last = next(iter(results.values()))[-1]
     gpu = last["facts"]["gpu_blocks"] * last["facts"]["block_size"]
     console.print(

@@ -5,12 +5,13 @@ keeps what is stored. Small, but real: every block has content, and a copy that 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvsidecar.client.results import GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.loads import Runner
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.types import LookupMode, Namespace
@@ -188,7 +189,7 @@ class TinyDaemon:
         self.cleared = 0
         self.clear_error: Exception | None = None
         self.closed = False
-        self._leases = 0
+        self.taken = 0
 
     def put(self, group: int, hashes: Iterable[bytes]) -> None:
         self.blocks.update({(group, each): each for each in hashes})
@@ -218,8 +219,8 @@ class TinyDaemon:
                 answers[index] = GroupHits(sum(found), found)
         lease = None
         if lease_seconds:
-            self._leases += 1
-            lease = self._leases
+            self.taken += 1
+            lease = self.taken
             self.leases[lease] = {index: bytes(packed) for index, packed in groups.items()}
         return LookupResult(True, answers, lease, lease_seconds)
 
@@ -248,6 +249,17 @@ class Clock:
         return self.now
 
 
+class AtOnce:
+    """Calls what `Background` would call later."""
+
+    busy = False
+
+    def __call__(self, call: Callable[[], None]) -> None:
+        call()
+
+    def close(self) -> None: ...
+
+
 def side(
     groups: Sequence[Group] | None = None,
     pool: TinyPool | None = None,
@@ -255,6 +267,7 @@ def side(
     world_size: int = 1,
     daemon: TinyDaemon | None = None,
     clock: Clock | None = None,
+    background: Runner | None = None,
     **extra: Any,
 ) -> SchedulerSide:
     """With the given pool bound, not attached yet."""
@@ -266,6 +279,7 @@ def side(
         daemon or TinyDaemon(),
         clock=clock or Clock(),
         step_tokens=16,
+        background=background or AtOnce(),
     )
     if pool is not None:
         made.bind_block_pool(pool)

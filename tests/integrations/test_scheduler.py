@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import pytest
 
-from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
+from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError, DaemonUnreachable
+from kvsidecar.integrations.vllm.background import Background
 from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -24,6 +29,7 @@ from tests.integrations.engine import (
     side,
 )
 
+SECONDS = 30.0
 ATTACHED = RankReport(attached={0: EPOCH})
 
 
@@ -67,7 +73,7 @@ def test_a_hit_is_offered_loaded_under_a_lease_and_the_lease_released_when_every
     (blocks,) = load.blocks
     assert (load.request_id, blocks.hashes) == ("r", b"".join(request.block_hashes[1:3]))
     assert list(blocks.block_ids) == [9, 3]
-    assert daemon.leases[load.lease or 0] == {0: blocks.hashes}
+    assert list(daemon.leases.values()) == [{0: blocks.hashes}]
     assert made.has_pending_push_work()
 
     made.take_report(RankReport(loaded={load.number: 1}))
@@ -154,29 +160,31 @@ def test_a_step_asks_only_as_long_as_its_budget_lasts() -> None:
     assert made.get_num_new_matched_tokens(Request("2", list(range(9))), 0) == (0, False)
 
 
-def test_a_lease_that_the_step_has_no_time_to_release_is_released_in_a_later_one() -> None:
-    clock = Clock()
+def test_no_step_waits_for_a_lease_and_an_idle_engine_goes_on_until_it_is_released() -> None:
+    answer = threading.Event()
 
     class Slow(TinyDaemon):
-        def release(self, lease: int, *, timeout: float | None = None) -> bool:
-            clock.now += 0.006
-            return super().release(lease, timeout=timeout)
+        def lookup(self, *args: Any, lease_seconds: float = 0.0, **kwargs: Any) -> LookupResult:
+            assert not lease_seconds or answer.wait(SECONDS)
+            return super().lookup(*args, lease_seconds=lease_seconds, **kwargs)
 
-    daemon = Slow()
-    made = attached(daemon=daemon, clock=clock)
-    loads = []
-    for name in "abc":
-        request = Request(name, list(range(9)))
-        daemon.put(0, request.block_hashes)
-        made.get_num_new_matched_tokens(request, 0)
-        made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-        loads += made.build_orders(Step()).loads
-
-    made.take_report(RankReport(loaded={load.number: 1 for load in loads}))
-    for left in (2, 1, 0):
-        assert len(daemon.leases) == left
-        assert made.has_pending_push_work() == (left > 0)  # an idle engine goes on until all are released
-        made.build_orders(Step())
+    daemon, background = Slow(), Background()
+    made = attached(daemon=daemon, background=background)
+    request = Request("r", list(range(9)))
+    daemon.put(0, request.block_hashes)
+    made.get_num_new_matched_tokens(request, 0)
+    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
+    (load,) = made.build_orders(Step()).loads
+    made.take_report(RankReport(loaded={load.number: 1}))
+    assert not daemon.leases
+    assert made.has_pending_push_work()
+    answer.set()
+    deadline = time.monotonic() + SECONDS
+    while made.has_pending_push_work():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert (daemon.taken, daemon.leases) == (1, {})
+    made.shutdown()
 
 
 def test_refused_lookups_are_no_hits_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

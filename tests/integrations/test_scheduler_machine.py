@@ -51,7 +51,12 @@ class Job:
     ranks: int
     epoch: int
     """Of the daemon when it was planned."""
+    leased: bool = False
     failed: bool = False
+
+    @property
+    def packed(self) -> dict[int, bytes]:
+        return {each.group: each.hashes for each in self.job.blocks}
 
 
 class Engine:
@@ -176,9 +181,7 @@ class Engine:
             )
         )
         self.preempted, self.finished = set(), set()
-        self.flight.append(
-            (writes, [Job(each, self.world_size, self.daemon.epoch) for each in (*orders.stores, *orders.loads)])
-        )
+        self.flight.append((writes, [self.job_of(each) for each in (*orders.stores, *orders.loads)]))
         for state in self.running:
             state.request.num_computed_tokens += scheduled.get(state.request.request_id, 0)
 
@@ -380,6 +383,11 @@ class Engine:
                         counts[block.block_id] = counts.get(block.block_id, 0) + 1
         return counts
 
+    def job_of(self, job: StoreJob | LoadJob) -> Job:
+        made = Job(job, self.world_size, self.daemon.epoch)
+        made.leased = isinstance(job, LoadJob) and made.packed in self.daemon.leases.values()
+        return made
+
     def check(self) -> None:
         owners = self.owners()
         held = {block.block_id for block in self.pool.blocks[1:] if block.ref_cnt > owners.get(block.block_id, 0)}
@@ -388,8 +396,8 @@ class Engine:
         for job in (*self.jobs, *(job for _, jobs in self.flight for job in jobs)):
             if isinstance(job.job, StoreJob):
                 assert {int(each) for blocks in job.job.blocks for each in blocks.block_ids} <= held
-            elif job.job.lease is not None and job.epoch == self.daemon.epoch:
-                assert job.job.lease in self.daemon.leases
+            elif job.leased and job.epoch == self.daemon.epoch:
+                assert job.packed in self.daemon.leases.values()
         if not self.side.has_pending_push_work():
             assert not held
             assert not self.daemon.leases

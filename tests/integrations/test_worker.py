@@ -92,7 +92,7 @@ def store(number: int, *names: str, at: list[int], group: int = 0) -> StoreJob:
 
 
 def load(number: int, *names: str, at: list[int], request: str = "r", group: int = 0) -> LoadJob:
-    return LoadJob(number, request, None, blocks(*names, at=at, group=group))
+    return LoadJob(number, request, blocks(*names, at=at, group=group))
 
 
 def test_what_one_worker_stores_another_one_loads(daemon: DaemonProcess) -> None:
@@ -209,7 +209,7 @@ def test_blocks_of_groups_whose_layers_other_stages_hold_are_theirs(daemon: Daem
         assert not worker.report.not_stored
     for worker in (first, second):
         worker.kv[...] = 0
-        worker.step(loads=(load(3, "c", at=[4], group=1), LoadJob(4, "s", None, both.blocks)))
+        worker.step(loads=(load(3, "c", at=[4], group=1), LoadJob(4, "s", both.blocks)))
         worker.until(lambda w: len(w.report.loaded) == 2)
         assert not worker.report.not_loaded
     assert (first.kv[0, :, 1] == 1).all()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
+from kvsidecar.integrations.vllm.background import Call
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import Lookups
@@ -15,21 +17,37 @@ from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankRepor
 from kvsidecar.integrations.vllm.storing import Known, keys_of
 
 
+class Runner(Protocol):
+    """`Background`, or what calls at once."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def __call__(self, call: Call) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Load:
     request_id: str
-    lease: int | None
     hashes: list[tuple[Group, Sequence[bytes]]]
     ranks: int
     """That have not reported."""
     failed: bool = False
+    lease: int | None = None
+    """Of the thread that takes and releases leases."""
 
 
 class Loads:
     """Plans one load job for each hit that vLLM takes. A job outlives its request: ranks may still be writing.
 
+    A lease is taken when vLLM has allocated the blocks of a hit, and released when the load is over. Neither is waited
+    for: a load pins its blocks itself when it starts, so a lease that comes late protects a little later, no more.
+
     Args:
         hash_bytes: width of a block hash.
+        background: takes and releases the leases.
     """
 
     def __init__(
@@ -41,18 +59,18 @@ class Loads:
         known: Known,
         counters: Counters,
         numbers: Iterator[int],
+        background: Runner,
     ) -> None:
         self._groups, self._world_size = tuple(groups), world_size
         self._nothing = bytes(hash_bytes)
         self._lookups, self._known, self._counters, self._numbers = lookups, known, counters, numbers
         self._planned: list[LoadJob] = []
         self._running: dict[int, _Load] = {}
-        self._leases: list[int] = []
-        """To be released."""
+        self._background = background
 
     @property
     def outstanding(self) -> bool:
-        return bool(self._planned or self._running or self._leases)
+        return bool(self._planned or self._running or self._background.busy)
 
     def plan(self, request: Any, block_ids: Sequence[Sequence[int]], local: int, external: int, null_block: int) -> int:
         """Load ``external`` tokens behind the first ``local`` ones into a request's blocks.
@@ -70,16 +88,23 @@ class Loads:
             if hashes:
                 packed.append(GroupBlocks(group.index, b"".join(hashes), np.array(ids, np.int64)))
                 hashes_by_group.append((group, hashes))
-        lease, found = self._lookups.lease({each.group: each.hashes for each in packed})
-        if any(found.get(each.group, 0) < len(each.block_ids) for each in packed):
-            # It is sent all the same: the daemon declines it, and that is what every failed load looks like.
-            self._counters.gone_loads += 1
         number = next(self._numbers)
-        self._planned.append(LoadJob(number, request.request_id, lease, tuple(packed)))
-        self._running[number] = _Load(request.request_id, lease, hashes_by_group, self._world_size)
+        self._planned.append(LoadJob(number, request.request_id, tuple(packed)))
+        load = self._running[number] = _Load(request.request_id, hashes_by_group, self._world_size)
+        self._background(partial(self._take_lease, load, packed))
         self._counters.loads += 1
         self._counters.loaded_tokens += external
         return sum(len(each.block_ids) for each in packed)
+
+    def _take_lease(self, load: _Load, packed: Sequence[GroupBlocks]) -> None:
+        load.lease, found = self._lookups.lease({each.group: each.hashes for each in packed})
+        if any(found.get(each.group, 0) < len(each.block_ids) for each in packed):
+            # The load is sent all the same: the daemon declines it, and that is what every failed load looks like.
+            self._counters.gone_loads += 1
+
+    def _release_lease(self, load: _Load) -> None:
+        if load.lease is not None:
+            self._lookups.release(load.lease)
 
     def _blocks(
         self,
@@ -120,18 +145,11 @@ class Loads:
             if load.ranks > 0:
                 continue
             del self._running[number]
-            if load.lease is not None:
-                self._leases.append(load.lease)
+            self._background(partial(self._release_lease, load))
             if load.failed:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)
             for group, hashes in load.hashes:
                 # Before vLLM runs the request: it does not store again what it has loaded, unless that was not there.
                 (self._known.discard if load.failed else self._known.add)(keys_of(group, hashes))
-        self.release()
         return failed
-
-    def release(self) -> None:
-        """End the leases of loads that are over, as far as this step may wait; the next one goes on."""
-        while self._leases and self._lookups.release(self._leases[-1]):
-            self._leases.pop()

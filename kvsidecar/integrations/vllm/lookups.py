@@ -21,6 +21,8 @@ _log = logging.getLogger("kvsidecar.vllm")
 
 REFUSED = "refused"
 """The daemon takes the question for wrong; it is logged once."""
+LEASE_TIMEOUT = 1.0
+"""Nobody waits for a lease, but the ones behind it."""
 FRESH_SECONDS = 0.1
 """How long an answer is good for. vLLM asks again in every step for a request that waits for room."""
 
@@ -145,36 +147,34 @@ class Lookups:
         return tokens
 
     def lease(self, packed: Mapping[int, bytes]) -> tuple[int | None, Mapping[int, int]]:
-        """Keep these blocks from being evicted, as far as they are there.
+        """Keep these blocks from being evicted, as far as they are there. Not on the engine's thread.
 
         Returns:
             The lease, or None; and by group, how many of the blocks are there, from the first.
         """
-        result = self._ask(packed, LookupMode.PREFIX, self._options.lease_seconds)
+        try:
+            result = self._client.lookup(
+                self._namespace, packed, lease_seconds=self._options.lease_seconds, timeout=LEASE_TIMEOUT
+            )
+        except ClientError as error:
+            _log.warning("the daemon refuses a lease, so a load goes without: %s", error)
+            return None, {}
         return result.lease, {index: answer.hits for index, answer in result.groups.items()}
 
-    def release(self, lease: int) -> bool:
-        """End a lease. False: not asked, this step has waited long enough. A lease that nobody ends, ends by time."""
-        left = self._options.lookup_budget - self._spent
-        if left <= 0:
-            return False
-        began = self._clock()
-        self._client.release(lease, timeout=left)
-        self._spent += self._clock() - began
-        return True
+    def release(self, lease: int) -> None:
+        """End a lease. One that nobody ends, ends by time. Not on the engine's thread."""
+        self._client.release(lease, timeout=LEASE_TIMEOUT)
 
     def connect(self) -> None:
         """A client that only looks up connects with its first question: let it be this one."""
         self._ask({}, LookupMode.PREFIX)
 
-    def _ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float = 0.0) -> LookupResult:
+    def _ask(self, packed: Mapping[int, bytes], mode: LookupMode) -> LookupResult:
         """One question. Never raises, never waits longer than what is left of this step's budget."""
         began = self._clock()
         timeout = max(0.001, self._options.lookup_budget - self._spent)
         try:
-            result = self._client.lookup(
-                self._namespace, packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout
-            )
+            result = self._client.lookup(self._namespace, packed, mode=mode, timeout=timeout)
         except ClientError as error:
             if not self._refused:
                 _log.error("the daemon refuses lookups, so nothing is loaded: %s", error)

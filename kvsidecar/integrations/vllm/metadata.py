@@ -34,12 +34,11 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """The external part of one request's hit. vLLM runs the request when every rank has reported it."""
+    """The external part of one request's hit. vLLM runs the request when every rank has reported it; until then the
+    scheduler's side holds a lease on the blocks."""
 
     number: int
     request_id: str
-    lease: int | None
-    """Keeps the blocks from being evicted until it is released; None: it could not be taken."""
     blocks: tuple[GroupBlocks, ...]
 
 

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvsidecar.integrations.vllm.background import Background
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.loads import Loads
+from kvsidecar.integrations.vllm.loads import Loads, Runner
 from kvsidecar.integrations.vllm.lookups import Asked, Lookups
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.options import Options
@@ -33,6 +34,7 @@ class SchedulerSide:
         events: collects KV cache events, if vLLM wants them.
         step_tokens: the most that one step computes (``max_num_batched_tokens``).
         clock: seconds, monotonic.
+        background: takes and releases leases; by default in a thread.
     """
 
     def __init__(
@@ -46,15 +48,24 @@ class SchedulerSide:
         events: Events | None = None,
         step_tokens: int = 8192,
         clock: Callable[[], float] = time.monotonic,
+        background: Runner | None = None,
     ) -> None:
         self.counters = Counters()
+        self._background = background or Background()
         self._options, self._world_size, self._client = options, world_size, client
         self._alignment = groups[0].alignment
         self._known, self._events = Known(), events
         numbers = itertools.count(1)
         self._lookups = Lookups(options, namespace, groups, client, self._known, self.counters, events, clock)
         self._loads = Loads(
-            groups, namespace.hash_bytes, world_size, self._lookups, self._known, self.counters, numbers
+            groups,
+            namespace.hash_bytes,
+            world_size,
+            self._lookups,
+            self._known,
+            self.counters,
+            numbers,
+            self._background,
         )
         self._stores = Stores(options, groups, world_size, self._known, self.counters, events, numbers, step_tokens)
         self._reset = Reset(lambda: client.clear(namespace), clock=clock)
@@ -112,7 +123,6 @@ class SchedulerSide:
     def build_orders(self, scheduler_output: Any) -> StepOrders:
         """What the ranks are to do in this step."""
         self._lookups.new_step()
-        self._loads.release()
         if self._reset.state is not State.OPEN:
             self._reset.step(drained=not self._jobs_outstanding, attached=self.attached)
         if self._open:
@@ -200,4 +210,5 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Leases end with the client's connection."""
+        self._background.close()
         self._client.close()

@@ -205,7 +205,7 @@ class WorkerSide:
             elif not blocks:
                 self._load_ended(load, done=True)  # other ranks hold the layers of these groups
             else:
-                job = client.load(blocks, lease=load.lease, after=after)
+                job = client.load(blocks, after=after)
                 self._loads[job] = (load, client.epoch)
 
     def submit_stores(self) -> None:
