@@ -110,7 +110,14 @@ class Daemon:
             checksums=checksums,
             stir=self._light_sleep.stir,
         )
-        self._lookups = Lookups(self._cache, self.readiness, self._metrics, clock, lease_max=settings.lease_max)
+        self._lookups = Lookups(
+            self._cache,
+            self.readiness,
+            self._metrics,
+            clock,
+            lease_max=settings.lease_max,
+            stir=self._light_sleep.stir,
+        )
         self._report = Report(
             epoch=self.epoch,
             backend=platform.name,

@@ -37,6 +37,7 @@ class Lookups:
     Args:
         clock: monotonic seconds, the clock of leases.
         lease_max: the longest lease granted, in seconds.
+        stir: called with each lookup: loads follow.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Lookups:
         clock: Callable[[], float],
         *,
         lease_max: float,
+        stir: Callable[[], None] = lambda: None,
     ) -> None:
+        self._stir = stir
         self._cache = cache
         self._readiness = readiness
         self._metrics = metrics
@@ -75,6 +78,7 @@ class Lookups:
             lease_seconds: take a lease of this length on the hits; 0 takes none.
             owner: the peer with whose end the lease ends.
         """
+        self._stir()
         if (refusal := self._readiness.refusal) is not None:
             self._metrics.refuse(refusal)
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)

@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import select
+import time
 from typing import Final
 
 NAP_SECONDS: Final = 100e-6 if len(os.sched_getaffinity(0)) >= 4 else 5e-3
@@ -29,8 +30,15 @@ _ppoll = ctypes.CDLL(None).ppoll
 _ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(_Timespec), ctypes.c_void_p)
 
 
-def wait_readable(fd: int, seconds: float) -> None:
+def wait_readable(fd: int, seconds: float) -> bool:
     """Wait until a descriptor is readable, at most ``seconds``. The poll() of Python counts in milliseconds, its
     select() ends at descriptor 1023."""
     fraction, whole = math.modf(max(0.0, seconds))
-    _ppoll(_PollFd(fd, select.POLLIN, 0), 1, _Timespec(int(whole), int(fraction * 1e9)), None)
+    return bool(_ppoll(_PollFd(fd, select.POLLIN, 0), 1, _Timespec(int(whole), int(fraction * 1e9)), None) > 0)
+
+
+def wait_lightly(fd: int, seconds: float) -> None:
+    """The same in naps."""
+    until = time.monotonic() + seconds
+    while not wait_readable(fd, NAP_SECONDS) and time.monotonic() < until:
+        pass
