@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 else:
     os.environ.update(ENVIRONMENT)
 
-TIMEOUT = 240
+TIMEOUT = 400
 """Seconds a test may take: an engine of several processes starts in 40 on an idle machine."""
 
 

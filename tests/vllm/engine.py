@@ -36,7 +36,8 @@ ENVIRONMENT = {
 """What an engine needs offline, on two cores. It must be set before torch is imported."""
 
 START = 180.0
-"""Seconds within which an engine process has started, on a busy machine."""
+"""Seconds within which an engine process has started, or answered: ranks that share two cores with other work spin for
+each other, and a step may take seconds."""
 
 MODULE = "kvsidecar.integrations.vllm"
 
@@ -280,7 +281,7 @@ class EngineProcess:
             self._started = True
         return self
 
-    def _call(self, method: str, *arguments: Any, timeout: float = SECONDS, **options: Any) -> Any:
+    def _call(self, method: str, *arguments: Any, timeout: float = START, **options: Any) -> Any:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([method, arguments, options]) + "\n")
         self.process.stdin.flush()
