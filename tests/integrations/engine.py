@@ -246,6 +246,7 @@ class Clock:
         self.now = 100.0
 
     def __call__(self) -> float:
+        self.now += 1e-6
         return self.now
 
 
@@ -271,6 +272,7 @@ def side(
     **extra: Any,
 ) -> SchedulerSide:
     """With the given pool bound, not attached yet."""
+    extra.setdefault("store_interval", 1e-9)  # in every step
     made = SchedulerSide(
         Options.parse(extra),
         NAMESPACE,

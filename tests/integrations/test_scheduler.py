@@ -318,6 +318,28 @@ def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_ra
     assert not made.has_pending_block_frees()
 
 
+def test_blocks_of_running_requests_are_stored_together_and_those_of_one_that_ends_at_once() -> None:
+    pool, clock = TinyPool(32), Clock()
+    made = side(pool=pool, clock=clock, store_interval="50ms")
+    made.take_report(ATTACHED)
+    one, other, third = (
+        Request(name, [*range(first, first + 8)]) for name, first in (("a", 0), ("b", 100), ("c", 200))
+    )
+    run(made, pool, one, 8)
+    (job,) = made.build_orders(Step({"a": 1})).stores
+    assert stored_hashes((job,)) == one.block_hashes
+
+    run(made, pool, other, 8)
+    run(made, pool, third, 8)
+    assert made.build_orders(Step({"b": 1, "c": 1})).stores == ()
+    made.request_finished(other)
+    (job,) = made.build_orders(Step({"c": 1})).stores
+    assert stored_hashes((job,)) == other.block_hashes
+    clock.now += 0.05
+    (job,) = made.build_orders(Step({"c": 1})).stores
+    assert stored_hashes((job,)) == third.block_hashes
+
+
 def test_tokens_in_flight_are_not_stored() -> None:
     pool = TinyPool(16)
     made = attached(pool=pool)

@@ -62,6 +62,9 @@ class Options:
     store_mode: str = _option(
         "eager", _store_mode, "eager: store blocks when their tokens are confirmed; lazy: before the GPU evicts them"
     )
+    store_interval: float = _option(
+        0.05, _seconds, "eager mode: blocks of running requests wait at most this long to be stored together"
+    )
     store_prompt_only: bool = _option(False, _flag, "eager mode: store the blocks of prompts, not those of answers")
     lazy_watermark: int = _option(
         0, _count, "lazy mode: blocks next to be evicted that are kept stored; 0: twice those that one step can need"

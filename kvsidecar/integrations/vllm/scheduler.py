@@ -52,7 +52,7 @@ class SchedulerSide:
     ) -> None:
         self.counters = Counters()
         self._background = background or Background()
-        self._options, self._world_size, self._client = options, world_size, client
+        self._options, self._world_size, self._client, self._clock = options, world_size, client, clock
         self._alignment = groups[0].alignment
         self._known, self._events = Known(), events
         numbers = itertools.count(1)
@@ -126,7 +126,7 @@ class SchedulerSide:
         if self._reset.state is not State.OPEN:
             self._reset.step(drained=not self._jobs_outstanding, attached=self.attached)
         if self._open:
-            self._stores.step(self._requests, scheduler_output)
+            self._stores.step(self._requests, scheduler_output, self._clock())
         return StepOrders(
             self._stores.take_jobs(),
             self._loads.take_jobs(),

@@ -76,6 +76,9 @@ class Stores:
         self._lag = max(group.lag_tokens for group in self._groups)
         self._prompt_only = options.store_prompt_only
         self._lazy = options.store_mode == "lazy"
+        self._interval = options.store_interval
+        self._next = 0.0
+        """When the blocks of running requests are looked through again."""
         self._watermark = options.lazy_watermark or default_watermark(groups, step_tokens)
         self._allocated = self._watermark
         """Blocks that vLLM has taken from the free queue since the last walk, at least."""
@@ -105,9 +108,13 @@ class Stores:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def step(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
+    def step(self, requests: Mapping[str, Progress], scheduler_output: Any, now: float) -> None:
         """Plan what became due: in eager mode the confirmed full blocks of the requests that run, in lazy mode the
-        blocks that are evicted next."""
+        blocks that are evicted next.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self._pool is None:
             return
         if self._lazy:
@@ -119,6 +126,8 @@ class Stores:
                 self.rest(progress)
                 # What vLLM gave to others in this very step was not found; it is computed again, or hit.
                 progress.done = done
+        if now < self._next:
+            return  # a block a step and request would be as many small jobs; a request that ends is not waited for
         lag, alignment = self._lag, self._alignment
         for request_id in scheduler_output.num_scheduled_tokens:
             progress = requests.get(request_id)
@@ -129,6 +138,7 @@ class Stores:
             tokens = request.num_computed_tokens - request.num_output_placeholders - lag
             if tokens >= progress.done + alignment:
                 self._plan(progress, tokens)
+                self._next = now + self._interval
 
     def rest(self, progress: Progress) -> None:
         """A request gives its blocks up: plan all that are left. vLLM's cache knows which are computed."""
