@@ -121,8 +121,8 @@ def test_another_salt_hits_nothing(model: str, daemon: DaemonProcess) -> None:
     with running(model, kvsidecar(daemon.socket)) as engine:
         join(engine, daemon)
         engine.generate(prompt("salted", 300, "mine"))
-        engine.drain()
         for salt, cached in (("yours", 0), (None, 0), ("mine", 288)):
+            engine.drain()
             assert engine.reset()
             (answer,) = engine.generate(prompt("salted", 300, salt))
             assert answer.cached == cached, salt
@@ -202,3 +202,44 @@ def test_an_engine_with_other_weights_hits_nothing(model: str, daemon: DaemonPro
 def test_a_bad_option_stops_the_start_and_is_named(model: str, extra: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence), running(model, kvsidecar("/nowhere", **extra)):
         pass
+
+
+def test_routers_are_told_of_blocks_in_the_daemon_by_their_medium(
+    model: str, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVEventsConfig
+
+    events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with running(model, kvsidecar(daemon.socket), kv_events_config=events_config) as engine:
+        join(engine, daemon)
+        told: list[Any] = []
+        monkeypatch.setattr(
+            engine.scheduler.kv_event_publisher, "publish", lambda batch: told.extend(batch.events), raising=True
+        )
+        engine.generate(LONG)
+        engine.drain()
+        engine.generate(prompt("another step", 40))  # what is stored is told in the step that hears of it
+        stored = [each for each in told if type(each).__name__ == "BlockStored"]
+        on_gpu = {block for each in stored if each.medium == "GPU" for block in each.block_hashes}
+        in_daemon = [block for each in stored if each.medium == "CPU" for block in each.block_hashes]
+        whole = WHOLE // BLOCK
+        assert len(in_daemon) == len(set(in_daemon)) >= whole
+        assert set(in_daemon) <= on_gpu
+        first = next(each for each in stored if each.medium == "CPU")
+        assert (first.block_size, tuple(first.token_ids)) == (BLOCK, LONG.ids[:BLOCK])
+
+        # The daemon forgets; a lookup notices, and the router is told.
+        told.clear()
+        engine.drain()
+        with Client(daemon.socket) as operator:
+            operator.clear()
+        assert engine.reset()
+        engine.generate(LONG)
+        gone = [
+            block
+            for each in told
+            if type(each).__name__ == "BlockRemoved" and each.medium == "CPU"
+            for block in each.block_hashes
+        ]
+        assert set(gone) <= set(in_daemon)
+        assert len(gone) >= whole
