@@ -80,9 +80,10 @@ class Connection:
         path = attach_path(socket)
         self.link = connect(path, fds=fds, client=name, timeout=timeout, cancel=cancel)
         self._socket = socket
-        # Calls have a connection of their own: who waits for an answer reads it, and no thread has to hand it over.
-        calls = LaneCalls(partial(connect, path, fds=(), client=f"{name} (calls)".lstrip()))
-        self._calls = calls if fast_lane and self.link.fast_lane else None
+        # Calls have connections of their own: who waits for an answer reads it, and no thread has to hand it over. The
+        # second one is made when two threads call at a time: a scheduler's lookup does not wait for another's lease.
+        connect_calls = partial(connect, path, fds=(), client=f"{name} (calls)".lstrip())
+        self._calls = tuple(LaneCalls(connect_calls) for _ in range(2)) if fast_lane and self.link.fast_lane else ()
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
 
@@ -97,7 +98,7 @@ class Connection:
     @property
     def fast_lane(self) -> bool:
         """Whether the messages go over it."""
-        return self._calls is not None
+        return bool(self._calls)
 
     @property
     def stub(self) -> pb_grpc.SidecarStub:
@@ -113,8 +114,9 @@ class Connection:
         Raises:
             CarrierError: DEADLINE_EXCEEDED, UNAVAILABLE, or why the daemon refuses.
         """
-        if self._calls is not None:
-            return self._calls.call(method, request, seconds)
+        if self._calls:
+            calls = next((each for each in self._calls if not each.busy), self._calls[0])
+            return calls.call(method, request, seconds)
         try:
             return getattr(self.stub, method.capitalize())(request, timeout=seconds)
         except grpc.RpcError as error:
@@ -130,13 +132,13 @@ class Connection:
             take: is given what the daemon says, one after the other.
             lock: is held while the carrier's own state changes; ``fill`` may take it.
         """
-        if self._calls is not None:
+        if self._calls:
             return LaneStream(self.link, fill, take, lock)
         return GrpcStream(self.stub, fill, take)
 
     def close(self) -> None:
-        if self._calls is not None:
-            self._calls.close()
+        for calls in self._calls:
+            calls.close()
         with self._lock:
             if self._channel is not None:
                 self._channel.close()

@@ -239,6 +239,11 @@ class LaneCalls:
         self._kernel_timeout = 0.0
         self._closed = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call waits for its answer."""
+        return self._lock.locked()
+
     def call(self, method: str, request: Any, seconds: float) -> Any:
         """As `Connection.call`."""
         deadline = time.monotonic() + seconds

@@ -1,14 +1,17 @@
-"""What the connector's scheduler side costs the engine's thread in a step, with vLLM's own block pool and a daemon.
+"""What both sides of the connector cost the engine's thread in a step, with vLLM's own block pool and a real daemon.
 
-python -m benchmarks.vllm.scheduler_cost --socket /run/kvsidecar/kvsidecar.sock [--blocks 512] [--requests 256]
+python -m benchmarks.vllm.step_cost --socket /run/kvsidecar/kvsidecar.sock [--blocks 512] [--requests 256]
 
-The daemon must be ready, and is asked for blocks that are stored here first. Needs vLLM, no model and no GPU.
+The daemon must be ready, on the host device, and is asked for blocks that are stored here first. Needs vLLM, no model
+and no GPU. One thing after another, without a pause: an engine that has slept pays more for each, which
+`benchmarks.vllm.hits` shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -19,13 +22,15 @@ from rich.console import Console
 from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
 
-from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.metadata import RankReport
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepOrders, StoreJob
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.worker import WorkerSide
 
-NAMESPACE = Namespace("scheduler-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
+NAMESPACE = Namespace("step-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
 TOKENS, ROW_BYTES = 16, 4096
 GROUP = Group(0, Kind.FULL, ("layer",), TOKENS, TOKENS, TOKENS)
 
@@ -68,34 +73,65 @@ class Times:
         return result
 
     def table(self) -> Table:
-        table = Table("in the engine's thread", "p50 µs", "p90 µs", title="Scheduler's side of the connector")
+        table = Table("in the engine's thread", "p50 µs", "p90 µs", title="The connector, both sides")
         for name, seconds in self.seconds.items():
             table.add_row(name, *(f"{np.percentile(seconds, at) * 1e6:.0f}" for at in (50, 90)))
         return table
 
 
-def store_prompt(socket: str, request: Request) -> Client:
-    """As an engine does, so that there is something to hit. The client keeps the run's buffer attached."""
-    count = len(request.block_hashes)
-    client = Client(socket, timeout=60.0)
-    buffer = HostBuffer(count * ROW_BYTES)
-    layout = GroupLayout(0, count, 0, 1, (Region(0, 0, 0, ROW_BYTES, ROW_BYTES, 1),))
-    client.attach(instance="scheduler-cost", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout])
-    client.wait_ready(60.0)
-    job = client.store([Blocks(0, request.block_hashes, range(count))])
-    client.wait([job], 60.0)
-    return client
+class Rank:
+    """A worker's side with a buffer on the host."""
+
+    def __init__(self, socket: str, blocks: int) -> None:
+        buffer = HostBuffer(blocks * ROW_BYTES)
+        layout = GroupLayout(0, blocks, 0, 1, (Region(0, 0, 0, ROW_BYTES, ROW_BYTES, 1),))
+        self.client = Client(socket, timeout=60.0)
+        self.side = WorkerSide(NAMESPACE, "step-cost", Place(), lambda: self.client)
+        self.side.register(RankMemory(buffer.kv_buffers(), (layout,)))
+        if not self.side.wait_attached(60.0) or not self.client.wait_ready(60.0).ready:
+            raise RuntimeError("the daemon is not ready")
+
+    def step(self, orders: StepOrders) -> RankReport | None:
+        """What vLLM's hooks call in a step."""
+        self.side.flush(orders)
+        self.side.bind(orders)
+        self.side.submit_loads()
+        self.side.submit_stores()
+        self.side.poll()
+        self.side.take_loads()
+        report = self.side.take_report()
+        self.side.take_transfers()
+        self.side.submit_rest()
+        return report
+
+    def settle(self) -> RankReport:
+        """Until the copies have ended: outside of what is timed."""
+        found = RankReport()
+        while self.client.outstanding:
+            found = found.merged(self.step(StepOrders()) or RankReport())
+        return found.merged(self.step(StepOrders()) or RankReport())
 
 
 def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
     times, hit = Times(), Request("hit", blocks)
-    rank = store_prompt(socket, hit)
+    rank = Rank(socket, 4 * blocks)
+    stored = GroupBlocks(0, b"".join(hit.block_hashes), np.arange(blocks, dtype=np.int64))
+    attached = rank.step(StepOrders(stores=(StoreJob(1 << 30, (stored,)),)))
+    rank.settle()
     client = Client(socket, timeout=5.0, step_budget=1.0)
-    side = SchedulerSide(Options(lookup_budget=1.0), NAMESPACE, (GROUP,), 1, client)
+    side = SchedulerSide(Options(lookup_budget=1.0, store_interval=1e-9), NAMESPACE, (GROUP,), 1, client)
     pool = BlockPool(num_gpu_blocks=4 * blocks, enable_caching=True, hash_block_size=TOKENS)
     side.bind_block_pool(pool)
     client.lookup(NAMESPACE, {}, timeout=5.0)
-    side.take_report(RankReport(attached={0: client.epoch}))
+    assert attached is not None
+    side.take_report(attached)
+
+    def both(scheduler_output: Any) -> Any:
+        orders = side.build_orders(scheduler_output)
+        report = rank.step(orders)
+        if report is not None:
+            side.take_report(report)
+        return orders
 
     decoding = [Request(f"decoding {i}", 8) for i in range(requests)]
     for request in decoding:
@@ -105,12 +141,12 @@ def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
         ("a step with nothing to do, no request", step()),
         (f"a step with nothing to do, {requests} requests", step(**{each.request_id: 1 for each in decoding})),
     ):
-        side.build_orders(idle)
+        both(idle)
         for _ in range(20 * rounds):
-            times.take(label, side.build_orders, idle)
+            times.take(label, both, idle)
 
     for i in range(rounds):
-        new = Request(f"new {i}", blocks)
+        new = Request(f"{os.getpid()} {i}", blocks)
         held = pool.get_new_blocks(blocks)
         for block, block_hash in zip(held, new.block_hashes, strict=True):
             key = block_hash + bytes(4)
@@ -118,24 +154,23 @@ def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
             pool.cached_block_hash_to_block.insert(key, block)
         side.update_state_after_alloc(new, allocated([]), 0)
         new.num_computed_tokens = blocks * TOKENS
-        side.build_orders(step())  # the budget for questions is full again
+        both(step())  # the budget for questions is full again
         tokens, _ = times.take(f"lookup of {blocks} blocks", side.get_num_new_matched_tokens, hit, 0)
         if tokens != blocks * TOKENS:
             raise RuntimeError(f"the daemon has {tokens} of {blocks * TOKENS} tokens; is its pool large enough?")
         table = allocated([block.block_id for block in held])
-        label = f"load of {blocks} blocks: plan; the lease is another thread's"
-        times.take(label, side.update_state_after_alloc, hit, table, tokens)
-        label = f"store of {blocks} blocks: plan, and the step's orders"
-        orders = times.take(label, side.build_orders, step(**{new.request_id: 1}))
-        ((store,), (load,)) = orders.stores, orders.loads
-        loaded, stored = RankReport(loaded={load.number: 1}), RankReport(stored={store.number: 1})
-        times.take("end of the load", side.take_report, loaded)
-        times.take("end of the store", side.take_report, stored)
+
+        def busy(new: Request = new, table: Any = table, tokens: int = tokens) -> None:
+            side.update_state_after_alloc(hit, table, tokens)
+            both(step(**{new.request_id: 1}))
+
+        times.take(f"a step with one store and one load of {blocks} blocks", busy)
+        times.take("the end of both", side.take_report, rank.settle())
         side.request_finished(new)
         side.request_finished(hit)
         pool.free_blocks(held)
     side.shutdown()
-    rank.close()
+    rank.side.unregister()
     return times
 
 
