@@ -1,25 +1,37 @@
 # syntax=docker/dockerfile:1
-FROM python:3.12-slim AS build
+# docker build --tag kvsidecar:$(git rev-parse --short HEAD) --build-arg REVISION=$(git rev-parse HEAD) .
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim AS build
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY kvsidecar kvsidecar
-RUN python -m venv /opt/kvsidecar && /opt/kvsidecar/bin/pip install --no-cache-dir .
+# Without pip in it: the image installs nothing later.
+RUN python -m venv --without-pip /opt/kvsidecar \
+    && pip --python /opt/kvsidecar/bin/python install --no-cache-dir --disable-pip-version-check .
 
-FROM python:3.12-slim
+FROM python:${PYTHON}-slim
+ARG REVISION=unknown
 LABEL org.opencontainers.image.title="kvsidecar" \
       org.opencontainers.image.description="Per-node KV-offload daemon for LLM engines" \
+      org.opencontainers.image.source="https://github.com/kvsidecar/kvsidecar" \
+      org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/kvsidecar /opt/kvsidecar
-# The NVIDIA container toolkit reads these: the driver library is mounted, no GPU resource is taken.
+# The NVIDIA container toolkit reads the two NVIDIA variables: it mounts the driver's library, and no GPU resource is taken.
 ENV PATH=/opt/kvsidecar/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     KVSIDECAR_SOCKET=/run/kvsidecar/kvsidecar.sock \
     KVSIDECAR_HTTP_HOST=0.0.0.0
-RUN useradd --system --uid 10001 --user-group --no-create-home kvsidecar \
+RUN groupadd --system --gid 10001 kvsidecar \
+    && useradd --system --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin kvsidecar \
     && install --directory --owner=kvsidecar --group=kvsidecar --mode=0750 /run/kvsidecar
 USER 10001:10001
 EXPOSE 9464
-HEALTHCHECK --interval=10s --timeout=3s CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9464/health', timeout=2)"]
+# Alive, not ready: a container that is pinning, or that refused its pool, must not be restarted. Kubernetes ignores this.
+HEALTHCHECK --interval=30s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f\"http://127.0.0.1:{os.environ.get('KVSIDECAR_HTTP_PORT', 9464)}/health\", timeout=4)"]
 ENTRYPOINT ["kvsidecar"]
 CMD ["serve"]

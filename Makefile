@@ -11,7 +11,7 @@ help:
 	@echo "make test    install what the tests need and run them"
 	@echo "make test-vllm  install vLLM for the CPU into .venv-vllm and run the connector's tests on a real engine"
 	@echo "make soak    a daemon under engines that are killed at random, for SECONDS=120 on DEVICE=host"
-	@echo "make check   format, lint, types, import contracts, generated code, Dockerfile"
+	@echo "make check   format, lint, types, import contracts, generated code, Dockerfiles, deploy/"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make proto   regenerate kvsidecar/v1 from proto/"
 
@@ -74,7 +74,8 @@ check: $(VENV)/dev.stamp
 		&& for file in $$drift/kvsidecar/v1/*; do diff -u kvsidecar/v1/$$(basename $$file) $$file \
 			|| { echo "kvsidecar/v1 is not what proto/ generates: run make proto"; exit 1; }; done \
 		&& echo "generated code: no drift"
-	$(BIN)/hadolint Dockerfile
+	$(BIN)/hadolint Dockerfile deploy/kubernetes/vllm.Dockerfile
+	$(BIN)/python -m pytest -q tests/deploy
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .

@@ -1,0 +1,287 @@
+"""The manifests of deploy/kubernetes: valid for Kubernetes, and true of the daemon that they start."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvsidecar.client import State
+from kvsidecar.config import Settings, load_settings, pool_geometry
+from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
+from kvsidecar.units import GiB, MiB, parse_size
+from tests.deploy.support import DEPLOY, ROOT
+from tests.harness import DaemonProcess, Rank, wait_until_ready
+from tests.test_memory_limits import in_pod
+
+HERE = DEPLOY / "kubernetes"
+FIRST_VERSION = "1.29"
+"""The first Kubernetes that runs native sidecars without a feature gate."""
+
+KUSTOMIZE = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
+needs_kustomize = pytest.mark.skipif(
+    shutil.which(KUSTOMIZE[0]) is None, reason="neither kustomize nor kubectl is installed: overlays are not built"
+)
+
+Manifest = dict[str, Any]
+
+
+def documents(text: str) -> list[Manifest]:
+    return [each for each in yaml.safe_load_all(text) if each]
+
+
+def overlays() -> list[Path]:
+    return sorted(path.parent for path in HERE.glob("overlays/*/kustomization.yaml"))
+
+
+def sources() -> list[Path]:
+    """Every manifest that stands for itself: not a patch, and not a kustomization."""
+    return sorted(
+        path
+        for path in HERE.rglob("*.yaml")
+        if path.name != "kustomization.yaml" and path.parent.name not in ("huge-pages",)
+    )
+
+
+def build(directory: Path) -> list[Manifest]:
+    ran = subprocess.run([*KUSTOMIZE, str(directory)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    return documents(ran.stdout)
+
+
+def validate(manifest: Manifest, version: str) -> None:
+    if manifest["apiVersion"].startswith("monitoring.coreos.com/"):
+        return  # not of Kubernetes itself; test_the_pod_monitor_finds_the_daemons looks at what it says
+    pytest.importorskip("kubernetes_validate").validate(manifest, version, strict=True)
+
+
+def latest() -> str:
+    return str(pytest.importorskip("kubernetes_validate").latest_version())
+
+
+def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """(name, pod template) of every workload."""
+    for each in manifests:
+        if each["kind"] in ("Deployment", "DaemonSet"):
+            yield each["metadata"]["name"], each["spec"]["template"]
+
+
+def daemons(template: Manifest) -> list[Manifest]:
+    spec = template["spec"]
+    return [each for each in [*spec.get("initContainers", ()), *spec["containers"]] if each["name"] == "kvsidecar"]
+
+
+def image_environment() -> dict[str, str]:
+    """The settings that the Dockerfile puts into the image."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if line.startswith("ENV ")]
+    return dict(word.split("=", 1) for word in shlex.split(line)[1:])
+
+
+def settings(container: Manifest) -> Settings:
+    given = {each["name"]: each["value"] for each in container["env"]}
+    return load_settings({}, environ={**image_environment(), **given}, default_file=Path("/nonexistent"))
+
+
+def bases() -> list[Manifest]:
+    return [each for path in sources() for each in documents(path.read_text())]
+
+
+def daemon_templates(manifests: list[Manifest]) -> list[Manifest]:
+    return [template for _, template in pods(manifests) if daemons(template)]
+
+
+# -- valid ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [FIRST_VERSION, "latest"])
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(HERE)))
+def test_every_manifest_is_valid(path: Path, version: str) -> None:
+    for manifest in documents(path.read_text()):
+        validate(manifest, latest() if version == "latest" else version)
+
+
+@needs_kustomize
+@pytest.mark.parametrize("overlay", overlays(), ids=lambda path: path.name)
+def test_every_overlay_builds_into_valid_manifests(overlay: Path) -> None:
+    manifests = build(overlay)
+    assert manifests
+    for manifest in manifests:
+        validate(manifest, FIRST_VERSION)
+        validate(manifest, latest())
+
+
+@needs_kustomize
+@pytest.mark.parametrize("overlay", overlays(), ids=lambda path: path.name)
+def test_an_overlay_names_the_registry_and_tag_of_every_image(overlay: Path) -> None:
+    for name, template in pods(build(overlay)):
+        for container in [*template["spec"].get("initContainers", ()), *template["spec"]["containers"]]:
+            assert container["image"].startswith("registry.example.com/"), (name, container["name"])
+            assert ":" in container["image"]
+
+
+@needs_kustomize
+def test_every_component_can_be_added(tmp_path: Path) -> None:
+    """Also those that no overlay has."""
+    shutil.copytree(HERE, tmp_path / "k")
+    for component in sorted(path.name for path in (HERE / "components").iterdir()):
+        base = "daemonset" if component == "huge-pages" else "sidecar"
+        overlay = tmp_path / "k" / "overlays" / f"try-{component}"
+        overlay.mkdir()
+        text = {"resources": [f"../../base/{base}"], "components": [f"../../components/{component}"]}
+        (overlay / "kustomization.yaml").write_text(yaml.safe_dump(text))
+        manifests = build(overlay)
+        for manifest in manifests:
+            validate(manifest, latest())
+        if component == "serve-without-pool":
+            ((daemon,),) = [daemons(template) for _, template in pods(manifests)]
+            assert "readinessProbe" not in daemon
+            assert "livenessProbe" in daemon
+
+
+# -- true of the daemon ----------------------------------------------------------------------------------------------
+
+
+def test_the_settings_of_every_daemon_are_settings() -> None:
+    found = [settings(daemon) for template in daemon_templates(bases()) for daemon in daemons(template)]
+    assert len(found) == 2
+    for each in found:
+        assert each.socket == "/run/kvsidecar/kvsidecar.sock"
+        assert each.socket_mode == "0660"
+        assert each.http_host == "0.0.0.0"  # a probe comes from outside the container
+
+
+def all_built() -> list[Manifest]:
+    if shutil.which(KUSTOMIZE[0]) is None:
+        return bases()
+    return [manifest for overlay in overlays() for manifest in build(overlay)]
+
+
+def test_the_memory_limit_counts_the_pool(tmp_path: Path) -> None:
+    """By the daemon's own check, in a container with that limit: a pool that it would refuse is refused here."""
+    templates = daemon_templates(all_built())
+    assert templates
+    for number, template in enumerate(templates):
+        (daemon,) = daemons(template)
+        limits = daemon["resources"]["limits"]
+        assert daemon["resources"]["requests"] == limits, "not Guaranteed: the pool is the first to be killed"
+        root = in_pod(tmp_path / str(number), parse_size(limits["memory"]))
+        told = settings(daemon)
+        pool = pool_geometry(told, root).pool_bytes
+        assert pool >= 32 * GiB
+        if told.huge_pages is HugePages.HUGETLB:
+            assert parse_size(limits["hugepages-2Mi"]) == pool
+            beside = bookkeeping_bytes(pool)
+            check_fits(beside, pages=Pages(PageKind.SMALL, 4096), root=root)
+        else:
+            assert not any(name.startswith("hugepages") for name in limits)
+            check_fits(pool, pages=Pages(PageKind.THP, 2 * MiB), bookkeeping=bookkeeping_bytes(pool), root=root)
+
+
+def test_the_grace_period_has_room_for_the_drain_and_the_unpinning() -> None:
+    for template in daemon_templates(bases()):
+        (daemon,) = daemons(template)
+        assert template["spec"]["terminationGracePeriodSeconds"] >= settings(daemon).drain_timeout + 30
+
+
+def test_the_daemon_beside_an_engine_is_a_native_sidecar_that_starts_before_it() -> None:
+    (spec,) = [template["spec"] for name, template in pods(bases()) if name == "vllm" and daemons(template)]
+    (sidecar,) = spec["initContainers"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert spec["shareProcessNamespace"] is True, "the driver refuses handles between two processes of one PID value"
+
+
+def test_no_daemon_takes_a_gpu_from_the_engines_and_every_one_sees_them() -> None:
+    assert image_environment()["NVIDIA_VISIBLE_DEVICES"] == "all"
+    for template in daemon_templates(bases()):
+        (daemon,) = daemons(template)
+        assert not any("nvidia.com" in name for name in daemon["resources"]["limits"])
+        assert template["spec"]["runtimeClassName"] == "nvidia"
+
+
+def test_no_daemon_is_root_or_privileged() -> None:
+    for template in daemon_templates(bases()):
+        (daemon,) = daemons(template)
+        context = daemon["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
+
+
+def test_every_engine_finds_the_socket_of_its_daemon() -> None:
+    seen = 0
+    for name, template in pods(bases()):
+        for container in template["spec"]["containers"]:
+            if container["name"] != "vllm":
+                continue
+            seen += 1
+            (socket,) = [each["value"] for each in container["env"] if each["name"] == "KVSIDECAR_SOCKET"]
+            assert socket == image_environment()["KVSIDECAR_SOCKET"], name
+            assert str(Path(socket).parent) in [each["mountPath"] for each in container["volumeMounts"]]
+    assert seen == 2
+    (engine,) = [template["spec"] for name, template in pods(bases()) if name == "vllm" and not daemons(template)]
+    (node,) = [template["spec"] for name, template in pods(bases()) if name == "kvsidecar"]
+    (of_engine,) = [each["hostPath"] for each in engine["volumes"] if "hostPath" in each]
+    (of_node,) = [each["hostPath"] for each in node["volumes"] if "hostPath" in each]
+    assert of_engine == of_node
+    (daemon,) = node["containers"]
+    assert daemon["securityContext"]["runAsGroup"] in engine["securityContext"]["supplementalGroups"]
+
+
+def test_every_engine_gives_the_connector_options_that_it_has() -> None:
+    for _, template in pods(bases()):
+        for container in template["spec"]["containers"]:
+            if container["name"] != "vllm":
+                continue
+            command = container["command"]
+            config = json.loads(command[command.index("--kv-transfer-config") + 1])
+            assert config["kv_connector"] == "KVSidecarConnector"
+            assert config["kv_connector_module_path"] == "kvsidecar.integrations.vllm"
+            assert config["kv_load_failure_policy"] == "recompute"
+            Options.parse(config.get("kv_connector_extra_config", {}))
+
+
+def test_the_pod_monitor_finds_the_daemons_and_the_port_of_their_metrics() -> None:
+    (monitor,) = [each for each in bases() if each["kind"] == "PodMonitor"]
+    (match,) = monitor["spec"]["selector"]["matchExpressions"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == "/metrics"
+    for name, template in pods(bases()):
+        labels = template["metadata"]["labels"]
+        assert (match["key"] in labels) == bool(daemons(template)), name
+        for daemon in daemons(template):
+            (port,) = daemon["ports"]
+            assert port["name"] == endpoint["port"]
+            assert len(port["name"]) <= 15, "Kubernetes refuses longer names of ports"
+            assert port["containerPort"] == settings(daemon).http_port
+
+
+def test_the_probes_start_the_engine_while_the_pool_is_pinned(short_dir: Path) -> None:
+    """Of every daemon: its startup and liveness probes pass while it pins and engines attach; readiness waits."""
+    probes = []
+    for template in daemon_templates(bases()):
+        (daemon,) = daemons(template)
+        paths = {kind: daemon[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+        assert {daemon[f"{kind}Probe"]["httpGet"]["port"] for kind in paths} == {daemon["ports"][0]["name"]}
+        probes.append(paths)
+    flags = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
+    slow = "pool.pin_chunk=delay(0.15)"
+    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=slow) as process:
+        process.wait_log("pinning")
+        rank = Rank(process)
+        answers = [{kind: process.get(path)[0] for kind, path in paths.items()} for paths in probes]
+        assert rank.client.readiness.state is State.PINNING, "all of this took longer than the pin"
+        wait_until_ready(rank.client)
+        later = [{kind: process.get(path)[0] for kind, path in paths.items()} for paths in probes]
+        rank.close()
+    assert answers == [{"startup": 200, "readiness": 503, "liveness": 200}] * 2
+    assert later == [{"startup": 200, "readiness": 200, "liveness": 200}] * 2

@@ -1,0 +1,118 @@
+"""Dashboard, alerts and runbook speak of what a running daemon exports: a wrong name in any of them fails here."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.support import DEPLOY, ROOT, Exported, alerts, exported, problems
+from tests.harness import DaemonProcess, Rank
+
+DASHBOARD = DEPLOY / "grafana" / "kvsidecar.json"
+
+NOT_ON_A_PANEL = {
+    "kvsidecar_ready": "the state says it",
+    "kvsidecar_copy_size_bytes": "for a question that a panel raises",
+    "kvsidecar_evicted_blocks": "its bytes are on a panel",
+    "kvsidecar_pin_register_seconds": "for a question that a panel raises",
+}
+
+
+@pytest.fixture(scope="module")
+def known() -> Exported:
+    with tempfile.TemporaryDirectory(prefix="kvs-") as directory, DaemonProcess(Path(directory)) as daemon:
+        rank = Rank(daemon.wait_ready())  # some series are there only while an engine is attached
+        scrape: str = daemon.get("/metrics")[1]
+        rank.close()
+    return exported(scrape)
+
+
+@cache
+def dashboard() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return read
+
+
+def panel_expressions() -> Iterator[tuple[str, str]]:
+    """(title, PromQL) of every query, with Grafana's variables replaced as Grafana does."""
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            text = target["expr"].replace("$__rate_interval", "5m").replace("$link", "55e9")
+            yield panel["title"], re.sub(r'=~"\$\w+"', '=~".*"', text)
+
+
+def test_every_query_of_the_dashboard_asks_for_what_is_exported(known: Exported) -> None:
+    expressions = list(panel_expressions())
+    assert len(expressions) > 20
+    assert [(title, found) for title, text in expressions if (found := problems(text, known))] == []
+
+
+def test_the_variables_of_the_dashboard_are_defined_and_ask_for_what_is_exported(known: Exported) -> None:
+    variables = {each["name"]: each for each in dashboard()["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard()["panels"]))) - {"__rate_interval", "__all"}
+    assert used <= set(variables)
+    queries = [each["query"]["query"] for each in variables.values() if each["type"] == "query"]
+    assert queries
+    for query in queries:
+        metric = re.fullmatch(r"label_values\((\w+)(?:\{.*\})?, (instance|job)\)", query)
+        assert metric, query
+        assert metric[1] in known
+
+
+def test_every_metric_is_on_the_dashboard_or_left_out_for_a_reason(known: Exported) -> None:
+    def family(name: str) -> str:
+        return re.sub(r"_(total|bucket|sum|count|created)$", "", name)
+
+    shown = {family(name) for _, text in panel_expressions() for name in re.findall(r"kvsidecar_\w+", text)}
+    own = {family(name) for name in known if name.startswith("kvsidecar_")}
+    assert own - shown == set(NOT_ON_A_PANEL)
+
+
+def test_every_alert_asks_for_what_is_exported(known: Exported) -> None:
+    assert alerts()
+    assert [(rule["alert"], found) for rule in alerts() if (found := problems(rule["expr"], known))] == []
+
+
+@pytest.mark.parametrize("page", ["docs/runbook.md", "deploy/kubernetes/README.md"])
+def test_every_metric_that_a_page_names_is_exported(known: Exported, page: str) -> None:
+    named = set(re.findall(r"\bkvsidecar_[a-z_]+", (ROOT / page).read_text()))
+    assert named - set(known) == set()
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+    taken: set[tuple[int, int]] = set()
+    ids = [panel["id"] for panel in dashboard()["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("kvsidecar_pool_byte", "kvsidecar_pool_byte is not exported"),
+        ("rate(kvsidecar_refusals[5m])", "kvsidecar_refusals is not exported"),
+        ('kvsidecar_refusals_total{raeson="pool_full"}', "kvsidecar_refusals_total has no label raeson"),
+        ('kvsidecar_refusals_total{reason=~"pool_full|poolfull"}', "kvsidecar_refusals_total has no reason='poolfull'"),
+        ("sum by (directoin) (kvsidecar_jobs_queued)", "no metric of it has the label directoin"),
+        ("kvsidecar_ready == on (host) kvsidecar_leases", "no metric of it has the label host"),
+    ],
+)
+def test_a_wrong_name_is_found(known: Exported, expression: str, problem: str) -> None:
+    assert problems(expression, known) == [problem]
+
+
+def test_what_is_no_promql_is_found(known: Exported) -> None:
+    with pytest.raises(ValueError, match="parenthesis"):
+        problems("sum(kvsidecar_ready", known)
