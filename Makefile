@@ -11,7 +11,7 @@ help:
 	@echo "make test    install what the tests need and run them"
 	@echo "make test-vllm  install vLLM for the CPU into .venv-vllm and run the connector's tests on a real engine"
 	@echo "make soak    a daemon under engines that are killed at random, for SECONDS=120 on DEVICE=host"
-	@echo "make check   format, lint, types, import contracts, generated code, Dockerfile"
+	@echo "make check   format, lint, types, import contracts, generated code, Dockerfile, systemd units"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make proto   regenerate kvsidecar/v1 from proto/"
 
@@ -75,6 +75,7 @@ check: $(VENV)/dev.stamp
 			|| { echo "kvsidecar/v1 is not what proto/ generates: run make proto"; exit 1; }; done \
 		&& echo "generated code: no drift"
 	$(BIN)/hadolint Dockerfile
+	@deploy/systemd/check
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .

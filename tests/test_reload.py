@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.config import Settings, load_settings
+from kvsidecar.daemon import Daemon
+from kvsidecar.device.platforms import open_platform
+from kvsidecar.notify import Notifier, NotifySocket
+from kvsidecar.pool import HostPool, PoolSpec
 from kvsidecar.reload import RELOADABLE, Reloader, change
+from kvsidecar.types import Direction
 from kvsidecar.units import MiB
 
 
@@ -63,3 +68,24 @@ async def test_a_file_with_a_mistake_changes_nothing(tmp_path: Path, mistake: st
     file.write_text('log_level = "debug"')
     assert await reloader.reload() == "settings reloaded"
     assert applied[0].log_level == "debug"
+
+
+async def test_the_daemon_hands_the_store_chunk_to_the_workers(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[str] = []
+    monkeypatch.setattr("kvsidecar.log.configure", lambda *, log_format, level: levels.append(level))
+    flags = {"socket": str(short_dir / "kvs.sock"), "pool_size": "1MiB", "device": "host"}
+    settings = load_settings(flags, {}, default_file=Path("/nowhere"))
+    platform, _ = open_platform("host")
+    pool = HostPool(PoolSpec(nbytes=MiB, slab_bytes=MiB, chunk_bytes=MiB), platform)
+    daemon = Daemon(settings, platform, pool, MiB, notifier=Notifier(NotifySocket(None), None))
+    uuid = platform.device_uuids()[0]
+    daemon._hub.set_busy(frozenset({uuid}))
+    assert daemon._hub.chunk(uuid, Direction.STORE) == 4 * MiB
+    daemon._apply(settings.model_copy(update={"store_chunk": 8 * MiB, "log_level": "error"}))
+    assert daemon._hub.chunk(uuid, Direction.STORE) == 8 * MiB
+    assert levels == ["error"]
+    pool.close()
+    platform.close()
+    daemon._light_sleep.close()

@@ -113,14 +113,20 @@ def test_a_stopped_process_stops_the_watchdog_and_a_continued_one_feeds_it(short
 
 def test_a_copy_that_is_stuck_stops_the_watchdog_until_it_ends(short_dir: Path) -> None:
     failpoints = f"store.in_flight@{FIRST}=delay(1.5)"
+    file = short_dir / "kvsidecar.toml"
+    file.write_text("")
     with (
         ServiceManager(short_dir) as manager,
         DaemonProcess(
-            short_dir, "--stuck-after", "0.3",
+            short_dir, "--config", str(file),
             NOTIFY_SOCKET=manager.address, WATCHDOG_USEC=WATCHDOG_USEC, KVSIDECAR_FAILPOINTS=failpoints,
         ) as daemon,
     ):  # fmt: skip
         rank = Rank(daemon.wait_ready())
+        file.write_text("stuck_after = 0.3")  # comes into force with SIGHUP
+        daemon.process.send_signal(signal.SIGHUP)
+        manager.wait("RELOADING")
+        manager.wait("READY")
         manager.wait("WATCHDOG")
         rank.fill(0, "a")
         job = rank.client.store([Blocks(0, hashes("a"), [0])])
