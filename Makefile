@@ -75,6 +75,7 @@ check: $(VENV)/dev.stamp
 			|| { echo "kvsidecar/v1 is not what proto/ generates: run make proto"; exit 1; }; done \
 		&& echo "generated code: no drift"
 	$(BIN)/hadolint Dockerfile deploy/kubernetes/vllm.Dockerfile
+	@deploy/systemd/check
 	$(BIN)/python -m pytest -q tests/deploy
 
 format: $(VENV)/dev.stamp

@@ -37,7 +37,8 @@ def _serve(**flags: str | None) -> None:
 
     It listens at once, pins the pool in the background, and is ready when the pool is pinned, a self-test copy has
     come back right, and RPC listens. Every option can also be a variable (KVSIDECAR_POOL_SIZE) or a line of the TOML
-    file (pool_size = "64GiB"); a flag wins over a variable, a variable over the file.
+    file (pool_size = "64GiB"); a flag wins over a variable, a variable over the file. SIGHUP reads the file again:
+    log_level, store_chunk, drain_timeout and stuck_after come into force, the log names what needs a restart.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
     use, 78 a setting is wrong.

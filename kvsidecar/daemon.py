@@ -31,8 +31,10 @@ from kvsidecar.instances import ID_BITS, Instances, Peer
 from kvsidecar.light_sleep import CORES_TO_SPARE, LightSleep
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
+from kvsidecar.notify import Notifier
 from kvsidecar.pool import HostPool, PinProgress
 from kvsidecar.readiness import Readiness, Snapshot
+from kvsidecar.reload import Reloader
 from kvsidecar.rpc.attach_socket import AttachSocket
 from kvsidecar.rpc.endpoint import Endpoint
 from kvsidecar.rpc.handler import Handler
@@ -60,7 +62,9 @@ class Daemon:
         platform: the devices.
         pool: not pinned yet.
         slab_bytes: unit in which the pool is handed to blocks of one size.
+        notifier: tells the service manager.
         on_state: told every change of readiness, for a person at a terminal.
+        read_settings: as at the start, for SIGHUP; None leaves that signal alone.
     """
 
     def __init__(
@@ -70,10 +74,15 @@ class Daemon:
         pool: HostPool,
         slab_bytes: int,
         *,
+        notifier: Notifier,
         on_state: Callable[[Snapshot], None] | None = None,
+        read_settings: Callable[[], Settings] | None = None,
     ) -> None:
         clock = time.monotonic
         self._settings = settings
+        self._notifier = notifier
+        self._reloader = None if read_settings is None else Reloader(settings, read_settings, self._apply)
+        self._reloading = asyncio.Lock()
         self._platform = platform
         self._pool = pool
         self._stop = asyncio.Event()
@@ -156,6 +165,7 @@ class Daemon:
         self._probes = Probes(
             readiness=self.readiness, metrics=self._metrics, stuck=self._stuck, status=self._report.json
         )
+        self.readiness.listen(notifier.changed)
         if on_state is not None:
             self.readiness.listen(on_state)
 
@@ -169,6 +179,9 @@ class Daemon:
         self._loop = loop
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
+        if self._reloader is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up, self._reloader)
+        self._notifier.changed(self.readiness.now)
         try:
             await self._start()
             await self._stop.wait()
@@ -194,6 +207,7 @@ class Daemon:
         )
         self._tasks.spawn(self._tick(), name="tick")
         self._tasks.spawn(self._sweep(), name="sweep")
+        self._tasks.spawn(self._notifier.watch(self._stuck), name="watchdog")
         self._tasks.spawn(self._become_ready(), name="become-ready")
 
     async def _become_ready(self) -> None:
@@ -326,11 +340,25 @@ class Daemon:
         _log.info("stopping", signal=signal.Signals(number).name)
         self._stop.set()
 
+    def _hung_up(self, reloader: Reloader) -> None:
+        if not self._stop.is_set():
+            self._tasks.spawn(self._reload(reloader), name="reload")
+
+    async def _reload(self, reloader: Reloader) -> None:
+        async with self._reloading:  # one after the other: what is told to the service manager comes in pairs
+            await self._notifier.reloading(reloader.reload)
+
+    def _apply(self, settings: Settings) -> None:
+        self._settings = settings
+        log.configure(log_format=settings.log_format, level=settings.log_level)
+        self._hub.set_store_chunk(settings.store_chunk)
+
     # -- stop ------------------------------------------------------------------------------------------------------
 
     async def _shut_down(self) -> None:
         deadline = time.monotonic() + self._settings.drain_timeout
         self.readiness.drain("the daemon is shutting down")
+        self._notifier.stopping(self._settings.drain_timeout)
         self._stop_pinning.set()
         # Sessions end by themselves once their running jobs are over; their clients see the end of the stream.
         ends = [

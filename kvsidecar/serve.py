@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 from collections.abc import Mapping
 
@@ -16,6 +17,7 @@ from kvsidecar.config import Settings, load_settings, pool_geometry
 from kvsidecar.daemon import Daemon
 from kvsidecar.device.base import Platform
 from kvsidecar.device.platforms import open_platform
+from kvsidecar.notify import Notifier
 from kvsidecar.pool import HostPool, PoolSpec
 from kvsidecar.readiness import Snapshot
 from kvsidecar.types import State
@@ -51,7 +53,16 @@ def serve(flags: Mapping[str, str | None]) -> int:
 
     async def main() -> int:
         with PinBar(shown=watched) as bar:
-            daemon = Daemon(settings, platform, pool, geometry.slab_bytes, on_state=bar.show)
+            daemon = Daemon(
+                settings,
+                platform,
+                pool,
+                geometry.slab_bytes,
+                notifier=Notifier.from_environment(),
+                on_state=bar.show,
+                # At a terminal SIGHUP means that the terminal is gone, and the daemon shall go too.
+                read_settings=None if os.isatty(0) else lambda: load_settings(flags),
+            )
             # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
             gc.freeze()
             return await daemon.run()

@@ -69,10 +69,18 @@ class DaemonProcess:
     ) -> None:
         self.socket = str(directory / "kvs.sock")
         command = [*under, sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
-        command += ["--http-port", "0", "--log-format", "json", "--log-level", "debug", *flags]
+        command += ["--http-port", "0", "--log-format", "json", *flags]
+        if "--config" not in flags:  # over which a flag would win
+            command += ["--log-level", "debug"]
         if "--pool-size" not in flags:
             command += ["--pool-size", "1MiB"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(**variables))
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,  # at a terminal SIGHUP would not reload
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**variables),
+        )
         self.log: list[dict[str, Any]] = []
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -49,6 +49,10 @@ class DeviceHub:
         """The pool is pinned and lies at ``address``; workers may copy from now on."""
         self._pool_address = address
 
+    def set_store_chunk(self, store_chunk: int | None) -> None:
+        """In force from the next call that a worker issues."""
+        self._store_chunk = store_chunk
+
     def set_busy(self, uuids: frozenset[str]) -> None:
         """Devices on which an engine computes: its own small copies, such as those of sampled tokens, must pass the
         stores there. Elsewhere stores may use the whole link."""

@@ -1,0 +1,186 @@
+"""A real systemd as PID 1 of namespaces of its own, for the tests of the units: what it may break is its own.
+
+It needs root, systemd, and a cgroup v2 hierarchy to make a group in. Nothing outside its PID, mount, IPC, UTS and
+cgroup namespaces is seen or signalled by it; its units come from a directory of the test, and nothing else is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from tests.harness import SECONDS
+
+SYSTEMD = Path("/usr/lib/systemd/systemd")
+REPOSITORY = Path(__file__).parents[2]
+UNITS = REPOSITORY / "deploy" / "systemd"
+TARGETS = ("sysinit", "basic", "shutdown", "multi-user", "network")
+
+# What a distribution's boot would have done, for the few things that the units need.
+_START = r"""
+set -eu
+mount -t proc proc /proc
+umount -R /sys/fs/cgroup
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mount -t tmpfs -o mode=0755 tmpfs /run
+mkdir /run/units /run/generators
+cp -r "$1"/units/. /run/units/
+mount --bind "$1"/etc/passwd /etc/passwd
+mount --bind "$1"/etc/group /etc/group
+exec env -i container=tests PATH="$PATH" SYSTEMD_UNIT_PATH=/run/units SYSTEMD_GENERATOR_PATH=/run/generators \
+    SYSTEMD_ENVIRONMENT_GENERATOR_PATH=/run/generators \
+    "$2" --system --unit=basic.target --log-target=null --show-status=no
+"""
+
+
+def unusable() -> str | None:
+    """Why there can be no systemd of our own here, or None."""
+    if os.geteuid() != 0:
+        return "needs root"
+    if not SYSTEMD.exists():
+        return "there is no systemd here"
+    if not all(shutil.which(program) for program in ("unshare", "nsenter", "systemctl", "systemd-sysusers")):
+        return "needs unshare, nsenter, systemctl and systemd-sysusers"
+    if _cgroup_root() is None:
+        return "there is no cgroup v2 hierarchy to write to"
+    return None
+
+
+def _cgroup_root() -> Path | None:
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, where, kind, *_ = line.split()
+        if kind == "cgroup2" and os.access(where, os.W_OK):
+            return Path(where)
+    return None
+
+
+class Systemd:
+    """The project's own unit, with what a test must change in a drop-in, under a systemd that this starts.
+
+    Args:
+        directory: for files.
+        settings: lines of ``[Service]`` of the drop-in.
+        flags: of ``kvsidecar serve``.
+        variables: of the daemon.
+    """
+
+    def __init__(self, directory: Path, *settings: str, flags: tuple[str, ...] = (), **variables: str) -> None:
+        self._directory = directory
+        self.log = directory / "daemon.log"
+        self._write_units(settings, flags, variables)
+        # The users and groups that an installation would have, by the project's own sysusers file.
+        (directory / "etc").mkdir()
+        for name in ("passwd", "group"):
+            shutil.copy(f"/etc/{name}", directory / "etc" / name)
+        command = ["systemd-sysusers", f"--root={directory}", str(UNITS / "sysusers.conf")]
+        subprocess.run(command, check=True, capture_output=True)
+
+        root = _cgroup_root()
+        assert root is not None
+        self._cgroup = root / f"kvsidecar-tests-{os.getpid()}-{time.monotonic_ns()}"
+        self._cgroup.mkdir()
+        join = f"echo 0 > {self._cgroup}/cgroup.procs && exec "
+        unshare = 'unshare --pid --fork --kill-child --mount --uts --ipc --cgroup bash -c "$0" bash "$1" "$2"'
+        with (directory / "systemd.log").open("wb") as log:
+            self._unshare = subprocess.Popen(
+                ["bash", "-c", join + unshare, _START, str(directory), str(SYSTEMD)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        try:
+            self._until(lambda: self._systemctl("is-system-running").stdout.strip() == "running", "systemd")
+        except BaseException:
+            print((directory / "systemd.log").read_text())
+            self._end()
+            raise
+
+    def _write_units(self, settings: tuple[str, ...], flags: tuple[str, ...], variables: dict[str, str]) -> None:
+        units = self._directory / "units"
+        drop_ins = units / "kvsidecar.service.d"
+        drop_ins.mkdir(parents=True)
+        for unit in UNITS.glob("*.service"):
+            shutil.copy(unit, units)
+        for target in TARGETS:
+            (units / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
+        needed = {str(REPOSITORY), sys.prefix, sys.base_prefix}
+        lines = [
+            "ExecStart=",
+            f"ExecStart={sys.executable} -m kvsidecar serve --device host --http-port 0 {' '.join(flags)}",
+            f"StandardError=append:{self.log}",
+            f"Environment=PYTHONPATH={REPOSITORY} PYTHONDONTWRITEBYTECODE=1",
+            f"BindReadOnlyPaths={' '.join(sorted(needed))}",
+            # Homes are hidden all the same; a Python that lies in one can be mounted into this.
+            "ProtectHome=tmpfs",
+            "RestartSec=100ms",
+            *(f'Environment="{name}={value}"' for name, value in variables.items()),
+            *settings,
+        ]
+        (drop_ins / "test.conf").write_text("[Service]\n" + "\n".join(lines) + "\n")
+
+    def _inside(self) -> int:
+        """PID of systemd, as seen from here."""
+        children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+
+    def _systemctl(self, *command: str) -> subprocess.CompletedProcess[str]:
+        pid = self._inside()
+        if not pid:
+            return subprocess.CompletedProcess(command, 1, "", "systemd has not started")
+        nsenter = ["nsenter", "-t", str(pid), "--all", "systemctl", "--no-pager", *command]
+        return subprocess.run(nsenter, capture_output=True, text=True, timeout=4 * SECONDS)
+
+    def systemctl(self, *command: str) -> None:
+        """Such as ``start kvsidecar``: returns when that is done."""
+        done = self._systemctl(*command)
+        assert done.returncode == 0, done.stderr
+
+    def show(self, name: str) -> str:
+        """A property of the unit."""
+        return self._systemctl("show", "kvsidecar", "--property", name, "--value").stdout.strip()
+
+    def wait(self, name: str, text: str) -> str:
+        """The property when it has ``text`` in it."""
+        self._until(lambda: text in self.show(name), f"{name} with {text!r}")
+        return self.show(name)
+
+    def _until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not holds():
+            assert time.monotonic() < deadline, f"no {what}: {self._systemctl('status', 'kvsidecar').stdout}"
+            time.sleep(0.02)  # systemctl is a process: asking without a pause would take the core that systemd needs
+
+    def path(self, path: str) -> Path:
+        """A path as systemd sees it."""
+        return Path(f"/proc/{self._inside()}/root{path}")
+
+    def __enter__(self) -> Systemd:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            print(self._systemctl("status", "kvsidecar").stdout)
+            for log in (self._directory / "systemd.log", self.log):
+                print(log.name, log.read_text() if log.exists() else "", sep=":\n")
+        self._end()
+
+    def _end(self) -> None:
+        if pid := self._inside():
+            os.kill(pid, signal.SIGKILL)  # and with it all of its PID namespace
+        self._unshare.kill()
+        self._unshare.wait()
+        deadline = time.monotonic() + SECONDS
+        while self._cgroup.exists() and time.monotonic() < deadline:
+            for group in sorted(self._cgroup.rglob("*/"), reverse=True):
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+            with contextlib.suppress(OSError):
+                self._cgroup.rmdir()
