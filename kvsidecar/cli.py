@@ -224,6 +224,37 @@ def drain(socket: str | None, wait: bool, timeout: float | None) -> None:
 
 
 @main.command()
+@_socket_option
+@click.option("--config", metavar="PATH", help="The daemon's TOML file. [default: as serve]")
+@click.option("--pool-size", metavar="SIZE|PERCENT", help="Of the daemon that is to run here. [default: as serve]")
+@click.option("--device", metavar="auto|cuda|host", help="The same. [default: as serve]")
+@click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="Look at this engine process too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
+def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
+    """Check whether this machine can run the daemon, and say what to change.
+
+    Run it as the user and inside the container that the daemon has, before it is installed or while it runs. Reads
+    the daemon's configuration as serve does. Changes nothing and makes no context on a GPU.
+
+    Exit codes: 0, 1 there is a problem.
+    """
+    import json
+
+    from rich.console import Console
+
+    from kvsidecar.doctor import view
+    from kvsidecar.doctor.checks import Verdict, examine
+    from kvsidecar.doctor.gather import gather
+
+    findings = examine(gather(flags, pid))
+    if as_json:
+        click.echo(json.dumps(view.as_json(findings), indent=2))
+    else:
+        Console().print(view.render(findings))
+    sys.exit(1 if any(finding.verdict is Verdict.PROBLEM for finding in findings) else 0)
+
+
+@main.command()
 @click.option("--blocks", default=256, show_default=True, metavar="COUNT", help="KV blocks that engine A stores.")
 @click.option(
     "--device",
