@@ -110,12 +110,21 @@ def drain(client: Client, *, wait: bool, timeout: float | None, console: Console
     client.drain()
     reply = client.status()
     if STATE_FROM_WIRE[before.readiness.state] is State.DRAINING:
-        console.print("It was draining already.")
-    console.print("Draining: nothing new is taken until the daemon is started again; engines go on without offload.")
+        _say(console, "It was draining already.")
+    console.print(
+        "Draining: nothing new is taken until the daemon is started again; engines go on without offload.",
+        soft_wrap=True,
+    )
     if not wait:
-        console.print(f"Not waited for: {waits_for(reply)}." if open_jobs(reply) else "No job is running.")
+        console.print(
+            f"Not waited for: {waits_for(reply)}." if open_jobs(reply) else "No job is running.", soft_wrap=True
+        )
         return True
     return _wait(client, reply, timeout, console)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(printable(text), soft_wrap=True)  # a log has no width
 
 
 def _wait(client: Client, reply: pb.StatusReply, timeout: float | None, console: Console) -> bool:
@@ -124,13 +133,13 @@ def _wait(client: Client, reply: pb.StatusReply, timeout: float | None, console:
     with console.status("") as shown:
         while open_jobs(reply):
             text = f"waiting for {waits_for(reply)}"
-            shown.update(text)
+            shown.update(printable(text))
             # A log gets a line when the number changes, a terminal the present text.
             if not console.is_terminal and (brief := text.split(",", maxsplit=1)[0]) != said:
-                console.print(brief)
+                _say(console, brief)
                 said = brief
             if deadline is not None and time.monotonic() >= deadline:
-                console.print(f"After {timeout:g} s still {text}.")
+                _say(console, f"After {timeout:g} s still {text}.")
                 return False
             time.sleep(POLL_SECONDS)
             try:
@@ -138,12 +147,12 @@ def _wait(client: Client, reply: pb.StatusReply, timeout: float | None, console:
             except DaemonUnreachable:
                 if _listens(client.socket):
                     continue  # it hangs, or is busy: it may still copy
-                console.print("The daemon has ended.")
+                _say(console, "The daemon has ended.")
                 return True
             if reply.epoch != epoch:
-                console.print("The daemon has ended, and was started again.")
+                _say(console, "The daemon has ended, and was started again.")
                 return True
-    console.print("Drained: no job is running.")
+    _say(console, "Drained: no job is running.")
     return True
 
 

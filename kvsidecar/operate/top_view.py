@@ -42,7 +42,7 @@ class Screen:
 
 
 def render(screen: Screen, width: int, height: int) -> RenderableType:
-    """Fits into ``width`` columns and ``height`` lines, if there are 40 and 10 of them."""
+    """Fits into ``width`` columns and ``height`` lines, if there are 40 and 15 of them."""
     reply = screen.reply
     parts: list[RenderableType] = []
     if screen.lost_for is not None:
@@ -210,4 +210,4 @@ def _engines(reply: pb.StatusReply, rates: Rates | None, width: int, lines: int)
         table.add_row(*(cells[name] for name in names))
     if not left_out:
         return table
-    return Group(table, Text(f"and {left_out} less busy: kvsidecar engines lists all", style="dim"))
+    return Group(table, _cut(Text(f"and {left_out} less busy: kvsidecar engines lists all", style="dim")))
