@@ -189,7 +189,7 @@ def clear(socket: str | None, namespace: str | None, everything: bool, yes: bool
         _fail(str(error), EXIT_UNAVAILABLE)
     finally:
         client.close()
-    click.echo(f"{blocks} blocks are forgotten.")
+    click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten.")
 
 
 @main.command()

@@ -29,8 +29,8 @@ def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
         return Text("No engine is attached.")
     columns = ["engine", "rank", "device", "pid", "mapped", "jobs", "stored", "loaded", "attached"]
     wide = width >= 140
-    rows = plain_table(None, *columns, *(["model"] if width >= 100 else []))
-    rows.columns[-1].justify = "left" if width >= 100 else "right"
+    rows = plain_table(None, *columns, *(["model"] if width >= 110 else []))
+    rows.columns[-1].justify = "left" if width >= 110 else "right"
     for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
         cells: list[RenderableType] = [
             printable(rank.instance + (" (idle)" if rank.idle else "")),
@@ -43,7 +43,7 @@ def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
             format_size(rank.loaded_bytes),
             format_duration(rank.attached_seconds),
         ]
-        rows.add_row(*cells, *([printable(rank.namespace.model)] if width >= 100 else []))
+        rows.add_row(*cells, *([printable(rank.namespace.model)] if width >= 110 else []))
     return rows
 
 
@@ -86,18 +86,24 @@ def open_jobs(reply: pb.StatusReply) -> int:
     return max(sum(rank.jobs_running for rank in reply.ranks), reply.jobs.running + reply.jobs.queued)
 
 
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def waits_for(reply: pb.StatusReply) -> str:
-    """What a drain still waits for, as the end of a sentence."""
-    jobs = open_jobs(reply)
-    if not jobs:
-        return "no job is running"
-    text = f"{jobs} job{'s' if jobs > 1 else ''} to end"
-    busy = [f"{rank.instance} {rank.rank}/{rank.world_size}" for rank in reply.ranks if rank.jobs_running]
-    more = f" and {len(busy) - 4} more" if len(busy) > 4 else ""
-    text += f" ({', '.join(busy[:4])}{more})" if busy else ""
+    """The jobs that are not over, whose they are, and since when, as the end of a sentence."""
+    text = _open_jobs_by_rank(reply)
     if reply.jobs.oldest_inflight_seconds:
         text += f", the oldest since {format_duration(reply.jobs.oldest_inflight_seconds)}"
     return text
+
+
+def _open_jobs_by_rank(reply: pb.StatusReply) -> str:
+    jobs = open_jobs(reply)
+    text = f"{_count(jobs, 'job')} to end"
+    busy = [f"{rank.instance} {rank.rank}/{rank.world_size}" for rank in reply.ranks if rank.jobs_running]
+    more = f" and {len(busy) - 4} more" if len(busy) > 4 else ""
+    return text + (f" ({', '.join(busy[:4])}{more})" if busy else "")
 
 
 def drain(client: Client, *, wait: bool, timeout: float | None, console: Console) -> bool:
@@ -134,8 +140,8 @@ def _wait(client: Client, reply: pb.StatusReply, timeout: float | None, console:
         while open_jobs(reply):
             text = f"waiting for {waits_for(reply)}"
             shown.update(printable(text))
-            # A log gets a line when the number changes, a terminal the present text.
-            if not console.is_terminal and (brief := text.split(",", maxsplit=1)[0]) != said:
+            # A log gets a line when the jobs change, a terminal the present text.
+            if not console.is_terminal and (brief := f"waiting for {_open_jobs_by_rank(reply)}") != said:
                 _say(console, brief)
                 said = brief
             if deadline is not None and time.monotonic() >= deadline:

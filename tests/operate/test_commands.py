@@ -75,7 +75,7 @@ def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None
     done(one.store("a", "b"))
     done(other.store("a"))
     cleared = run("clear", "--socket", daemon.socket, "--namespace", "m")
-    assert (cleared.returncode, cleared.stdout) == (0, "2 blocks are forgotten.\n")
+    assert (cleared.returncode, cleared.stdout) == (0, "2 blocks forgotten.\n")
     assert (one.hits("a"), other.hits("a")) == (0, 1)
     one.close()
     other.close()
@@ -99,7 +99,7 @@ def test_clear_of_all_asks_first(daemon: DaemonProcess) -> None:
     assert answer("y\n").returncode == 0
     assert rank.hits("a", "b") == 0
     done(rank.store("a"))
-    assert run("clear", "--all", "--yes", "--socket", daemon.socket).stdout == "1 blocks are forgotten.\n"
+    assert run("clear", "--all", "--yes", "--socket", daemon.socket).stdout == "1 block forgotten.\n"
     assert rank.hits("a") == 0
     rank.close()
 
