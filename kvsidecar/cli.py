@@ -1,4 +1,4 @@
-"""The command line: ``kvsidecar serve | status | demo | bench``.
+"""The command line: ``kvsidecar serve | status | top | engines | clear | drain | doctor | demo | bench``.
 
 Imports what a command needs when it runs: help is instant.
 """
@@ -90,6 +90,169 @@ def status(socket: str | None, as_json: bool) -> None:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
         print_status(reply)
+
+
+@main.command()
+@_socket_option
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 60.0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two looks; rates are those between them.",
+)
+@click.option("--once", is_flag=True, help="Print one screen, with the rates of one interval, and exit.")
+def top(socket: str | None, interval: float, once: bool) -> None:
+    """Watch the running daemon: pin progress, pool, rates, hits, engines, the oldest job, refusals.
+
+    Asks again until q or Ctrl-C, also while the daemon is away. Rates count jobs when they end.
+
+    Exit codes: 0, and 69 no daemon answers (with --once).
+    """
+    from rich.console import Console
+
+    from kvsidecar.client import Client, ClientError
+    from kvsidecar.operate import top as watching
+
+    if not once and not sys.stdout.isatty():
+        raise click.UsageError("standard output is not a terminal: use --once")
+    client = Client(socket, name="kvsidecar top", timeout=watching.ANSWER_SECONDS)
+    try:
+        if once:
+            watching.once(client, interval, Console())
+        else:
+            watching.live(client, interval, Console())
+    except ClientError as error:
+        _fail(str(error), EXIT_UNAVAILABLE)
+    finally:
+        client.close()
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array with everything that is known of each rank.")
+def engines(socket: str | None, as_json: bool) -> None:
+    """Show which engines are attached, one rank a line.
+
+    Exit codes: 0, also if there is none, and 69 no daemon answers.
+    """
+    import json
+
+    from rich.console import Console
+
+    from kvsidecar.client import Client, ClientError
+    from kvsidecar.operate.commands import engines_table
+    from kvsidecar.rpc.report import message_json
+
+    client = Client(socket, name="kvsidecar engines")
+    try:
+        reply = client.status()
+    except ClientError as error:
+        _fail(str(error), EXIT_UNAVAILABLE)
+    finally:
+        client.close()
+    if as_json:
+        click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
+    else:
+        console = Console()
+        console.print(engines_table(reply, console.width))
+
+
+@main.command()
+@_socket_option
+@click.option("--namespace", metavar="MODEL", help="Of this model, as status shows it.")
+@click.option("--all", "everything", is_flag=True, help="Of all namespaces; asks first.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(socket: str | None, namespace: str | None, everything: bool, yes: bool) -> None:
+    """Forget stored blocks: they can no longer be looked up.
+
+    For KV that must not be hit any more, such as that of weights that were changed in place. Copies under way end as
+    they would have; engines stay attached and store anew.
+
+    Exit codes: 0, 1 it was answered no, or no such namespace, 69 no daemon answers.
+    """
+    from kvsidecar.client import Client, ClientError
+    from kvsidecar.operate.commands import clear_question, find_namespace
+
+    if (namespace is None) != everything:
+        raise click.UsageError("say either --namespace MODEL or --all")
+    client = Client(socket, name="kvsidecar clear")
+    try:
+        reply = client.status()
+        chosen = None if namespace is None else find_namespace(namespace, reply)
+        if isinstance(chosen, str):
+            _fail(chosen, 1)
+        if chosen is None and not yes:
+            click.confirm(clear_question(reply), abort=True)
+        blocks = client.clear(chosen)
+    except ClientError as error:
+        _fail(str(error), EXIT_UNAVAILABLE)
+    finally:
+        client.close()
+    click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten.")
+
+
+@main.command()
+@_socket_option
+@click.option("--wait", is_flag=True, help="Show what is still running, and return when nothing is.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0.0), metavar="SECONDS", help="With --wait: give up. [default: never]"
+)
+def drain(socket: str | None, wait: bool, timeout: float | None) -> None:
+    """Let the daemon take nothing new, and finish what runs.
+
+    Lookups miss and stores are declined from now on, until the daemon is started again; engines go on without
+    offload. The daemon stays alive: SIGTERM ends it.
+
+    Exit codes: 0, 1 jobs still ran after --timeout, 69 no daemon answers.
+    """
+    from rich.console import Console
+
+    from kvsidecar.client import Client, ClientError
+    from kvsidecar.operate.commands import drain as drain_daemon
+
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout goes with --wait")
+    client = Client(socket, name="kvsidecar drain")
+    try:
+        drained = drain_daemon(client, wait=wait, timeout=timeout, console=Console())
+    except ClientError as error:
+        _fail(str(error), EXIT_UNAVAILABLE)
+    finally:
+        client.close()
+    sys.exit(0 if drained else 1)
+
+
+@main.command()
+@_socket_option
+@click.option("--config", metavar="PATH", help="The daemon's TOML file. [default: as serve]")
+@click.option("--pool-size", metavar="SIZE|PERCENT", help="Of the daemon that is to run here. [default: as serve]")
+@click.option("--device", metavar="auto|cuda|host", help="The same. [default: as serve]")
+@click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="Look at this engine process too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
+def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
+    """Check whether this machine can run the daemon, and say what to change.
+
+    Run it as the user and inside the container that the daemon has, before it is installed or while it runs. Reads
+    the daemon's configuration as serve does. Changes nothing and makes no context on a GPU.
+
+    Exit codes: 0, 1 there is a problem.
+    """
+    import json
+
+    from rich.console import Console
+
+    from kvsidecar.doctor import view
+    from kvsidecar.doctor.checks import Verdict, examine
+    from kvsidecar.doctor.gather import gather
+
+    findings = examine(gather(flags, pid))
+    if as_json:
+        click.echo(json.dumps(view.as_json(findings), indent=2))
+    else:
+        Console().print(view.render(findings))
+    sys.exit(1 if any(finding.verdict is Verdict.PROBLEM for finding in findings) else 0)
 
 
 @main.command()

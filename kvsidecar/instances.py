@@ -194,6 +194,7 @@ class Session:
     """Why a ring that was registered is not used."""
     idle: bool = False
     """The engine said that its GPU has nothing to do."""
+    copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
     ending: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -159,6 +159,17 @@ class HostPool:
 
     # -- pin and give back ---------------------------------------------------------------------------------------------
 
+    def check(self) -> Pages:
+        """Which pages the pool would have. Changes nothing.
+
+        Raises:
+            PoolRefused: it does not fit a limit, and ``memory_check`` is on; or its pages cannot be had here.
+        """
+        pages = self._choose_pages()
+        if self._spec.memory_check:
+            self._check_limits(pages)
+        return pages
+
     def pin(self, on_progress: Callable[[PinProgress], None], stop: threading.Event) -> None:
         """Reserve, bind, then prefault and pin chunk by chunk. Returns when the whole pool is pinned.
 
@@ -175,9 +186,7 @@ class HostPool:
             if self._used:
                 raise RuntimeError("a pool is pinned once")
             self._used = True
-            pages = self._choose_pages()
-            if self._spec.memory_check:
-                self._check_limits(pages)
+            pages = self.check()
             try:
                 self._reserve(pages)
                 self._bind()

@@ -1,4 +1,4 @@
-"""`kvsidecar status` as a person reads it."""
+"""`kvsidecar status` as a person reads it; `kvsidecar top` shows some of its parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvsidecar.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import STATE_FROM_WIRE
 
-_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
-_BAR_WIDTH = 40
+STATE_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
+BAR_WIDTH = 40
 
 
 def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
@@ -21,7 +21,7 @@ def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
 
 def render(reply: pb.StatusReply) -> RenderableType:
     """All of a StatusReply, one part under another."""
-    parts: list[RenderableType] = [_head(reply), _pool(reply.pool)]
+    parts: list[RenderableType] = [head(reply), pool_bar(reply.pool)]
     if reply.namespaces:
         parts.append(_namespaces(reply))
     parts.append(_ranks(reply) if reply.ranks else Text("No engine is attached.", style="dim"))
@@ -31,14 +31,15 @@ def render(reply: pb.StatusReply) -> RenderableType:
     return Group(*parts)
 
 
-def _head(reply: pb.StatusReply) -> RenderableType:
+def head(reply: pb.StatusReply) -> Text:
+    """State, version and uptime; then why it is not ready."""
     state = STATE_FROM_WIRE[reply.readiness.state].value
     text = Text.assemble(
-        "kvsidecar ", (state, f"bold {_COLORS[state]}"),
+        "kvsidecar ", (state, f"bold {STATE_COLORS[state]}"),
         f"  {reply.version} on {reply.backend}, up {format_duration(reply.uptime_seconds)}",
     )  # fmt: skip
     if reply.readiness.reason:
-        text.append(f"\n  {reply.readiness.reason}", style=_COLORS[state])
+        text.append(f"\n  {reply.readiness.reason}", style=STATE_COLORS[state])
     if state == "pinning":
         readiness = reply.readiness
         text.append(
@@ -50,7 +51,8 @@ def _head(reply: pb.StatusReply) -> RenderableType:
     return text
 
 
-def _pool(pool: pb.PoolStatus) -> RenderableType:
+def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
+    """A bar of so many columns, and figures, in two lines."""
     bar = Text("Pool  ")
     filled = 0
     for nbytes, style in (
@@ -59,11 +61,11 @@ def _pool(pool: pb.PoolStatus) -> RenderableType:
         (pool.reserved_bytes, "yellow"),
         (pool.quarantined_bytes, "red"),
     ):
-        width = round(nbytes / pool.total_bytes * _BAR_WIDTH) if pool.total_bytes else 0
-        width = min(max(width, 1 if nbytes else 0), _BAR_WIDTH - filled)
-        bar.append("█" * width, style=style)
-        filled += width
-    bar.append("░" * (_BAR_WIDTH - filled), style="dim")
+        part = round(nbytes / pool.total_bytes * width) if pool.total_bytes else 0
+        part = min(max(part, 1 if nbytes else 0), width - filled)
+        bar.append("█" * part, style=style)
+        filled += part
+    bar.append("░" * (width - filled), style="dim")
     bar.append(f"  {format_size(pool.used_bytes)} of {format_size(pool.total_bytes)} used")
     details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
     details += [f"{format_size(pool.reserved_bytes)} being filled"] if pool.reserved_bytes else []
@@ -74,7 +76,13 @@ def _pool(pool: pb.PoolStatus) -> RenderableType:
     return bar
 
 
-def _table(title: str, *columns: str) -> Table:
+def printable(text: str) -> Text:
+    """A text of a client, without the control characters that would steer the operator's terminal."""
+    return Text("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text))
+
+
+def plain_table(title: str | None, *columns: str) -> Table:
+    """Without lines; the first column is text, the others are numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
@@ -82,12 +90,12 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _namespaces(reply: pb.StatusReply) -> RenderableType:
-    table = _table("\nNamespaces", "model", "layout", "tokens/block", "tp x pp", "blocks", "size", "hit rate")
+    table = plain_table("\nNamespaces", "model", "layout", "tokens/block", "tp x pp", "blocks", "size", "hit rate")
     for each in reply.namespaces:
         asked = each.hits + each.misses
         table.add_row(
-            each.namespace.model,
-            f"{each.namespace.dtype} {each.namespace.kv_layout}",
+            printable(each.namespace.model),
+            printable(f"{each.namespace.dtype} {each.namespace.kv_layout}"),
             str(each.namespace.block_size),
             f"{each.namespace.tp_size} x {each.namespace.pp_size}",
             str(each.blocks),
@@ -98,12 +106,12 @@ def _namespaces(reply: pb.StatusReply) -> RenderableType:
 
 
 def _ranks(reply: pb.StatusReply) -> RenderableType:
-    table = _table("\nEngines", "instance", "rank", "device", "pid", "mapped", "jobs", "attached for")
+    table = plain_table("\nEngines", "instance", "rank", "device", "pid", "mapped", "jobs", "attached for")
     for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
         table.add_row(
-            rank.instance,
+            printable(rank.instance),
             f"{rank.rank}/{rank.world_size}",
-            rank.device,
+            printable(rank.device),
             str(rank.pid),
             format_size(rank.imported_bytes),
             str(rank.jobs_running),

@@ -163,6 +163,7 @@ class Transfers:
             del self.started_at[direction][key]
             self._stir_for(direction, session)
         self._count(direction, result)
+        session.copied_bytes[direction] += result.nbytes
         return result
 
     async def _store(

@@ -40,6 +40,44 @@ SIGNATURES: Final = {
     "cuMemcpy3DBatchAsync": (_SIZE, _POINTER, _POINTER, ctypes.c_ulonglong, _POINTER),
 }
 OPTIONAL: Final = frozenset({"cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"})
+NEEDED: Final = frozenset(
+    {
+        "cuCtxSetCurrent",
+        "cuCtxSetLimit",
+        "cuDeviceGet",
+        "cuDeviceGetAttribute",
+        "cuDeviceGetCount",
+        "cuDeviceGetName",
+        "cuDeviceGetPCIBusId",
+        "cuDeviceGetUuid",
+        "cuDevicePrimaryCtxRelease",
+        "cuDevicePrimaryCtxRetain",
+        "cuDriverGetVersion",
+        "cuEventCreate",
+        "cuEventDestroy",
+        "cuEventQuery",
+        "cuEventRecord",
+        "cuEventSynchronize",
+        "cuGetErrorString",
+        "cuGetProcAddress",
+        "cuInit",
+        "cuIpcCloseMemHandle",
+        "cuIpcOpenEventHandle",
+        "cuIpcOpenMemHandle",
+        "cuMemAlloc",
+        "cuMemFree",
+        "cuMemGetAddressRange",
+        "cuMemGetInfo",
+        "cuMemHostRegister",
+        "cuMemHostUnregister",
+        "cuPointerGetAttribute",
+        "cuStreamCreate",
+        "cuStreamDestroy",
+        "cuStreamQuery",
+        "cuStreamSynchronize",
+    }
+)
+"""What `kvsidecar.device.cuda` and its neighbours call through the bindings; a driver must have all of it."""
 
 _LOCATION = [("type", np.int32), ("id", np.int32)]
 ATTRIBUTES: Final = np.dtype(

@@ -103,6 +103,8 @@ class Report:
                 numa_nodes=self.numa_nodes,
                 blocks=gauges.blocks,
                 leases=gauges.leases,
+                evicted_blocks=gauges.evicted_blocks,
+                evicted_bytes=gauges.evicted_bytes,
             ),
             jobs=pb.JobsStatus(
                 queued=sum(gauges.jobs_queued.values()),
@@ -115,6 +117,10 @@ class Report:
             ),
             refusals=self._metrics.refusal_counts(),
             backend=self._backend,
+            lookups=pb.LookupsStatus(
+                hits=int(value("kvsidecar_lookup_blocks_total", result="hit")),
+                misses=int(value("kvsidecar_lookup_blocks_total", result="miss")),
+            ),
         )
         by_namespace: dict[Namespace, pb.NamespaceStatus] = {}
         for space in self._cache.spaces:
@@ -140,6 +146,8 @@ class Report:
                 attached_seconds=now - session.attached_at,
                 namespace=namespace_to_wire(registration.namespace),
                 idle=session.idle,
+                stored_bytes=session.copied_bytes[Direction.STORE],
+                loaded_bytes=session.copied_bytes[Direction.LOAD],
             )
         return reply
 

@@ -362,7 +362,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend")
+    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +380,7 @@ class StatusReply(_message.Message):
     JOBS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: str
     uptime_seconds: float
@@ -390,10 +391,11 @@ class StatusReply(_message.Message):
     jobs: JobsStatus
     refusals: _containers.ScalarMap[str, int]
     backend: str
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ...) -> None: ...
+    lookups: LookupsStatus
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "leased_bytes", "quarantined_bytes", "page_kind", "numa_nodes", "blocks", "leases")
+    __slots__ = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "leased_bytes", "quarantined_bytes", "page_kind", "numa_nodes", "blocks", "leases", "evicted_blocks", "evicted_bytes")
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +406,8 @@ class PoolStatus(_message.Message):
     NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     total_bytes: int
     used_bytes: int
     free_bytes: int
@@ -414,7 +418,9 @@ class PoolStatus(_message.Message):
     numa_nodes: _containers.RepeatedScalarFieldContainer[int]
     blocks: int
     leases: int
-    def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., page_kind: _Optional[str] = ..., numa_nodes: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
+    evicted_blocks: int
+    evicted_bytes: int
+    def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., page_kind: _Optional[str] = ..., numa_nodes: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., evicted_bytes: _Optional[int] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
     __slots__ = ("namespace", "blocks", "bytes", "hits", "misses")
@@ -431,7 +437,7 @@ class NamespaceStatus(_message.Message):
     def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace", "idle")
+    __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace", "idle", "stored_bytes", "loaded_bytes")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +449,8 @@ class RankStatus(_message.Message):
     ATTACHED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     session: int
     instance: str
     rank: int
@@ -454,7 +462,9 @@ class RankStatus(_message.Message):
     attached_seconds: float
     namespace: Namespace
     idle: bool
-    def __init__(self, session: _Optional[int] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., imported_bytes: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., idle: bool = ...) -> None: ...
+    stored_bytes: int
+    loaded_bytes: int
+    def __init__(self, session: _Optional[int] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., imported_bytes: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., idle: bool = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ...) -> None: ...
 
 class JobsStatus(_message.Message):
     __slots__ = ("queued", "running", "oldest_inflight_seconds", "stores_done", "loads_done", "stored_bytes", "loaded_bytes")
@@ -473,6 +483,14 @@ class JobsStatus(_message.Message):
     stored_bytes: int
     loaded_bytes: int
     def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_inflight_seconds: _Optional[float] = ..., stores_done: _Optional[int] = ..., loads_done: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ...) -> None: ...
+
+class LookupsStatus(_message.Message):
+    __slots__ = ("hits", "misses")
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    hits: int
+    misses: int
+    def __init__(self, hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
     __slots__ = ("namespace", "all")

@@ -1,0 +1,1 @@
+"""What operators do to a running daemon: ``kvsidecar top | engines | clear | drain``."""

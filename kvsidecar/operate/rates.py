@@ -1,0 +1,67 @@
+"""What happened between two looks at a daemon: its counters, subtracted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A daemon's answer, and when it came."""
+
+    at: float
+    """Seconds on a monotonic clock."""
+    reply: pb.StatusReply
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes and blocks per second, unless it says otherwise."""
+
+    stored_bytes: float
+    loaded_bytes: float
+    hits: float
+    misses: float
+    evicted_bytes: float
+    refusals: Mapping[str, int]
+    """A count, not a rate, by reason; those that happened only."""
+    ranks: Mapping[int, tuple[float, float]]
+    """Bytes stored and loaded by session; a rank that has just attached is not in it."""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of blocks asked for that were found; None if none was asked for."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
+
+def between(before: Look, after: Look) -> Rates | None:
+    """None if no time has passed, or the daemon has been started again and counts from 0."""
+    seconds = after.at - before.at
+    old, new = before.reply, after.reply
+    if seconds <= 0 or old.epoch != new.epoch:
+        return None
+    ranks_before = {rank.session: rank for rank in old.ranks}
+    return Rates(
+        stored_bytes=(new.jobs.stored_bytes - old.jobs.stored_bytes) / seconds,
+        loaded_bytes=(new.jobs.loaded_bytes - old.jobs.loaded_bytes) / seconds,
+        hits=(new.lookups.hits - old.lookups.hits) / seconds,
+        misses=(new.lookups.misses - old.lookups.misses) / seconds,
+        evicted_bytes=(new.pool.evicted_bytes - old.pool.evicted_bytes) / seconds,
+        refusals={
+            reason: count - old.refusals.get(reason, 0)
+            for reason, count in new.refusals.items()
+            if count > old.refusals.get(reason, 0)
+        },
+        ranks={
+            rank.session: (
+                (rank.stored_bytes - ranks_before[rank.session].stored_bytes) / seconds,
+                (rank.loaded_bytes - ranks_before[rank.session].loaded_bytes) / seconds,
+            )
+            for rank in new.ranks
+            if rank.session in ranks_before
+        },
+    )

@@ -1,0 +1,332 @@
+"""The operators' commands as processes, against real daemons."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.client import Blocks, Namespace
+from kvsidecar.operate.commands import find_namespace, open_jobs, waits_for
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import namespace_to_wire
+from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
+from tests.test_cli import run
+
+# -- engines -----------------------------------------------------------------------------------------------------
+
+
+def test_engines_lists_every_rank_with_what_it_copied(daemon: DaemonProcess) -> None:
+    none = run("engines", "--socket", daemon.socket)
+    assert (none.returncode, none.stdout) == (0, "No engine is attached.\n")
+    rank = Rank(daemon, instance="my-engine")
+    done(rank.store("a", "b"))
+    done(rank.load("a", at=[5]))
+    shown = run("engines", "--socket", daemon.socket, COLUMNS="120").stdout
+    for word in ("my-engine", "0/1", "host", "24 KiB", "12 KiB", str(os.getpid()), "m"):
+        assert word in shown, word
+    (body,) = json.loads(run("engines", "--socket", daemon.socket, "--json").stdout)
+    assert (body["stored_bytes"], body["loaded_bytes"]) == (2 * 12288, 12288)
+    assert body["namespace"]["model"] == "m"
+    rank.close()
+
+
+def test_status_counts_lookups_and_evictions(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    for number in range(0, 120, 4):  # 120 blocks of 12 KiB into a pool of 1 MiB
+        done(rank.store(*range(number, number + 4)))
+    rank.hits(119, "x")
+    with daemon.client() as client:
+        reply = client.status()
+    assert (reply.lookups.hits, reply.lookups.misses) == (1, 1)
+    assert reply.pool.evicted_blocks == 120 - reply.pool.blocks
+    assert reply.pool.evicted_bytes == reply.pool.evicted_blocks * 12288
+    rank.close()
+
+
+@pytest.mark.parametrize("command", [["engines"], ["clear", "--all", "--yes"], ["drain"], ["top", "--once"]])
+def test_without_a_daemon_each_command_says_so(short_dir: Path, command: list[str]) -> None:
+    missing = run(*command, "--socket", str(short_dir / "none.sock"))
+    assert missing.returncode == 69
+    assert "no kvsidecar answers" in missing.stderr
+    assert missing.stderr.count("\n") == 1
+
+
+# -- clear -------------------------------------------------------------------------------------------------------
+
+
+def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None:
+    one = Rank(daemon)
+    other = Rank(daemon, namespace=Namespace("other", "bf16", "LBNHC", 16, 1, 1, "sha256"), instance="other")
+    done(one.store("a", "b"))
+    done(other.store("a"))
+    cleared = run("clear", "--socket", daemon.socket, "--namespace", "m")
+    assert (cleared.returncode, cleared.stdout) == (0, "2 blocks forgotten.\n")
+    assert (one.hits("a"), other.hits("a")) == (0, 1)
+    one.close()
+    other.close()
+
+
+def test_clear_of_all_asks_first(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a", "b"))
+    command = [sys.executable, "-m", "kvsidecar", "clear", "--all", "--socket", daemon.socket]
+
+    def answer(text: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=SECONDS, env=environment(), check=False
+        )
+
+    for nothing in ("n\n", ""):
+        refused = answer(nothing)
+        assert refused.returncode == 1
+        assert "Forget all 2 blocks (24 KiB) of 1 namespaces?" in refused.stdout
+    assert rank.hits("a", "b") == 2
+    assert answer("y\n").returncode == 0
+    assert rank.hits("a", "b") == 0
+    done(rank.store("a"))
+    assert run("clear", "--all", "--yes", "--socket", daemon.socket).stdout == "1 block forgotten.\n"
+    assert rank.hits("a") == 0
+    rank.close()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all", "--namespace", "m"]])
+def test_clear_wants_exactly_one_target(arguments: list[str]) -> None:
+    assert run("clear", *arguments).returncode == 2
+
+
+def test_a_namespace_is_named_by_its_model_or_where_that_is_not_enough_by_all_of_it() -> None:
+    small = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
+    large = Namespace("m", "bf16", "LBNHC", 32, 1, 1, "sha256")
+    both = pb.StatusReply(namespaces=[pb.NamespaceStatus(namespace=namespace_to_wire(each)) for each in (small, large)])
+    only = pb.StatusReply(namespaces=both.namespaces[:1])
+    assert find_namespace("m", only) == small
+    assert find_namespace(str(large), both) == large
+    unclear = find_namespace("m", both)
+    assert isinstance(unclear, str)
+    assert str(small) in unclear
+    assert str(large) in unclear
+    assert find_namespace("x", both) == "no namespace has the model 'x'; there is 'm'"
+    assert "none at all" in str(find_namespace("x", pb.StatusReply()))
+
+
+def test_clear_of_an_unknown_namespace_changes_nothing(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    refused = run("clear", "--namespace", "x", "--socket", daemon.socket)
+    assert refused.returncode == 1
+    assert "no namespace has the model 'x'; there is 'm'" in refused.stderr
+    assert rank.hits("a") == 1
+    rank.close()
+
+
+# -- drain -------------------------------------------------------------------------------------------------------
+
+
+def test_drain_stops_new_work_and_returns_at_once(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    drained = run("drain", "--socket", daemon.socket)
+    assert drained.returncode == 0
+    assert "Draining" in drained.stdout
+    assert "No job is running." in drained.stdout
+    assert rank.store("a").reason == "draining"
+    assert daemon.get("/ready")[1]["state"] == "draining"
+    assert daemon.get("/health")[0] == 200
+    assert "draining already" in run("drain", "--wait", "--socket", daemon.socket).stdout
+    rank.close()
+
+
+def test_drain_waits_for_the_copy_that_runs(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(2.5)") as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon, instance="busy")
+        rank.fill(0, "a")
+        job = rank.client.store([Blocks(0, hashes("a"), [0])])
+        daemon.wait_log("failpoint")
+        late = run("drain", "--wait", "--timeout", "0", "--socket", daemon.socket)
+        assert late.returncode == 1
+        assert "After 0 s still waiting for 1 job to end (busy 0/1)" in " ".join(late.stdout.split())
+        drained = run("drain", "--wait", "--socket", daemon.socket)
+        assert drained.returncode == 0
+        assert "waiting for 1 job to end (busy 0/1)" in drained.stdout
+        assert drained.stdout.endswith("Drained: no job is running.\n")
+        done(rank.finish(job))
+        rank.close()
+
+
+def test_a_daemon_that_ends_while_it_is_waited_for_is_drained(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(60)") as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        rank.client.store([Blocks(0, hashes("a"), [0])])
+        daemon.wait_log("failpoint")
+        command = [sys.executable, "-u", "-m", "kvsidecar", "drain", "--wait", "--socket", daemon.socket]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as waiting:
+            assert waiting.stdout is not None
+            assert "Draining" in waiting.stdout.readline()
+            assert "waiting" in waiting.stdout.readline()
+            daemon.process.kill()
+            assert waiting.stdout.readline() == "The daemon has ended.\n"
+        assert waiting.returncode == 0
+        rank.close()
+
+
+def test_jobs_of_an_engine_that_has_gone_are_waited_for_too() -> None:
+    assert open_jobs(pb.StatusReply(jobs=pb.JobsStatus(running=1, queued=2))) == 3
+    held = pb.StatusReply(ranks=[pb.RankStatus(instance="e", world_size=1, jobs_running=4)])
+    assert open_jobs(held) == 4
+    assert waits_for(held) == "4 jobs to end (e 0/1)"
+
+
+# -- top ---------------------------------------------------------------------------------------------------------
+
+
+def test_top_once_prints_one_screen(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon, instance="my-engine")
+    done(rank.store("a"))
+    shown = run("top", "--once", "--interval", "0.1", "--socket", daemon.socket, COLUMNS="100")
+    assert shown.returncode == 0
+    for word in ("kvsidecar ready", "12 KiB of 1 MiB used", "Store", "in 1 jobs", "my-engine"):
+        assert word in shown.stdout, word
+    assert "\x1b" not in shown.stdout
+    rank.close()
+
+
+def test_top_without_a_terminal_asks_for_once() -> None:
+    refused = run("top")
+    assert refused.returncode == 2
+    assert "--once" in refused.stderr
+
+
+class Terminal:
+    """`kvsidecar top` in a pseudo-terminal of 80 by 24."""
+
+    def __init__(self, socket: str) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        self.before = termios.tcgetattr(slave)
+        self._slave = slave
+        command = [sys.executable, "-m", "kvsidecar", "top", "--interval", "0.1", "--socket", socket]
+        variables = {
+            name: value for name, value in environment(TERM="xterm").items() if name not in ("COLUMNS", "LINES")
+        }
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=variables, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+        )  # fmt: skip
+
+    def until(self, wanted: str) -> str:
+        """Everything drawn from now on until this is."""
+        drawn = ""
+        deadline = time.monotonic() + SECONDS
+        while wanted not in drawn:
+            left = deadline - time.monotonic()
+            assert left > 0, f"{wanted!r} was not drawn; this was: {drawn[-2000:]!r}"
+            if select.select([self._master], [], [], left)[0]:
+                drawn += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self._master, 65536).decode(errors="replace"))
+        return drawn
+
+    def press(self, key: bytes) -> None:
+        os.write(self._master, key)
+
+    def end(self) -> int:
+        # A pseudo-terminal that nobody reads would keep the process from writing its last words.
+        deadline = time.monotonic() + SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if select.select([self._master], [], [], 0.05)[0]:
+                os.read(self._master, 65536)
+        return self.process.wait(1)
+
+    def restored(self) -> bool:
+        return termios.tcgetattr(self._slave) == self.before
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+        os.close(self._slave)
+
+
+@contextmanager
+def top(socket: str) -> Iterator[Terminal]:
+    terminal = Terminal(socket)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("way", ["q", "ctrl-c", "sigterm"])
+def test_top_ends_and_leaves_the_terminal_as_it_was(daemon: DaemonProcess, way: str) -> None:
+    with top(daemon.socket) as terminal:
+        terminal.until("kvsidecar ready")
+        assert not terminal.restored()
+        if way == "sigterm":
+            terminal.process.send_signal(signal.SIGTERM)
+        else:
+            terminal.press(b"q" if way == "q" else b"\x03")
+        assert terminal.end() == 0
+        assert terminal.restored()
+
+
+def test_top_survives_a_daemon_that_goes_and_comes_back(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as first:
+        first.wait_ready()
+        with top(first.socket) as terminal:
+            terminal.until("kvsidecar ready")
+            first.process.kill()
+            first.process.wait()
+            terminal.until("No answer for")
+            with DaemonProcess(short_dir) as second:
+                second.wait_ready()
+                terminal.until("restarted 1x while watched")
+                assert "No answer" not in terminal.until("Jobs")
+                with second.client() as client:
+                    rank = Rank(second, client=client, instance="newcomer")
+                    wait_until_ready(client)
+                    terminal.until("newcomer")
+                    rank.close()
+            terminal.press(b"q")
+            assert terminal.end() == 0
+
+
+def test_top_shows_the_pin(short_dir: Path) -> None:
+    slow = {"KVSIDECAR_FAILPOINTS": "pool.pin_chunk=delay(0.3)"}
+    flags = ["--pool-size", "4MiB", "--chunk-size", "64KiB", "--slab-size", "64KiB"]
+    with DaemonProcess(short_dir, *flags, **slow) as daemon, top(daemon.socket) as terminal:
+        terminal.until("kvsidecar pinning")
+        assert "%" in terminal.until("left")
+        terminal.press(b"q")
+        assert terminal.end() == 0
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctors_exit_code_says_whether_there_is_a_problem(daemon: DaemonProcess) -> None:
+    flags = ("--device", "host", "--pool-size", "1MiB", "--socket", daemon.socket)
+    well = run("doctor", *flags, COLUMNS="120")
+    assert well.returncode == 0, well.stdout
+    assert "ready: " in well.stdout
+    assert well.stdout.splitlines()[-1].startswith("no problems, ")
+    ill = run("doctor", *flags, "--pid", str(2**22 + 1), COLUMNS="120")
+    assert ill.returncode == 1
+    assert "fix: " in ill.stdout
+    body = json.loads(run("doctor", *flags, "--json").stdout)
+    assert body["problems"] == 0
+    assert {each["verdict"] for each in body["findings"]} <= {"ok", "warning", "problem", "not checked"}
