@@ -72,7 +72,8 @@ def prompt(name: object, length: int, salt: str | None = None) -> Prompt:
 def kvsidecar(socket: str, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
     """The engine's KV transfer configuration with this project's connector."""
     # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
-    defaults = {"socket": socket, "lookup_budget": SECONDS}
+    # Blocks are stored in every step, so that these short answers show the stores of requests that run.
+    defaults = {"socket": socket, "lookup_budget": SECONDS, "store_interval": 1e-6}
     return {
         "kv_connector": "KVSidecarConnector",
         "kv_connector_module_path": MODULE,

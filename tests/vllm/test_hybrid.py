@@ -48,6 +48,7 @@ def test_external_hits_of_all_groups_give_the_right_tokens(
         # A prefix of what is stored can only be hit if the windows of that place were stored, too: with luck.
         assert [each.cached for each in answers][0::2] == [WHOLE, BLOCK, 0]
         assert tokens(answers) == list(right.values())
+        engine.drain()
         assert engine.reset()
         assert tokens(engine.generate(*PROMPTS.values())) == list(right.values())
         engine.drain()
