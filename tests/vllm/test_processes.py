@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
+from tests.vllm.engine import START, EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
 
 LONG = prompt("long", 700)
 WHOLE = 672
@@ -15,7 +15,7 @@ WHOLE = 672
 
 def until(condition: object, what: str) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + START  # ranks that spin for each other
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
