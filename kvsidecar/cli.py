@@ -6,12 +6,15 @@ Imports what a command needs when it runs: help is instant.
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from kvsidecar import __version__
 from kvsidecar.config import click_options
+
+if TYPE_CHECKING:
+    from kvsidecar.v1 import sidecar_pb2 as pb
 
 EXIT_UNAVAILABLE = 69
 """sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
@@ -25,6 +28,19 @@ EXIT_CONFIG = 78
 @click.version_option(__version__, prog_name="kvsidecar")
 def main() -> None:
     """A per-node daemon that keeps LLM engines' KV cache in pinned host memory."""
+
+
+def _status_of(socket: str | None, name: str) -> pb.StatusReply:
+    """What the running daemon says of itself; ends the command if none answers."""
+    from kvsidecar.client import Client, ClientError
+
+    client = Client(socket, name=name)
+    try:
+        return client.status()
+    except ClientError as error:
+        _fail(str(error), EXIT_UNAVAILABLE)
+    finally:
+        client.close()
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -75,17 +91,10 @@ def status(socket: str | None, as_json: bool) -> None:
     """Show state, pool, namespaces, engines and jobs of the running daemon."""
     import json
 
-    from kvsidecar.client import Client, ClientError
     from kvsidecar.rpc.report import message_json
     from kvsidecar.status_view import print_status
 
-    client = Client(socket, name="kvsidecar status")
-    try:
-        reply = client.status()
-    except ClientError as error:
-        _fail(str(error), EXIT_UNAVAILABLE)
-    finally:
-        client.close()
+    reply = _status_of(socket, "kvsidecar status")
     if as_json:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
@@ -141,17 +150,10 @@ def engines(socket: str | None, as_json: bool) -> None:
 
     from rich.console import Console
 
-    from kvsidecar.client import Client, ClientError
     from kvsidecar.operate.commands import engines_table
     from kvsidecar.rpc.report import message_json
 
-    client = Client(socket, name="kvsidecar engines")
-    try:
-        reply = client.status()
-    except ClientError as error:
-        _fail(str(error), EXIT_UNAVAILABLE)
-    finally:
-        client.close()
+    reply = _status_of(socket, "kvsidecar engines")
     if as_json:
         click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
     else:

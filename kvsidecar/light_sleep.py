@@ -39,7 +39,7 @@ def _every(seconds: float) -> _Itimerspec:
 
 
 class LightSleep:
-    """Used from the event loop, but for `stir_soon`.
+    """Used from the event loop.
 
     A timerfd, because the timers of event loops count in milliseconds.
 

@@ -16,6 +16,7 @@ from typing import Final
 from kvsidecar import failpoints
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, Device, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.light_sleep import NAP_SECONDS
 from kvsidecar.types import Direction
 
 _PR_SET_NAME: Final = 15
@@ -42,8 +43,6 @@ more, because what is issued cannot be cancelled or overtaken."""
 SPIN_SECONDS: Final = 300e-6
 """The end of a copy, or of what is in flight, is waited for asleep until so long before it, then with a spinning core:
 a thread that sleeps comes back up to 200 µs late where an idle core has gone into a deep sleep too (measured)."""
-NAP_SECONDS: Final = 100e-6
-"""A sleep from which a core comes back at once: see `kvsidecar.light_sleep`."""
 FIRST_RATE: Final = 100e9
 """Bytes per second, before anything was measured: more than any link, so that nobody sleeps too long."""
 RATE_SAMPLE_BYTES: Final = 16 << 20
