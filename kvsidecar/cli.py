@@ -20,6 +20,8 @@ EXIT_UNAVAILABLE = 69
 """sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
 EXIT_SOCKET = 73
 """sysexits.h EX_CANTCREAT: another daemon serves the socket."""
+EXIT_DENIED = 77
+"""sysexits.h EX_NOPERM: the daemon does not do this for this user."""
 EXIT_CONFIG = 78
 """sysexits.h EX_CONFIG: a setting is wrong; starting again will not help."""
 
@@ -38,7 +40,7 @@ def _status_of(socket: str | None, name: str) -> pb.StatusReply:
     try:
         return client.status()
     except ClientError as error:
-        _fail(str(error), EXIT_UNAVAILABLE)
+        _fail_asking(error)
     finally:
         client.close()
 
@@ -48,13 +50,20 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _fail_asking(error: Exception) -> NoReturn:
+    """End a command that the daemon did not answer, or not as it should."""
+    from kvsidecar.client import RequestDenied
+
+    _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied) else EXIT_UNAVAILABLE)
+
+
 def _serve(**flags: str | None) -> None:
     """Run the daemon until SIGTERM.
 
     It listens at once, pins the pool in the background, and is ready when the pool is pinned, a self-test copy has
     come back right, and RPC listens. Every option can also be a variable (KVSIDECAR_POOL_SIZE) or a line of the TOML
     file (pool_size = "64GiB"); a flag wins over a variable, a variable over the file. SIGHUP reads the file again:
-    log_level, store_chunk, drain_timeout and stuck_after come into force, the log names what needs a restart.
+    log_level, store_chunk, drain_timeout, stuck_after and policy come into force, the log names what needs a restart.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
     use, 78 a setting is wrong.
@@ -133,7 +142,7 @@ def top(socket: str | None, interval: float, once: bool) -> None:
         else:
             watching.live(client, interval, Console())
     except ClientError as error:
-        _fail(str(error), EXIT_UNAVAILABLE)
+        _fail_asking(error)
     finally:
         client.close()
 
@@ -172,7 +181,7 @@ def clear(socket: str | None, namespace: str | None, everything: bool, yes: bool
     For KV that must not be hit any more, such as that of weights that were changed in place. Copies under way end as
     they would have; engines stay attached and store anew.
 
-    Exit codes: 0, 1 it was answered no, or no such namespace, 69 no daemon answers.
+    Exit codes: 0, 1 it was answered no, or no such namespace, 69 no daemon answers, 77 you are no admin.
     """
     from kvsidecar.client import Client, ClientError
     from kvsidecar.operate.commands import clear_question, find_namespace
@@ -189,7 +198,7 @@ def clear(socket: str | None, namespace: str | None, everything: bool, yes: bool
             click.confirm(clear_question(reply), abort=True)
         blocks = client.clear(chosen)
     except ClientError as error:
-        _fail(str(error), EXIT_UNAVAILABLE)
+        _fail_asking(error)
     finally:
         client.close()
     click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten.")
@@ -207,7 +216,7 @@ def drain(socket: str | None, wait: bool, timeout: float | None) -> None:
     Lookups miss and stores are declined from now on, until the daemon is started again; engines go on without
     offload. The daemon stays alive: SIGTERM ends it.
 
-    Exit codes: 0, 1 jobs still ran after --timeout, 69 no daemon answers.
+    Exit codes: 0, 1 jobs still ran after --timeout, 69 no daemon answers, 77 you are no admin.
     """
     from rich.console import Console
 
@@ -220,7 +229,7 @@ def drain(socket: str | None, wait: bool, timeout: float | None) -> None:
     try:
         drained = drain_daemon(client, wait=wait, timeout=timeout, console=Console())
     except ClientError as error:
-        _fail(str(error), EXIT_UNAVAILABLE)
+        _fail_asking(error)
     finally:
         client.close()
     sys.exit(0 if drained else 1)

@@ -31,10 +31,11 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from kvsidecar import memory_limits
+from kvsidecar import memory_limits, policy
 from kvsidecar.errors import ConfigError
 from kvsidecar.memory_limits import HugePages
 from kvsidecar.paths import default_socket_path, socket_path_problem
+from kvsidecar.policy import Policy
 from kvsidecar.types import Verify
 from kvsidecar.units import GiB, MiB, Size, TiB, format_size, parse_size
 
@@ -117,6 +118,7 @@ class Shown:
 _PoolSize = Annotated[Size, NoDecode, BeforeValidator(_size), Shown("SIZE|PERCENT")]
 _SlabSize = Annotated[int | Literal["auto"], NoDecode, BeforeValidator(_slab_size), Shown("auto|SIZE")]
 _StoreChunk = Annotated[int | None, NoDecode, BeforeValidator(_store_chunk), Shown("SIZE|off", "4 MiB")]
+_Policy = Annotated[Policy | None, NoDecode, BeforeValidator(policy.parse), Shown("TOML", "none")]
 _ChunkSize = Annotated[int, BeforeValidator(_chunk_size), Shown("SIZE", "1 GiB")]
 _Seconds = Annotated[float, Field(allow_inf_nan=False), Shown("SECONDS")]
 
@@ -137,6 +139,17 @@ class Settings(BaseSettings):
     )
     socket_group: Annotated[str | None, Shown("GROUP", "the daemon's group")] = Field(
         None, min_length=1, description="Group that owns the sockets, with --socket-mode 0660."
+    )
+    admin_group: Annotated[str | None, Shown("GROUP", "none")] = Field(
+        None,
+        min_length=1,
+        description="Group whose members are admins, as root and the daemon's user are: they may clear, drain and see "
+        "everything.",
+    )
+    policy: _Policy = Field(
+        None,
+        description="Who may use which namespaces: [[policy]] tables in the file (docs/security.md). Without one, "
+        "whoever may open the socket may use all.",
     )
     fast_lane: Annotated[bool, Shown("on|off", "on")] = Field(
         True,
@@ -319,7 +332,8 @@ def load_settings(
         shown = f"{variable_of(option)}={value!r}"
     elif option in from_file:
         value = from_file[option]
-        shown = f"{option}={value!r} in {file}"
+        tables = isinstance(value, list) and any(isinstance(each, dict) for each in value)
+        shown = f"{option} in {file}" if tables else f"{option}={value!r} in {file}"
     else:
         value = options[option].get_default(call_default_factory=True, validated_data={})
         shown = f"the default {option}={value!r}"

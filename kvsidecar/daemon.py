@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,11 +33,12 @@ from kvsidecar.light_sleep import CORES_TO_SPARE, LightSleep
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
 from kvsidecar.notify import Notifier
+from kvsidecar.policy import Access
 from kvsidecar.pool import HostPool, PinProgress
 from kvsidecar.readiness import Readiness, Snapshot
 from kvsidecar.reload import Reloader
 from kvsidecar.rpc.attach_socket import AttachSocket
-from kvsidecar.rpc.endpoint import Endpoint
+from kvsidecar.rpc.endpoint import Endpoint, group_id
 from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.lane import Lane
 from kvsidecar.rpc.report import Report
@@ -107,7 +109,7 @@ class Daemon:
             next_id=lambda: secrets.randbits(ID_BITS) | 1,
             seed=secrets.randbits(64),
         )
-        self._instances = Instances(self._cache, self._hub, clock, self._task_failed)
+        self._instances = Instances(self._cache, self._hub, clock, self._task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
         self._transfers = Transfers(
             self._cache,
@@ -188,6 +190,15 @@ class Daemon:
         finally:
             await self._shut_down()
         return self._exit_code
+
+    @staticmethod
+    def _access(settings: Settings) -> Access:
+        return Access(
+            policy=settings.policy,
+            owner=os.geteuid(),
+            admin_gid=group_id("admin_group", settings.admin_group),
+            private=settings.socket_mode_bits & 0o077 == 0,
+        )
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -352,6 +363,7 @@ class Daemon:
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
         self._hub.set_store_chunk(settings.store_chunk)
+        self._instances.access = replace(self._instances.access, policy=settings.policy)
 
     # -- stop ------------------------------------------------------------------------------------------------------
 

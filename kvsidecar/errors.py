@@ -95,6 +95,10 @@ class AccessDenied(KVSidecarError):
     """The request would reach what belongs to another user of the machine."""
 
 
+class NotPermitted(KVSidecarError):
+    """The caller may not use this namespace, or is no admin."""
+
+
 class LimitExceeded(KVSidecarError):
     """The client asks for more than one client may have at once."""
 
@@ -124,6 +128,10 @@ class DaemonUnreachable(ClientError):
 
 class AttachRefused(ClientError):
     """The daemon refused the registration; the text is the daemon's."""
+
+
+class RequestDenied(ClientError):
+    """The daemon answers, and does not give this to the caller; the text is the daemon's."""
 
 
 class NotExportable(ClientError):

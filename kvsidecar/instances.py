@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvsidecar import failpoints, log
 from kvsidecar.cache.block import Space
@@ -20,10 +20,11 @@ from kvsidecar.copy_plan import BoundGroup, bind
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult, CopyWorker
-from kvsidecar.errors import AccessDenied, DeviceError, ImportRefused, InvalidRequest, UnknownPeer
+from kvsidecar.errors import AccessDenied, DeviceError, ImportRefused, InvalidRequest, NotPermitted, UnknownPeer
 from kvsidecar.layout import check_regions
+from kvsidecar.policy import Access, Caller, Identity
 from kvsidecar.tasks import TaskSet
-from kvsidecar.types import Direction, GroupLayout, Namespace, Refusal, text_problem
+from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal, text_problem
 
 _log = log.get("instances")
 
@@ -53,6 +54,8 @@ class Peer:
     """Free text of the client, for logs."""
     fds: tuple[int, ...]
     """Memfds it sent; owned by this peer."""
+    caller: Caller
+    """What it may do, decided when it connected, and again when the policy changes."""
     registering: int = 0
     """Registrations under way: a driver's thread may have the descriptors in its hands."""
     gone: bool = False
@@ -192,6 +195,8 @@ class Session:
     """Ring of the engine's interprocess events; empty if stores are ordered on the host."""
     device_order_refused: str = ""
     """Why a ring that was registered is not used."""
+    denied: bool = False
+    """The policy has changed, and does not give the namespace to this user any more."""
     idle: bool = False
     """The engine said that its GPU has nothing to do."""
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
@@ -208,6 +213,7 @@ class Instances:
 
     Args:
         on_task_error: told (task name, error) about a job that raised what nobody expected.
+        access: says what a peer may do.
     """
 
     def __init__(
@@ -216,19 +222,52 @@ class Instances:
         hub: DeviceHub,
         clock: Callable[[], float],
         on_task_error: Callable[[str, BaseException], None],
+        access: Access,
     ) -> None:
         self._cache = cache
         self._hub = hub
         self._clock = clock
         self._on_task_error = on_task_error
+        self._access = access
         self._peers: dict[bytes, Peer] = {}
         self._sessions: dict[int, Session] = {}
 
+    # -- access ----------------------------------------------------------------------------------------------------
+
+    @property
+    def access(self) -> Access:
+        return self._access
+
+    @access.setter
+    def access(self, access: Access) -> None:
+        """Decide anew for all who are connected. Their connections stay open: a client takes the end of one for the
+        end of the daemon, and would give up stores that still read its memory."""
+        self._access = access
+        for peer in self._peers.values():
+            assert peer.caller.identity is not None
+            peer.caller = replace(peer.caller, grant=access.grant(peer.caller.identity))
+        for session in self._sessions.values():
+            session.denied = not session.peer.caller.grant.may_use(session.registration.namespace)
+
     # -- peers -----------------------------------------------------------------------------------------------------
 
-    def add_peer(self, *, pid: int, uid: int, gid: int, client: str, fds: tuple[int, ...]) -> Peer:
-        """A process has connected to the attach socket. Takes ownership of ``fds``."""
-        peer = Peer(secrets.token_bytes(TOKEN_BYTES), pid, uid, gid, client, fds)
+    def add_peer(
+        self,
+        *,
+        pid: int,
+        uid: int,
+        gid: int,
+        client: str,
+        fds: tuple[int, ...],
+        groups: frozenset[int] = frozenset(),
+    ) -> Peer:
+        """A process has connected to the attach socket. Takes ownership of ``fds``.
+
+        Args:
+            groups: that it is in besides ``gid``.
+        """
+        token, who = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
+        peer = Peer(token, pid, uid, gid, client, fds, Caller(who, self._access.grant(who), token))
         self._peers[peer.token] = peer
         return peer
 
@@ -246,6 +285,17 @@ class Instances:
             )
         return peer
 
+    def attached_namespaces(self, uid: int | None) -> frozenset[Namespace]:
+        """Those in which a rank of this user is attached."""
+        return frozenset(
+            session.registration.namespace for session in self._sessions.values() if session.peer.uid == uid
+        )
+
+    def uid_of(self, token: object) -> int | None:
+        """The user of the live peer with this token; None if there is none."""
+        peer = self._peers.get(token)  # type: ignore[call-overload]
+        return None if peer is None else peer.uid
+
     def remove_peer(self, peer: Peer) -> tuple[Session, ...]:
         """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
         self._peers.pop(peer.token, None)
@@ -255,6 +305,10 @@ class Instances:
         return tuple(session for session in self._sessions.values() if session.peer is peer)
 
     # -- sessions --------------------------------------------------------------------------------------------------
+
+    def lives(self, session: int) -> bool:
+        """Whether there is a session of this number, also one that is ending."""
+        return session in self._sessions
 
     def set_idle(self, session: Session, idle: bool) -> None:
         """The engine says that its GPU has nothing to do, or has again."""
@@ -284,11 +338,12 @@ class Instances:
         """Attach one rank: all or nothing.
 
         Raises:
-            InvalidRequest, NamespaceMismatch, UnknownPeer, AccessDenied, DeviceNotFound, ImportRefused: nothing is
-                left behind.
+            InvalidRequest, NamespaceMismatch, UnknownPeer, NotPermitted, AccessDenied, DeviceNotFound, ImportRefused:
+                nothing is left behind.
         """
         registration.check()
         peer = self.peer(registration.token)
+        permit(peer.caller, registration.namespace)
         peer.registering += 1
         try:
             return await self._register(registration, peer)
@@ -315,7 +370,7 @@ class Instances:
             await asyncio.to_thread(lambda: failpoints.hit("attach.after_import"))
             events, refused = await self._open_events(device, registration.event_handles)
             # The peer may have gone while the driver worked; nobody would end this session then.
-            self.peer(registration.token)
+            permit(self.peer(registration.token).caller, registration.namespace)
             # Last, and without an await until the session is there: of two users at once, one must see the other.
             self._refuse_memory_of_others(device, memories, peer)
             bases = [memory.address for memory in memories]
@@ -419,6 +474,22 @@ class Instances:
             except DeviceError as error:
                 # A lost device unmaps nothing any more; the rest must be given back all the same.
                 _log.error("engine memory was not unmapped", device=device.uuid, error=str(error))
+
+
+def permit(caller: Caller, namespace: Namespace) -> None:
+    """Refuse a namespace that is not the caller's, whether or not anybody has stored in it.
+
+    Raises:
+        NotPermitted, UnknownPeer
+    """
+    if caller.grant.may_use(namespace):
+        return
+    if caller.identity is None:
+        raise UnknownPeer(
+            "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
+            f"answered in the metadata {TOKEN_METADATA}"
+        )
+    raise NotPermitted(f"the policy gives {caller.identity} no namespace {str(namespace)!r}")
 
 
 async def _close_events(events: Sequence[DeviceEvent]) -> None:

@@ -11,8 +11,8 @@ from kvsidecar import log
 from kvsidecar.config import Settings
 from kvsidecar.errors import ConfigError
 
-RELOADABLE: Final = frozenset({"log_level", "store_chunk", "drain_timeout", "stuck_after"})
-"""What is looked up at each use. The rest is built into sockets, the pool or the cache."""
+RELOADABLE: Final = frozenset({"log_level", "store_chunk", "drain_timeout", "stuck_after", "policy"})
+"""What is looked up at each use, and the policy. The rest is built into sockets, the pool or the cache."""
 
 _log = log.get("reload")
 

@@ -21,10 +21,17 @@ def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
 
 def render(reply: pb.StatusReply) -> RenderableType:
     """All of a StatusReply, one part under another."""
-    parts: list[RenderableType] = [head(reply), pool_bar(reply.pool)]
+    parts: list[RenderableType] = [head(reply)]
+    if reply.partial:
+        parts.append(Text(f"Pool  {format_size(reply.pool.total_bytes)}"))
+    else:
+        parts.append(pool_bar(reply.pool))
     if reply.namespaces:
         parts.append(_namespaces(reply))
-    parts.append(_ranks(reply) if reply.ranks else Text("No engine is attached.", style="dim"))
+    parts.append(_ranks(reply) if reply.ranks else no_engine(reply))
+    if reply.partial:
+        parts.append(Text("\nYour own namespaces and engines only; admins see all.", style="dim"))
+        return Group(*parts)
     parts.append(_jobs(reply))
     if reply.refusals:
         parts.append(_refusals(reply))
@@ -87,6 +94,10 @@ def plain_table(title: str | None, *columns: str) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     return table
+
+
+def no_engine(reply: pb.StatusReply) -> Text:
+    return Text("No engine of yours is attached." if reply.partial else "No engine is attached.", style="dim")
 
 
 def _namespaces(reply: pb.StatusReply) -> RenderableType:

@@ -25,6 +25,9 @@ from enum import Enum, StrEnum
 PROTOCOL = 1
 """Number of the wire protocol; a client with another one is refused at Attach."""
 
+TOKEN_METADATA = "kvsidecar-token-bin"
+"""gRPC metadata with the token of the attach socket: who sends a unary request or a stream of lookups."""
+
 HASH_BYTES_MIN = 16
 """Shorter hashes collide by accident or by intent (CVE-2025-25183: Python's 8-byte ``hash()`` as block hash)."""
 HASH_BYTES_MAX = 64
@@ -82,6 +85,12 @@ class Refusal(StrEnum):
     """An Attach whose registration was refused."""
     LEASE_EXPIRED = "lease_expired"
     """A lease ended by time, not by Release."""
+    DENIED = "denied"
+    """The caller may not use this namespace, or is no admin."""
+    UNIDENTIFIED = "unidentified"
+    """The caller sent no token, or one of no live connection, where it has to say who it is."""
+    LIMIT = "limit"
+    """One user would have had more than one may have at once."""
 
 
 class Outcome(StrEnum):

@@ -25,6 +25,7 @@ from kvsidecar.config import (
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import ConfigError
 from kvsidecar.memory_limits import HugePages
+from kvsidecar.policy import Policy, Rule
 from kvsidecar.pool import HostPool, PoolSpec
 from kvsidecar.types import Verify
 from kvsidecar.units import GiB, KiB, MiB, Size
@@ -35,6 +36,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "socket": ("/run/x/kv.sock", "/run/x/kv.sock"),
     "socket_mode": ("0660", "0660"),
     "socket_group": ("vllm", "vllm"),
+    "admin_group": ("operators", "operators"),
+    "policy": (
+        "[{uids=[7], namespaces=['m*']}]",
+        Policy((Rule(uids=frozenset({7}), namespaces=("m*",)),)),
+    ),
     "fast_lane": ("off", False),
     "http_host": ("0.0.0.0", "0.0.0.0"),
     "http_port": ("0", 0),

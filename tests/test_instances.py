@@ -16,6 +16,7 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import AccessDenied, InvalidRequest
 from kvsidecar.instances import FdAllocation, Instances, Peer, Registration, Session
+from kvsidecar.policy import Access
 from kvsidecar.types import MAX_TEXT_BYTES, Direction
 from tests.harness import NAMESPACE, layout
 
@@ -36,7 +37,7 @@ class World:
     def __init__(self) -> None:
         self.cache = BlockCache(SlotAllocator(POOL_BYTES, POOL_BYTES))
         self.hub = DeviceHub(HostPlatform(), lambda *_: None, store_chunk=CHUNK)
-        self.instances = Instances(self.cache, self.hub, lambda: 0.0, lambda *_: None)
+        self.instances = Instances(self.cache, self.hub, lambda: 0.0, lambda *_: None, Access(None, owner=0))
 
     def peer(self, buffer: HostBuffer, *, uid: int) -> Peer:
         return self.instances.add_peer(pid=1, uid=uid, gid=1, client="", fds=(buffer.fd,))

@@ -18,6 +18,7 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import UnknownPeer
 from kvsidecar.instances import FdAllocation, Instances, Registration
+from kvsidecar.policy import Access
 from tests.harness import NAMESPACE, SECONDS, layout
 
 
@@ -43,6 +44,7 @@ async def test_descriptors_stay_open_while_a_driver_has_them_in_its_hands(monkey
         DeviceHub(platform, lambda *_: None),
         time.monotonic,
         lambda _, error: errors.append(error),
+        Access(None, owner=0),
     )
     buffer = HostBuffer(1 << 20)
     fd = os.dup(buffer.fd)

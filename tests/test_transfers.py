@@ -22,6 +22,7 @@ from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.instances import Peer, Registration, Session, SessionGroup
 from kvsidecar.metrics import Metrics
+from kvsidecar.policy import Caller, Grant
 from kvsidecar.readiness import Readiness
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import MANY_JOBS, GroupBlocks, JobResult, Transfers
@@ -90,8 +91,9 @@ class World:
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
         registration = Registration(b"t", "i", NAMESPACE, 0, 1, "host", (), (layout,))
+        peer = Peer(b"t", 1, 0, 0, "", (), Caller(None, Grant()))
         self.session = Session(
-            1, Peer(b"t", 1, 0, 0, "", ()), registration, Fake(), (DeviceMemory(0x10000, 8 * SLOT, b"k"),),
+            1, peer, registration, Fake(), (DeviceMemory(0x10000, 8 * SLOT, b"k"),),
             {0: SessionGroup(layout, bind(layout, [0x10000]), self.space)}, 0.0, TaskSet(lambda *_: None),
         )  # type: ignore[arg-type]  # fmt: skip
 

@@ -30,6 +30,7 @@ from kvsidecar.errors import (
     ClientError,
     DaemonUnreachable,
     NotExportable,
+    RequestDenied,
 )
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
 
@@ -65,5 +66,6 @@ __all__ = [
     "Outcome",
     "Readiness",
     "Region",
+    "RequestDenied",
     "State",
 ]

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -13,10 +14,12 @@ import grpc
 from kvsidecar.client.breaker import CircuitBreaker
 from kvsidecar.client.connection import Connection, open_channel
 from kvsidecar.client.keeper import Keeper
+from kvsidecar.client.link import Link, connect
 from kvsidecar.client.messages import MAX_REQUEST_BYTES, CarrierError, lookup_request, lookup_result, no_hits
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
-from kvsidecar.errors import ClientError, DaemonUnreachable
-from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
+from kvsidecar.paths import attach_path
+from kvsidecar.types import TOKEN_METADATA, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from kvsidecar.wire import namespace_to_wire
@@ -110,16 +113,19 @@ class Lookups:
 
 
 class Operator:
-    """What operators ask, over gRPC on a channel of its own: it works whether or not anything is attached.
+    """What operators ask, over gRPC on connections of its own: it works whether or not anything is attached.
 
-    Every call waits at most ``timeout`` seconds and raises DaemonUnreachable without an answer.
+    Every call waits at most ``timeout`` seconds. It raises DaemonUnreachable without an answer, RequestDenied if it is
+    for admins, or of another's namespace.
     """
 
-    def __init__(self, socket: str, timeout: float) -> None:
+    def __init__(self, socket: str, timeout: float, name: str = "") -> None:
         self._socket = socket
         self._timeout = timeout
+        self._name = name
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
+        self._link: Link | None = None
 
     def status(self) -> pb.StatusReply:
         reply: pb.StatusReply = self._call("Status", pb.StatusRequest())
@@ -137,19 +143,45 @@ class Operator:
 
     def close(self) -> None:
         with self._lock:
+            self._drop_link()
             if self._channel is not None:
                 self._channel.close()
                 self._channel = None
 
     def _call(self, method: str, request: object) -> Any:
+        deadline = time.monotonic() + self._timeout
         with self._lock:
+            token = self._token()
             if self._channel is None:
                 self._channel = open_channel(self._socket)
             stub = pb_grpc.SidecarStub(self._channel)
+        metadata = ((TOKEN_METADATA, token),) if token else ()
         try:
-            return getattr(stub, method)(request, timeout=self._timeout)
+            return getattr(stub, method)(request, timeout=max(0.001, deadline - time.monotonic()), metadata=metadata)
         except grpc.RpcError as error:
-            text = error.details() or error.code().name
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise DaemonUnreachable(f"no kvsidecar answers at {self._socket}: {text}") from error
-            raise ClientError(text) from error
+            raise operator_error(error, self._socket) from error
+
+    def _token(self) -> bytes:
+        """Who asks; empty if the daemon takes no connection more, and what it tells everybody must do."""
+        if self._link is None or self._link.ended():
+            self._drop_link()
+            with suppress(AttachRefused):
+                self._link = connect(attach_path(self._socket), fds=(), client=self._name, timeout=self._timeout)
+        return b"" if self._link is None else self._link.token
+
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+def operator_error(error: grpc.RpcError, where: str) -> ClientError:
+    """What a refused or unanswered request of an operator raises."""
+    text = error.details() or error.code().name
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DaemonUnreachable(f"no kvsidecar answers at {where}: {text}")
+        case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
+            return RequestDenied(text)
+        case _:
+            return ClientError(text)

@@ -101,7 +101,7 @@ class Client:
         self._events: EventRing | None = None
         self._attaching = False
         self._closed = False
-        self._operator = Operator(self.socket, timeout)
+        self._operator = Operator(self.socket, timeout, name)
 
     def _new_keeper(self) -> None:
         self._keeper = Keeper(self.socket, **self._keeper_options)
@@ -354,15 +354,24 @@ class Client:
     # -- operators -------------------------------------------------------------------------------------------------
 
     def status(self) -> pb.StatusReply:
-        """Everything the daemon says of itself. Raises DaemonUnreachable."""
+        """Everything the daemon says of itself; what is this user's own if it is no admin (``partial``).
+
+        Raises:
+            DaemonUnreachable: no daemon answers.
+        """
         return self._operator.status()
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Forget the blocks of a namespace, or of all. Returns how many can no longer be looked up."""
+        """Forget the blocks of a namespace, or of all. Returns how many can no longer be looked up.
+
+        Raises:
+            DaemonUnreachable: no daemon answers.
+            RequestDenied: the namespace is another's, or all are meant, and this user is no admin.
+        """
         return self._operator.clear(namespace)
 
     def drain(self) -> None:
-        """Tell the daemon to take no new work."""
+        """Tell the daemon to take no new work. Raises DaemonUnreachable, RequestDenied."""
         self._operator.drain()
 
     # -- the end ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from kvsidecar.client.lane import Fill, LaneCalls, LaneStream, Take
 from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.paths import attach_path
+from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
@@ -108,6 +109,11 @@ class Connection:
                 self._channel = open_channel(self._socket)
             return pb_grpc.SidecarStub(self._channel)
 
+    @property
+    def metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """Says who asks, for unary calls of `stub`."""
+        return ((TOKEN_METADATA, self.token),)
+
     def call(self, method: str, request: Any, seconds: float) -> Any:
         """Ask for ``lookup``, ``release`` or ``renew``, and wait for the answer at most ``seconds``.
 
@@ -118,7 +124,7 @@ class Connection:
             calls = next((each for each in self._calls if not each.busy), self._calls[0])
             return calls.call(method, request, seconds)
         try:
-            return getattr(self.stub, method.capitalize())(request, timeout=seconds)
+            return getattr(self.stub, method.capitalize())(request, timeout=seconds, metadata=self.metadata)
         except grpc.RpcError as error:
             raise _carrier_error(error) from error
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"

@@ -55,7 +55,7 @@ def settle(
 
     while not over():
         # In the background, so that the end of the process is seen while a daemon that hangs is being asked.
-        asking = connection.stub.Status.future(pb.StatusRequest(), timeout=ASK_SECONDS)
+        asking = connection.stub.Status.future(pb.StatusRequest(session=session.id), timeout=ASK_SECONDS)
         asking.add_done_callback(lambda _: wake())
         poll(ASK_SECONDS, partial(_either, over, asking.done))
         if asking.done() and _says_ended(asking, session, process_is_watched=process.fd is not None):
@@ -76,4 +76,4 @@ def _says_ended(asking: grpc.Future[pb.StatusReply], session: Session, *, proces
         return False
     if status.epoch != session.epoch:
         return not process_is_watched
-    return all(rank.session != session.id for rank in status.ranks)
+    return status.session_ended

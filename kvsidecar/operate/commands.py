@@ -6,12 +6,11 @@ import socket as sockets
 import time
 
 from rich.console import Console, RenderableType
-from rich.text import Text
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import DaemonUnreachable
 from kvsidecar.operate.top_view import short_device
-from kvsidecar.status_view import plain_table, printable
+from kvsidecar.status_view import no_engine, plain_table, printable
 from kvsidecar.types import State
 from kvsidecar.units import format_duration, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -26,7 +25,7 @@ POLL_SECONDS = 0.2
 def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
     """Who is attached, one rank a line; the whole UUID of the GPU where there is room for it."""
     if not reply.ranks:
-        return Text("No engine is attached.")
+        return no_engine(reply)
     columns = ["engine", "rank", "device", "pid", "mapped", "jobs", "stored", "loaded", "attached"]
     wide = width >= 140
     rows = plain_table(None, *columns, *(["model"] if width >= 110 else []))

@@ -33,6 +33,8 @@ HELLO_SECONDS = 5.0
 """A connection that says nothing for this long is closed: silent ones would hold descriptors."""
 
 _UCRED = struct.Struct("3i")
+_SO_PEERGROUPS = 59
+"""Linux 4.13 (include/uapi/asm-generic/socket.h). Python has no name for it."""
 _SO_PEERPIDFD = 77
 
 _log = log.get("attach")
@@ -135,7 +137,8 @@ class AttachSocket:
                 )
                 return
             pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-            peer = self._instances.add_peer(pid=pid, uid=uid, gid=gid, client=hello.client, fds=fds)
+            groups = _groups(connection)
+            peer = self._instances.add_peer(pid=pid, uid=uid, gid=gid, client=hello.client, fds=fds, groups=groups)
             _log.debug("client connected", pid=pid, uid=uid, client=hello.client, fds=len(fds))
             await _send(connection, pb.Welcome(token=peer.token, epoch=self._epoch, fast_lane=self._lane is not None))
             if self._lane is not None:
@@ -187,6 +190,17 @@ async def _until_closed(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while await asyncio.get_running_loop().sock_recv(connection, 1024):
             pass
+
+
+def _groups(connection: socket.socket) -> frozenset[int]:
+    """The supplementary groups of the peer when it connected.
+
+    None where the kernel cannot say (before 4.13) or there are more than the 256 that Python's getsockopt has room for:
+    the client then has what its user and its primary group are given.
+    """
+    with contextlib.suppress(OSError):
+        return frozenset(array.array("I", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)))
+    return frozenset()
 
 
 def _pidfd(connection: socket.socket, pid: int) -> int | None:

@@ -74,6 +74,9 @@ class AttachStream:
         if self._session.ending:
             self._done(message.job, self._transfers.declined(direction, Refusal.DRAINING))
             return
+        if self._session.denied:
+            self._done(message.job, self._transfers.declined(direction, Refusal.DENIED))
+            return
         control = JobControl()
         if message.deadline_ms:
             loop = asyncio.get_running_loop()

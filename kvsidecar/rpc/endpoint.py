@@ -40,7 +40,7 @@ class Endpoint:
         self.attach_path = path.with_name(path.name + ".attach")
         self._lock_path = path.with_name(path.name + ".lock")
         self.mode = mode
-        self.gid = _gid(group)
+        self.gid = group_id("socket_group", group)
         self._lock: int | None = None
 
     async def acquire(self, *, wait_seconds: float, stop: asyncio.Event) -> bool:
@@ -149,10 +149,11 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def _gid(group: str | None) -> int | None:
+def group_id(option: str, group: str | None) -> int | None:
+    """The number of the group that an option names. Raises ConfigError if there is none."""
     if group is None:
         return None
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigError(f"socket_group='{group}' is not a group of this machine") from None
+        raise ConfigError(f"{option}='{group}' is not a group of this machine") from None

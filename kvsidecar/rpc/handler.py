@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from kvsidecar import __version__, log
-from kvsidecar.errors import InvalidRequest, KVSidecarError, ProtocolMismatch, Unavailable
+from kvsidecar.errors import (
+    InvalidRequest,
+    KVSidecarError,
+    LimitExceeded,
+    NotPermitted,
+    ProtocolMismatch,
+    Unavailable,
+    UnknownPeer,
+)
 from kvsidecar.hashes import PackedHashes
-from kvsidecar.instances import Instances, Session
+from kvsidecar.instances import Instances, Session, permit
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
+from kvsidecar.policy import Caller
 from kvsidecar.readiness import Readiness
 from kvsidecar.rpc import translate
 from kvsidecar.rpc.attach_stream import AttachStream, Send
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import Transfers
-from kvsidecar.types import PROTOCOL, LookupMode, Namespace, Refusal
+from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace, Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import namespace_from_wire
 
 INTERNAL = "internal error; see the daemon's log"
+
+REASONS: Mapping[type[KVSidecarError], Refusal] = {
+    NotPermitted: Refusal.DENIED,
+    UnknownPeer: Refusal.UNIDENTIFIED,
+    LimitExceeded: Refusal.LIMIT,
+    InvalidRequest: Refusal.INVALID_REQUEST,
+}
+"""As what a refused request is counted. (A registration that is refused for another reason has its own.)"""
 
 _log = log.get("rpc")
 
@@ -32,7 +49,7 @@ class Handler:
 
     Args:
         tasks: owns what must go on when a carrier has gone: the ends of sessions.
-        status: builds the answer to Status.
+        status: builds the answer to Status for this caller.
         drain: called when an operator asks to drain.
     """
 
@@ -46,7 +63,7 @@ class Handler:
         readiness: Readiness,
         metrics: Metrics,
         tasks: TaskSet,
-        status: Callable[[], pb.StatusReply],
+        status: Callable[[Caller], pb.StatusReply],
         drain: Callable[[], None],
     ) -> None:
         self._epoch = epoch
@@ -59,6 +76,22 @@ class Handler:
         self._status = status
         self._drain = drain
         self._on_dropped: dict[int, Callable[[], object]] = {}
+
+    # -- who asks --------------------------------------------------------------------------------------------------
+
+    def caller(self, token: bytes) -> Caller:
+        """Who has this token; without one nobody knows. Raises UnknownPeer if it is of no live connection."""
+        return self._instances.peer(token).caller if token else self._instances.access.anonymous
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether lookups and leases need no caller: there is no policy, and whoever could connect may use all."""
+        return self._instances.access.policy is None
+
+    def refused(self, error: KVSidecarError) -> None:
+        """Count a refusal that a carrier is about to answer."""
+        if (reason := REASONS.get(type(error))) is not None:
+            self._metrics.refuse(reason)
 
     # -- attach ----------------------------------------------------------------------------------------------------
 
@@ -107,7 +140,8 @@ class Handler:
         try:
             return await self._register(first)
         except KVSidecarError as error:
-            self._metrics.refuse(Refusal.REGISTER_REFUSED)
+            denied = isinstance(error, NotPermitted | LimitExceeded)
+            self._metrics.refuse(REASONS[type(error)] if denied else Refusal.REGISTER_REFUSED)
             _log.warning("attach refused", reason=str(error))
             return error
         except Exception as error:  # noqa: BLE001 - whatever it was, the client is owed an answer
@@ -142,8 +176,9 @@ class Handler:
 
     # -- lookups and leases ----------------------------------------------------------------------------------------
 
-    def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+    def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
         namespace = _namespace(request.namespace)
+        permit(caller, namespace)
         mode = translate.mode_from(request.mode)
         owner = self._instances.peer(request.token).token if request.token else None
         result = self._lookups.lookup(
@@ -162,31 +197,64 @@ class Handler:
                 hits.bitmap = translate.bitmap_to(group.found)
         return reply
 
-    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        return pb.ReleaseReply(released=self._lookups.release(request.lease))
+    def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseReply:
+        return pb.ReleaseReply(released=self._has(caller, request.lease) and self._lookups.release(request.lease))
 
-    def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
-        granted = self._lookups.renew(request.lease, request.lease_ms / 1000)
+    def renew(self, request: pb.RenewRequest, caller: Caller) -> pb.RenewReply:
+        granted = self._lookups.renew(request.lease, request.lease_ms / 1000) if self._has(caller, request.lease) else 0
         return pb.RenewReply(renewed=granted > 0, lease_ms=int(granted * 1000))
+
+    def _has(self, caller: Caller, lease: int) -> bool:
+        """Whether a lease is this user's, as far as anybody knows: to others it is one that never was."""
+        if self.open_to_all:
+            return True
+        owner = self._lookups.owner(lease)
+        return owner is None or self._instances.uid_of(owner) == caller.uid
 
     # -- operators -------------------------------------------------------------------------------------------------
 
-    def status(self, _request: pb.StatusRequest) -> pb.StatusReply:
-        return self._status()
+    def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
+        reply = self._status(caller)
+        reply.session_ended = bool(request.session) and not self._instances.lives(request.session)
+        return reply
 
-    def clear(self, request: pb.ClearRequest) -> pb.ClearReply:
+    def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearReply:
         if request.HasField("namespace") == request.all:
             raise InvalidRequest("clear takes either a namespace or `all`")
         namespace = None if request.all else namespace_from_wire(request.namespace)
         if namespace is not None and (problem := namespace.problem()):
             raise InvalidRequest(problem)
+        self._permit_clear(namespace, caller)
         blocks = self._lookups.clear(namespace)
         _log.info("cleared", namespace=str(namespace) if namespace else "all", blocks=blocks)
         return pb.ClearReply(blocks=blocks)
 
-    def drain(self, _request: pb.DrainRequest) -> pb.DrainReply:
+    def drain(self, _request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
+        if not caller.grant.admin:
+            raise _not_admin(caller, "drain")
         self._drain()
         return pb.DrainReply()
+
+    def _permit_clear(self, namespace: Namespace | None, caller: Caller) -> None:
+        """An engine that resets its cache clears its own namespace: one that the policy gives to it, or in which it is
+        attached where there is none. Raises NotPermitted, UnknownPeer."""
+        if caller.grant.admin:
+            return
+        if namespace is None:
+            raise _not_admin(caller, "clear all namespaces")
+        if not self.open_to_all:
+            permit(caller, namespace)
+        elif namespace not in self._instances.attached_namespaces(caller.uid):
+            raise _not_admin(caller, "clear a namespace in which they have no rank attached")
+
+
+def _not_admin(caller: Caller, what: str) -> KVSidecarError:
+    if caller.identity is None:
+        return UnknownPeer(
+            f"only admins may {what}: connect to the attach socket, keep that connection open, and send the token it "
+            f"answered in the metadata {TOKEN_METADATA}"
+        )
+    return NotPermitted(f"only admins may {what}, and {caller.identity} is none")
 
 
 _CACHED_BYTES = 1024

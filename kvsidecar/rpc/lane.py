@@ -129,11 +129,11 @@ class Lane(asyncio.Protocol):
         try:
             match kind:
                 case "lookup":
-                    reply.lookup.CopyFrom(self._handler.lookup(request.lookup))
+                    reply.lookup.CopyFrom(self._handler.lookup(request.lookup, self._peer.caller))
                 case "release":
-                    reply.release.CopyFrom(self._handler.release(request.release))
+                    reply.release.CopyFrom(self._handler.release(request.release, self._peer.caller))
                 case "renew":
-                    reply.renew.CopyFrom(self._handler.renew(request.renew))
+                    reply.renew.CopyFrom(self._handler.renew(request.renew, self._peer.caller))
                 case "detach":
                     self._end_stream(None)
                     return
@@ -141,6 +141,7 @@ class Lane(asyncio.Protocol):
                     reply.error.code, _ = grpc.StatusCode.UNIMPLEMENTED.value
                     reply.error.text = "this daemon knows no such request"
         except KVSidecarError as error:
+            self._handler.refused(error)
             reply.error.CopyFrom(_error(error))
         except Exception as error:  # noqa: BLE001 - as gRPC does: one bad request costs nobody else's connection
             _log.error("a request failed unexpectedly", request=kind, error=str(error), exc_info=error)
@@ -234,6 +235,7 @@ class Lane(asyncio.Protocol):
             self._handler.tasks.spawn(self._finish(error), name="lane-end")
 
     async def _finish(self, error: KVSidecarError) -> None:
+        self._handler.refused(error)
         _log.warning("a connection is ended", client=self._peer.client, reason=str(error))
         if self._registering is not None:
             await asyncio.wait([self._end_stream(error)])

@@ -10,8 +10,9 @@ from google.protobuf.message import Message
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.device.hub import DeviceHub
-from kvsidecar.instances import Instances
+from kvsidecar.instances import Instances, Session
 from kvsidecar.metrics import Gauges, Metrics
+from kvsidecar.policy import Caller
 from kvsidecar.readiness import Readiness
 from kvsidecar.rpc import translate
 from kvsidecar.transfers import Transfers
@@ -82,31 +83,54 @@ class Report:
             imported_bytes=self._instances.imported_bytes(),
         )
 
-    def reply(self) -> pb.StatusReply:
-        """For the Status RPC."""
-        now = self._clock()
+    def reply(self, caller: Caller) -> pb.StatusReply:
+        """For the Status RPC: all of it for an admin, what is the caller's own for others."""
+        everything = caller.grant.admin
         gauges = self.gauges()
-        value = self._metrics.value
         reply = pb.StatusReply(
             epoch=self._epoch,
             version=__version__,
-            uptime_seconds=now - self._started_at,
+            uptime_seconds=self._clock() - self._started_at,
             readiness=translate.readiness_to(self._readiness.now),
             pool=pb.PoolStatus(
-                total_bytes=gauges.pool_total_bytes,
+                total_bytes=gauges.pool_total_bytes, page_kind=self.page_kind, numa_nodes=self.numa_nodes
+            ),
+            backend=self._backend,
+            partial=not everything,
+        )
+        if everything:
+            self._add_totals(reply, gauges)
+        self._add_namespaces(reply, self._visible(caller))
+        for session in self._instances:
+            if everything or session.peer.uid == caller.uid:
+                self._add_rank(reply, session)
+        return reply
+
+    def _visible(self, caller: Caller) -> Callable[[Namespace], bool]:
+        """Which namespaces are shown. Without a policy the caller's own are those in which it has ranks."""
+        if caller.grant.admin:
+            return lambda _: True
+        if self._instances.access.policy is None:
+            return self._instances.attached_namespaces(caller.uid).__contains__
+        return caller.grant.may_use
+
+    def _add_totals(self, reply: pb.StatusReply, gauges: Gauges) -> None:
+        value = self._metrics.value
+        reply.pool.MergeFrom(
+            pb.PoolStatus(
                 used_bytes=gauges.pool_used_bytes,
                 free_bytes=gauges.pool_free_bytes,
                 reserved_bytes=gauges.pool_reserved_bytes,
                 leased_bytes=gauges.pool_leased_bytes,
                 quarantined_bytes=gauges.pool_quarantined_bytes,
-                page_kind=self.page_kind,
-                numa_nodes=self.numa_nodes,
                 blocks=gauges.blocks,
                 leases=gauges.leases,
                 evicted_blocks=gauges.evicted_blocks,
                 evicted_bytes=gauges.evicted_bytes,
-            ),
-            jobs=pb.JobsStatus(
+            )
+        )
+        reply.jobs.CopyFrom(
+            pb.JobsStatus(
                 queued=sum(gauges.jobs_queued.values()),
                 running=sum(gauges.jobs_running.values()),
                 oldest_inflight_seconds=max(gauges.oldest_inflight_seconds.values()),
@@ -114,16 +138,21 @@ class Report:
                 loads_done=int(value("kvsidecar_jobs_total", direction="load", outcome="done")),
                 stored_bytes=int(value("kvsidecar_copied_bytes_total", direction="store")),
                 loaded_bytes=int(value("kvsidecar_copied_bytes_total", direction="load")),
-            ),
-            refusals=self._metrics.refusal_counts(),
-            backend=self._backend,
-            lookups=pb.LookupsStatus(
+            )
+        )
+        reply.lookups.CopyFrom(
+            pb.LookupsStatus(
                 hits=int(value("kvsidecar_lookup_blocks_total", result="hit")),
                 misses=int(value("kvsidecar_lookup_blocks_total", result="miss")),
-            ),
+            )
         )
+        reply.refusals.update(self._metrics.refusal_counts())
+
+    def _add_namespaces(self, reply: pb.StatusReply, visible: Callable[[Namespace], bool]) -> None:
         by_namespace: dict[Namespace, pb.NamespaceStatus] = {}
         for space in self._cache.spaces:
+            if not visible(space.namespace):
+                continue
             status = by_namespace.get(space.namespace)
             if status is None:
                 status = by_namespace[space.namespace] = reply.namespaces.add()
@@ -132,28 +161,28 @@ class Report:
             status.bytes += space.readable * space.block_bytes
             status.hits += space.hits
             status.misses += space.misses
-        for session in self._instances:
-            registration = session.registration
-            reply.ranks.add(
-                session=session.id,
-                instance=registration.instance,
-                rank=registration.rank,
-                world_size=registration.world_size,
-                device=registration.device,
-                pid=session.peer.pid,
-                imported_bytes=session.imported_bytes,
-                jobs_running=len(session.jobs_by_id),
-                attached_seconds=now - session.attached_at,
-                namespace=namespace_to_wire(registration.namespace),
-                idle=session.idle,
-                stored_bytes=session.copied_bytes[Direction.STORE],
-                loaded_bytes=session.copied_bytes[Direction.LOAD],
-            )
-        return reply
+
+    def _add_rank(self, reply: pb.StatusReply, session: Session) -> None:
+        registration = session.registration
+        reply.ranks.add(
+            session=session.id,
+            instance=registration.instance,
+            rank=registration.rank,
+            world_size=registration.world_size,
+            device=registration.device,
+            pid=session.peer.pid,
+            imported_bytes=session.imported_bytes,
+            jobs_running=len(session.jobs_by_id),
+            attached_seconds=self._clock() - session.attached_at,
+            namespace=namespace_to_wire(registration.namespace),
+            idle=session.idle,
+            stored_bytes=session.copied_bytes[Direction.STORE],
+            loaded_bytes=session.copied_bytes[Direction.LOAD],
+        )
 
     def json(self) -> dict[str, Any]:
-        """For /status and `kvsidecar status --json`."""
-        return message_json(self.reply())
+        """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either."""
+        return message_json(self.reply(self._instances.access.anonymous))
 
 
 def message_json(message: Message) -> dict[str, Any]:

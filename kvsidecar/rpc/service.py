@@ -14,6 +14,7 @@ from kvsidecar.instances import Session
 from kvsidecar.rpc.attach_stream import AttachStream
 from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.status import code_of
+from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
@@ -24,21 +25,32 @@ MAX_UNREAD = 8192
 """Answers kept for a client that does not read its stream; each is about 100 bytes."""
 
 
-async def _abort(context: Context, error: KVSidecarError) -> NoReturn:
+async def abort(context: Context, error: KVSidecarError) -> NoReturn:
     await context.abort(code_of(error), str(error))
     raise AssertionError("abort returned")
 
 
-def _unary(name: str) -> Any:
+def _unary(name: str, *, for_admins: bool = False) -> Any:
     """The RPC of a method of the handler; a `KVSidecarError` is answered with its status code."""
 
     async def call(self: Service, request: Any, context: Context) -> Any:
         try:
-            return getattr(self._handler, name)(request)
+            anyone = self._handler.open_to_all and not for_admins
+            caller = self._handler.caller(b"" if anyone else token_of(request, context))
+            return getattr(self._handler, name)(request, caller)
         except KVSidecarError as error:
-            await _abort(context, error)
+            self._handler.refused(error)
+            await abort(context, error)
 
     return call
+
+
+def token_of(request: Any, context: Context) -> bytes:
+    """The token of the call's metadata; else of a lookup itself, which names one for its lease; empty without any."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TOKEN_METADATA and isinstance(value, bytes):
+            return value
+    return request.token if isinstance(request, pb.LookupRequest) else b""
 
 
 class Service(pb_grpc.SidecarServicer):
@@ -50,9 +62,9 @@ class Service(pb_grpc.SidecarServicer):
     Lookup = _unary("lookup")
     Release = _unary("release")
     Renew = _unary("renew")
-    Status = _unary("status")
-    Clear = _unary("clear")
-    Drain = _unary("drain")
+    Status = _unary("status", for_admins=True)
+    Clear = _unary("clear", for_admins=True)
+    Drain = _unary("drain", for_admins=True)
 
     async def LookupStream(  # noqa: N802
         self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
@@ -61,9 +73,13 @@ class Service(pb_grpc.SidecarServicer):
             try:
                 if isinstance(request, InvalidRequest):  # it did not parse
                     raise request
-                yield self._handler.lookup(request)
+                anyone = self._handler.open_to_all
+                # Each time: a connection to the attach socket that has ended gives nothing any more.
+                caller = self._handler.caller(b"" if anyone else token_of(request, context))
+                yield self._handler.lookup(request, caller)
             except KVSidecarError as error:
-                await _abort(context, error)
+                self._handler.refused(error)
+                await abort(context, error)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
         registering = self._handler.registering(await context.read())
@@ -73,7 +89,7 @@ class Service(pb_grpc.SidecarServicer):
             registering.add_done_callback(self._end_orphan)
             raise
         if isinstance(session, KVSidecarError):
-            await _abort(context, session)
+            await abort(context, session)
         await _Attached(self._handler, session, context).serve()
 
     def _end_orphan(self, registering: asyncio.Task[Session | KVSidecarError]) -> None:
@@ -115,7 +131,8 @@ class _Attached:
             self._outbox.put_nowait(None)
             await writer
         if refused is not None:
-            await _abort(self._context, refused)
+            self._handler.refused(refused)
+            await abort(self._context, refused)
 
     async def _read(self, stream: AttachStream) -> KVSidecarError | None:
         """Until the client half-closes. Returns why the stream must end with an error, or None.

@@ -14,6 +14,7 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.UnknownPeer: grpc.StatusCode.UNAUTHENTICATED,
     errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     # devices
@@ -33,6 +34,7 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.ClientError: grpc.StatusCode.INTERNAL,
     errors.DaemonUnreachable: grpc.StatusCode.UNAVAILABLE,
     errors.AttachRefused: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RequestDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotExportable: grpc.StatusCode.FAILED_PRECONDITION,
 }
 

@@ -358,11 +358,13 @@ class RenewReply(_message.Message):
     def __init__(self, renewed: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups")
+    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups", "partial", "session_ended")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -381,6 +383,8 @@ class StatusReply(_message.Message):
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ENDED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: str
     uptime_seconds: float
@@ -392,7 +396,9 @@ class StatusReply(_message.Message):
     refusals: _containers.ScalarMap[str, int]
     backend: str
     lookups: LookupsStatus
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ...) -> None: ...
+    partial: bool
+    session_ended: bool
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ..., partial: bool = ..., session_ended: bool = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "leased_bytes", "quarantined_bytes", "page_kind", "numa_nodes", "blocks", "leases", "evicted_blocks", "evicted_bytes")

@@ -116,7 +116,11 @@ class SidecarServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """For operators.
+        """For operators: clearing all namespaces and Drain are for admins, a namespace is also cleared for its user, and
+        Status is `partial` for others. Who asks is said by the metadata "kvsidecar-token-bin", the token of the attach
+        socket. A daemon with a policy wants it with every request of this service but Attach, whose first message has it,
+        and refuses namespaces that the policy does not give to the caller (PERMISSION_DENIED; without a token
+        UNAUTHENTICATED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

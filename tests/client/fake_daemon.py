@@ -70,7 +70,7 @@ class FakeDaemon(pb_grpc.SidecarServicer):
         self._fast_lane = fast_lane
         self.registered = registered
         self.streams: queue.SimpleQueue[Stream] = queue.SimpleQueue()
-        self.status = pb.StatusReply(epoch=epoch)
+        self.status = pb.StatusReply(epoch=epoch, session_ended=True)
         self.on_lookup: Callable[[pb.LookupRequest], pb.LookupReply] = lambda _: pb.LookupReply(ready=True)
         self._links: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)

@@ -38,7 +38,8 @@ class Call:
 
 
 def status(epoch: int, *sessions: int) -> pb.StatusReply:
-    return pb.StatusReply(epoch=epoch, ranks=[pb.RankStatus(session=session) for session in sessions])
+    ranks = [pb.RankStatus(session=session) for session in sessions]
+    return pb.StatusReply(epoch=epoch, ranks=ranks, session_ended=SESSION not in sessions)
 
 
 def asked(
@@ -70,6 +71,11 @@ def asked(
 def test_the_end_of_the_process_is_a_proof() -> None:
     assert asked(None, dies_after=0) == (True, 0)
     assert asked(None, None, None, dies_after=2) == (True, 2)
+
+
+def test_a_daemon_that_does_not_show_the_session_has_not_said_that_it_ended() -> None:
+    hidden = pb.StatusReply(epoch=EPOCH, partial=True)
+    assert asked(hidden, hidden) == (False, 2)
 
 
 def test_a_session_that_the_daemon_no_longer_lists_has_ended() -> None:

@@ -54,9 +54,12 @@ class Handler:
         self.failures: list[str] = []
         self.tasks = TaskSet(lambda name, error: self.failures.append(f"{name}: {error}"))
         self.registered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.lookup: Callable[[Any], Any] = lambda _: pb.LookupReply(ready=True)
+        self.lookup: Callable[[Any, Any], Any] = lambda *_: pb.LookupReply(ready=True)
         self.taken: list[int] = []
         self.ended = False
+
+    def refused(self, _error: Exception) -> None:
+        """It counts nothing."""
 
     async def registering(self, _first: Any) -> Any:
         return await self.registered
@@ -72,7 +75,7 @@ class Handler:
 
 def made() -> tuple[Lane, Transport, Handler]:
     transport, handler = Transport(), Handler()
-    lane = Lane(handler, SimpleNamespace(token=b"t", client="c"))  # type: ignore[arg-type]
+    lane = Lane(handler, SimpleNamespace(token=b"t", client="c", caller=None))  # type: ignore[arg-type]
     lane.connection_made(transport)  # type: ignore[arg-type]
     return lane, transport, handler
 
@@ -135,13 +138,13 @@ async def test_a_flood_lets_others_have_their_turn() -> None:
 async def test_a_request_that_fails_unexpectedly_is_answered_and_costs_no_other() -> None:
     lane, transport, handler = made()
 
-    def fail(_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise ZeroDivisionError
 
     handler.lookup = fail
     lane.data_received(framed(pb.LaneRequest(call=1, lookup=pb.LookupRequest())))
     assert (transport.replies[0].call, transport.replies[0].error.text) == (1, INTERNAL)
-    handler.lookup = lambda _: pb.LookupReply(ready=True)
+    handler.lookup = lambda *_: pb.LookupReply(ready=True)
     lane.data_received(framed(pb.LaneRequest(call=2, lookup=pb.LookupRequest())))
     assert transport.replies[1].lookup.ready
 

@@ -21,6 +21,7 @@ from kvsidecar.checksums import Checksums
 from kvsidecar.instances import Instances, Peer
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
+from kvsidecar.policy import Access
 from kvsidecar.readiness import Readiness
 from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.service import Service
@@ -87,6 +88,9 @@ class Call:
     def half_close(self) -> None:
         self.send(grpc.aio.EOF)
 
+    def invocation_metadata(self) -> None:
+        """It sends no token."""
+
     async def read(self) -> Any:
         while not self._inbox:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -139,7 +143,9 @@ class World:
         self.readiness.become_ready()
         self.tasks = TaskSet(self._task_failed)
         self.cache = BlockCache(SlotAllocator(pool_bytes, SLAB), next_id=itertools.count(1).__next__)
-        self.instances = Instances(self.cache, self.hub, loop.time, self._task_failed)
+        self.instances = Instances(
+            self.cache, self.hub, loop.time, self._task_failed, Access(None, owner=0, private=True)
+        )
         checksums = Checksums(Verify.ALWAYS, lambda: self.machine.pool) if rng.random() < 0.5 else None
         self.transfers = Transfers(
             self.cache, self.hub, self.readiness, _metrics(), loop.time, slab_bytes=SLAB, checksums=checksums
@@ -153,7 +159,7 @@ class World:
             readiness=self.readiness,
             metrics=_metrics(),
             tasks=self.tasks,
-            status=pb.StatusReply,
+            status=lambda _: pb.StatusReply(),
             drain=lambda: self.readiness.drain("asked to"),
         )
         self.service = Service(self.handler)

@@ -1,0 +1,200 @@
+"""Who may use which namespace, and who is an admin: rules of the configuration, matched with what the kernel or a
+certificate says of a client. Decided once per connection; a request only looks at its `Grant`. Pure but for `parse`,
+which asks the system for the numbers of users and groups.
+"""
+
+from __future__ import annotations
+
+import grp
+import pwd
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+from kvsidecar.types import Namespace
+
+EVERYTHING = "*"
+OVERFLOW_ID = 65534
+"""What the kernel shows for every user and group that has no number in this user namespace (user_namespaces(7))."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a client is: a process of this host, by SO_PEERCRED, or the names in its certificate."""
+
+    uid: int | None = None
+    gids: frozenset[int] = frozenset()
+    """The primary group and the others."""
+    certificate: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"uid {self.uid}" if self.uid is not None else f"the certificate of {', '.join(self.certificate)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a client may do."""
+
+    namespaces: tuple[str, ...] = ()
+    """Patterns, as in `Rule.namespaces`."""
+    admin: bool = False
+
+    def may_use(self, namespace: Namespace) -> bool:
+        return EVERYTHING in self.namespaces or _fits(self.namespaces, namespace)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. ``identity`` is None for a gRPC client of the Unix socket that sent no token."""
+
+    identity: Identity | None
+    grant: Grant
+    token: bytes = b""
+    """Of its connection to the attach socket; empty without one."""
+
+    @property
+    def uid(self) -> int | None:
+        return None if self.identity is None else self.identity.uid
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is given to whoever one of the first three fits."""
+
+    uids: frozenset[int] = frozenset()
+    gids: frozenset[int] = frozenset()
+    certificates: tuple[str, ...] = ()
+    """Patterns of a certificate's names."""
+    namespaces: tuple[str, ...] = ()
+    """Patterns of a namespace's model, or of its full text, as ``kvsidecar clear --namespace`` takes them."""
+    admin: bool = False
+
+    def fits(self, who: Identity) -> bool:
+        if who.uid is not None and (who.uid in self.uids or not self.gids.isdisjoint(who.gids)):
+            return True
+        return any(fnmatchcase(name, pattern) for name in who.certificate for pattern in self.certificates)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """All rules. Who is fitted by several gets what all of them give, who is fitted by none gets nothing."""
+
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def names_certificates(self) -> bool:
+        return any(rule.certificates for rule in self.rules)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The policy, and what holds without one.
+
+    Args:
+        policy: None: whoever may open the Unix socket may use every namespace.
+        owner: the daemon's user. It and root are admins: they could as well kill the daemon or read its memory.
+        admin_gid: a group whose members are admins too.
+        private: only the owner and root can open the Unix socket.
+    """
+
+    policy: Policy | None
+    owner: int
+    admin_gid: int | None = None
+    private: bool = False
+
+    def grant(self, who: Identity) -> Grant:
+        admin = who.uid in (0, self.owner) if who.uid is not None else False
+        admin = admin or (self.admin_gid is not None and self.admin_gid in who.gids)
+        if self.policy is None:
+            return Grant((EVERYTHING,) if who.uid is not None else (), admin)
+        rules = [rule for rule in self.policy.rules if rule.fits(who)]
+        patterns = dict.fromkeys(pattern for rule in rules for pattern in rule.namespaces)
+        return Grant(tuple(patterns), admin or any(rule.admin for rule in rules))
+
+    @property
+    def anonymous(self) -> Caller:
+        """A gRPC client of the Unix socket that sent no token. The mode of the socket's file is all that is known."""
+        if self.policy is not None:
+            return Caller(None, Grant())
+        return Caller(None, Grant((EVERYTHING,), admin=self.private))
+
+
+@lru_cache(maxsize=4096)
+def _fits(patterns: tuple[str, ...], namespace: Namespace) -> bool:
+    full = str(namespace)
+    return any(fnmatchcase(namespace.model, each) or fnmatchcase(full, each) for each in patterns)
+
+
+# -- reading it --------------------------------------------------------------------------------------------------
+
+
+def parse(value: object) -> Policy | None:
+    """The rules of a TOML file's ``[[policy]]`` tables, or of the same as TOML text (a flag, a variable).
+
+    Raises:
+        ValueError: the end of a sentence that begins with the option: which rule, and what is wrong with it.
+    """
+    if value is None or isinstance(value, Policy):
+        return value
+    if isinstance(value, str):
+        try:
+            value = tomllib.loads(f"policy = {value}")["policy"]
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"is no TOML array of tables: {error}") from None
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ValueError("must be tables: [[policy]]")
+    return Policy(tuple(_rule(f"rule {number}", each) for number, each in enumerate(value, 1)))
+
+
+def _rule(name: str, table: Mapping[str, Any]) -> Rule:
+    known = {"uids", "gids", "certificates", "namespaces", "admin"}
+    if unknown := [key for key in table if key not in known]:
+        raise ValueError(f"has a {name} with {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    admin = table.get("admin", False)
+    if not isinstance(admin, bool):
+        raise ValueError(f"has a {name} whose admin is {admin!r}; it must be true or false")  # noqa: TRY004
+    rule = Rule(
+        uids=_ids(name, "uids", table.get("uids", []), lambda user: pwd.getpwnam(user).pw_uid),
+        gids=_ids(name, "gids", table.get("gids", []), lambda group: grp.getgrnam(group).gr_gid),
+        certificates=tuple(_texts(name, "certificates", table.get("certificates", []))),
+        namespaces=tuple(_texts(name, "namespaces", table.get("namespaces", []))),
+        admin=admin,
+    )
+    if not (rule.uids or rule.gids or rule.certificates):
+        raise ValueError(f"has a {name} for nobody: give uids, gids or certificates")
+    if not (rule.namespaces or rule.admin):
+        raise ValueError(f"has a {name} that gives nothing: give namespaces or admin = true")
+    return rule
+
+
+def _texts(name: str, key: str, value: object) -> Iterable[str]:
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise ValueError(f"has a {name} whose {key} is {value!r}; it must be a list of texts")
+    return value
+
+
+def _ids(name: str, key: str, value: object, number_of: Callable[[str], int]) -> frozenset[int]:
+    if not isinstance(value, list):
+        raise ValueError(f"has a {name} whose {key} is {value!r}; it must be a list of numbers or names")  # noqa: TRY004
+    return frozenset(_id(name, key, each, number_of) for each in value)
+
+
+def _id(name: str, key: str, value: object, number_of: Callable[[str], int]) -> int:
+    found: int | None = None
+    if isinstance(value, str):
+        try:
+            found = number_of(value)
+        except KeyError:
+            raise ValueError(f"has a {name} whose {key} have {value!r}, which this machine does not know") from None
+    elif isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32 - 1:
+        found = value
+    if found is None:
+        raise ValueError(f"has a {name} whose {key} have {value!r}; it must be a number or a name")
+    if found == OVERFLOW_ID:
+        raise ValueError(
+            f"has a {name} whose {key} have {OVERFLOW_ID}, which stands for everybody without a number on this host"
+        )
+    return found
