@@ -128,6 +128,7 @@ class Daemon:
             clock,
             lease_max=settings.lease_max,
             stir=self._light_sleep.stir,
+            owners_of=self._instances.tokens_of,
         )
         self._report = Report(
             epoch=self.epoch,
@@ -161,6 +162,7 @@ class Daemon:
             instances=self._instances,
             on_gone=self._peer_gone,
             lane=partial(Lane, self._handler) if settings.fast_lane else None,
+            refuse=self._metrics.refuse,
             tasks=self._tasks,
         )
         self._rpc = RpcServer(self._endpoint, Service(self._handler), self.readiness, self._tasks)

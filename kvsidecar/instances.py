@@ -21,10 +21,11 @@ from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemo
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult, CopyWorker
 from kvsidecar.errors import AccessDenied, DeviceError, ImportRefused, InvalidRequest, NotPermitted, UnknownPeer
-from kvsidecar.layout import check_regions
 from kvsidecar.policy import Access, Caller, Identity
+from kvsidecar.quota import Quota
+from kvsidecar.registration import CudaAllocation, FdAllocation, Registration
 from kvsidecar.tasks import TaskSet
-from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal, text_problem
+from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal
 
 _log = log.get("instances")
 
@@ -33,12 +34,8 @@ ID_BITS = 48
 """Sessions, leases and epochs are random numbers that survive a trip through JSON (2**53)."""
 
 
-MAX_EVENTS = 256
-"""Of one rank's ring: more stores than that do not wait for their compute at once."""
-
-
-MAX_SHARDS = 1024
-"""Of one block: every block carries a list of that length."""
+MAX_RANKS = 256
+"""Of one user."""
 
 
 @dataclass(slots=True)
@@ -66,70 +63,6 @@ class Peer:
             for fd in self.fds:
                 os.close(fd)
             self.fds = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CudaAllocation:
-    """An allocation named by its CUDA IPC handle; ``size`` is the client's claim in bytes."""
-
-    handle: bytes
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class FdAllocation:
-    """An allocation named by the index of a memfd sent over the attach socket; ``size`` is the client's claim."""
-
-    fd_index: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """What one rank says of itself at Attach."""
-
-    token: bytes
-    instance: str
-    namespace: Namespace
-    rank: int
-    world_size: int
-    device: str
-    allocations: tuple[CudaAllocation | FdAllocation, ...]
-    groups: tuple[GroupLayout, ...]
-    event_handles: tuple[bytes, ...] = ()
-
-    def check(self) -> None:
-        """Everything that can be refused before a driver or the cache is asked.
-
-        Raises:
-            InvalidRequest: the text says what to change.
-        """
-        if problem := self.namespace.problem():
-            raise InvalidRequest(problem)
-        if not self.instance:
-            raise InvalidRequest("instance is empty: name the engine deployment")
-        for name, text in (("instance", self.instance), ("device", self.device)):
-            if problem := text_problem(name, text):
-                raise InvalidRequest(problem)
-        if not 0 <= self.rank < self.world_size:
-            raise InvalidRequest(f"rank {self.rank} is outside world_size {self.world_size}")
-        if not self.groups:
-            raise InvalidRequest("no KV cache group is registered: a rank needs at least one")
-        if len(self.event_handles) > MAX_EVENTS:
-            raise InvalidRequest(f"a ring of {len(self.event_handles)} events is longer than {MAX_EVENTS}")
-        sizes = [allocation.size for allocation in self.allocations]
-        seen: set[int] = set()
-        for layout in self.groups:
-            if layout.group in seen:
-                raise InvalidRequest(f"group {layout.group} is registered twice")
-            seen.add(layout.group)
-            if layout.num_shards > MAX_SHARDS:
-                raise InvalidRequest(f"group {layout.group}: num_shards {layout.num_shards} is more than {MAX_SHARDS}")
-            if not 0 <= layout.shard < layout.num_shards:
-                raise InvalidRequest(
-                    f"group {layout.group}: shard {layout.shard} is outside num_shards {layout.num_shards}"
-                )
-            check_regions(layout, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +130,8 @@ class Session:
     """Why a ring that was registered is not used."""
     denied: bool = False
     """The policy has changed, and does not give the namespace to this user any more."""
+    outstanding_blocks: int = 0
+    """Of jobs that are not over."""
     idle: bool = False
     """The engine said that its GPU has nothing to do."""
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
@@ -231,6 +166,8 @@ class Instances:
         self._access = access
         self._peers: dict[bytes, Peer] = {}
         self._sessions: dict[int, Session] = {}
+        self._tokens_of: dict[int, dict[bytes, None]] = {}
+        self._ranks_of = Quota(MAX_RANKS, "ranks attached")
 
     # -- access ----------------------------------------------------------------------------------------------------
 
@@ -269,6 +206,7 @@ class Instances:
         token, who = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
         peer = Peer(token, pid, uid, gid, client, fds, Caller(who, self._access.grant(who), token))
         self._peers[peer.token] = peer
+        self._tokens_of.setdefault(uid, {})[peer.token] = None
         return peer
 
     def peer(self, token: bytes) -> Peer:
@@ -291,6 +229,11 @@ class Instances:
             session.registration.namespace for session in self._sessions.values() if session.peer.uid == uid
         )
 
+    def tokens_of(self, token: object) -> list[bytes]:
+        """Of all live peers of the user that has this one."""
+        uid = self.uid_of(token)
+        return [] if uid is None else list(self._tokens_of[uid])
+
     def uid_of(self, token: object) -> int | None:
         """The user of the live peer with this token; None if there is none."""
         peer = self._peers.get(token)  # type: ignore[call-overload]
@@ -298,7 +241,10 @@ class Instances:
 
     def remove_peer(self, peer: Peer) -> tuple[Session, ...]:
         """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
-        self._peers.pop(peer.token, None)
+        if self._peers.pop(peer.token, None) is not None:
+            del self._tokens_of[peer.uid][peer.token]
+            if not self._tokens_of[peer.uid]:
+                del self._tokens_of[peer.uid]
         peer.gone = True
         self._cache.drop_owner(peer.token)
         peer.close_fds()
@@ -338,15 +284,19 @@ class Instances:
         """Attach one rank: all or nothing.
 
         Raises:
-            InvalidRequest, NamespaceMismatch, UnknownPeer, NotPermitted, AccessDenied, DeviceNotFound, ImportRefused:
-                nothing is left behind.
+            InvalidRequest, NamespaceMismatch, UnknownPeer, NotPermitted, LimitExceeded, AccessDenied, DeviceNotFound,
+                ImportRefused: nothing is left behind.
         """
         registration.check()
         peer = self.peer(registration.token)
         permit(peer.caller, registration.namespace)
+        self._ranks_of.take(peer.uid)
         peer.registering += 1
         try:
             return await self._register(registration, peer)
+        except BaseException:
+            self._ranks_of.give_back(peer.uid)
+            raise
         finally:
             peer.registering -= 1
             if peer.gone:
@@ -421,6 +371,7 @@ class Instances:
         spaces = [group.space for group in session.groups.values()]
         await self._give_back(session.device, list(session.memories), spaces)
         del self._sessions[session.id]
+        self._ranks_of.give_back(session.peer.uid)
         session.ended.set()
 
     def _refuse_memory_of_others(self, device: Device, memories: Sequence[DeviceMemory], peer: Peer) -> None:

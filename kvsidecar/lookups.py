@@ -12,6 +12,11 @@ from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 from kvsidecar.types import LookupMode, Namespace, Refusal
 
+MAX_LEASES = 16384
+"""Of one user, and of all leases together that are nobody's."""
+MAX_LEASED_BLOCKS = 1 << 22
+"""In the leases of one user, 8 bytes each; a block that is in two counts twice."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupHits:
@@ -38,6 +43,7 @@ class Lookups:
         clock: monotonic seconds, the clock of leases.
         lease_max: the longest lease granted, in seconds.
         stir: called with each lookup: loads follow.
+        owners_of: all owners of leases that are the same user as this one.
     """
 
     def __init__(
@@ -49,8 +55,10 @@ class Lookups:
         *,
         lease_max: float,
         stir: Callable[[], None] = lambda: None,
+        owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner],
     ) -> None:
         self._stir = stir
+        self._owners_of = owners_of
         self._cache = cache
         self._readiness = readiness
         self._metrics = metrics
@@ -75,7 +83,8 @@ class Lookups:
 
         Args:
             groups: (group, block hashes) pairs.
-            lease_seconds: take a lease of this length on the hits; 0 takes none.
+            lease_seconds: take a lease of this length on the hits; 0 takes none. None is taken either if its user has
+                too many.
             owner: the peer with whose end the lease ends.
         """
         self._stir()
@@ -87,6 +96,9 @@ class Lookups:
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
         lease = None
         lease_seconds = min(lease_seconds, self._lease_max)
+        if lease_seconds > 0 and self._has_too_many(owner, sum([len(hashes) for _, hashes in groups])):
+            self._metrics.refuse(Refusal.LIMIT)
+            lease_seconds = 0.0
         if lease_seconds > 0:
             lease, found = self._cache.lookup_and_lease(parts, mode, self._clock(), lease_seconds, owner)
         else:
@@ -96,6 +108,11 @@ class Lookups:
         self._hits.inc(hits)
         self._misses.inc(sum([len(hashes) for _, hashes in groups]) - hits)
         return LookupResult(True, result, lease.id if lease else None, lease_seconds if lease else 0.0)
+
+    def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:
+        held = [self._cache.held(each) for each in ([None] if owner is None else self._owners_of(owner))]
+        leases, leased = sum([each[0] for each in held]), sum([each[1] for each in held])
+        return leases >= MAX_LEASES or leased + blocks > MAX_LEASED_BLOCKS
 
     def _space(self, namespace: Namespace, group: int) -> Space:
         space = self._cache.find_space(namespace, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import sys
 from collections.abc import Mapping
 
@@ -37,6 +38,7 @@ def serve(flags: Mapping[str, str | None]) -> int:
     failpoints.configure_from_environment()
     log.configure(log_format=settings.log_format, level=settings.log_level)
     geometry = pool_geometry(settings)
+    _raise_descriptor_limit()
     platform, why = open_platform(settings.device)
     log.get("daemon").info("device", backend=platform.name, why=why)
     spec = PoolSpec(
@@ -69,6 +71,13 @@ def serve(flags: Mapping[str, str | None]) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main())
+
+
+def _raise_descriptor_limit() -> None:
+    """As many descriptors as the system allows: a shell's default of 1024 is a few hundred clients. (It is that low for
+    programs that use select(), which this one does not.)"""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _numa_nodes(settings: Settings, platform: Platform) -> tuple[int, ...]:

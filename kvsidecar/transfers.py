@@ -139,6 +139,10 @@ class Transfers:
         self._count(direction, result)
         return result
 
+    def refuse(self, reason: Refusal) -> None:
+        """Count what is refused and is no job."""
+        self._metrics.refuse(reason)
+
     def invalid(self, direction: Direction, error: InvalidRequest) -> JobResult:
         """Count and answer a job that could not even be read."""
         result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))

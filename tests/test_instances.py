@@ -15,8 +15,9 @@ from kvsidecar.client import HostBuffer
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import AccessDenied, InvalidRequest
-from kvsidecar.instances import FdAllocation, Instances, Peer, Registration, Session
+from kvsidecar.instances import Instances, Peer, Session
 from kvsidecar.policy import Access
+from kvsidecar.registration import FdAllocation, Registration
 from kvsidecar.types import MAX_TEXT_BYTES, Direction
 from tests.harness import NAMESPACE, layout
 

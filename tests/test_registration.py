@@ -17,8 +17,9 @@ from kvsidecar.device.base import DeviceMemory, MemorySource
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import UnknownPeer
-from kvsidecar.instances import FdAllocation, Instances, Registration
+from kvsidecar.instances import Instances
 from kvsidecar.policy import Access
+from kvsidecar.registration import FdAllocation, Registration
 from tests.harness import NAMESPACE, SECONDS, layout
 
 

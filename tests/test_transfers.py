@@ -20,10 +20,11 @@ from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceLost
-from kvsidecar.instances import Peer, Registration, Session, SessionGroup
+from kvsidecar.instances import Peer, Session, SessionGroup
 from kvsidecar.metrics import Metrics
 from kvsidecar.policy import Caller, Grant
 from kvsidecar.readiness import Readiness
+from kvsidecar.registration import Registration
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import MANY_JOBS, GroupBlocks, JobResult, Transfers
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify

@@ -150,6 +150,10 @@ class BlockCache:
         """The lease if it is alive."""
         return self._leases.get(lease_id, now)
 
+    def held(self, owner: Hashable) -> tuple[int, int]:
+        """How many leases an owner has, and how many blocks are in them; one that is in two counts twice."""
+        return self._leases.held(owner)
+
     def renew(self, lease_id: int, now: float, ttl: float) -> bool:
         """Let the lease end at ``now + ttl``. False if it is not alive any more."""
         return self._leases.renew(lease_id, now, now + ttl)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
 
@@ -20,6 +21,7 @@ class LeaseTable:
         self._next_id = next_id or itertools.count().__next__
         self._leases: dict[int, Lease] = {}
         self._by_owner: dict[Hashable, dict[int, Lease]] = {}
+        self._blocks_of: Counter[Hashable] = Counter()
         self._expiries: list[tuple[float, int]] = []
         """Heap of (expires_at, id). A renewed or released lease leaves its old entries behind."""
 
@@ -36,6 +38,7 @@ class LeaseTable:
         lease = Lease(lease_id, owner, chains, expires_at)
         self._leases[lease_id] = lease
         self._by_owner.setdefault(owner, {})[lease_id] = lease
+        self._blocks_of[owner] += lease.num_blocks
         self._note_expiry(lease)
         return lease
 
@@ -43,6 +46,10 @@ class LeaseTable:
         """The lease, or None if it was released or its time is over (whether or not `pop_expired` came by)."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and now < lease.expires_at else None
+
+    def held(self, owner: Hashable) -> tuple[int, int]:
+        """How many leases an owner has, and how many blocks are in them; one that is in two counts twice."""
+        return len(self._by_owner.get(owner, ())), self._blocks_of.get(owner, 0)
 
     def renew(self, lease_id: int, now: float, expires_at: float) -> bool:
         """Set a new expiry. False if the lease is not alive."""
@@ -59,8 +66,9 @@ class LeaseTable:
         if lease is not None:
             of_owner = self._by_owner[lease.owner]
             del of_owner[lease_id]
+            self._blocks_of[lease.owner] -= lease.num_blocks
             if not of_owner:
-                del self._by_owner[lease.owner]
+                del self._by_owner[lease.owner], self._blocks_of[lease.owner]
         return lease
 
     def pop_expired(self, now: float) -> list[Lease]:
@@ -90,6 +98,9 @@ class LeaseTable:
         by_owner = {lease_id: lease for leases in self._by_owner.values() for lease_id, lease in leases.items()}
         assert by_owner == self._leases, "leases by owner and by id differ"
         assert all(self._by_owner.values()), "an owner without leases was kept"
+        for owner, leases in self._by_owner.items():
+            assert self._blocks_of[owner] == sum(lease.num_blocks for lease in leases.values()), "blocks miscounted"
+        assert self._blocks_of.keys() == self._by_owner.keys(), "blocks of an owner without leases"
         entries = set(self._expiries)
         for lease_id, lease in self._leases.items():
             assert lease.id == lease_id, f"lease {lease.id} is filed as {lease_id}"

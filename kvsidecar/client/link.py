@@ -115,7 +115,9 @@ def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cance
         _connect(connection, path, deadline, cancel)
         process = DaemonProcess(connection)
         hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client=client).SerializeToString()
-        socket.send_fds(connection, [FRAME_LENGTH.pack(len(hello)) + hello], fds)
+        # A daemon that turns clients away has said why, and closed, before it reads anything.
+        with contextlib.suppress(BrokenPipeError):
+            socket.send_fds(connection, [FRAME_LENGTH.pack(len(hello)) + hello], fds)
         (length,) = FRAME_LENGTH.unpack(_receive(connection, FRAME_LENGTH.size, deadline, cancel))
         if length > _MAX_WELCOME_BYTES:
             raise ConnectionError("who answers is no kvsidecar")

@@ -14,21 +14,26 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvsidecar import log
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, LimitExceeded
 from kvsidecar.instances import Instances, Peer
+from kvsidecar.quota import Quota
 from kvsidecar.rpc.lane import Lane
 from kvsidecar.tasks import TaskSet
-from kvsidecar.types import PROTOCOL
+from kvsidecar.types import PROTOCOL, Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import FRAME_LENGTH
 
 MAX_HELLO_BYTES = 4096
 MAX_FDS = 253
 """SCM_MAX_FD of the kernel: more cannot arrive in one message."""
+MAX_CONNECTIONS = 1024
+"""Of one user: an engine has three for each rank, and three for its scheduler."""
+MAX_MEMFDS = 4096
+"""Of one user, in all of its connections."""
 HELLO_SECONDS = 5.0
 """A connection that says nothing for this long is closed: silent ones would hold descriptors."""
 
@@ -46,6 +51,7 @@ class AttachSocket:
     Args:
         on_gone: called with a peer whose connection has ended.
         lane: makes the fast lane of a peer; None if there is none.
+        refuse: counts a refusal.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class AttachSocket:
         instances: Instances,
         on_gone: Callable[[Peer], None],
         lane: Callable[[Peer], Lane] | None,
+        refuse: Callable[[Refusal], None],
         tasks: TaskSet,
     ) -> None:
         self._path = path
@@ -67,7 +74,10 @@ class AttachSocket:
         self._instances = instances
         self._on_gone = on_gone
         self._lane = lane
+        self._refuse = refuse
         self._tasks = tasks
+        self._connections_of = Quota(MAX_CONNECTIONS, "connections to the attach socket")
+        self._memfds_of = Quota(MAX_MEMFDS, "descriptors handed over")
         self._listener: socket.socket | None = None
         self._connections: dict[socket.socket, Lane | None] = {}
         self._accepting: asyncio.Task[None] | None = None
@@ -112,31 +122,37 @@ class AttachSocket:
                 _log.warning("accept failed", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
-            self._tasks.spawn(self._serve(connection), name="attach-connection")
+            connection.setblocking(False)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            pid, uid, gid = _UCRED.unpack(credentials)
+            try:
+                self._connections_of.take(uid)
+            except LimitExceeded as error:
+                self._refuse(Refusal.LIMIT)
+                _turn_away(connection, self._welcome_error(str(error)))
+                continue
+            self._connections[connection] = None
+            self._tasks.spawn(self._serve(connection, pid, uid, gid), name="attach-connection")
 
-    async def _serve(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._connections[connection] = None
+    def _welcome_error(self, text: str) -> pb.Welcome:
+        return pb.Welcome(epoch=self._epoch, error=text)
+
+    async def _serve(self, connection: socket.socket, pid: int, uid: int, gid: int) -> None:
         peer: Peer | None = None
+        memfds = 0
         try:
             try:
                 hello, fds = await asyncio.wait_for(_receive_hello(connection), HELLO_SECONDS)
             except (InvalidRequest, TimeoutError, OSError) as error:
+                if not isinstance(error, OSError) or isinstance(error, TimeoutError):
+                    self._refuse(Refusal.INVALID_REQUEST)
                 _log.warning("attach connection refused", error=str(error) or type(error).__name__)
                 return
-            if hello.protocol != PROTOCOL:
-                for fd in fds:
-                    os.close(fd)
-                await _send(
-                    connection,
-                    pb.Welcome(
-                        epoch=self._epoch,
-                        error=f"the daemon speaks protocol {PROTOCOL}, the client {hello.protocol}: "
-                        "use the same kvsidecar release on both sides",
-                    ),
-                )
+            if refused := self._hello_problem(hello, fds, uid):
+                _close_all(fds)
+                await _send(connection, self._welcome_error(refused))
                 return
-            pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+            memfds = len(fds)
             groups = _groups(connection)
             peer = self._instances.add_peer(pid=pid, uid=uid, gid=gid, client=hello.client, fds=fds, groups=groups)
             _log.debug("client connected", pid=pid, uid=uid, client=hello.client, fds=len(fds))
@@ -150,8 +166,25 @@ class AttachSocket:
         finally:
             self._connections.pop(connection)
             connection.close()
+            self._connections_of.give_back(uid)
+            self._memfds_of.give_back(uid, memfds)
             if peer is not None:
                 self._on_gone(peer)
+
+    def _hello_problem(self, hello: pb.Hello, fds: tuple[int, ...], uid: int) -> str:
+        """Why this client is not taken; empty if it is. Then its descriptors count."""
+        if hello.protocol != PROTOCOL:
+            self._refuse(Refusal.REGISTER_REFUSED)
+            return (
+                f"the daemon speaks protocol {PROTOCOL}, the client {hello.protocol}: "
+                "use the same kvsidecar release on both sides"
+            )
+        try:
+            self._memfds_of.take(uid, len(fds))
+        except LimitExceeded as error:
+            self._refuse(Refusal.LIMIT)
+            return str(error)
+        return ""
 
     async def _serve_lane(self, connection: socket.socket, pid: int, lane: Lane) -> None:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: lane, connection)
@@ -238,8 +271,7 @@ async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int
         if hello.num_fds != len(fds):
             raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, {len(fds)} arrived")
     except BaseException:
-        for fd in fds:
-            os.close(fd)
+        _close_all(fds)
         raise
     return hello, tuple(fds)
 
@@ -265,8 +297,7 @@ async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
         if flags & socket.MSG_CTRUNC:
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             raise InvalidRequest(f"more than {MAX_FDS} descriptors in one message")
         return data, list(fds)
 
@@ -276,6 +307,21 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _turn_away(connection: socket.socket, message: pb.Welcome) -> None:
+    """Answer before anything is asked, as far as that goes without waiting, and close."""
+    with connection, contextlib.suppress(OSError):
+        connection.send(_framed(message))
+
+
 async def _send(connection: socket.socket, message: pb.Welcome) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, _framed(message))
+
+
+def _framed(message: pb.Welcome) -> bytes:
     payload = message.SerializeToString()
-    await asyncio.get_running_loop().sock_sendall(connection, FRAME_LENGTH.pack(len(payload)) + payload)
+    return FRAME_LENGTH.pack(len(payload)) + payload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvsidecar import log
@@ -14,6 +14,14 @@ from kvsidecar.rpc import translate
 from kvsidecar.transfers import GroupBlocks, JobResult, StoreOrder, Transfers
 from kvsidecar.types import Direction, Outcome, Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
+
+MAX_JOBS = 8192
+"""Of one rank that are not over. A client has half of that by default."""
+MAX_OUTSTANDING_BLOCKS = 1 << 21
+"""Of one rank's jobs that are not over; each has about 50 bytes here until then."""
+
+MAX_FLUSHES = 1024
+"""Of one rank that wait; one more is answered at once, with what is pending then."""
 
 _log = log.get("rpc")
 
@@ -33,6 +41,7 @@ class AttachStream:
         self._send = send
         self._instances = instances
         self._transfers = transfers
+        self._flushes = 0
         self._stop_listening = readiness.listen(self._tell_readiness)
 
     def close(self) -> None:
@@ -74,8 +83,9 @@ class AttachStream:
         if self._session.ending:
             self._done(message.job, self._transfers.declined(direction, Refusal.DRAINING))
             return
-        if self._session.denied:
-            self._done(message.job, self._transfers.declined(direction, Refusal.DENIED))
+        if self._session.denied or len(jobs) >= MAX_JOBS:
+            reason = Refusal.DENIED if self._session.denied else Refusal.LIMIT
+            self._done(message.job, self._transfers.declined(direction, reason))
             return
         control = JobControl()
         if message.deadline_ms:
@@ -109,14 +119,33 @@ class AttachStream:
             order = self._order(message.event) if message.event else None
         except InvalidRequest as error:
             return self._transfers.invalid(Direction.STORE, error)
-        return await self._transfers.store(self._session, blocks, control, order)
+        if not (count := self._take(blocks)):
+            return self._transfers.declined(Direction.STORE, Refusal.LIMIT)
+        try:
+            return await self._transfers.store(self._session, blocks, control, order)
+        finally:
+            self._session.outstanding_blocks -= count
 
     async def _load(self, message: pb.Load, control: JobControl) -> JobResult:
         try:
             blocks = self._blocks(message.blocks)
         except InvalidRequest as error:
             return self._transfers.invalid(Direction.LOAD, error)
-        return await self._transfers.load(self._session, blocks, message.lease or None, control)
+        if not (count := self._take(blocks)):
+            return self._transfers.declined(Direction.LOAD, Refusal.LIMIT)
+        try:
+            return await self._transfers.load(self._session, blocks, message.lease or None, control)
+        finally:
+            self._session.outstanding_blocks -= count
+
+    def _take(self, blocks: Sequence[GroupBlocks]) -> int:
+        """Count what a job keeps here until it is over, at least 1; 0 if that would be too much."""
+        session = self._session
+        count = max(1, sum([len(each.block_ids) for each in blocks]))
+        if session.outstanding_blocks + count > MAX_OUTSTANDING_BLOCKS:
+            return 0
+        session.outstanding_blocks += count
+        return count
 
     def _order(self, event: int) -> StoreOrder:
         """The event of the ring that a store comes after. Raises InvalidRequest if there is none of that number."""
@@ -142,6 +171,14 @@ class AttachStream:
             else:
                 each.control.hurry()
         if wanted:
-            await asyncio.wait([each.task for each in wanted.values()], timeout=message.timeout_ms / 1000)
+            seconds = message.timeout_ms / 1000
+            if self._flushes >= MAX_FLUSHES:
+                self._transfers.refuse(Refusal.LIMIT)
+                seconds = 0.0
+            self._flushes += 1
+            try:
+                await asyncio.wait([each.task for each in wanted.values()], timeout=seconds)
+            finally:
+                self._flushes -= 1
         pending = [job for job, each in wanted.items() if not each.task.done()]
         self._send(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))

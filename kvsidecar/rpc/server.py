@@ -21,6 +21,10 @@ from kvsidecar.wire import MAX_MESSAGE_BYTES
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 
+MAX_CALLS = 4096
+"""Of all clients together that are not over; gRPC answers more of them with RESOURCE_EXHAUSTED by itself, uncounted.
+What one user may have of the calls that last is counted where they are served."""
+
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -37,7 +41,7 @@ class RpcServer:
         self._readiness = readiness
         self._tasks = tasks
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -11,6 +11,7 @@ import grpc
 from kvsidecar import log
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
 from kvsidecar.instances import Session
+from kvsidecar.quota import Quota
 from kvsidecar.rpc.attach_stream import AttachStream
 from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.status import code_of
@@ -21,6 +22,10 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 _log = log.get("rpc")
 
 Context = grpc.aio.ServicerContext[Any, Any]
+MAX_LOOKUP_STREAMS = 128
+"""Of one user, and of all together who sent no token."""
+FIRST_MESSAGE_SECONDS = 5.0
+"""An Attach stream that says nothing for this long is ended."""
 MAX_UNREAD = 8192
 """Answers kept for a client that does not read its stream; each is about 100 bytes."""
 
@@ -58,6 +63,7 @@ class Service(pb_grpc.SidecarServicer):
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
+        self._streams_of = Quota(MAX_LOOKUP_STREAMS, "streams of lookups")
 
     Lookup = _unary("lookup")
     Release = _unary("release")
@@ -67,6 +73,23 @@ class Service(pb_grpc.SidecarServicer):
     Drain = _unary("drain", for_admins=True)
 
     async def LookupStream(  # noqa: N802
+        self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
+    ) -> AsyncIterator[pb.LookupReply]:
+        uid: int | None = None
+        try:
+            # Who sends no token is counted with the others who do not, whether or not it may look up then.
+            uid = self._handler.caller(token_of(None, context)).uid
+            self._streams_of.take(uid)
+        except KVSidecarError as error:
+            self._handler.refused(error)
+            await abort(context, error)
+        try:
+            async for reply in self._lookups(requests, context):
+                yield reply
+        finally:
+            self._streams_of.give_back(uid)
+
+    async def _lookups(
         self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
     ) -> AsyncIterator[pb.LookupReply]:
         async for request in requests:
@@ -82,7 +105,13 @@ class Service(pb_grpc.SidecarServicer):
                 await abort(context, error)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
-        registering = self._handler.registering(await context.read())
+        try:
+            first = await asyncio.wait_for(context.read(), FIRST_MESSAGE_SECONDS)
+        except TimeoutError:
+            silent = LimitExceeded(f"the stream said nothing for {FIRST_MESSAGE_SECONDS:g} s: register at once")
+            self._handler.refused(silent)
+            await abort(context, silent)
+        registering = self._handler.registering(first)
         try:
             session = await asyncio.shield(registering)
         except asyncio.CancelledError:

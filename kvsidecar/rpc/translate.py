@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.hashes import PackedHashes
-from kvsidecar.instances import CudaAllocation, FdAllocation, Registration
+from kvsidecar.layout import MAX_ROWS
 from kvsidecar.readiness import Snapshot
+from kvsidecar.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, Registration
 from kvsidecar.transfers import GroupBlocks, JobResult
 from kvsidecar.types import LookupMode
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -18,7 +19,15 @@ from kvsidecar.wire import MODE_FROM_WIRE, OUTCOME_TO_WIRE, STATE_TO_WIRE, layou
 
 
 def registration_from(message: pb.Register) -> Registration:
-    """Raises InvalidRequest for an allocation that names no source."""
+    """Raises InvalidRequest for an allocation that names no source, and for more of something than a rank may have."""
+    regions = sum(len(group.regions) for group in message.groups)
+    for what, count, limit in (
+        ("allocations", len(message.allocations), MAX_ALLOCATIONS),
+        ("groups", len(message.groups), MAX_GROUPS),
+        ("regions", regions, MAX_ROWS),
+    ):
+        if count > limit:  # before each becomes an object here
+            raise InvalidRequest(f"a rank with {count} {what} is over the limit of {limit}")
     allocations: list[CudaAllocation | FdAllocation] = []
     for index, allocation in enumerate(message.allocations):
         match allocation.WhichOneof("source"):

@@ -1,0 +1,209 @@
+"""What one user may have at once: one more is refused in words, counted, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+import grpc
+import pytest
+
+from kvsidecar.client import ClientError, HostBuffer
+from kvsidecar.rpc import attach_socket, service
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import namespace_to_wire
+from tests.e2e.test_wire import framed, hello, register, stub, welcome
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
+
+HELLO = framed(pb.Hello(protocol=PROTOCOL))
+
+
+def limited(daemon: DaemonProcess) -> float:
+    return daemon.metric('kvsidecar_refusals_total{reason="limit"}')
+
+
+def wait_for(condition: object) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def rss_mib(daemon: DaemonProcess) -> float:
+    with open(f"/proc/{daemon.process.pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_connections_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    held = 0
+    with ExitStack() as stack:
+        while held <= attach_socket.MAX_CONNECTIONS:
+            connection = stack.enter_context(hello(daemon, HELLO, []))
+            reply = welcome(connection)
+            if reply.error:
+                break
+            held += 1
+        assert "one user may have 1024 connections" in reply.error
+        assert attach_socket.MAX_CONNECTIONS - 8 < held <= attach_socket.MAX_CONNECTIONS
+        assert limited(daemon) == 1
+        done(rank.store("a"))
+        with daemon.client() as client:  # the operator of the same user is not locked out
+            assert client.status().pool.blocks == 1
+    rank.close()
+    wait_for(lambda: limited(daemon) and _attaches(daemon))
+
+
+def _attaches(daemon: DaemonProcess) -> bool:
+    try:
+        Rank(daemon).close()
+    except ClientError:
+        return False
+    return True
+
+
+def test_descriptors_handed_over_by_one_user_are_limited(daemon: DaemonProcess) -> None:
+    message = framed(pb.Hello(protocol=PROTOCOL, num_fds=253))
+    with ExitStack() as stack:
+        null = os.open("/dev/null", os.O_RDONLY)
+        stack.callback(os.close, null)
+        replies = [
+            welcome(stack.enter_context(hello(daemon, message, [null] * 253)))
+            for _ in range(attach_socket.MAX_MEMFDS // 253 + 1)
+        ]
+    assert ["4096 descriptors" in reply.error for reply in replies] == [False] * 16 + [True]
+    assert limited(daemon) == 1
+
+
+def test_ranks_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(1 << 20)
+    with stub(daemon) as sidecar, ExitStack() as stack:
+        streams = []
+        for _ in range(256):
+            connection = stack.enter_context(hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]))
+            over = threading.Event()
+            stack.callback(over.set)
+            request = pb.AttachRequest(register=register(welcome(connection).token, buffer))
+            replies = sidecar.Attach(_held_open(request, over), timeout=10 * SECONDS)
+            assert next(replies).registered.session
+            streams.append(replies)
+        with pytest.raises(ClientError, match="one user may have 256 ranks"):
+            Rank(daemon)
+        assert limited(daemon) == 1
+    wait_for(lambda: _attaches(daemon))
+    buffer.close()
+
+
+def _held_open(request: pb.AttachRequest, over: threading.Event) -> Iterator[pb.AttachRequest]:
+    yield request
+    over.wait()
+
+
+def test_a_rank_of_too_many_regions_is_refused_before_they_are_looked_at(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(1 << 20)
+    with (
+        hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection,
+        stub(daemon) as sidecar,
+    ):
+        message = register(welcome(connection).token, buffer)
+        for field, what, limit in (("groups", "groups", 1024), ("allocations", "allocations", 4096)):
+            big = pb.Register()
+            big.CopyFrom(message)
+            many = getattr(big, field)
+            many.extend([many[0]] * limit)
+            with pytest.raises(grpc.RpcError, match=f"{what} is over the limit of {limit}") as caught:
+                list(sidecar.Attach(iter([pb.AttachRequest(register=big)]), timeout=SECONDS))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        message.groups[0].regions.extend([pb.Region()] * 65536)
+        with pytest.raises(grpc.RpcError, match="65537 regions is over the limit of 65536"):
+            list(sidecar.Attach(iter([pb.AttachRequest(register=message)]), timeout=SECONDS))
+    buffer.close()
+
+
+def test_streams_of_lookups_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> None:
+    over = threading.Event()
+
+    def lookups() -> Iterator[pb.LookupRequest]:
+        yield pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
+        over.wait()
+
+    with stub(daemon) as sidecar:
+        streams = [sidecar.LookupStream(lookups(), timeout=10 * SECONDS) for _ in range(service.MAX_LOOKUP_STREAMS)]
+        assert all(next(stream).ready for stream in streams)
+        refused = sidecar.LookupStream(lookups(), timeout=SECONDS)
+        with pytest.raises(grpc.RpcError, match="128 streams of lookups") as caught:
+            next(refused)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+        assert limited(daemon) == 1
+        over.set()
+        for stream in streams:
+            assert not list(stream)
+        assert next(sidecar.LookupStream(lookups(), timeout=SECONDS)).ready
+
+
+def test_an_attach_stream_that_says_nothing_is_ended(daemon: DaemonProcess) -> None:
+    silent = threading.Event()
+
+    def nothing() -> Iterator[pb.AttachRequest]:
+        silent.wait()
+        yield pb.AttachRequest()
+
+    with stub(daemon) as sidecar:
+        with pytest.raises(grpc.RpcError, match="said nothing for 5 s") as caught:
+            list(sidecar.Attach(nothing(), timeout=SECONDS))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+        silent.set()
+    assert limited(daemon) == 1
+
+
+def test_lookups_whose_answers_nobody_reads_cost_the_daemon_little(daemon: DaemonProcess) -> None:
+    """On a gRPC stream: what cannot be written is not computed, and what is not computed is not read."""
+    request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_BITMAP)
+    request.groups.add(group=0, hashes=bytes(32 * 100_000))  # 3 MB up, 12 kB down
+    sent, stop = 0, threading.Event()
+
+    def flood() -> Iterator[pb.LookupRequest]:
+        nonlocal sent
+        while not stop.is_set():
+            sent += 1
+            yield request
+
+    before = rss_mib(daemon)
+    with stub(daemon) as sidecar:
+        replies = sidecar.LookupStream(flood(), timeout=SECONDS)
+        settled, seen = time.monotonic(), 0
+        while time.monotonic() - settled < 1.0:  # until it stands still
+            if sent != seen:
+                settled, seen = time.monotonic(), sent
+            if sent > 20_000:
+                break
+            time.sleep(0.01)
+        assert sent <= 20_000, "the daemon goes on though nobody reads"
+        assert rss_mib(daemon) - before < 256
+        stop.set()
+        replies.cancel()
+    with daemon.client() as client:
+        assert client.lookup(NAMESPACE, {0: hashes("a")}).ready
+
+
+def test_a_connection_that_is_turned_away_leaves_no_descriptor(daemon: DaemonProcess) -> None:
+    def open_fds() -> int:
+        return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+    before = open_fds()
+    connections = []
+    for _ in range(attach_socket.MAX_CONNECTIONS + 50):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(daemon.socket + ".attach")
+        connections.append(connection)
+    wait_for(lambda: limited(daemon) == 50)
+    assert open_fds() <= before + attach_socket.MAX_CONNECTIONS + 5
+    for connection in connections:
+        with suppress(OSError):
+            connection.close()
+    wait_for(lambda: open_fds() <= before)
