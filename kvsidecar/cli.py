@@ -6,6 +6,7 @@ Imports what a command needs when it runs: help is instant.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -14,6 +15,7 @@ from kvsidecar import __version__
 from kvsidecar.config import click_options
 
 if TYPE_CHECKING:
+    from kvsidecar.client import Client, RemoteClient
     from kvsidecar.v1 import sidecar_pb2 as pb
 
 EXIT_UNAVAILABLE = 69
@@ -32,11 +34,35 @@ def main() -> None:
     """A per-node daemon that keeps LLM engines' KV cache in pinned host memory."""
 
 
-def _status_of(socket: str | None, name: str) -> pb.StatusReply:
-    """What the running daemon says of itself; ends the command if none answers."""
-    from kvsidecar.client import Client, ClientError
+def _client(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Client | RemoteClient:
+    """A client of the daemon that the options name."""
+    from kvsidecar.client import Client, ClientError, RemoteClient, Tls
 
-    client = Client(socket, name=name)
+    address, tls = where["connect"], {option: where[f"connect_{option}"] for option in ("ca", "certificate", "key")}
+    if _was_given("socket") and _was_given("connect"):
+        raise click.UsageError("say either --socket or --connect")
+    if address is None or _was_given("socket"):
+        if given := [option for option in tls if _was_given(f"connect_{option}")]:
+            raise click.UsageError(f"--connect-{given[0]} goes with --connect")
+        return Client(where["socket"], name=name, timeout=timeout)
+    if missing := [option for option, path in tls.items() if not path]:
+        raise click.UsageError(f"--connect needs --connect-{missing[0]}: TCP is served with mTLS only")
+    try:
+        return RemoteClient(address, Tls(**{option: str(path) for option, path in tls.items()}), timeout=timeout)
+    except ClientError as error:
+        _fail(str(error), EXIT_CONFIG)
+
+
+def _was_given(option: str) -> bool:
+    """As a flag, not by the environment."""
+    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
+
+
+def _status_of(where: dict[str, str | None], name: str) -> pb.StatusReply:
+    """What the running daemon says of itself; ends the command if none answers."""
+    from kvsidecar.client import ClientError
+
+    client = _client(where, name)
     try:
         return client.status()
     except ClientError as error:
@@ -93,17 +119,33 @@ _socket_option = click.option(
 )
 
 
+_CONNECT = (
+    ("connect", "HOST:PORT", "A daemon of another host, over TCP with mTLS."),
+    ("connect-ca", "PATH", "PEM file with who signs the daemon's certificate."),
+    ("connect-certificate", "PATH", "PEM file with your certificate, which the daemon's policy must name."),
+    ("connect-key", "PATH", "PEM file with its key."),
+)
+
+
+def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Which daemon a command asks: of this host by socket, or of another one."""
+    for name, metavar, text in reversed(_CONNECT):
+        variable = "KVSIDECAR_" + name.replace("-", "_").upper()
+        command = click.option(f"--{name}", envvar=variable, metavar=metavar, help=f"{text} [env: {variable}]")(command)
+    return _socket_option(command)
+
+
 @main.command()
-@_socket_option
+@_daemon_options
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
-def status(socket: str | None, as_json: bool) -> None:
+def status(as_json: bool, **where: str | None) -> None:
     """Show state, pool, namespaces, engines and jobs of the running daemon."""
     import json
 
     from kvsidecar.rpc.report import message_json
     from kvsidecar.status_view import print_status
 
-    reply = _status_of(socket, "kvsidecar status")
+    reply = _status_of(where, "kvsidecar status")
     if as_json:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
@@ -111,7 +153,7 @@ def status(socket: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@_socket_option
+@_daemon_options
 @click.option(
     "--interval",
     type=click.FloatRange(0.1, 60.0),
@@ -121,7 +163,7 @@ def status(socket: str | None, as_json: bool) -> None:
     help="Time between two looks; rates are those between them.",
 )
 @click.option("--once", is_flag=True, help="Print one screen, with the rates of one interval, and exit.")
-def top(socket: str | None, interval: float, once: bool) -> None:
+def top(interval: float, once: bool, **where: str | None) -> None:
     """Watch the running daemon: pin progress, pool, rates, hits, engines, the oldest job, refusals.
 
     Asks again until q or Ctrl-C, also while the daemon is away. Rates count jobs when they end.
@@ -130,12 +172,12 @@ def top(socket: str | None, interval: float, once: bool) -> None:
     """
     from rich.console import Console
 
-    from kvsidecar.client import Client, ClientError
+    from kvsidecar.client import ClientError
     from kvsidecar.operate import top as watching
 
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")
-    client = Client(socket, name="kvsidecar top", timeout=watching.ANSWER_SECONDS)
+    client = _client(where, "kvsidecar top", watching.ANSWER_SECONDS)
     try:
         if once:
             watching.once(client, interval, Console())
@@ -148,9 +190,9 @@ def top(socket: str | None, interval: float, once: bool) -> None:
 
 
 @main.command()
-@_socket_option
+@_daemon_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array with everything that is known of each rank.")
-def engines(socket: str | None, as_json: bool) -> None:
+def engines(as_json: bool, **where: str | None) -> None:
     """Show which engines are attached, one rank a line.
 
     Exit codes: 0, also if there is none, and 69 no daemon answers.
@@ -162,7 +204,7 @@ def engines(socket: str | None, as_json: bool) -> None:
     from kvsidecar.operate.commands import engines_table
     from kvsidecar.rpc.report import message_json
 
-    reply = _status_of(socket, "kvsidecar engines")
+    reply = _status_of(where, "kvsidecar engines")
     if as_json:
         click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
     else:
@@ -171,11 +213,11 @@ def engines(socket: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@_socket_option
+@_daemon_options
 @click.option("--namespace", metavar="MODEL", help="Of this model, as status shows it.")
 @click.option("--all", "everything", is_flag=True, help="Of all namespaces; asks first.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def clear(socket: str | None, namespace: str | None, everything: bool, yes: bool) -> None:
+def clear(namespace: str | None, everything: bool, yes: bool, **where: str | None) -> None:
     """Forget stored blocks: they can no longer be looked up.
 
     For KV that must not be hit any more, such as that of weights that were changed in place. Copies under way end as
@@ -183,12 +225,12 @@ def clear(socket: str | None, namespace: str | None, everything: bool, yes: bool
 
     Exit codes: 0, 1 it was answered no, or no such namespace, 69 no daemon answers, 77 you are no admin.
     """
-    from kvsidecar.client import Client, ClientError
+    from kvsidecar.client import ClientError
     from kvsidecar.operate.commands import clear_question, find_namespace
 
     if (namespace is None) != everything:
         raise click.UsageError("say either --namespace MODEL or --all")
-    client = Client(socket, name="kvsidecar clear")
+    client = _client(where, "kvsidecar clear")
     try:
         reply = client.status()
         chosen = None if namespace is None else find_namespace(namespace, reply)
@@ -205,12 +247,12 @@ def clear(socket: str | None, namespace: str | None, everything: bool, yes: bool
 
 
 @main.command()
-@_socket_option
+@_daemon_options
 @click.option("--wait", is_flag=True, help="Show what is still running, and return when nothing is.")
 @click.option(
     "--timeout", type=click.FloatRange(min=0.0), metavar="SECONDS", help="With --wait: give up. [default: never]"
 )
-def drain(socket: str | None, wait: bool, timeout: float | None) -> None:
+def drain(wait: bool, timeout: float | None, **where: str | None) -> None:
     """Let the daemon take nothing new, and finish what runs.
 
     Lookups miss and stores are declined from now on, until the daemon is started again; engines go on without
@@ -220,12 +262,12 @@ def drain(socket: str | None, wait: bool, timeout: float | None) -> None:
     """
     from rich.console import Console
 
-    from kvsidecar.client import Client, ClientError
+    from kvsidecar.client import ClientError
     from kvsidecar.operate.commands import drain as drain_daemon
 
     if timeout is not None and not wait:
         raise click.UsageError("--timeout goes with --wait")
-    client = Client(socket, name="kvsidecar drain")
+    client = _client(where, "kvsidecar drain")
     try:
         drained = drain_daemon(client, wait=wait, timeout=timeout, console=Console())
     except ClientError as error:

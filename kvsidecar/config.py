@@ -42,7 +42,14 @@ from kvsidecar.units import GiB, MiB, Size, TiB, format_size, parse_size
 PREFIX = "KVSIDECAR_"
 DEFAULT_FILE = Path("/etc/kvsidecar/kvsidecar.toml")
 CONFIG_VARIABLE = "KVSIDECAR_CONFIG"
-RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS"})
+CLIENT_VARIABLES = (
+    "KVSIDECAR_CONNECT",
+    "KVSIDECAR_CONNECT_CA",
+    "KVSIDECAR_CONNECT_CERTIFICATE",
+    "KVSIDECAR_CONNECT_KEY",
+)
+"""Of the operators' commands."""
+RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS", *CLIENT_VARIABLES})
 """Variables that are ours but not settings."""
 MAX_POOL_BYTES = 64 * TiB
 """More than any node has. A typo beyond it would keep the daemon busy for minutes with the bookkeeping of its slabs
@@ -101,6 +108,17 @@ def _socket_path(value: str) -> str:
     return value
 
 
+def _address(value: str | None) -> str | None:
+    if value is None:
+        return None
+    host, _, port = value.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError("is not HOST:PORT, such as 0.0.0.0:9465 or [::]:9465")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError("has an IPv6 address without brackets, such as [::]:9465")
+    return value
+
+
 def _default_prefault_threads() -> int:
     # Not all of them: an engine that starts beside the daemon needs some to load its weights.
     return max(1, min(16, len(os.sched_getaffinity(0)) // 2))
@@ -154,6 +172,20 @@ class Settings(BaseSettings):
     fast_lane: Annotated[bool, Shown("on|off", "on")] = Field(
         True,
         description="Offer clients on this host gRPC's messages over the attach socket, at a fifth of its latency.",
+    )
+    tcp_listen: Annotated[str | None, AfterValidator(_address), Shown("HOST:PORT", "off")] = Field(
+        None,
+        description="Listen for gRPC over TCP too, with mTLS only: lookups and operators' calls from other hosts, for "
+        "the certificates that the policy names. Engines attach over the Unix socket.",
+    )
+    tls_certificate: Annotated[str | None, Shown("PATH", "none")] = Field(
+        None, min_length=1, description="PEM file with the daemon's certificate chain, for --tcp-listen."
+    )
+    tls_key: Annotated[str | None, Shown("PATH", "none")] = Field(
+        None, min_length=1, description="PEM file with its key, mode 0640 or less."
+    )
+    tls_client_ca: Annotated[str | None, Shown("PATH", "none")] = Field(
+        None, min_length=1, description="PEM file with the certificates of who signs those of clients."
     )
     http_host: Annotated[str, Shown("ADDRESS")] = Field(
         "127.0.0.1",
@@ -255,6 +287,16 @@ class Settings(BaseSettings):
             if self.chunk_size % self.slab_size:
                 self._blame("slab_size", f"does not divide chunk_size ({format_size(self.chunk_size)})")
                 self._blame("chunk_size", f"is not a multiple of slab_size ({format_size(self.slab_size)})")
+        files = {option: getattr(self, option) for option in ("tls_certificate", "tls_key", "tls_client_ca")}
+        if self.tcp_listen:
+            if missing := [option for option, path in files.items() if not path]:
+                self._blame("tcp_listen", f"needs {missing[0]}: TCP is served with mTLS only")
+            if self.policy is None or not self.policy.names_certificates:
+                self._blame("tcp_listen", "needs a rule of the policy with certificates: without one all are refused")
+        else:
+            for option, path in files.items():
+                if path:
+                    self._blame(option, "has no effect without tcp_listen")
         if self.socket_group and self.socket_mode == "0600":
             self._blame("socket_group", "has no effect with socket_mode 0600: use 0660")
         return self

@@ -41,9 +41,11 @@ from kvsidecar.rpc.attach_socket import AttachSocket
 from kvsidecar.rpc.endpoint import Endpoint, group_id
 from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.lane import Lane
+from kvsidecar.rpc.remote import RemoteServer
 from kvsidecar.rpc.report import Report
 from kvsidecar.rpc.server import RpcServer
 from kvsidecar.rpc.service import Service
+from kvsidecar.rpc.tls import Certificates, TlsFiles
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import Transfers
 from kvsidecar.types import Direction, Verify
@@ -166,6 +168,7 @@ class Daemon:
             tasks=self._tasks,
         )
         self._rpc = RpcServer(self._endpoint, Service(self._handler), self.readiness, self._tasks)
+        self._remote = self._remote_server(settings)
         self._probes = Probes(
             readiness=self.readiness, metrics=self._metrics, stuck=self._stuck, status=self._report.json
         )
@@ -193,6 +196,14 @@ class Daemon:
             await self._shut_down()
         return self._exit_code
 
+    def _remote_server(self, settings: Settings) -> RemoteServer | None:
+        """None if TCP is off. Raises ConfigError for files that cannot be used."""
+        if settings.tcp_listen is None:
+            return None
+        paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        files = TlsFiles(*(Path(path) for path in paths if path is not None))
+        return RemoteServer(settings.tcp_listen, Certificates(files), self._handler, self._rpc.health)
+
     @staticmethod
     def _access(settings: Settings) -> Access:
         return Access(
@@ -211,10 +222,12 @@ class Daemon:
         self._attach.start()
         self._endpoint.secure_grpc_socket()
         port = await self._probes.start(self._settings.http_host, self._settings.http_port)
+        tcp_port = None if self._remote is None else await self._remote.start()
         _log.info(
             "listening",
             socket=str(self._endpoint.grpc_path),
             http=f"http://{self._settings.http_host}:{port}",
+            tcp_port=tcp_port,
             backend=self._platform.name,
             version=__version__,
         )
@@ -383,6 +396,8 @@ class Daemon:
             _, pending = await asyncio.wait(ends, timeout=max(0.0, deadline - time.monotonic()))
             if pending:
                 _log.error("sessions did not drain in time", sessions=len(pending))
+        if self._remote is not None:
+            await self._remote.stop(grace=0.2)
         await self._rpc.stop(grace=0.2)
         await self._attach.stop()
         await self._probes.stop()

@@ -42,6 +42,10 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         Policy((Rule(uids=frozenset({7}), namespaces=("m*",)),)),
     ),
     "fast_lane": ("off", False),
+    "tcp_listen": ("[::]:9465", "[::]:9465"),
+    "tls_certificate": ("/etc/x/tls.crt", "/etc/x/tls.crt"),
+    "tls_key": ("/etc/x/tls.key", "/etc/x/tls.key"),
+    "tls_client_ca": ("/etc/x/ca.crt", "/etc/x/ca.crt"),
     "http_host": ("0.0.0.0", "0.0.0.0"),
     "http_port": ("0", 0),
     "device": ("host", "host"),
@@ -82,6 +86,33 @@ def toml(path: Path, text: str) -> Path:
     return file
 
 
+TLS: dict[str, str | None] = {
+    "tcp_listen": "0.0.0.0:9465",
+    "tls_certificate": "c",
+    "tls_key": "k",
+    "tls_client_ca": "a",
+    "policy": "[{certificates=['ops'], admin=true}]",
+}
+
+
+@pytest.mark.parametrize("missing", ["tls_certificate", "tls_key", "tls_client_ca"])
+def test_tcp_is_refused_without_all_of_mtls(missing: str) -> None:
+    assert load(TLS).tcp_listen == "0.0.0.0:9465"
+    said = refusal({**TLS, missing: None})
+    assert said == f"--tcp-listen='0.0.0.0:9465' needs {missing}: TCP is served with mTLS only"
+
+
+def test_tcp_needs_a_rule_for_certificates_and_its_files_need_tcp() -> None:
+    for policy in (None, "[{uids=[1], namespaces=['*']}]"):
+        assert "needs a rule of the policy with certificates" in refusal({**TLS, "policy": policy})
+    assert refusal({"tls_key": "k"}) == "--tls-key='k' has no effect without tcp_listen"
+
+
+@pytest.mark.parametrize("address", ["9465", ":9465", "host", "host:", "host:x", "host:70000", "::1:9465"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    assert f"--tcp-listen={address!r} " in refusal({**TLS, "tcp_listen": address})
+
+
 # -- sources -----------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +122,8 @@ def test_every_option_has_a_sample_here() -> None:
 
 def companions(option: str) -> dict[str, str | None]:
     """What must be set beside an option for it to be valid at all."""
+    if option in TLS and option != "policy":
+        return {name: text for name, text in TLS.items() if name != option}
     return {"socket_mode": "0660"} if option == "socket_group" else {}
 
 

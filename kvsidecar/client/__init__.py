@@ -11,6 +11,7 @@ from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.client import Client
 from kvsidecar.client.jobs import Completion
 from kvsidecar.client.ordering import DEVICE, EventRing
+from kvsidecar.client.remote import RemoteClient, Tls
 from kvsidecar.client.results import (
     BACKPRESSURE,
     BREAKER_OPEN,
@@ -66,6 +67,8 @@ __all__ = [
     "Outcome",
     "Readiness",
     "Region",
+    "RemoteClient",
     "RequestDenied",
     "State",
+    "Tls",
 ]

@@ -18,7 +18,7 @@ from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
-_OPTIONS = [
+CHANNEL_OPTIONS = [
     # gRPC shares connections, and how long it waits before it tries a broken one again, between the channels of a
     # process: with the defaults a channel to the new daemon would wait up to two minutes because of the old one.
     ("grpc.use_local_subchannel_pool", 1),
@@ -29,7 +29,7 @@ _OPTIONS = [
 
 def open_channel(socket: str) -> grpc.Channel:
     """A channel to the daemon's gRPC socket; connects when it is first used."""
-    return grpc.insecure_channel(f"unix:{socket}", options=_OPTIONS)
+    return grpc.insecure_channel(f"unix:{socket}", options=CHANNEL_OPTIONS)
 
 
 class AttachCarrier(Protocol):

@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console, RenderableType
 
-from kvsidecar.client import Client, Namespace
+from kvsidecar.client import Client, Namespace, RemoteClient
 from kvsidecar.errors import DaemonUnreachable
 from kvsidecar.operate.top_view import short_device
 from kvsidecar.status_view import no_engine, plain_table, printable
@@ -105,7 +105,7 @@ def _open_jobs_by_rank(reply: pb.StatusReply) -> str:
     return text + (f" ({', '.join(busy[:4])}{more})" if busy else "")
 
 
-def drain(client: Client, *, wait: bool, timeout: float | None, console: Console) -> bool:
+def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, console: Console) -> bool:
     """Tell the daemon to take no new work, and say what is left. True if nothing is, or nobody was to wait for it.
 
     Raises:
@@ -132,7 +132,7 @@ def _say(console: Console, text: str) -> None:
     console.print(printable(text), soft_wrap=True)  # a log has no width
 
 
-def _wait(client: Client, reply: pb.StatusReply, timeout: float | None, console: Console) -> bool:
+def _wait(client: Client | RemoteClient, reply: pb.StatusReply, timeout: float | None, console: Console) -> bool:
     deadline = None if timeout is None else time.monotonic() + timeout
     epoch, said = reply.epoch, ""
     with console.status("") as shown:
@@ -150,7 +150,7 @@ def _wait(client: Client, reply: pb.StatusReply, timeout: float | None, console:
             try:
                 reply = client.status()
             except DaemonUnreachable:
-                if _listens(client.socket):
+                if _listens(client):
                     continue  # it hangs, or is busy: it may still copy
                 _say(console, "The daemon has ended.")
                 return True
@@ -161,13 +161,17 @@ def _wait(client: Client, reply: pb.StatusReply, timeout: float | None, console:
     return True
 
 
-def _listens(path: str) -> bool:
-    with sockets.socket(sockets.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except TimeoutError:
-            return True
-        except OSError:
-            return False
+def _listens(client: Client | RemoteClient) -> bool:
+    try:
+        if isinstance(client, RemoteClient):
+            host, _, port = client.address.rpartition(":")
+            sockets.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        else:
+            with sockets.socket(sockets.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                probe.connect(client.socket)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
     return True

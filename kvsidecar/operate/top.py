@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.live import Live
 
-from kvsidecar.client import Client
+from kvsidecar.client import Client, RemoteClient
 from kvsidecar.errors import ClientError
 from kvsidecar.operate.rates import Look, Rates, between
 from kvsidecar.operate.top_view import Screen, render
@@ -32,7 +32,7 @@ _QUIT = frozenset("qQ\x03\x04")
 class Watch:
     """What was seen of one daemon so far. It may go, and come back."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client | RemoteClient) -> None:
         self._client = client
         self._last: Look | None = None
         self._rates: Rates | None = None
@@ -71,7 +71,7 @@ class Watch:
         self._lost_at, self._lost_reason = None, ""
 
 
-def once(client: Client, interval: float, console: Console) -> None:
+def once(client: Client | RemoteClient, interval: float, console: Console) -> None:
     """Print one screen, with the rates of ``interval`` seconds.
 
     Raises:
@@ -84,7 +84,7 @@ def once(client: Client, interval: float, console: Console) -> None:
     console.print(render(watch.look(), console.width, 10_000))
 
 
-def live(client: Client, interval: float, console: Console) -> None:
+def live(client: Client | RemoteClient, interval: float, console: Console) -> None:
     """Draw until q or Ctrl-C."""
     watch = Watch(client)
     with _keys() as key_within, Live(console=console, screen=True, auto_refresh=False) as shown:

@@ -21,7 +21,7 @@ from kvsidecar.hashes import PackedHashes
 from kvsidecar.instances import Instances, Session, permit
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
-from kvsidecar.policy import Caller
+from kvsidecar.policy import Access, Caller
 from kvsidecar.readiness import Readiness
 from kvsidecar.rpc import translate
 from kvsidecar.rpc.attach_stream import AttachStream, Send
@@ -82,6 +82,11 @@ class Handler:
     def caller(self, token: bytes) -> Caller:
         """Who has this token; without one nobody knows. Raises UnknownPeer if it is of no live connection."""
         return self._instances.peer(token).caller if token else self._instances.access.anonymous
+
+    @property
+    def access(self) -> Access:
+        """In force now."""
+        return self._instances.access
 
     @property
     def open_to_all(self) -> bool:

@@ -40,10 +40,10 @@ class RpcServer:
         self._endpoint = endpoint
         self._readiness = readiness
         self._tasks = tasks
-        self._health = health.aio.HealthServicer()
+        self.health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
@@ -76,4 +76,4 @@ class RpcServer:
             health_pb2.HealthCheckResponse.NOT_SERVING
         )  # fmt: skip
         for name in ("", SERVICE_NAME):
-            await self._health.set(name, serving)
+            await self.health.set(name, serving)

@@ -1,0 +1,104 @@
+"""A daemon of another host, over TCP with mTLS: what can be asked from there. Nothing attaches, so nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvsidecar.client.calls import operator_error
+from kvsidecar.client.connection import CHANNEL_OPTIONS
+from kvsidecar.client.messages import lookup_request, lookup_result
+from kvsidecar.client.results import LookupResult
+from kvsidecar.errors import ClientError
+from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from kvsidecar.wire import namespace_to_wire
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Paths of PEM files: who signs the daemon's certificate, and this client's own certificate and key."""
+
+    ca: str
+    certificate: str
+    key: str
+
+
+class RemoteClient:
+    """Looks up, and does what operators do. All methods may be called from any thread.
+
+    What this client may do is what the daemon's policy gives to the names in its certificate.
+
+    Args:
+        address: host:port of the daemon; the host must be a name in the daemon's certificate.
+        timeout: seconds that a call may wait for the daemon.
+
+    Raises:
+        ClientError: a file cannot be read.
+    """
+
+    def __init__(self, address: str, tls: Tls, *, timeout: float = 5.0) -> None:
+        self.address = address
+        self._timeout = timeout
+        credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.certificate))
+        self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        self._stub = pb_grpc.SidecarStub(self._channel)
+
+    def lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        *,
+        mode: LookupMode = LookupMode.PREFIX,
+    ) -> LookupResult:
+        """Which of these blocks the daemon has, by KV cache group. There is no lease: they may be evicted at once.
+
+        Raises:
+            DaemonUnreachable, RequestDenied: no daemon answers; the namespace is not this client's.
+        """
+        reply: pb.LookupReply = self._call("Lookup", lookup_request(namespace, groups, mode, 0.0, b""))
+        return lookup_result(reply, namespace, groups)
+
+    def status(self) -> pb.StatusReply:
+        """As `Client.status`; without being an admin, the namespaces that this client may use."""
+        reply: pb.StatusReply = self._call("Status", pb.StatusRequest())
+        return reply
+
+    def clear(self, namespace: Namespace | None = None) -> int:
+        """As `Client.clear`."""
+        request = (
+            pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
+        )
+        reply: pb.ClearReply = self._call("Clear", request)
+        return reply.blocks
+
+    def drain(self) -> None:
+        """As `Client.drain`."""
+        self._call("Drain", pb.DrainRequest())
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> RemoteClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: str, request: object) -> Any:
+        try:
+            return getattr(self._stub, method)(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            raise operator_error(error, self.address) from error
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ClientError(f"{path} cannot be read: {error.strerror}") from error

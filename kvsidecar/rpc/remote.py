@@ -1,0 +1,157 @@
+"""gRPC over TCP with mTLS: what another host may ask. Only lookups, Status, Clear, Drain, and health.
+
+Attach is not among them: CUDA IPC and memfds end at the host, and so does the attach socket, which says who a client
+is and when it is gone. Nothing here takes a lease, which nobody would end with its client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+from kvsidecar.errors import ConfigError, InvalidRequest, KVSidecarError, LimitExceeded, NotPermitted
+from kvsidecar.policy import Caller, Identity
+from kvsidecar.quota import Quota
+from kvsidecar.rpc.decoding import TolerantRegistrar
+from kvsidecar.rpc.handler import Handler
+from kvsidecar.rpc.service import MAX_LOOKUP_STREAMS, Context, abort
+from kvsidecar.rpc.tls import Certificates
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from kvsidecar.wire import MAX_MESSAGE_BYTES
+
+MAX_CALLS = 256
+"""Of all remote clients together that are not over; gRPC answers more of them with RESOURCE_EXHAUSTED by itself."""
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 8192),
+    ("grpc.max_concurrent_streams", 64),  # of one connection
+    ("grpc.so_reuseport", 0),
+    # A peer that is not there any more costs a descriptor until somebody notices.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    # A certificate that has expired or whose CA was replaced is asked for again within this time.
+    ("grpc.max_connection_age_ms", 3_600_000),
+    ("grpc.max_connection_age_grace_ms", 30_000),
+]
+
+
+def names_of(properties: Any) -> tuple[str, ...]:
+    """The names in a client's certificate: its subject alternative names, or without any the common name (RFC 6125).
+
+    Args:
+        properties: gRPC's auth context.
+    """
+    found = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
+    return tuple(name.decode(errors="replace") for name in found)
+
+
+def _refused(text: str) -> Any:
+    async def call(self: RemoteService, _request: Any, context: Context) -> Any:
+        await self.refuse(context, NotPermitted(text))
+
+    return call
+
+
+def _unary(name: str) -> Any:
+    async def call(self: RemoteService, request: Any, context: Context) -> Any:
+        try:
+            if name == "lookup":
+                _check_lookup(request)
+            return getattr(self.handler, name)(request, self.caller(context))
+        except KVSidecarError as error:
+            await self.refuse(context, error)
+
+    return call
+
+
+def _check_lookup(request: pb.LookupRequest) -> None:
+    if request.lease_ms or request.token:
+        raise NotPermitted("over TCP there is no lease: nobody would end it with its client; ask with lease_ms 0")
+
+
+class RemoteService(pb_grpc.SidecarServicer):
+    """The methods of `Service` that make sense from another host."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self._streams_of = Quota(MAX_LOOKUP_STREAMS, "streams of lookups")
+
+    def caller(self, context: Context) -> Caller:
+        """Raises NotPermitted: the certificate names nobody."""
+        names = names_of(context.auth_context())
+        if not names:
+            raise NotPermitted("the certificate has neither a subject alternative name nor a common name")
+        who = Identity(certificate=names)
+        return Caller(who, self.handler.access.grant(who))
+
+    async def refuse(self, context: Context, error: KVSidecarError) -> None:
+        self.handler.refused(error)
+        await abort(context, error)
+
+    Lookup = _unary("lookup")
+    Status = _unary("status")
+    Clear = _unary("clear")
+    Drain = _unary("drain")
+    Release = Renew = _refused("over TCP there are no leases")
+
+    async def Attach(self, _requests: Any, context: Context) -> None:  # noqa: N802
+        text = "a rank attaches over the Unix socket of its own host: memory is not shared with another one"
+        await self.refuse(context, NotPermitted(text))
+
+    async def LookupStream(  # noqa: N802
+        self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
+    ) -> AsyncIterator[pb.LookupReply]:
+        holder = names_of(context.auth_context())
+        try:
+            self._streams_of.take(holder)
+        except LimitExceeded as error:
+            await self.refuse(context, error)
+        try:
+            async for request in requests:
+                try:
+                    if isinstance(request, InvalidRequest):  # it did not parse
+                        raise request
+                    _check_lookup(request)
+                    yield self.handler.lookup(request, self.caller(context))
+                except KVSidecarError as error:
+                    await self.refuse(context, error)
+        finally:
+            self._streams_of.give_back(holder)
+
+
+class RemoteServer:
+    """Serves ``address`` (host:port) with these certificates."""
+
+    def __init__(
+        self, address: str, certificates: Certificates, handler: Handler, health_of: health.aio.HealthServicer
+    ) -> None:
+        self._address = address
+        self._certificates = certificates
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        pb_grpc.add_SidecarServicer_to_server(RemoteService(handler), TolerantRegistrar(self._server))
+        health_pb2_grpc.add_HealthServicer_to_server(health_of, self._server)
+
+    async def start(self) -> int:
+        """Bind and serve. Returns the port, chosen by the system if it was 0.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        try:
+            port = self._server.add_secure_port(self._address, self._certificates.credentials())
+        except RuntimeError as error:
+            raise ConfigError(f"gRPC cannot listen on tcp_listen={self._address!r}: {error}") from error
+        await self._server.start()
+        return port
+
+    async def stop(self, grace: float) -> None:
+        """As `RpcServer.stop`."""
+        await self._server.stop(grace)

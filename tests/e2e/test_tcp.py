@@ -1,0 +1,281 @@
+"""TCP with mTLS: who may connect, what may be asked from another host, and certificates that change."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvsidecar.client import DaemonUnreachable, RemoteClient, RequestDenied, Tls
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from kvsidecar.wire import namespace_to_wire
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
+from tests.test_cli import run
+
+trustme = pytest.importorskip("trustme")
+
+POLICY = f"""[
+  {{certificates=['ops.example'], admin=true}},
+  {{certificates=['*.sched.example'], namespaces=['m']}},
+  {{uids=[{os.getuid()}], namespaces=['*']}},
+]"""
+
+
+class Pki:
+    """A CA of the test, and files that it signed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ca = trustme.CA()
+        self.ca_file = directory / "ca.pem"
+        self.ca.cert_pem.write_to_path(str(self.ca_file))
+        self.certificate, self.key = self.issue("server", "localhost", "127.0.0.1")
+
+    def issue(self, name: str, *names: str, ca: object = None) -> tuple[Path, Path]:
+        leaf = (ca or self.ca).issue_cert(*names)  # type: ignore[attr-defined]
+        certificate, key = self.directory / f"{name}.pem", self.directory / f"{name}.key"
+        leaf.private_key_pem.write_to_path(str(key))
+        key.chmod(0o600)
+        certificate.unlink(missing_ok=True)
+        for blob in leaf.cert_chain_pems:
+            blob.write_to_path(str(certificate), append=True)
+        return certificate, key
+
+    def client(self, *names: str, ca: object = None) -> Tls:
+        certificate, key = self.issue(f"client-{names[0]}", *names, ca=ca)
+        return Tls(str(self.ca_file), str(certificate), str(key))
+
+    @property
+    def flags(self) -> list[str]:
+        return [
+            *("--tcp-listen", "127.0.0.1:0", "--tls-certificate", str(self.certificate), "--tls-key", str(self.key)),
+            *("--tls-client-ca", str(self.ca_file), "--policy", POLICY),
+        ]
+
+
+@pytest.fixture
+def pki(short_dir: Path) -> Pki:
+    return Pki(short_dir)
+
+
+class Remote:
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+        (port,) = [line["tcp_port"] for line in daemon.log if line["event"] == "listening"]
+        self.port = port
+        self.address = f"localhost:{port}"
+
+    def denied(self) -> float:
+        return self.daemon.metric('kvsidecar_refusals_total{reason="denied"}')
+
+
+@pytest.fixture
+def remote(short_dir: Path, pki: Pki) -> Iterator[Remote]:
+    with DaemonProcess(short_dir, *pki.flags) as daemon:
+        daemon.wait_ready()
+        yield Remote(daemon)
+
+
+@contextmanager
+def stub(remote: Remote, tls: Tls) -> Iterator[pb_grpc.SidecarStub]:
+    files = [Path(path).read_bytes() for path in (tls.ca, tls.key, tls.certificate)]
+    with grpc.secure_channel(remote.address, grpc.ssl_channel_credentials(*files)) as channel:
+        yield pb_grpc.SidecarStub(channel)
+
+
+def test_a_certificate_that_the_policy_names_looks_up_and_is_refused_the_rest(remote: Remote, pki: Pki) -> None:
+    rank = Rank(remote.daemon)
+    done(rank.store("a", "b"))
+    other = pb.Namespace()
+    other.CopyFrom(namespace_to_wire(NAMESPACE))
+    other.model = "other"
+    with RemoteClient(remote.address, pki.client("n1.sched.example")) as client:
+        found = client.lookup(NAMESPACE, {0: hashes("a", "b", "c")})
+        assert (found.ready, found.groups[0].hits, found.lease) == (True, 2, None)
+        status = client.status()
+        assert [each.namespace.model for each in status.namespaces] == ["m"]
+        assert (len(status.ranks), status.pool.blocks, status.partial) == (0, 0, True)
+        with pytest.raises(RequestDenied, match=r"only admins may drain, and the certificate of n1\.sched\.example"):
+            client.drain()
+        with pytest.raises(RequestDenied, match="only admins may clear all"):
+            client.clear()
+        assert client.clear(NAMESPACE) == 2
+    assert remote.denied() == 2
+    rank.close()
+
+
+def test_an_admin_by_certificate_operates_and_uses_no_namespace(remote: Remote, pki: Pki) -> None:
+    rank = Rank(remote.daemon)
+    done(rank.store("a"))
+    with RemoteClient(remote.address, pki.client("ops.example")) as client:
+        status = client.status()
+        assert (len(status.ranks), status.pool.blocks, status.partial) == (1, 1, False)
+        with pytest.raises(RequestDenied, match=r"gives the certificate of ops\.example no namespace"):
+            client.lookup(NAMESPACE, {0: hashes("a")})
+        assert client.clear() == 1
+        client.drain()
+        assert remote.daemon.get("/ready")[0] == 503
+    rank.close()
+
+
+def test_nothing_attaches_over_tcp_and_nothing_is_leased(remote: Remote, pki: Pki) -> None:
+    lookup = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX, lease_ms=1)
+    token = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX, token=b"x")
+    with stub(remote, pki.client("n1.sched.example")) as sidecar:
+        asked = {
+            "a rank attaches over the Unix socket": lambda: list(sidecar.Attach(iter([pb.AttachRequest()]))),
+            "there are no leases": lambda: sidecar.Release(pb.ReleaseRequest(lease=1)),
+            "are no leases": lambda: sidecar.Renew(pb.RenewRequest(lease=1)),
+            "there is no lease": lambda: sidecar.Lookup(lookup),
+            "is no lease": lambda: sidecar.Lookup(token),
+            "no lease": lambda: list(sidecar.LookupStream(iter([lookup]))),
+        }
+        for text, ask in asked.items():
+            with pytest.raises(grpc.RpcError, match=text) as caught:
+                ask()
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED  # type: ignore[attr-defined]
+    assert remote.denied() == len(asked)
+    assert remote.daemon.metric("kvsidecar_leases") == 0
+
+
+def test_a_certificate_that_no_rule_names_gets_nothing(remote: Remote, pki: Pki) -> None:
+    rank = Rank(remote.daemon)
+    done(rank.store("a"))
+    with RemoteClient(remote.address, pki.client("sched.example")) as client:  # not *.sched.example
+        with pytest.raises(RequestDenied, match="no namespace"):
+            client.lookup(NAMESPACE, {0: hashes("a")})
+        with pytest.raises(RequestDenied):
+            client.clear(NAMESPACE)
+        assert not client.status().namespaces
+    rank.close()
+
+
+@pytest.mark.parametrize("shown", ["none", "of another CA"])
+def test_without_a_certificate_of_the_ca_there_is_no_connection(remote: Remote, pki: Pki, shown: str) -> None:
+    if shown == "none":
+        context = ssl.create_default_context(cafile=str(pki.ca_file))
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection(("localhost", remote.port), SECONDS) as raw,
+            context.wrap_socket(raw, server_hostname="localhost") as connection,
+        ):
+            # In TLS 1.3 the client hears of it with its first read; a server that takes it sends its settings.
+            with suppress(OSError):
+                assert connection.recv(1) == b""
+    else:
+        with (
+            RemoteClient(remote.address, pki.client("ops.example", ca=trustme.CA()), timeout=3) as client,
+            pytest.raises(DaemonUnreachable),
+        ):
+            client.status()
+
+
+def test_plain_text_is_not_answered(remote: Remote) -> None:
+    with (
+        grpc.insecure_channel(remote.address) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        pb_grpc.SidecarStub(channel).Status(pb.StatusRequest(), timeout=SECONDS)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_certificates_are_read_again_when_they_change_and_bad_ones_are_not_taken(remote: Remote, pki: Pki) -> None:
+    def serial() -> int:
+        context = ssl.create_default_context(cafile=str(pki.ca_file))
+        tls = pki.client("ops.example")
+        context.load_cert_chain(tls.certificate, tls.key)
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection(("localhost", remote.port), SECONDS) as raw,
+            context.wrap_socket(raw, server_hostname="localhost") as connection,
+        ):
+            shown = connection.getpeercert()
+            assert shown is not None
+            return int(str(shown["serialNumber"]), 16)
+
+    first = serial()
+    assert serial() == first
+    pki.key.write_text("half a file")
+    assert serial() == first
+    assert (
+        "are not a certificate and its key"
+        in remote.daemon.wait_log("certificates not read again: those before stay in force")["reason"]
+    )
+    pki.issue("server", "localhost")
+    assert serial() != first
+    remote.daemon.wait_log("certificates read again")
+    with RemoteClient(remote.address, pki.client("ops.example")) as client:
+        assert client.status().epoch
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda pki: pki.key.chmod(0o644), "has mode 0644: others may read it"),
+        (lambda pki: pki.key.chmod(0o660), "has mode 0660"),
+        (lambda pki: pki.key.unlink(), "cannot be read: No such file"),
+        (lambda pki: pki.certificate.write_text("x"), "are not a certificate and its key, in PEM"),
+        (lambda pki: shutil.copy(pki.issue("another", "localhost")[1], pki.key), "key values mismatch"),
+        (lambda pki: pki.ca_file.write_text("x"), "holds no certificates in PEM"),
+    ],
+)
+def test_files_that_cannot_be_used_stop_the_start_in_one_sentence(
+    short_dir: Path, pki: Pki, spoil: object, said: str
+) -> None:
+    spoil(pki)  # type: ignore[operator]
+    serve = ["serve", "--device", "host", "--socket", str(short_dir / "kvs.sock"), "--pool-size", "1MiB"]
+    refused = run(*serve, "--http-port", "0", "--log-format", "json", *pki.flags)
+    assert refused.returncode == 78, refused.stderr
+    last = refused.stderr.strip().splitlines()[-1]
+    assert last.startswith("kvsidecar: tls_")
+    assert said in last
+
+
+def test_a_key_that_its_group_may_read_is_taken(short_dir: Path, pki: Pki) -> None:
+    pki.key.chmod(0o640)
+    with DaemonProcess(short_dir, *pki.flags) as daemon:
+        daemon.wait_ready()
+
+
+def test_the_commands_reach_a_daemon_over_tcp(remote: Remote, pki: Pki) -> None:
+    rank = Rank(remote.daemon, instance="far-away")
+    done(rank.store("a"))
+    tls = pki.client("ops.example")
+    variables = {
+        "KVSIDECAR_CONNECT": remote.address,
+        "KVSIDECAR_CONNECT_CA": tls.ca,
+        "KVSIDECAR_CONNECT_CERTIFICATE": tls.certificate,
+        "KVSIDECAR_CONNECT_KEY": tls.key,
+    }
+    assert json.loads(run("status", "--json", **variables).stdout)["pool"]["blocks"] == 1
+    assert "far-away" in run("engines", **variables).stdout
+    assert "far-away" in run("top", "--once", "--interval", "0.1", **variables).stdout
+    assert run("clear", "--all", "--yes", **variables).stdout == "1 block forgotten.\n"
+    assert run("drain", "--wait", "--timeout", "20", **variables).returncode == 0
+    missing = run("status", "--connect", remote.address)
+    assert missing.returncode == 2
+    assert "--connect needs --connect-ca" in missing.stderr
+    both = run("status", "--connect", remote.address, "--socket", remote.daemon.socket)
+    assert "either --socket or --connect" in both.stderr
+    assert run("status", "--socket", remote.daemon.socket, **variables).returncode == 0
+    who = pki.client("n1.sched.example")
+    denied = run(
+        "drain", **{**variables, "KVSIDECAR_CONNECT_CERTIFICATE": who.certificate, "KVSIDECAR_CONNECT_KEY": who.key}
+    )
+    assert denied.returncode == 77
+    assert "only admins may drain" in denied.stderr
+    rank.close()
+
+
+def test_the_variables_of_the_commands_do_not_stop_a_daemon(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_CONNECT="node7:9465", KVSIDECAR_CONNECT_CA="/x") as daemon:
+        daemon.wait_ready()
