@@ -30,9 +30,9 @@ def prose(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """Asterisks, underscores and brackets that mean themselves, outside of code."""
+    """Asterisks, underscores and angle brackets that mean themselves, outside of code."""
     parts = re.split(r"(`[^`]*`)", _NAME.sub(r"`\1`", text) if "`" not in text else text)
-    return "".join(part if part.startswith("`") else re.sub(r"([*_<\[\]])", r"\\\1", part) for part in parts)
+    return "".join(part if part.startswith("`") else re.sub(r"([*_<])", r"\\\1", part) for part in parts)
 
 
 def attribute_docs(module: ModuleType, cls: str | None = None) -> dict[str, str]:

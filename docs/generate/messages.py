@@ -103,16 +103,11 @@ def page() -> str:
 
 def _rpcs(source: Source) -> str:
     (described,) = source.file.service
-    rows = [
-        (
-            code(method.name),
-            _link(method.input_type, stream=method.client_streaming),
-            _link(method.output_type, stream=method.server_streaming),
-            source.comment(6, 0, 2, index),
-        )
+    return "\n".join(
+        f"- **{method.name}**: {_link(method.input_type, stream=method.client_streaming)} to "
+        f"{_link(method.output_type, stream=method.server_streaming)}. {source.comment(6, 0, 2, index)}"
         for index, method in enumerate(described.method)
-    ]
-    return table(("RPC", "Request", "Reply", "What it does"), rows)
+    )
 
 
 def _message(source: Source, message: descriptor_pb2.DescriptorProto, path: _Path) -> Iterator[str]:
