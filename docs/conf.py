@@ -37,7 +37,7 @@ TAKEN_IN = {
     "kubernetes": "deploy/kubernetes/README.md",
     "changelog": "CHANGELOG.md",
 }
-"""Pages whose text lies beside what it is about. On GitHub they are one line that leads there; here they are that text."""
+"""Pages whose text lies beside what it is about. On GitHub they are one line that leads there, here that text."""
 
 _LINK = re.compile(r"\[([^\[\]]*)\]\(((?!https?:|mailto:|#)[^)\s]+)\)")
 
@@ -52,7 +52,7 @@ def take_in(app: Any, docname: str, source: list[str]) -> None:
 
 
 def _rewritten(text: str, link: str, directory: str) -> str:
-    """A relative link of a file in this directory, as docs/ must have it. One that is called as its file gets the title."""
+    """A relative link of a file in this directory, as docs/ must have it. One called as its file gets the title."""
     path, hash_sign, anchor = link.partition("#")
     path = os.path.normpath(os.path.join(directory, path))
     pages = {text: f"docs/{page}.md" for page, text in TAKEN_IN.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import click
@@ -37,19 +36,23 @@ def page() -> str:
 
 
 def _section(name: str, command: click.Command) -> str:
-    usage = f"kvsidecar {name}"
-    arguments = [each for each in command.params if isinstance(each, click.Argument)]
     options = [each for each in command.params if isinstance(each, click.Option)]
-    for part in ["[OPTIONS]" if options else "", *(argument.make_metavar(click.Context(command)) for argument in arguments)]:
-        usage += f" {part}" if part else ""
-    text = prose(command.help or "")
+    arguments = [str(each.metavar) for each in command.params if isinstance(each, click.Argument)]
+    usage = " ".join(["kvsidecar", name, *(["[OPTION...]"] if options else []), *arguments])
+    shown = table(("Option", "What it does"), map(_row, options))
     if name == "serve":
         shown = "Its options are in [configuration.md](configuration.md)."
-    else:
-        shown = table(("Option", "What it does"), [_row(command, option) for option in options])
-    return f"## {name}\n\n```\n{usage}\n```\n\n{text}\n\n{shown}\n"
+    return f"## {name}\n\n```\n{usage}\n```\n\n{prose(command.help or '')}\n\n{shown}\n"
 
 
-def _row(command: click.Command, option: click.Option) -> tuple[str, str]:
-    names, text = option.get_help_record(click.Context(command)) or ("", "")
-    return code(re.sub(r"\s+", " ", names)), prose(text)
+def _row(option: click.Option) -> tuple[str, str]:
+    # Not click's own text of an option: it changes from release to release.
+    metavar = "" if option.is_flag else option.metavar or _values(option.type)
+    text = prose(option.help or "")
+    if option.show_default and not option.is_flag:
+        text += f" [default: {option.default}]"
+    return code(" ".join([*option.opts, *([metavar] if metavar else [])])), text
+
+
+def _values(kind: click.ParamType) -> str:
+    return "|".join(kind.choices) if isinstance(kind, click.Choice) else "NUMBER"

@@ -14,24 +14,24 @@ HEAD = f"""\
 <!-- Made by `make docs` from kvsidecar/config.py: change that. -->
 # Configuration
 
-Every option of `kvsidecar serve` has one name in three spellings: a flag, a variable, a line of a TOML file. The value comes
-from the first of these that has it:
+Every option of `kvsidecar serve` has one name in three spellings: a flag, a variable, a line of a TOML file. The value
+comes from the first of these that has it:
 
 1. the flag: `kvsidecar serve --pool-size 64GiB`
 2. the environment: `KVSIDECAR_POOL_SIZE=64GiB`
 3. the file: `pool_size = "64GiB"` in `{DEFAULT_FILE}`, or in the file that `--config` or `{CONFIG_VARIABLE}` names
 4. the default
 
-An unknown name or a bad value stops the start with one sentence that names it, and the exit code 78. `kvsidecar doctor` reads
-the same sources and checks them against the machine.
+An unknown name or a bad value stops the start with one sentence that names it, and the exit code 78. `kvsidecar doctor`
+reads the same sources and checks them against the machine.
 
-**Sizes** are a number of bytes, or one with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024; `Ki`, `Mi`, ... mean the
-same) or `KB`, `MB`, `GB`, `TB` (powers of 1000). **Seconds** are a number, such as `0.5`. **on|off** also takes
+**Sizes** are a number of bytes, or one with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024; `Ki`, `Mi`, ... mean
+the same) or `KB`, `MB`, `GB`, `TB` (powers of 1000). **Seconds** are a number, such as `0.5`. **on|off** also takes
 `true|false` and, in the file, a bare `true`.
 
-**Reload**: SIGHUP (`systemctl reload kvsidecar`) reads the file again. Options that say so below come into force then; the
-log names the others that have changed and need a restart. A restart empties the cache. Flags and variables of a process
-do not change.
+**Reload**: SIGHUP (`systemctl reload kvsidecar`) reads the file again. Options that say so below come into force then;
+the log names the others that have changed and need a restart. A restart empties the cache. Flags and variables of a
+process do not change.
 
 Variables that are no options: `{CONFIG_VARIABLE}`; `KVSIDECAR_FAILPOINTS`, which injects faults in tests
 ([faults.md](faults.md)); and those that Kubernetes makes for a Service whose name begins with `kvsidecar`, which are
@@ -50,6 +50,8 @@ SECTIONS = {
 }
 """The option that begins a section -> its title. The others follow in the order of the model."""
 
+EXAMPLES = {"socket": "/run/kvsidecar/kvsidecar.sock", "socket_group": "kvsidecar", "prefault_threads": "8"}
+"""Where the default is a sentence."""
 _UNITS = {"SIZE": "bytes", "SECONDS": "seconds", "COUNT": "threads", "PORT": "TCP port"}
 
 
@@ -72,8 +74,7 @@ def default_of(option: click.Option) -> str:
 
 def file_line(name: str, values: str, default: str) -> str:
     """A line of the TOML file: the default, or an example where that is a sentence."""
-    example = {"socket": "/run/kvsidecar/kvsidecar.sock", "socket_group": "kvsidecar", "prefault_threads": "8"}
-    value = example.get(name, default)
+    value = EXAMPLES.get(name, default)
     if values == "on|off":
         value = {"on": "true", "off": "false"}[value]
     elif not re.fullmatch(r"\d+(\.\d+)?", value) or "|" in values:

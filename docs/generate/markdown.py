@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from types import ModuleType
 
 
@@ -19,7 +20,9 @@ def code(text: str) -> str:
     return f"`{text}`"
 
 
-_NAME = re.compile(r"(?<![\w/.-])(--[a-z][a-z-]*(?:=\w+)?|KVSIDECAR_\w+|/(?:health|ready|metrics|status)\b|[a-z]+(?:_[a-z]+)+)")
+_NAME = re.compile(
+    r"(?<![\w/.-])(--[a-z][a-z-]*(?:=\w+)?|KVSIDECAR_\w+|/(?:health|ready|metrics|status)\b|[a-z]+(?:_[a-z]+)+)"
+)
 
 
 def prose(text: str) -> str:
@@ -44,7 +47,7 @@ def attribute_docs(module: ModuleType, cls: str | None = None) -> dict[str, str]
     if cls is not None:
         body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == cls).body
     found = {}
-    for before, node in zip(body, body[1:], strict=False):
+    for before, node in pairwise(body):
         if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             continue
         target = (

@@ -57,7 +57,7 @@ WHAT = {
     "MAX_ROWS": "rows of all regions of a group",
     "MAX_SHARDS": "shards of a block",
     "MAX_EVENTS": "events of a ring",
-    "MAX_UNREAD": "answers that wait for a client which does not read its Attach stream (gRPC); then the stream is ended",
+    "MAX_UNREAD": "answers that wait for a client which does not read its Attach stream, before that is ended (gRPC)",
     "MAX_HELLO_BYTES": "bytes of a Hello",
     "MAX_FDS": "file descriptors with a Hello",
     "HELLO_SECONDS": "seconds that a connection of the attach socket may be silent before its Hello",
@@ -156,7 +156,7 @@ def _codes() -> str:
         for error, grpc_code in status.CODES.items()
         if _reaches_clients(error)
     ]
-    rows.append((code(status.CODES[errors.KVSidecarError].name), "–", "What nobody expected; the daemon's log has it."))
+    rows.append((code(status.CODES[errors.KVSidecarError].name), "any other", "What nobody expected; see the log."))
     return table(("Code", "Error", "When"), rows)
 
 

@@ -16,12 +16,12 @@ HEAD = """\
 <!-- Made by `make docs` from kvsidecar/metrics.py and kvsidecar/types.py: change those. -->
 # Metrics
 
-`GET /metrics` on the HTTP port answers in Prometheus' text format. Names follow Prometheus' practice: base units, `_total` on
-counters. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and `NAME_count`. Every series whose labels are known
-beforehand is there from the start, at 0, so that an alert on its first event works.
+`GET /metrics` on the HTTP port answers in Prometheus' text format. Names follow Prometheus' practice: base units,
+`_total` on counters. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and `NAME_count`. Every series whose
+labels are known beforehand is there from the start, at 0, so that an alert on its first event works.
 
-[The dashboard](../deploy/grafana/kvsidecar.json) and [the alerts](../deploy/prometheus/alerts.yaml) use these names, and
-`make check` holds them against a running daemon. [runbook.md](runbook.md) says what to do about each alert.
+[The dashboard](../deploy/grafana/kvsidecar.json) and [the alerts](../deploy/prometheus/alerts.yaml) use these names,
+and `make check` holds them against a running daemon. [runbook.md](runbook.md) says what to do about each alert.
 """
 
 OPEN = {
@@ -41,8 +41,8 @@ GROUPS = {
 
 REASONS = """\
 Work that was declined, counted by reason in `kvsidecar_refusals_total`. The same words are the `reason` of a job's end
-([client.md](client.md#when-a-job-ends)). None of them is an error of the daemon: a store that is declined is a miss later, and
-a load that is declined is computed by the engine.
+([client.md](client.md#when-a-job-ends)). None of them is an error of the daemon: a store that is declined is a miss
+later, and a load that is declined is computed by the engine.
 """
 
 PROCESS = """\
@@ -83,7 +83,7 @@ def page() -> str:
 
 def _table(members: list[Metric]) -> str:
     rows = [
-        (code(exported_name(family)), family.type, "<br>".join(_labels(family)) or "–", _text(family))
+        (code(exported_name(family)), family.type, "<br>".join(_labels(family)) or "none", _text(family))
         for family in members
     ]
     return table(("Metric", "Type", "Labels", "What it is"), rows)
@@ -120,4 +120,3 @@ def _labels(family: Metric) -> Iterator[str]:
 def _reasons() -> str:
     texts = attribute_docs(types, "Refusal")
     return table(("Reason", "When"), [(code(reason.value), prose(texts[reason.name])) for reason in Refusal])
-
