@@ -1,8 +1,8 @@
 """OpenTelemetry spans of jobs, joined to the engine's traces by the requests' W3C traceparents.
 
 A job becomes a span ``kvsidecar.store`` or ``kvsidecar.load`` with children ``queue``, ``copy`` and, for a store,
-``seal``. They are made when the job is over and its answer is on its way, from times that are taken anyway, and a thread
-of the SDK exports them.
+``seal``. They are made when the job is over and its answer is on its way, from times that are taken anyway; a thread of
+the SDK exports them.
 
 Needs the extra ``kvsidecar[tracing]``: imported only when tracing is on.
 """

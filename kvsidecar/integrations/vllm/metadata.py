@@ -31,7 +31,7 @@ class StoreJob:
     number: int
     blocks: tuple[GroupBlocks, ...]
     traceparent: str | None = None
-    """Of the first of its requests that has one."""
+    """Of the first of its requests whose trace is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +89,9 @@ def traceparent_of(request: Any) -> str | None:
     """The W3C traceparent that vLLM was sent with a request, if it is told to trace."""
     headers = request.trace_headers
     return headers.get("traceparent") if headers else None
+
+
+def sampled_traceparent_of(request: Any) -> str | None:
+    """The same, if its last digit, the flags, says that the trace is sampled."""
+    traceparent = traceparent_of(request)
+    return traceparent if traceparent and traceparent.endswith(tuple("13579bdf")) else None

@@ -9,7 +9,7 @@ from typing import Any
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob, traceparent_of
+from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob, sampled_traceparent_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.storing import (
     GROUP_ID_BYTES,
@@ -168,7 +168,7 @@ class Stores:
             keys, blocks = select(self._pool, self._known, group, all_hashes)
             self._add(group, keys, blocks)
             if keys and self._planned.traceparent is None:
-                self._planned.traceparent = traceparent_of(request)
+                self._planned.traceparent = sampled_traceparent_of(request)
             if self._events is not None:
                 self._events.note(request, group, indices.start, all_hashes, keys)
         progress.done = aligned

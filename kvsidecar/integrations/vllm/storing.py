@@ -83,7 +83,7 @@ class Selection:
     blocks: dict[int, list[Any]] = field(default_factory=dict)
     """By group; the pool's blocks with these keys."""
     traceparent: str | None = None
-    """Of the first request whose blocks these are, and that has one."""
+    """Of the first request of these blocks whose trace is sampled."""
 
     def __bool__(self) -> bool:
         return bool(self.keys)
