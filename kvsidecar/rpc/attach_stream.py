@@ -106,14 +106,14 @@ class AttachStream:
             order = self._order(message.event) if message.event else None
         except InvalidRequest as error:
             return self._transfers.invalid(Direction.STORE, error)
-        return await self._transfers.store(self._session, blocks, control, order)
+        return await self._transfers.store(self._session, blocks, control, order, message.traceparent)
 
     async def _load(self, message: pb.Load, control: JobControl) -> JobResult:
         try:
             blocks = self._blocks(message.blocks)
         except InvalidRequest as error:
             return self._transfers.invalid(Direction.LOAD, error)
-        return await self._transfers.load(self._session, blocks, message.lease or None, control)
+        return await self._transfers.load(self._session, blocks, message.lease or None, control, message.traceparent)
 
     def _order(self, event: int) -> StoreOrder:
         """The event of the ring that a store comes after. Raises InvalidRequest if there is none of that number."""
