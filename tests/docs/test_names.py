@@ -19,6 +19,7 @@ OF_OTHERS = {
     "--layouts": "benchmarks.peers",
     "--logs": "benchmarks.peers",
     "--tiny": "benchmarks.vllm",
+    "--otlp-traces-endpoint": "vLLM",
 }
 """Flags in the running text that belong to other programs -> whose they are."""
 VARIABLES_OF_TESTS = {"KVSIDECAR_HOSTILE_SECONDS", "KVSIDECAR_HOSTILE_SEED"}
