@@ -1,5 +1,6 @@
 # syntax=docker/dockerfile:1
 # docker build --tag kvsidecar:$(git rev-parse --short HEAD) --build-arg REVISION=$(git rev-parse HEAD) .
+# (podman and buildah keep the health check with --format docker only.)
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
@@ -8,7 +9,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY kvsidecar kvsidecar
 # Without pip in it: the image installs nothing later.
 RUN python -m venv --without-pip /opt/kvsidecar \
-    && pip --python /opt/kvsidecar/bin/python install --no-cache-dir --disable-pip-version-check .
+    && pip --python /opt/kvsidecar/bin/python install --no-cache-dir --disable-pip-version-check './[tracing]'
 
 FROM python:${PYTHON}-slim
 ARG REVISION=unknown
@@ -25,8 +26,8 @@ ENV PATH=/opt/kvsidecar/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     KVSIDECAR_SOCKET=/run/kvsidecar/kvsidecar.sock \
     KVSIDECAR_HTTP_HOST=0.0.0.0
-RUN groupadd --system --gid 10001 kvsidecar \
-    && useradd --system --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin kvsidecar \
+RUN groupadd --gid 10001 kvsidecar \
+    && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --shell /usr/sbin/nologin kvsidecar \
     && install --directory --owner=kvsidecar --group=kvsidecar --mode=0750 /run/kvsidecar
 USER 10001:10001
 EXPOSE 9464

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm soak check format proto clean
+.PHONY: help demo test test-vllm soak check format proto docs clean
 
 help:
 	@echo "make demo    install, start a daemon, store, kill the engine, load, compare every byte"
@@ -13,6 +13,7 @@ help:
 	@echo "make soak    a daemon under engines that are killed at random, for SECONDS=120 on DEVICE=host"
 	@echo "make check   format, lint, types, import contracts, generated code, Dockerfiles, deploy/"
 	@echo "make format  rewrite the code in the project's format"
+	@echo "make docs    write the reference pages of docs/ and build the site into build/docs"
 	@echo "make proto   regenerate kvsidecar/v1 from proto/"
 
 $(VENV)/pip.stamp:
@@ -76,7 +77,7 @@ check: $(VENV)/dev.stamp
 		&& echo "generated code: no drift"
 	$(BIN)/hadolint Dockerfile deploy/kubernetes/vllm.Dockerfile
 	@deploy/systemd/check
-	$(BIN)/python -m pytest -q tests/deploy
+	$(BIN)/python -m pytest -q tests/deploy tests/docs
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
@@ -85,5 +86,10 @@ format: $(VENV)/dev.stamp
 proto: $(VENV)/dev.stamp
 	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=.
 
+docs: $(VENV)/dev.stamp
+	$(BIN)/python -m docs.generate
+	$(BIN)/python -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "build/docs/index.html"
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

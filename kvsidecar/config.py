@@ -267,6 +267,11 @@ class Settings(BaseSettings):
     stuck_after: _Seconds = Field(
         60.0, gt=0, description="Seconds after which a copy still in flight makes /health fail."
     )
+    tracing: Literal["off", "otlp"] = Field(
+        "off",
+        description="Spans of jobs that belong to a sampled trace, exported by OTLP as the standard variables OTEL_* "
+        "say; needs kvsidecar[tracing].",
+    )
     log_format: Literal["auto", "text", "json"] = Field(
         "auto", description="Form of the log on standard error; auto: text on a terminal, else one JSON object a line."
     )

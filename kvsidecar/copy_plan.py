@@ -108,6 +108,14 @@ class Recipe:
     contiguous: bool
     """One column with one row, and block after block without a gap: copies of neighbours can be joined."""
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the copies of many blocks are, for people; "runs" where the blocks lie side by side, else a batch."""
+        if self.contiguous:
+            return ("contiguous",)
+        columns = {"pitched": self.pitched, "batch": self.wide, "runs": self.narrow}
+        return tuple(kind for kind, some in columns.items() if len(some))
+
 
 @dataclass(frozen=True, slots=True)
 class BoundGroup:

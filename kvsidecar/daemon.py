@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,6 +51,9 @@ from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import Transfers
 from kvsidecar.types import Direction, Verify
 
+if TYPE_CHECKING:
+    from kvsidecar.tracing import Tracing
+
 TICK_SECONDS = 0.25
 """How often leases are expired and the loop's lag is measured."""
 
@@ -69,6 +73,10 @@ class Daemon:
         notifier: tells the service manager.
         on_state: told every change of readiness, for a person at a terminal.
         read_settings: as at the start, for SIGHUP; None leaves that signal alone.
+        open_tracing: what makes spans of jobs; None for no tracing.
+
+    Raises:
+        ConfigError: from ``open_tracing``.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class Daemon:
         notifier: Notifier,
         on_state: Callable[[Snapshot], None] | None = None,
         read_settings: Callable[[], Settings] | None = None,
+        open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
         clock = time.monotonic
         self._settings = settings
@@ -96,6 +105,7 @@ class Daemon:
         self.epoch = secrets.randbits(ID_BITS) | 1
         self.readiness = Readiness(pool.nbytes)
         self._metrics = Metrics(platform.name)
+        self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(self._task_failed)
         linger = settings.light_sleep if len(os.sched_getaffinity(0)) >= CORES_TO_SPARE else 0.0
         self._light_sleep = LightSleep(linger)
@@ -122,6 +132,7 @@ class Daemon:
             slab_bytes=slab_bytes,
             checksums=checksums,
             stir=self._light_sleep.stir,
+            on_ended=None if self._tracing is None else self._tracing.record,
         )
         self._lookups = Lookups(
             self._cache,
@@ -402,6 +413,8 @@ class Daemon:
         await self._attach.stop()
         await self._probes.stop()
         await self._tasks.cancel()
+        if self._tracing is not None:
+            await self._tracing.close(max(0.0, deadline - time.monotonic()))
         await self._hub.close(max(0.1, deadline - time.monotonic()))
         try:
             await asyncio.to_thread(self._pool.close)

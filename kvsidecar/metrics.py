@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +23,16 @@ COPY_SECONDS_BUCKETS = (
 
 COPY_BYTES_BUCKETS = tuple(float(4**k) for k in range(7, 18))
 """16 KiB to 16 GiB."""
+
+
+class SpanFate(StrEnum):
+    """What became of a span of a traced job, or of a job's spans that were not even made."""
+
+    EXPORTED = "exported"
+    EXPORT_FAILED = "export_failed"
+    """The collector refused them, or did not answer."""
+    QUEUE_FULL = "queue_full"
+    """A job had no spans, because those of others wait to be exported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,17 @@ class Metrics:
         self.lookup_blocks = Counter(
             "kvsidecar_lookup_blocks", "Blocks asked for in lookups.", ["result"], registry=self.registry
         )
+        self.spans = Counter(
+            "kvsidecar_spans",
+            "Spans of traced jobs by what became of them; queue_full counts jobs that had none because of it.",
+            ["result"],
+            registry=self.registry,
+        )
+        self.malformed_traceparents = Counter(
+            "kvsidecar_malformed_traceparents",
+            "Jobs whose traceparent was ignored because it is none; counted while tracing is on.",
+            registry=self.registry,
+        )
         self.pin_seconds = Histogram(
             "kvsidecar_pin_seconds",
             "Time from the start of pinning until the whole pool was pinned.",
@@ -122,6 +144,8 @@ class Metrics:
                 series.labels(direction.value)
             for outcome in ("done", "declined", "failed"):
                 self.jobs.labels(direction.value, outcome)
+        for fate in SpanFate:
+            self.spans.labels(fate.value)
         for result in ("hit", "miss"):
             self.lookup_blocks.labels(result)
         self.registry.register(self)

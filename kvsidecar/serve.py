@@ -7,7 +7,8 @@ import gc
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import uvloop
 from rich.console import Console
@@ -18,11 +19,16 @@ from kvsidecar.config import Settings, load_settings, pool_geometry
 from kvsidecar.daemon import Daemon
 from kvsidecar.device.base import Platform
 from kvsidecar.device.platforms import open_platform
+from kvsidecar.errors import ConfigError
 from kvsidecar.notify import Notifier
 from kvsidecar.pool import HostPool, PoolSpec
 from kvsidecar.readiness import Snapshot
 from kvsidecar.types import State
 from kvsidecar.units import format_duration, format_rate, format_size
+
+if TYPE_CHECKING:
+    from kvsidecar.metrics import Metrics
+    from kvsidecar.tracing import Tracing
 
 
 def serve(flags: Mapping[str, str | None]) -> int:
@@ -39,6 +45,7 @@ def serve(flags: Mapping[str, str | None]) -> int:
     log.configure(log_format=settings.log_format, level=settings.log_level)
     geometry = pool_geometry(settings)
     _raise_descriptor_limit()
+    tracing = _tracing(settings)
     platform, why = open_platform(settings.device)
     log.get("daemon").info("device", backend=platform.name, why=why)
     spec = PoolSpec(
@@ -64,6 +71,7 @@ def serve(flags: Mapping[str, str | None]) -> int:
                 on_state=bar.show,
                 # At a terminal SIGHUP means that the terminal is gone, and the daemon shall go too.
                 read_settings=None if os.isatty(0) else lambda: load_settings(flags),
+                open_tracing=tracing,
             )
             # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
             gc.freeze()
@@ -78,6 +86,18 @@ def _raise_descriptor_limit() -> None:
     programs that use select(), which this one does not.)"""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _tracing(settings: Settings) -> Callable[[Metrics], Tracing] | None:
+    """What opens the tracing that is wanted. Raises ConfigError: it is not installed."""
+    if settings.tracing == "off":
+        return None
+    try:
+        from kvsidecar.tracing import Tracing
+    except ModuleNotFoundError as error:
+        wanted = f"tracing={settings.tracing} needs kvsidecar[tracing]: pip install 'kvsidecar[tracing]'"
+        raise ConfigError(f"{wanted} ({error})") from error
+    return Tracing
 
 
 def _numa_nodes(settings: Settings, platform: Platform) -> tuple[int, ...]:

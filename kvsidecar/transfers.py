@@ -56,8 +56,26 @@ class JobResult:
     nbytes: int = 0
     copy_seconds: float = 0.0
     queue_seconds: float = 0.0
+    copy_ended: float = 0.0
+    """Monotonic seconds; 0 if nothing was copied."""
     unsettled: bool = False
     """The copy failed, and it may still touch the device's blocks until this process has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """A job that is over, for who keeps a record of them."""
+
+    direction: Direction
+    session: Session
+    parts: Sequence[GroupBlocks]
+    traceparent: bytes
+    """As the client sent it; empty for none."""
+    taken: float
+    """Monotonic seconds."""
+    ended: float
+    """A store's blocks can be looked up from then on."""
+    result: JobResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +96,7 @@ class Transfers:
             two registrations.
         checksums: of the slots, if they are wanted.
         stir: called when a job begins and when it ends.
+        on_ended: told each job when its answer is on its way; None costs nothing.
     """
 
     def __init__(
@@ -91,6 +110,7 @@ class Transfers:
         slab_bytes: int,
         checksums: Checksums | None = None,
         stir: Callable[[], None] = lambda: None,
+        on_ended: Callable[[EndedJob], None] | None = None,
     ) -> None:
         self._cache = cache
         self._hub = hub
@@ -100,6 +120,7 @@ class Transfers:
         self._slab_bytes = slab_bytes
         self._checksums = checksums
         self._stir = stir
+        self._on_ended = on_ended
         self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
         self.started_at: dict[Direction, dict[object, float]] = {direction: {} for direction in Direction}
         """When each job that is not over was taken, in order."""
@@ -115,13 +136,16 @@ class Transfers:
         parts: Sequence[GroupBlocks],
         control: JobControl | None = None,
         order: StoreOrder | None = None,
+        traceparent: bytes = b"",
     ) -> JobResult:
         """Copy blocks from the device into the pool and make them readable. Never raises for a bad request.
 
         Args:
             order: what the copy waits for on the device; None if the client has waited.
+            traceparent: of the request, whatever it is, for `EndedJob`.
         """
-        return await self._run(Direction.STORE, session, self._store(session, parts, control or JobControl(), order))
+        job = self._store(session, parts, control or JobControl(), order)
+        return await self._run(Direction.STORE, session, parts, job, traceparent)
 
     async def load(
         self,
@@ -129,9 +153,11 @@ class Transfers:
         parts: Sequence[GroupBlocks],
         lease: int | None,
         control: JobControl | None = None,
+        traceparent: bytes = b"",
     ) -> JobResult:
         """Copy blocks from the pool to the device. Never raises for a bad request."""
-        return await self._run(Direction.LOAD, session, self._load(session, parts, lease, control or JobControl()))
+        job = self._load(session, parts, lease, control or JobControl())
+        return await self._run(Direction.LOAD, session, parts, job, traceparent)
 
     def declined(self, direction: Direction, reason: Refusal) -> JobResult:
         """Count and answer a job that is not even tried."""
@@ -149,10 +175,17 @@ class Transfers:
         self._count(direction, result)
         return result
 
-    async def _run(self, direction: Direction, session: Session, job: Coroutine[Any, Any, JobResult]) -> JobResult:
+    async def _run(
+        self,
+        direction: Direction,
+        session: Session,
+        parts: Sequence[GroupBlocks],
+        job: Coroutine[Any, Any, JobResult],
+        traceparent: bytes,
+    ) -> JobResult:
         self._stir_for(direction, session)
         key = object()
-        self.started_at[direction][key] = self._clock()
+        self.started_at[direction][key] = taken = self._clock()
         try:
             result = await job
         except InvalidRequest as error:
@@ -168,6 +201,10 @@ class Transfers:
             self._stir_for(direction, session)
         self._count(direction, result)
         session.copied_bytes[direction] += result.nbytes
+        if self._on_ended is not None:
+            ended = EndedJob(direction, session, parts, traceparent, taken, self._clock(), result)
+            # The client is answered in this turn of the loop, and need not wait for the record.
+            asyncio.get_running_loop().call_soon(self._on_ended, ended)
         return result
 
     async def _store(
@@ -393,4 +430,5 @@ def _done(copied_blocks: int, skipped_blocks: int, copied: CopyResult) -> JobRes
         nbytes=copied.nbytes,
         copy_seconds=copied.copy_seconds,
         queue_seconds=copied.queue_seconds,
+        copy_ended=copied.ended,
     )

@@ -55,6 +55,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "store_chunk": ("off", None),
     "huge_pages": ("thp", HugePages.THP),
     "verify": ("sample", Verify.SAMPLE),
+    "tracing": ("otlp", "otlp"),
     "prefault_threads": ("3", 3),
     "numa": ("off", "off"),
     "on_pin_failure": ("exit", "exit"),

@@ -53,7 +53,7 @@ class Worker:
         return self.futures[-1]
 
     def end(self) -> None:
-        self.futures[-1].set_result(CopyResult(self.plans[-1].nbytes, 0.001, 0.0))
+        self.futures[-1].set_result(CopyResult(self.plans[-1].nbytes, 0.001, 0.0, 1.0))
 
 
 class Hub(DeviceHub):
@@ -268,7 +268,7 @@ async def test_the_loop_is_kept_awake_for_jobs_whose_end_somebody_waits_for(worl
     worker = await world.started(Direction.LOAD, len(loads))
     assert world.stirs == 2 + MANY_JOBS
     for future in worker.futures:
-        future.set_result(CopyResult(SLOT, 0.0, 0.0))
+        future.set_result(CopyResult(SLOT, 0.0, 0.0, 0.0))
     await asyncio.gather(*loads)
     assert world.stirs == 2 + 2 * MANY_JOBS
 

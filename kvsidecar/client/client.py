@@ -248,6 +248,7 @@ class Client:
         *,
         after: Completion | Order | None = None,
         timeout: float | Default | None = DEFAULT,
+        traceparent: str | None = None,
     ) -> int:
         """Copy blocks from the device to the pool. Returns the job's number at once.
 
@@ -259,10 +260,12 @@ class Client:
                 ``DEVICE``: after everything that the engine's current stream was given before this call; needs
                 ``attach(events=...)``, and waits on the device, or on the host where the device cannot.
             timeout: seconds after which a copy that has not started never does.
+            traceparent: of the request that the job is for, as W3C Trace Context has it. A daemon that traces shows
+                the job in that trace; what is no traceparent is ignored there.
         """
         if after is Order.DEVICE and self._events is None:
             raise ClientError("after=DEVICE needs a ring of events: attach(events=...)")
-        return self._submit(Direction.STORE, blocks, after, 0, timeout)
+        return self._submit(Direction.STORE, blocks, after, 0, timeout, traceparent)
 
     def load(
         self,
@@ -271,6 +274,7 @@ class Client:
         lease: int | None = None,
         after: Completion | None = None,
         timeout: float | Default | None = DEFAULT,
+        traceparent: str | None = None,
     ) -> int:
         """Copy blocks from the pool to the device. Returns the job's number at once.
 
@@ -279,8 +283,9 @@ class Client:
 
         Args:
             timeout: seconds after which a copy that has not started never does.
+            traceparent: as in `store`.
         """
-        return self._submit(Direction.LOAD, blocks, after, lease or 0, timeout)
+        return self._submit(Direction.LOAD, blocks, after, lease or 0, timeout, traceparent)
 
     def poll(self) -> list[JobDone]:
         """The jobs that have ended since the last call, each once. Never waits."""
@@ -406,6 +411,7 @@ class Client:
         after: Completion | Order | None,
         lease: int,
         timeout: float | Default | None,
+        traceparent: str | None,
     ) -> int:
         number = self._jobs.number()
         seconds = self._job_timeout if isinstance(timeout, Default) else timeout
@@ -421,6 +427,8 @@ class Client:
             job = Job(number, direction, blocks, session, lease)
             if seconds is not None:
                 job.deadline = time.monotonic() + seconds
+            if traceparent:
+                job.traceparent = traceparent.encode(errors="replace")
             self._jobs.add(job)
             if after is None:
                 session.send(job)

@@ -57,6 +57,7 @@ class Job:
     """Monotonic seconds; the copy does not start after it."""
     event: int = 0
     """Entry of the event ring, from 1; 0 for none."""
+    traceparent: bytes = b""
     phase: Phase = Phase.WAITING
 
     def fill(self, message: pb.AttachRequest, now: float) -> int:
@@ -77,6 +78,9 @@ class Job:
             # 0 on the wire means no deadline, and a deadline that is over was answered before.
             request.deadline_ms = max(1, int((self.deadline - now) * 1000))
         nbytes = FIELDS_BYTES
+        if self.traceparent:
+            request.traceparent = self.traceparent
+            nbytes += len(self.traceparent)
         for each in self.blocks:
             hashes, block_ids = pack_hashes(each.hashes), pack_ids(each.block_ids)
             request.blocks.add(group=each.group, hashes=hashes, block_ids=block_ids)

@@ -33,6 +33,8 @@ class CopyResult:
     """From the first issue, or the end of the copy before it, to the end of the last byte."""
     queue_seconds: float
     """Until then."""
+    ended: float
+    """When it was seen to be over."""
 
 
 POLL_SECONDS: Final = 50e-6
@@ -334,7 +336,7 @@ class CopyWorker:
         self._end(copy)
         # The future may be resolved already: `close` gave up on it.
         with suppress(InvalidStateError):
-            copy.future.set_result(CopyResult(copy.plan.nbytes, now - began, began - copy.submitted))
+            copy.future.set_result(CopyResult(copy.plan.nbytes, now - began, began - copy.submitted, now))
 
     def _wait(self, *, spin: bool) -> None:
         """Wait for the oldest call in flight, or until a copy is submitted."""

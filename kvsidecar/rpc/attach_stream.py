@@ -122,7 +122,7 @@ class AttachStream:
         if not (count := self._take(blocks)):
             return self._transfers.declined(Direction.STORE, Refusal.LIMIT)
         try:
-            return await self._transfers.store(self._session, blocks, control, order)
+            return await self._transfers.store(self._session, blocks, control, order, message.traceparent)
         finally:
             self._session.outstanding_blocks -= count
 
@@ -134,7 +134,9 @@ class AttachStream:
         if not (count := self._take(blocks)):
             return self._transfers.declined(Direction.LOAD, Refusal.LIMIT)
         try:
-            return await self._transfers.load(self._session, blocks, message.lease or None, control)
+            return await self._transfers.load(
+                self._session, blocks, message.lease or None, control, message.traceparent
+            )
         finally:
             self._session.outstanding_blocks -= count
 

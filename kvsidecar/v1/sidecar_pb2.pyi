@@ -150,28 +150,32 @@ class Blocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("job", "blocks", "event", "deadline_ms")
+    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent")
     JOB_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     job: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
     event: int
     deadline_ms: int
-    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    traceparent: bytes
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("job", "lease", "blocks", "deadline_ms")
+    __slots__ = ("job", "lease", "blocks", "deadline_ms", "traceparent")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     job: int
     lease: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
     deadline_ms: int
-    def __init__(self, job: _Optional[int] = ..., lease: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    traceparent: bytes
+    def __init__(self, job: _Optional[int] = ..., lease: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ...) -> None: ...
 
 class Flush(_message.Message):
     __slots__ = ("flush", "jobs", "timeout_ms", "mode")

@@ -104,36 +104,36 @@ class SidecarServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """End a lease.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Let a lease live for this long from now.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """For operators: clearing all namespaces and Drain are for admins, a namespace is also cleared for its user, and
-        Status is `partial` for others. Who asks is said by the metadata "kvsidecar-token-bin", the token of the attach
-        socket. A daemon with a policy wants it with every request of this service but Attach, whose first message has it,
-        and refuses namespaces that the policy does not give to the caller (PERMISSION_DENIED; without a token
-        UNAUTHENTICATED).
+        """For operators: what the daemon says of itself; to who is no admin, what is the caller's own (`partial`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """For operators: forget the blocks of one namespace, or of all. A namespace also for its user, all for admins only.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """For operators: take nothing new until the daemon is started again. What runs is finished. For admins only.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -124,6 +124,7 @@ class Request:
     lora_request: Any = None
     block_hashes: list[bytes] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    trace_headers: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)

@@ -617,3 +617,33 @@ def test_shutdown_closes_the_client() -> None:
     side(daemon=daemon).shutdown()
 
     assert daemon.closed
+
+
+# -- traces --------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_carries_its_requests_traceparent_and_a_store_that_of_its_first_sampled_request() -> None:
+    pool, daemon = TinyPool(64), TinyDaemon()
+    made = attached(pool=pool, daemon=daemon)
+    loaded = Request("l", list(range(500, 509)), trace_headers={"traceparent": "t-l", "tracestate": "x"})
+    daemon.put(0, loaded.block_hashes)
+    made.get_num_new_matched_tokens(loaded, 0)
+    made.update_state_after_alloc(loaded, Allocated([14, 15, 13]), 8)
+    (load,) = made.build_orders(Step()).loads
+    assert load.traceparent == "t-l"
+
+    headers = (None, {"traceparent": "t-b-00"}, {"traceparent": "t-c-01"}, {"traceparent": "t-d-01"})
+    requests = [
+        Request(name, [*range(first, first + 8)], trace_headers=each)
+        for name, first, each in zip("abcd", (0, 100, 200, 300), headers, strict=True)
+    ]
+    for request in requests:
+        run(made, pool, request, 8)
+    (store,) = made.build_orders(Step(dict.fromkeys("abcd", 1))).stores
+    assert store.traceparent == "t-c-01"
+    more = pool.take(1)
+    requests[1].append(range(900, 904))
+    pool.cache(more[0], requests[1].block_hashes[2] + bytes(4))
+    requests[1].num_computed_tokens = 12
+    (store,) = made.build_orders(Step({"b": 1})).stores
+    assert store.traceparent is None  # what came before does not stay

@@ -315,13 +315,15 @@ class StubClient:
         self.ended: list[JobDone] = []
         self.jobs = 0
         self.flushed: list[list[int]] = []
+        self.traceparents: list[str | None] = []
         self.unmapped = True
 
     def attach(self, **_: object) -> None: ...
 
     def set_idle(self, idle: bool) -> None: ...
 
-    def store(self, *_: object, **__: object) -> int:
+    def store(self, *_: object, traceparent: str | None, **__: object) -> int:
+        self.traceparents.append(traceparent)
         self.jobs += 1
         return self.jobs
 
@@ -359,6 +361,14 @@ def test_a_load_that_may_still_write_is_not_reported_until_its_daemon_is_gone() 
     worker.step()
     assert worker.report.not_loaded == {1}
     assert worker.results.failed == {"r"}
+
+
+def test_jobs_carry_their_traceparents() -> None:
+    worker, client = stubbed()
+    stored, loaded = store(1, "a", at=[0]), load(2, "b", at=[1])
+    worker.step(replace(stored, traceparent="s"), loads=(replace(loaded, traceparent="l"),))
+    worker.step(stored)
+    assert client.traceparents == ["l", "s", None]
 
 
 def test_the_end_of_a_registration_that_may_still_write_reports_loads_when_its_daemon_is_gone() -> None:

@@ -333,7 +333,7 @@ class SimWorker:
         else:
             copy, self._current = self._current, None
             self._machine.inflight.remove(copy)
-            copy.future.set_result(CopyResult(copy.nbytes, 0.0, 0.0))
+            copy.future.set_result(CopyResult(copy.nbytes, 0.0, 0.0, 0.0))
 
     def _startable(self, copy: Copy) -> bool:
         return copy.future.cancelled() or copy.after is None or copy.after.over()

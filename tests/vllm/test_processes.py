@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
@@ -15,12 +14,17 @@ LONG = prompt("long", 700)
 WHOLE = 672
 
 
-def until(condition: object, what: str) -> None:
-    assert callable(condition)
+def until(condition: Callable[[], object], what: str, daemon: DaemonProcess | None = None) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}; {daemon and _seen_by(daemon)}"
         time.sleep(0.01)
+
+
+def _seen_by(daemon: DaemonProcess) -> str:
+    """What tells a store that was refused from one that never came."""
+    jobs = [line for line in daemon.get("/metrics")[1].splitlines() if line.startswith("kvsidecar_jobs_total")]
+    return f"{daemon.get('/status')[1]} {jobs}"
 
 
 def test_two_engines_share_one_cache_and_one_outlives_the_other(
@@ -58,10 +62,6 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
         assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="once in a while two ranks do not store within 30 s after the daemon's restart: not understood yet",
-)
 def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
     """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -89,7 +89,7 @@ def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: T
     before = blocks(daemon)
     half = prompt("half", 300)
     engine.generate(half)
-    until(lambda: blocks(daemon) >= before + 9, "an idle engine stores all")
+    until(lambda: blocks(daemon) >= before + 9, "an idle engine stores all", daemon)
     until(engine.reset, "no block is held")
     (answer,) = engine.generate(half)
     outcomes = [
@@ -104,7 +104,7 @@ def _stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth)
     rejoin(engine, daemon)
     before = blocks(daemon)
     (cold,) = engine.generate(LONG)
-    until(lambda: blocks(daemon) >= before + WHOLE // 32, "an idle engine stores all")
+    until(lambda: blocks(daemon) >= before + WHOLE // 32, "an idle engine stores all", daemon)
     until(engine.reset, "no block is held")
     (hit,) = engine.generate(LONG)
     assert (cold.cached, hit.cached) == (0, WHOLE)

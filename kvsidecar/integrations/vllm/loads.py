@@ -13,7 +13,7 @@ from kvsidecar.integrations.vllm.background import Call
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import Lookups
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
 from kvsidecar.integrations.vllm.storing import Known, keys_of
 
 
@@ -89,7 +89,7 @@ class Loads:
                 packed.append(GroupBlocks(group.index, b"".join(hashes), np.array(ids, np.int64)))
                 hashes_by_group.append((group, hashes))
         number = next(self._numbers)
-        self._planned.append(LoadJob(number, request.request_id, tuple(packed)))
+        self._planned.append(LoadJob(number, request.request_id, tuple(packed), traceparent_of(request)))
         load = self._running[number] = _Load(request.request_id, hashes_by_group, self._world_size)
         self._background(partial(self._take_lease, load, packed))
         self._counters.loads += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,8 @@ class StoreJob:
 
     number: int
     blocks: tuple[GroupBlocks, ...]
+    traceparent: str | None = None
+    """Of the first of its requests whose trace is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class LoadJob:
     number: int
     request_id: str
     blocks: tuple[GroupBlocks, ...]
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +83,15 @@ class RankReport:
             summed(self.loaded, other.loaded),
             self.not_loaded | other.not_loaded,
         )
+
+
+def traceparent_of(request: Any) -> str | None:
+    """The W3C traceparent that vLLM was sent with a request, if it is told to trace."""
+    headers = request.trace_headers
+    return headers.get("traceparent") if headers else None
+
+
+def sampled_traceparent_of(request: Any) -> str | None:
+    """The same, if its last digit, the flags, says that the trace is sampled."""
+    traceparent = traceparent_of(request)
+    return traceparent if traceparent and traceparent.endswith(tuple("13579bdf")) else None

@@ -9,7 +9,7 @@ from typing import Any
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
+from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob, sampled_traceparent_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.storing import (
     GROUP_ID_BYTES,
@@ -167,6 +167,8 @@ class Stores:
             all_hashes = group.hashes(hashes, indices.start, indices.stop)
             keys, blocks = select(self._pool, self._known, group, all_hashes)
             self._add(group, keys, blocks)
+            if keys and self._planned.traceparent is None:
+                self._planned.traceparent = sampled_traceparent_of(request)
             if self._events is not None:
                 self._events.note(request, group, indices.start, all_hashes, keys)
         progress.done = aligned
@@ -211,7 +213,7 @@ class Stores:
         self._running[number] = _Store(planned.all_blocks(), planned.all_keys(), self._world_size)
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
-        return (StoreJob(number, planned.packed()),)
+        return (StoreJob(number, planned.packed(), planned.traceparent),)
 
     def take_report(self, report: RankReport) -> None:
         assert self._pool is not None or not report.stored

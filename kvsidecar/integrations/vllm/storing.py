@@ -82,6 +82,8 @@ class Selection:
     """By group; vLLM's own."""
     blocks: dict[int, list[Any]] = field(default_factory=dict)
     """By group; the pool's blocks with these keys."""
+    traceparent: str | None = None
+    """Of the first request of these blocks whose trace is sampled."""
 
     def __bool__(self) -> bool:
         return bool(self.keys)

@@ -205,7 +205,7 @@ class WorkerSide:
             elif not blocks:
                 self._load_ended(load, done=True)  # other ranks hold the layers of these groups
             else:
-                job = client.load(blocks, after=after)
+                job = client.load(blocks, after=after, traceparent=load.traceparent)
                 self._loads[job] = (load, client.epoch)
 
     def submit_stores(self) -> None:
@@ -221,7 +221,8 @@ class WorkerSide:
             else:
                 order = self._order
                 after = None if order is None else order.mark() if order.ring is None else DEVICE
-                self._stores[client.store([_blocks(each) for each in mine], after=after)] = store
+                blocks = [_blocks(each) for each in mine]
+                self._stores[client.store(blocks, after=after, traceparent=store.traceparent)] = store
 
     def submit_rest(self) -> None:
         """At the end of a step: what it had no other moment for. vLLM 0.26 saves nothing in steps without a forward."""

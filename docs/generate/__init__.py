@@ -1,0 +1,18 @@
+"""The pages of docs/ that are made from the code. ``make docs`` writes them; ``make check`` fails if they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from docs.generate import commands, configuration, messages, metrics
+
+DOCS = Path(__file__).parents[1]
+
+PAGES: dict[str, Callable[[], str]] = {
+    "commands.md": commands.page,
+    "configuration.md": configuration.page,
+    "messages.md": messages.page,
+    "metrics.md": metrics.page,
+}
+"""File name -> what makes its text."""

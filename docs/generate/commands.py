@@ -1,0 +1,58 @@
+"""docs/commands.md, from the command line of `kvsidecar.cli`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from docs.generate.markdown import code, prose, table
+from kvsidecar.cli import main
+
+HEAD = """\
+<!-- Made by `make docs` from kvsidecar/cli.py: change that. -->
+# Commands
+
+What `kvsidecar COMMAND --help` says. [operating.md](operating.md) shows the commands at work, with their
+[exit codes](operating.md#exit-codes) in one table.
+"""
+
+
+def commands() -> dict[str, click.Command]:
+    """By name, in the order of ``kvsidecar --help``'s source."""
+    assert isinstance(main, click.Group)
+    return main.commands
+
+
+def flags_of(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            yield from parameter.opts
+            yield from parameter.secondary_opts
+
+
+def page() -> str:
+    return "\n".join([HEAD, *(_section(name, command) for name, command in commands().items())])
+
+
+def _section(name: str, command: click.Command) -> str:
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    arguments = [str(each.metavar) for each in command.params if isinstance(each, click.Argument)]
+    usage = " ".join(["kvsidecar", name, *(["[OPTION...]"] if options else []), *arguments])
+    shown = table(("Option", "What it does"), map(_row, options))
+    if name == "serve":
+        shown = "Its options are in [configuration.md](configuration.md)."
+    return f"## {name}\n\n```\n{usage}\n```\n\n{prose(command.help or '')}\n\n{shown}\n"
+
+
+def _row(option: click.Option) -> tuple[str, str]:
+    # Not click's own text of an option: it changes from release to release.
+    metavar = "" if option.is_flag else option.metavar or _values(option.type)
+    text = prose(option.help or "")
+    if option.show_default and not option.is_flag:
+        text += f" [default: {option.default}]"
+    return code(" ".join([*option.opts, *([metavar] if metavar else [])])), text
+
+
+def _values(kind: click.ParamType) -> str:
+    return "|".join(kind.choices) if isinstance(kind, click.Choice) else "NUMBER"

@@ -1,0 +1,104 @@
+"""docs/configuration.md, from `kvsidecar.config.Settings`."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from docs.generate.markdown import code, prose, table
+from kvsidecar.config import CONFIG_VARIABLE, DEFAULT_FILE, Settings, click_options, flag_of, variable_of
+from kvsidecar.reload import RELOADABLE
+
+HEAD = f"""\
+<!-- Made by `make docs` from kvsidecar/config.py: change that. -->
+# Configuration
+
+Every option of `kvsidecar serve` has one name in three spellings: a flag, a variable, a line of a TOML file. The value
+comes from the first of these that has it:
+
+1. the flag: `kvsidecar serve --pool-size 64GiB`
+2. the environment: `KVSIDECAR_POOL_SIZE=64GiB`
+3. the file: `pool_size = "64GiB"` in `{DEFAULT_FILE}`, or in the file that `--config` or `{CONFIG_VARIABLE}` names
+4. the default
+
+An unknown name or a bad value stops the start with one sentence that names it, and the exit code 78. `kvsidecar doctor`
+reads the same sources and checks them against the machine.
+
+**Sizes** are a number of bytes, or one with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024; `Ki`, `Mi`, ... mean
+the same) or `KB`, `MB`, `GB`, `TB` (powers of 1000). **Seconds** are a number, such as `0.5`. **on|off** also takes
+`true|false` and, in the file, a bare `true`.
+
+**Reload**: SIGHUP (`systemctl reload kvsidecar`) reads the file again. Options that say so below come into force then;
+the log names the others that have changed and need a restart. A restart empties the cache. Flags and variables of a
+process do not change.
+
+Variables that are no options: `{CONFIG_VARIABLE}`; `KVSIDECAR_FAILPOINTS`, which injects faults in tests
+([faults.md](faults.md)); and those that Kubernetes makes for a Service whose name begins with `kvsidecar`, which are
+ignored.
+"""
+
+SECTIONS = {
+    "socket": "Sockets",
+    "http_host": "HTTP",
+    "device": "Device",
+    "pool_size": "Pool",
+    "store_chunk": "Copies",
+    "lease_max": "Leases",
+    "drain_timeout": "Start, stop and threads",
+    "log_format": "Log",
+}
+"""The option that begins a section -> its title. The others follow in the order of the model."""
+
+EXAMPLES = {"socket": "/run/kvsidecar/kvsidecar.sock", "socket_group": "kvsidecar", "prefault_threads": "8"}
+"""Where the default is a sentence."""
+_UNITS = {"SIZE": "bytes", "SECONDS": "seconds", "COUNT": "threads", "PORT": "TCP port"}
+
+
+def page() -> str:
+    parts = [HEAD]
+    flags = {str(option.name): option for option in click_options()}
+    for name in Settings.model_fields:
+        if name in SECTIONS:
+            parts.append(f"## {SECTIONS[name]}\n")
+        parts.append(_section(name, flags[name]))
+    return "\n".join(parts)
+
+
+def default_of(option: click.Option) -> str:
+    """As ``--help`` shows it."""
+    shown = re.search(r"\[default: (.*); env: \w+\]$", option.help or "")
+    assert shown, option.name
+    return shown[1]
+
+
+def file_line(name: str, values: str, default: str) -> str:
+    """A line of the TOML file: the default, or an example where that is a sentence."""
+    value = EXAMPLES.get(name, default)
+    if values == "on|off":
+        value = {"on": "true", "off": "false"}[value]
+    elif not re.fullmatch(r"\d+(\.\d+)?", value) or "|" in values:
+        value = f'"{value.replace(" ", "") if "SIZE" in values else value}"'
+    return f"{name} = {value}"
+
+
+def _section(name: str, option: click.Option) -> str:
+    values = str(option.metavar)
+    default = default_of(option)
+    units = [unit for word, unit in _UNITS.items() if word in values.split("|")]
+    rows = [
+        ("Variable", code(variable_of(name))),
+        ("File", code(file_line(name, values, default))),
+        ("Values", " or ".join(code(value) for value in values.split("|"))),
+    ]
+    if units:
+        rows.append(("Unit", units[0]))
+    rows.append(("Default", default if _is_sentence(default) else code(default)))
+    rows.append(("Reload", "comes into force" if name in RELOADABLE else "needs a restart"))
+    text = prose(Settings.model_fields[name].description or "")
+    return f"### {name}\n\n{text}\n\n{table(('Flag', code(flag_of(name))), rows)}\n"
+
+
+def _is_sentence(default: str) -> bool:
+    """Such as "the daemon's group"; not "4 MiB"."""
+    return " " in default and not default[0].isdigit()

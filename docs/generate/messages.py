@@ -1,0 +1,166 @@
+"""docs/messages.md, from the comments of proto/ and from the limits that the daemon's code has."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from google.protobuf import descriptor_pb2
+from grpc_tools import protoc
+
+from docs.generate.markdown import code, prose, table
+from kvsidecar import errors, instances, layout, types, wire
+from kvsidecar.rpc import attach_socket, lane, service, status
+
+ROOT = Path(__file__).parents[2]
+PROTO = "kvsidecar/v1/sidecar.proto"
+
+HEAD = f"""\
+<!-- Made by `make docs` from proto/{PROTO} and the limits in kvsidecar/: change those. -->
+# Messages of the wire
+
+Every RPC, message and field of [sidecar.proto](../proto/{PROTO}), with its comments; then the limits
+that the daemon holds clients to, and the status codes it answers. How they are used: [wire.md](wire.md).
+"""
+
+STATUS = """\
+A request that is refused ends with one of these codes and a text that says what to change. It never names another
+client's instance, address or handle. What the start of the daemon or the client library raises is not listed.
+"""
+
+LIMITS = (
+    (wire, "MAX_MESSAGE_BYTES"),
+    (types, "HASH_BYTES_MIN"),
+    (types, "HASH_BYTES_MAX"),
+    (types, "MAX_TEXT_BYTES"),
+    (layout, "MAX_BLOCKS"),
+    (layout, "MAX_ROWS"),
+    (instances, "MAX_SHARDS"),
+    (instances, "MAX_EVENTS"),
+    (service, "MAX_UNREAD"),
+    (attach_socket, "MAX_HELLO_BYTES"),
+    (attach_socket, "MAX_FDS"),
+    (attach_socket, "HELLO_SECONDS"),
+    (lane, "MAX_EARLY_BYTES"),
+    (lane, "MAX_UNREAD_BYTES"),
+    (lane, "LAST_WORDS_SECONDS"),
+)
+"""Module and name of each."""
+
+WHAT = {
+    "MAX_MESSAGE_BYTES": "bytes of one message, on gRPC and on the fast lane",
+    "HASH_BYTES_MIN": "bytes of a block hash, at least",
+    "HASH_BYTES_MAX": "bytes of a block hash, at most",
+    "MAX_TEXT_BYTES": "bytes of each text that the daemon keeps: the fields of a namespace, instance, device",
+    "MAX_BLOCKS": "blocks of a group",
+    "MAX_ROWS": "rows of all regions of a group",
+    "MAX_SHARDS": "shards of a block",
+    "MAX_EVENTS": "events of a ring",
+    "MAX_UNREAD": "answers that wait for a client which does not read its Attach stream, before that is ended (gRPC)",
+    "MAX_HELLO_BYTES": "bytes of a Hello",
+    "MAX_FDS": "file descriptors with a Hello",
+    "HELLO_SECONDS": "seconds that a connection of the attach socket may be silent before its Hello",
+    "MAX_EARLY_BYTES": "bytes of messages behind a registration that is not answered yet (fast lane)",
+    "MAX_UNREAD_BYTES": "bytes of answers that wait for a client which does not read (fast lane)",
+    "LAST_WORDS_SECONDS": "seconds that a refused client has to read why (fast lane)",
+}
+
+_KINDS = {
+    kind: descriptor_pb2.FieldDescriptorProto.Type.Name(kind).removeprefix("TYPE_").lower()
+    for kind in descriptor_pb2.FieldDescriptorProto.Type.values()
+}
+_Path = tuple[int, ...]
+
+
+class Source:
+    """The proto file with the comments of its source."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            out = Path(directory, "set")
+            arguments = [f"-I{ROOT / 'proto'}", "--include_source_info", f"--descriptor_set_out={out}", PROTO]
+            if protoc.main(["protoc", *arguments]):
+                raise RuntimeError(f"{PROTO} does not compile")
+            (self.file,) = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
+        self._comments = {
+            tuple(place.path): f"{place.leading_comments}\n{place.trailing_comments}".strip()
+            for place in self.file.source_code_info.location
+        }
+
+    def comment(self, *path: int) -> str:
+        return prose(self._comments.get(path, ""))
+
+
+def page() -> str:
+    source = Source()
+    parts = [HEAD, "## RPCs\n", _rpcs(source), "\n## Messages\n"]
+    for index, message in enumerate(source.file.message_type):
+        parts += _message(source, message, (4, index))
+    parts += ["## Limits\n", _limits(), "\n## Status codes\n", STATUS, _codes()]
+    return "\n".join(parts) + "\n"
+
+
+def _rpcs(source: Source) -> str:
+    (described,) = source.file.service
+    return "\n".join(
+        f"- **{method.name}**: {_link(method.input_type, stream=method.client_streaming)} to "
+        f"{_link(method.output_type, stream=method.server_streaming)}. {source.comment(6, 0, 2, index)}"
+        for index, method in enumerate(described.method)
+    )
+
+
+def _message(source: Source, message: descriptor_pb2.DescriptorProto, path: _Path) -> Iterator[str]:
+    yield f"### {message.name}\n"
+    if text := source.comment(*path):
+        yield text + "\n"
+    rows = []
+    for index, field in enumerate(message.field):
+        kind = _link(field.type_name) if field.type_name else _KINDS[field.type]
+        if field.type_name.endswith("Entry"):
+            kind = "map: string to uint64"
+        elif field.label == field.LABEL_REPEATED:
+            kind = f"repeated {kind}"
+        elif field.proto3_optional:
+            kind = f"optional {kind}"
+        elif field.HasField("oneof_index"):
+            kind += f" (one of `{message.oneof_decl[field.oneof_index].name}`)"
+        rows.append((str(field.number), code(field.name), kind, source.comment(*path, 2, index)))
+    yield table(("No", "Field", "Type", "Meaning"), rows) + "\n" if rows else "No fields.\n"
+    for number, enum in enumerate(message.enum_type):
+        values = [
+            (str(value.number), code(value.name), source.comment(*path, 4, number, 2, index))
+            for index, value in enumerate(enum.value)
+        ]
+        yield f"Values of `{enum.name}`:\n"
+        yield table(("No", "Value", "Meaning"), values) + "\n"
+
+
+def _link(type_name: str, *, stream: bool = False) -> str:
+    name = type_name.removeprefix(".kvsidecar.v1.")
+    owner = name.partition(".")[0]
+    return f"{'stream of ' if stream else ''}[{name}](#{owner.lower()})"
+
+
+def _limits() -> str:
+    def row(module: object, name: str) -> Sequence[str]:
+        value = getattr(module, name)
+        return f"{value:,g}" if isinstance(value, float) else f"{value:,}", WHAT[name]
+
+    return table(("Limit", "Of"), [row(module, name) for module, name in LIMITS])
+
+
+def _codes() -> str:
+    rows = [
+        (code(grpc_code.name), code(error.__name__), prose(error.__doc__ or "").partition("\n")[0])
+        for error, grpc_code in status.CODES.items()
+        if _reaches_clients(error)
+    ]
+    rows.append((code(status.CODES[errors.KVSidecarError].name), "any other", "What nobody expected; see the log."))
+    return table(("Code", "Error", "When"), rows)
+
+
+def _reaches_clients(error: type[errors.KVSidecarError]) -> bool:
+    bases = (errors.KVSidecarError, errors.DeviceError)
+    start = (errors.ConfigError, errors.SocketInUse, errors.PoolRefused, errors.PinFailed, errors.PinStopped)
+    return error not in bases and not issubclass(error, (*start, errors.ClientError))

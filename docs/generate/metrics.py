@@ -1,0 +1,122 @@
+"""docs/metrics.md, from the registry of `kvsidecar.metrics.Metrics` and the reasons of `kvsidecar.types.Refusal`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+
+from docs.generate.markdown import attribute_docs, code, prose, table
+from kvsidecar import types
+from kvsidecar.metrics import Gauges, Metrics
+from kvsidecar.types import Refusal, State
+from kvsidecar.units import format_duration, format_size
+
+HEAD = """\
+<!-- Made by `make docs` from kvsidecar/metrics.py and kvsidecar/types.py: change those. -->
+# Metrics
+
+`GET /metrics` on the HTTP port answers in Prometheus' text format. Names follow Prometheus' practice: base units,
+`_total` on counters. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and `NAME_count`. Every series whose
+labels are known beforehand is there from the start, at 0, so that an alert on its first event works.
+
+[The dashboard](../deploy/grafana/kvsidecar.json) and [the alerts](../deploy/prometheus/alerts.yaml) use these names,
+and `make check` holds them against a running daemon. [runbook.md](runbook.md) says what to do about each alert.
+"""
+
+OPEN = {
+    "version": "of kvsidecar",
+    "backend": "`cuda` or `host`",
+    "device": "a GPU's UUID, or `host`",
+}
+"""Labels whose values depend on the machine."""
+
+GROUPS = {
+    "State": ("build_info", "ready", "state", "pin_", "attached_ranks", "devices_lost", "imported_gpu", "event_loop"),
+    "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "lookup_"),
+    "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
+    "Refusals": ("refusals",),
+}
+"""Title -> how the names of its metrics begin, after ``kvsidecar_``."""
+
+REASONS = """\
+Work that was declined, counted by reason in `kvsidecar_refusals_total`. The same words are the `reason` of a job's end
+([client.md](client.md#when-a-job-ends)). None of them is an error of the daemon: a store that is declined is a miss
+later, and a load that is declined is computed by the engine.
+"""
+
+PROCESS = """\
+Of Prometheus' own collector: the daemon's process. Linux only, like the daemon.
+"""
+
+
+def families() -> list[Metric]:
+    """All families of a daemon with one engine on the host device, in the order of a scrape."""
+    metrics = Metrics("host")
+    numbers = dict.fromkeys(Gauges.__annotations__, 0)
+    maps = {name for name, kind in Gauges.__annotations__.items() if "Mapping" in str(kind)}
+    values = {name: {} if name in maps else value for name, value in numbers.items()}
+    values |= {"state": State.READY, "imported_bytes": {"host": 0}}
+    metrics.read_gauges_from(lambda: Gauges(**values))  # type: ignore[arg-type]
+    return list(metrics.registry.collect())
+
+
+def exported_name(family: Metric) -> str:
+    """As Prometheus names it: the client library drops the suffix of counters."""
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def page() -> str:
+    own = [family for family in families() if family.name.startswith("kvsidecar_")]
+    parts = [HEAD]
+    for title, prefixes in GROUPS.items():
+        members = [each for each in own if each.name.removeprefix("kvsidecar_").startswith(prefixes)]
+        parts += [f"## {title}\n", _table(members) + "\n"]
+        own = [each for each in own if each not in members]
+    if own:  # nobody has found a place for these yet
+        parts += ["## Others\n", _table(own) + "\n"]
+    parts += ["## Reasons of refusals\n", REASONS, _reasons() + "\n"]
+    rest = [family for family in families() if not family.name.startswith("kvsidecar_")]
+    parts += ["## The process\n", PROCESS, _table(rest)]
+    return "\n".join(parts) + "\n"
+
+
+def _table(members: list[Metric]) -> str:
+    rows = [
+        (code(exported_name(family)), family.type, "<br>".join(_labels(family)) or "none", _text(family))
+        for family in members
+    ]
+    return table(("Metric", "Type", "Labels", "What it is"), rows)
+
+
+def _text(family: Metric) -> str:
+    text = prose(family.documentation)
+    bounds = [sample.labels["le"] for sample in family.samples if sample.name.endswith("_bucket")]
+    if bounds:
+        numbers = sorted({float(bound) for bound in bounds})[:-1]
+        text += f" {len(numbers)} buckets, {_bound(family.name, numbers[0])} to {_bound(family.name, numbers[-1])}."
+    return text
+
+
+def _bound(name: str, bound: float) -> str:
+    return format_size(int(bound)) if name.endswith("_bytes") else format_duration(bound)
+
+
+def _labels(family: Metric) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for sample in family.samples:
+        for name, value in sample.labels.items():
+            if name != "le" and value not in found.setdefault(name, []):
+                found[name].append(value)
+    for name, values in found.items():
+        if name in OPEN:
+            yield f"`{name}`: {OPEN[name]}"
+        elif name == "reason":
+            yield f"`{name}`: [below](#reasons-of-refusals)"
+        else:
+            yield f"`{name}`: " + ", ".join(map(code, values))
+
+
+def _reasons() -> str:
+    texts = attribute_docs(types, "Refusal")
+    return table(("Reason", "When"), [(code(reason.value), prose(texts[reason.name])) for reason in Refusal])

@@ -1,0 +1,66 @@
+"""The pages that are made from the code are what the code makes."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("grpc_tools", reason="the extra docs is not installed")
+
+from docs.generate import DOCS, PAGES, configuration, messages
+from docs.generate.markdown import attribute_docs, prose
+from kvsidecar import types
+from kvsidecar.config import Settings, click_options, load_settings
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+OPTIONS = {str(option.name): option for option in click_options() if option.name != "config"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_what_the_code_makes(name: str) -> None:
+    assert (DOCS / name).read_text() == PAGES[name](), f"docs/{name} differs: run make docs"
+
+
+def test_every_option_has_a_section() -> None:
+    sections = re.findall(r"^### (\w+)$", configuration.page(), re.MULTILINE)
+    assert sections == list(Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_line_of_the_file_is_accepted_and_gives_the_default(name: str, tmp_path: Path) -> None:
+    option = OPTIONS[name]
+    line = configuration.file_line(name, str(option.metavar), configuration.default_of(option))
+    file = tmp_path / "kvsidecar.toml"
+    group = 'socket_mode = "0660"\n' if name == "socket_group" else ""
+    file.write_text(group + line + "\n")
+    assert name in tomllib.loads(line)
+    settings = load_settings({"config": str(file)}, environ={})
+    if name not in configuration.EXAMPLES:
+        assert getattr(settings, name) == getattr(load_settings({}, {}, tmp_path / "none"), name)
+
+
+def test_every_message_of_the_protocol_has_a_section() -> None:
+    sections = set(re.findall(r"^### (\w+)$", messages.page(), re.MULTILINE))
+    assert sections == set(pb.DESCRIPTOR.message_types_by_name)
+
+
+def test_every_rpc_is_described() -> None:
+    (service,) = pb.DESCRIPTOR.services_by_name.values()
+    described = (DOCS / "wire.md").read_text()
+    for method in service.methods:
+        assert re.search(rf"^### .*\b{method.name}\b", described, re.MULTILINE), method.name
+    assert "." in re.findall(r"^- \*\*Renew\*\*: .+$", messages.page(), re.MULTILINE)[0]
+
+
+def test_every_reason_of_a_refusal_has_a_text() -> None:
+    assert set(attribute_docs(types, "Refusal")) == {reason.name for reason in types.Refusal}
+
+
+def test_prose_makes_code_of_names_and_keeps_the_rest() -> None:
+    assert prose("Size of ``a_b``\n    in bytes.") == "Size of `a_b` in bytes."
+    assert prose("with --socket-mode 0660 or KVSIDECAR_X, r * row_stride") == (
+        "with `--socket-mode` 0660 or `KVSIDECAR_X`, r \\* `row_stride`"
+    )

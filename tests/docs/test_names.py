@@ -1,0 +1,104 @@
+"""Options, variables, commands and metrics that a document names exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from kvsidecar.cli import main
+from kvsidecar.config import RESERVED, Settings, click_options, variable_of
+from tests.docs.pages import PAGES, commands, spans, text
+
+metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' generators need the extra docs")
+
+OF_OTHERS = {
+    "--kv-transfer-config": "vLLM",
+    "--layouts": "benchmarks.peers",
+    "--logs": "benchmarks.peers",
+    "--tiny": "benchmarks.vllm",
+    "--otlp-traces-endpoint": "vLLM",
+}
+"""Flags in the running text that belong to other programs -> whose they are."""
+VARIABLES_OF_TESTS = {"KVSIDECAR_HOSTILE_SECONDS", "KVSIDECAR_HOSTILE_SEED"}
+SERVE = {name for option in click_options() for name in option.opts}
+
+
+def flags_of(command: click.Command) -> set[str]:
+    return {"--help", "-h"} | {
+        name for option in command.params if isinstance(option, click.Option) for name in option.opts
+    }
+
+
+ALL = set().union(SERVE, {"--version"}, *(flags_of(command) for command in main.commands.values()))
+
+
+def unknown_in(line: str) -> Iterator[str]:
+    """Commands and flags of a command line that kvsidecar does not have."""
+    words = line.split()[1:]
+    if not words or words[0].startswith("--"):
+        yield from (word for word in words if word not in ("--version", "--help"))
+        return
+    if words[0] not in main.commands:
+        # `kvsidecar COMMAND --help`, or prose such as "kvsidecar serves ..." in a shown output.
+        if not words[0].isupper() and "--" in line:
+            yield words[0]
+        return
+    known = flags_of(main.commands[words[0]])
+    for word in words[1:]:
+        if word == "--":
+            known = SERVE
+        elif word.startswith("--") and word.partition("=")[0] not in known:
+            yield word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_command_lines_are_those_of_kvsidecar(page: str) -> None:
+    assert [(line, wrong) for line in commands(page) for wrong in unknown_in(line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_in_the_running_text_exist(page: str) -> None:
+    named = {re.split(r"[ =]", span)[0] for span in spans(page) if span.startswith("--")}
+    assert named - ALL - set(OF_OTHERS) == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_variables_exist(page: str) -> None:
+    named = set(re.findall(r"\bKVSIDECAR_[A-Z_]+\b", text(page)))
+    assert named - set(map(variable_of, Settings.model_fields)) - RESERVED - VARIABLES_OF_TESTS == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_metrics_exist(page: str) -> None:
+    named = set(re.findall(r"\bkvsidecar_[a-z_]+\b", text(page)))
+    exported = {sample.name for family in metrics.families() for sample in family.samples}
+    histograms = {family.name for family in metrics.families() if family.type == "histogram"}
+    assert named - exported - histograms == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("kvsidecar serve --pool-sizes 1GiB", ["--pool-sizes"]),
+        ("kvsidecar bench --quick -- --store-chunks off", ["--store-chunks"]),
+        ("kvsidecar tops --once", ["tops"]),
+        ("kvsidecar clear --all --yes", []),
+        ("kvsidecar bench --only lookup -- --fast-lane off", []),
+    ],
+)
+def test_a_wrong_name_is_found(line: str, wrong: list[str]) -> None:
+    assert list(unknown_in(line)) == wrong
+
+
+def test_the_exit_codes_of_the_table_are_those_of_the_help() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", text("docs/operating.md").partition("## Exit codes")[2], re.MULTILINE)
+    shown = {(name, code) for code, names in rows for name in re.findall(r"`([a-z]+)", names)}
+    helped = set()
+    for name, command in main.commands.items():
+        codes = (command.help or "").partition("Exit codes:")[2]
+        helped |= {(name, code) for code in re.findall(r"(?:^|, |and |\n| )(\d+)\b", codes) if code != "0"}
+    assert helped
+    assert helped - shown == set()
