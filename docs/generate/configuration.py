@@ -33,13 +33,15 @@ the same) or `KB`, `MB`, `GB`, `TB` (powers of 1000). **Seconds** are a number, 
 the log names the others that have changed and need a restart. A restart empties the cache. Flags and variables of a
 process do not change.
 
-Variables that are no options: `{CONFIG_VARIABLE}`; `KVSIDECAR_FAILPOINTS`, which injects faults in tests
-([faults.md](faults.md)); and those that Kubernetes makes for a Service whose name begins with `kvsidecar`, which are
-ignored.
+Variables that are no options: `{CONFIG_VARIABLE}`; `KVSIDECAR_CONNECT` and those that begin with it, which are for the
+operators' commands ([operating.md](operating.md#from-another-host)); `KVSIDECAR_FAILPOINTS`, which injects faults in
+tests ([faults.md](faults.md)); and those that Kubernetes makes for a Service whose name begins with `kvsidecar`, which
+are ignored.
 """
 
 SECTIONS = {
     "socket": "Sockets",
+    "tcp_listen": "TCP",
     "http_host": "HTTP",
     "device": "Device",
     "pool_size": "Pool",
@@ -50,8 +52,18 @@ SECTIONS = {
 }
 """The option that begins a section -> its title. The others follow in the order of the model."""
 
-EXAMPLES = {"socket": "/run/kvsidecar/kvsidecar.sock", "socket_group": "kvsidecar", "prefault_threads": "8"}
-"""Where the default is a sentence."""
+EXAMPLES = {
+    "socket": "/run/kvsidecar/kvsidecar.sock",
+    "socket_group": "kvsidecar",
+    "admin_group": "operators",
+    "policy": '[{uids = [1001], namespaces = ["meta-llama/*"]}]',
+    "tcp_listen": "0.0.0.0:9465",
+    "tls_certificate": "/etc/kvsidecar/tls.crt",
+    "tls_key": "/etc/kvsidecar/tls.key",
+    "tls_client_ca": "/etc/kvsidecar/clients.crt",
+    "prefault_threads": "8",
+}
+"""Where the default is a sentence, or there is none."""
 _UNITS = {"SIZE": "bytes", "SECONDS": "seconds", "COUNT": "threads", "PORT": "TCP port"}
 
 
@@ -75,6 +87,8 @@ def default_of(option: click.Option) -> str:
 def file_line(name: str, values: str, default: str) -> str:
     """A line of the TOML file: the default, or an example where that is a sentence."""
     value = EXAMPLES.get(name, default)
+    if values == "TOML":
+        return f"{name} = {value}"
     if values == "on|off":
         value = {"on": "true", "off": "false"}[value]
     elif not re.fullmatch(r"\d+(\.\d+)?", value) or "|" in values:

@@ -10,8 +10,8 @@ from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
 from docs.generate.markdown import code, prose, table
-from kvsidecar import errors, instances, layout, types, wire
-from kvsidecar.rpc import attach_socket, lane, service, status
+from kvsidecar import errors, instances, layout, lookups, registration, types, wire
+from kvsidecar.rpc import attach_socket, attach_stream, lane, service, status
 
 ROOT = Path(__file__).parents[2]
 PROTO = "kvsidecar/v1/sidecar.proto"
@@ -36,9 +36,21 @@ LIMITS = (
     (types, "MAX_TEXT_BYTES"),
     (layout, "MAX_BLOCKS"),
     (layout, "MAX_ROWS"),
-    (instances, "MAX_SHARDS"),
-    (instances, "MAX_EVENTS"),
+    (registration, "MAX_GROUPS"),
+    (registration, "MAX_ALLOCATIONS"),
+    (registration, "MAX_SHARDS"),
+    (registration, "MAX_EVENTS"),
+    (instances, "MAX_RANKS"),
+    (attach_stream, "MAX_JOBS"),
+    (attach_stream, "MAX_OUTSTANDING_BLOCKS"),
+    (attach_stream, "MAX_FLUSHES"),
+    (lookups, "MAX_LEASES"),
+    (lookups, "MAX_LEASED_BLOCKS"),
+    (service, "MAX_LOOKUP_STREAMS"),
+    (service, "FIRST_MESSAGE_SECONDS"),
     (service, "MAX_UNREAD"),
+    (attach_socket, "MAX_CONNECTIONS"),
+    (attach_socket, "MAX_MEMFDS"),
     (attach_socket, "MAX_HELLO_BYTES"),
     (attach_socket, "MAX_FDS"),
     (attach_socket, "HELLO_SECONDS"),
@@ -57,6 +69,18 @@ WHAT = {
     "MAX_ROWS": "rows of all regions of a group",
     "MAX_SHARDS": "shards of a block",
     "MAX_EVENTS": "events of a ring",
+    "MAX_GROUPS": "groups of a rank",
+    "MAX_ALLOCATIONS": "allocations of a rank",
+    "MAX_RANKS": "ranks of one user",
+    "MAX_JOBS": "jobs of a rank that are not over; one more is declined as `limit`",
+    "MAX_OUTSTANDING_BLOCKS": "blocks in the jobs of a rank that are not over; a job beyond is declined as `limit`",
+    "MAX_FLUSHES": "flushes of a rank that wait; one more is answered at once, with what is pending then",
+    "MAX_LEASES": "leases of one user; a lookup beyond is answered without one",
+    "MAX_LEASED_BLOCKS": "blocks in the leases of one user; a lookup beyond is answered without one",
+    "MAX_LOOKUP_STREAMS": "streams of lookups of one user, and of all without a token together (gRPC)",
+    "FIRST_MESSAGE_SECONDS": "seconds that an Attach stream may be silent before its Register (gRPC)",
+    "MAX_CONNECTIONS": "connections of one user to the attach socket",
+    "MAX_MEMFDS": "file descriptors handed over by one user",
     "MAX_UNREAD": "answers that wait for a client which does not read its Attach stream, before that is ended (gRPC)",
     "MAX_HELLO_BYTES": "bytes of a Hello",
     "MAX_FDS": "file descriptors with a Hello",

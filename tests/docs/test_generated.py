@@ -16,6 +16,14 @@ from kvsidecar import types
 from kvsidecar.config import Settings, click_options, load_settings
 from kvsidecar.v1 import sidecar_pb2 as pb
 
+TCP = {
+    "tcp_listen": "[::]:1",
+    "tls_certificate": "c",
+    "tls_key": "k",
+    "tls_client_ca": "a",
+    "policy": "[{certificates = ['x'], admin = true}]",
+}
+"""None of these goes without the others."""
 OPTIONS = {str(option.name): option for option in click_options() if option.name != "config"}
 
 
@@ -34,8 +42,9 @@ def test_the_line_of_the_file_is_accepted_and_gives_the_default(name: str, tmp_p
     option = OPTIONS[name]
     line = configuration.file_line(name, str(option.metavar), configuration.default_of(option))
     file = tmp_path / "kvsidecar.toml"
-    group = 'socket_mode = "0660"\n' if name == "socket_group" else ""
-    file.write_text(group + line + "\n")
+    beside = {"socket_mode": "0660"} if name == "socket_group" else TCP if name == "tcp_listen" or "tls" in name else {}
+    others = "".join(f'{other} = "{value}"\n' for other, value in beside.items() if other != name)
+    file.write_text(others + line + "\n")
     assert name in tomllib.loads(line)
     settings = load_settings({"config": str(file)}, environ={})
     if name not in configuration.EXAMPLES:
