@@ -41,6 +41,7 @@ class Request:
     num_output_placeholders = 0
     skip_reading_prefix_cache = False
     num_computed_tokens = 0
+    trace_headers = None
 
     def __init__(self, name: str, blocks: int) -> None:
         self.request_id = name
