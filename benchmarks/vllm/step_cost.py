@@ -59,8 +59,9 @@ def step(**scheduled: int) -> Any:
     )
 
 
-def allocated(ids: Sequence[int]) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (ids,))
+def allocated(blocks: Sequence[Any]) -> Any:
+    """As vLLM's ``KVCacheBlocks``."""
+    return SimpleNamespace(blocks=(blocks,), get_block_ids=lambda: ([each.block_id for each in blocks],))
 
 
 class Times:
@@ -153,13 +154,13 @@ def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
             key = block_hash + bytes(4)
             block.set_block_hash(key)
             pool.cached_block_hash_to_block.insert(key, block)
-        side.update_state_after_alloc(new, allocated([]), 0)
+        side.update_state_after_alloc(new, allocated(held), 0)
         new.num_computed_tokens = blocks * TOKENS
         both(step())  # the budget for questions is full again
         tokens, _ = times.take(f"lookup of {blocks} blocks", side.get_num_new_matched_tokens, hit, 0)
         if tokens != blocks * TOKENS:
             raise RuntimeError(f"the daemon has {tokens} of {blocks * TOKENS} tokens; is its pool large enough?")
-        table = allocated([block.block_id for block in held])
+        table = allocated(held)
 
         def busy(new: Request = new, table: Any = table, tokens: int = tokens) -> None:
             side.update_state_after_alloc(hit, table, tokens)

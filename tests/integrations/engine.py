@@ -140,13 +140,23 @@ class Request:
 
 
 class Allocated:
-    """As vLLM's ``KVCacheBlocks``."""
+    """As vLLM's ``KVCacheBlocks`` of a version that says no more than numbers."""
 
     def __init__(self, *block_ids: Sequence[int]) -> None:
         self.block_ids = tuple(list(each) for each in block_ids)
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         return self.block_ids
+
+
+class LiveTables:
+    """As vLLM's ``KVCacheBlocks``: of the request's tables themselves, which go on changing."""
+
+    def __init__(self, blocks: Sequence[list[Block]]) -> None:
+        self.blocks = tuple(blocks)
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in table] for table in self.blocks)
 
 
 @dataclass
@@ -270,6 +280,7 @@ def side(
     daemon: TinyDaemon | None = None,
     clock: Clock | None = None,
     background: Runner | None = None,
+    events: Any = None,
     **extra: Any,
 ) -> SchedulerSide:
     """With the given pool bound, not attached yet."""
@@ -281,6 +292,7 @@ def side(
         world_size,
         daemon or TinyDaemon(),
         clock=clock or Clock(),
+        events=events,
         step_tokens=16,
         background=background or AtOnce(),
     )

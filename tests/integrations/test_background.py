@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvsidecar.integrations.vllm.background import Background
+from kvsidecar.integrations.vllm.background import PAUSE_SECONDS, Background
 
 SECONDS = 30.0
 
@@ -52,3 +52,14 @@ def test_close_ends_the_thread_behind_what_was_given() -> None:
     come_to_rest(background)
     made[0].join(SECONDS)
     assert not made[0].is_alive()
+
+
+def test_the_first_call_begins_when_the_step_that_gave_it_may_be_over_and_the_next_ones_at_once() -> None:
+    background, begun = Background(), []
+    for _ in range(100):
+        background(lambda: begun.append(time.monotonic()))
+    given = time.monotonic()
+    come_to_rest(background)
+    assert begun[0] - given > PAUSE_SECONDS / 2
+    assert begun[-1] - begun[0] < 100 * PAUSE_SECONDS
+    background.close()

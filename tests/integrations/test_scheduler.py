@@ -9,7 +9,7 @@ import pytest
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.integrations.vllm.background import Background
-from kvsidecar.integrations.vllm.groups import Kind
+from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.engine import (
@@ -647,3 +647,28 @@ def test_a_load_carries_its_requests_traceparent_and_a_store_that_of_its_first_s
     requests[1].num_computed_tokens = 12
     (store,) = made.build_orders(Step({"b": 1})).stores
     assert store.traceparent is None  # what came before does not stay
+
+
+def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:
+    told: list[tuple[str, int, bytes]] = []
+
+    class Told:
+        def note(self, request: Request, of: Group, index: int, block_hash: bytes) -> None:
+            told.append((request.request_id, index, block_hash))
+
+        def stored(self, index: int, hashes: list[bytes]) -> None:
+            told.extend(("stored", index, each) for each in hashes)
+
+    pool = TinyPool(20)
+    made = attached(pool=pool, events=Told())
+    first, second = Request("a", [1] * 4 + [2] * 8), Request("b", [1] * 4 + [3] * 8)
+    for request in (first, second):
+        run(made, pool, request, 12)
+
+    (job,) = made.build_orders(Step({"a": 1, "b": 1})).stores
+
+    a, b = first.block_hashes, second.block_hashes
+    assert told == [("a", 0, a[0]), ("a", 1, a[1]), ("a", 2, a[2]), ("b", 1, b[1]), ("b", 2, b[2])]
+    told.clear()
+    made.take_report(RankReport(stored={job.number: 1}))
+    assert told == [("stored", 0, each) for each in (*a, *b[1:])]

@@ -15,10 +15,10 @@ from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StoreJob
 from kvsidecar.integrations.vllm.resets import State
 from tests.integrations.engine import (
-    Allocated,
     Block,
     CachedRequests,
     Clock,
+    LiveTables,
     NewRequest,
     Request,
     Step,
@@ -133,9 +133,7 @@ class Engine:
         for table, blocks, null in zip(tables, missing, nulls, strict=True):
             table += [next(fresh) if i >= null else self.pool.null_block for i in blocks]
         state = Running(request, tables, local + external if external else 0)
-        self.side.update_state_after_alloc(
-            request, Allocated(*([block.block_id for block in table] for table in tables)), external
-        )
+        self.side.update_state_after_alloc(request, LiveTables(tables), external)
         if external:
             while self.flight:  # vLLM frees no block that a step in flight may write, where loads could come
                 self.execute()

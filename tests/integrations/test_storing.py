@@ -1,42 +1,92 @@
 from __future__ import annotations
 
-from kvsidecar.integrations.vllm.groups import Kind
-from kvsidecar.integrations.vllm.storing import Known, block_range, default_watermark, keys_of, select, walk
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.known import Known
+from kvsidecar.integrations.vllm.storing import Candidates, block_range, choose, default_watermark, walk
 from tests.integrations.engine import TinyPool, chain, full, group
 
 
-def keys(*numbers: int) -> list[bytes]:
-    return [number.to_bytes(4, "big") for number in numbers]
+def keys_of(of: Group, hashes: Sequence[bytes]) -> list[bytes]:
+    return [each + of.index.to_bytes(4, "big") for each in hashes]
 
 
-def test_known_forgets_the_half_that_was_added_first() -> None:
-    known = Known(capacity=3)
-    known.add(keys(1, 2, 3))
-    known.add(keys(4))
-    assert known.unknown(keys(1, 4, 5)) == keys(5)
-    known.add(keys(5, 6, 7, 8))
-
-    assert known.unknown(keys(1, 2, 3, 4, 5, 8)) == keys(1, 2, 3, 4)
+def know(known: Known, of: Group, hashes: Sequence[bytes]) -> None:
+    known.add(of.index, b"".join(hashes), len(hashes))
 
 
-def test_known_says_which_of_those_that_it_forgets_it_knew() -> None:
-    known = Known()
-    known.add(keys(1, 2))
-
-    assert known.discard(keys(2, 3)) == keys(2)
-    assert keys(2)[0] not in known
-    assert keys(1)[0] in known
+def candidates(hashes: Sequence[bytes], table: Sequence[Any] = ()) -> Candidates:
+    found = Candidates()
+    found.add(None, 0, hashes, table)
+    return found
 
 
-def test_what_the_gpu_has_and_is_not_known_is_selected() -> None:
+def chosen(pool: TinyPool, known: Known, of: Group, of_step: Candidates) -> tuple[list[bytes], list[Any], list[int]]:
+    """Hashes, blocks, and places; the packed form says the same."""
+    found = choose(pool, known, of, of_step)
+    if found is None:
+        return [], [], []
+    assert found.packed.group == of.index
+    assert found.packed.split() == list(found.hashes)
+    assert found.packed.block_ids.tolist() == [block.block_id for block in found.blocks]
+    return list(found.hashes), found.blocks, list(found.places)
+
+
+def test_what_the_gpu_has_and_is_not_known_is_chosen() -> None:
     pool, known, hashes = TinyPool(8), Known(), chain(range(16))
     blocks = pool.take(3)
     for block, key in zip(blocks, keys_of(full(2), hashes), strict=False):
         pool.cache(block, key)
-    known.add(keys_of(full(2), hashes[:1]))
+    know(known, full(2), hashes[:1])
 
-    assert select(pool, known, full(2), hashes) == (keys_of(full(2), hashes[1:3]), blocks[1:])
-    assert select(pool, known, full(1), hashes) == ([], [])
+    assert chosen(pool, known, full(2), candidates(hashes)) == (hashes[1:3], blocks[1:], [1, 2])
+    assert chosen(pool, known, full(1), candidates(hashes)) == ([], [], [])
+    know(known, full(2), hashes)
+    assert chosen(pool, known, full(2), candidates(hashes)) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    "table",
+    [[0, 1, 2], [0, 1], [], [2, 1, 0], [0, 3, 2], [0, 4, 2]],
+    ids=["right", "short", "none", "shuffled", "a block that is not cached", "the same hash in another group"],
+)
+def test_a_table_says_where_to_look_and_the_gpus_cache_what_is_there(table: list[int]) -> None:
+    pool, known, hashes = TinyPool(8), Known(), chain(range(12))
+    blocks = pool.take(5)
+    for block, key in zip(blocks, [*keys_of(full(1), hashes), None, *keys_of(full(0), hashes[1:2])], strict=True):
+        if key is not None:
+            pool.cache(block, key)
+
+    found = chosen(pool, known, full(1), candidates(hashes, [blocks[i] for i in table]))
+
+    assert found == (hashes, blocks[:3], [0, 1, 2])
+
+
+def test_a_block_of_the_table_is_taken_rather_than_another_one_with_its_content() -> None:
+    pool, hashes = TinyPool(8), chain(range(4))
+    blocks = pool.take(2)
+    for block in blocks:
+        pool.cache(block, keys_of(full(), hashes)[0])
+
+    assert chosen(pool, Known(), full(), candidates(hashes, blocks[1:])) == (hashes, blocks[1:], [0])
+
+
+def test_what_two_requests_of_a_step_have_in_common_is_chosen_once() -> None:
+    pool, known = TinyPool(16), Known()
+    one, other = chain([1] * 8 + [2] * 4), chain([1] * 8 + [3] * 8)
+    tables, of_step = [pool.take(len(one)), pool.take(len(other))], Candidates()
+    for hashes, table in zip((one, other), tables, strict=True):
+        for block, key in zip(table, keys_of(full(), hashes), strict=True):
+            pool.cache(block, key)
+        of_step.add(None, 0, hashes, table)
+
+    assert chosen(pool, known, full(), of_step) == (one + other[2:], tables[0] + tables[1][2:], [0, 1, 2, 5, 6])
+    know(known, full(), one[:1])
+    assert chosen(pool, known, full(), of_step) == (one[1:] + other[2:], tables[0][1:] + tables[1][2:], [1, 2, 5, 6])
 
 
 def test_a_draft_head_stores_the_block_behind_the_aligned_end_too() -> None:
@@ -58,12 +108,12 @@ def test_the_walk_takes_blocks_of_offloaded_groups_each_content_once_and_no_part
     blocks[4].block_hash_num_tokens = 6  # type: ignore[attr-defined]  # cached by the first half of it
     pool.free_blocks(blocks)
     known = Known()
-    known.add([third])
+    know(known, groups[0], [hashes[2]])
 
     found = walk(pool, known, groups, 12)
 
-    assert [key for key, _ in found] == [first, keys_of(groups[1], hashes[:1])[0]]
-    assert {block.block_hash for _, block in found} == {key for key, _ in found}
+    assert [(index, each) for index, each, _ in found] == [(0, hashes[0]), (1, hashes[0])]
+    assert [block.block_hash for _, _, block in found] == [first, keys_of(groups[1], hashes[:1])[0]]
     # Those that are not cached, or were never used, come first.
     assert walk(pool, known, groups, pool.num_free - 6) == []
 

@@ -6,12 +6,11 @@ not tell what it evicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.storing import GROUP_ID_BYTES, keys_of
 
 _SPEC_KINDS = {
     Kind.FULL: "full_attention",
@@ -44,37 +43,31 @@ class Events:
         self._extra_keys = kv_cache_utils.generate_block_hash_extra_keys
         # vLLM tags the keys that it hashes, and takes the tags off for events, since 0.32.
         self._event_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
-        self._noted: dict[bytes, _Noted] = {}
+        self._noted: dict[tuple[int, bytes], _Noted] = {}
         self._events: list[Any] = []
 
-    def note(self, request: Any, group: Group, first: int, hashes: Sequence[bytes], keys: Iterable[bytes]) -> None:
-        """These ``keys`` of the request's blocks are going to be stored.
-
-        Args:
-            hashes: of the request's blocks from index ``first`` on, ``keys`` among them.
-        """
-        place = {key: i for i, key in enumerate(keys_of(group, hashes), first)}
+    def note(self, request: Any, group: Group, index: int, block_hash: bytes) -> None:
+        """The request's block of this index in its table, with this hash, is going to be stored."""
         lora = request.lora_request
-        for key in keys:
-            index = place[key]
-            start, end = index * group.block_tokens, (index + 1) * group.block_tokens
-            parent = group.hashes(request.block_hashes, index - 1, index)[0] if index else None
-            extra, _ = self._extra_keys(request, start, end, 0)
-            self._noted[key] = _Noted(
-                list(request.all_token_ids[start:end]),
-                parent,
-                lora.adapter_id if lora else None,
-                lora.name if lora else None,
-                self._event_keys([extra]) if extra else None,
-            )
+        start, end = index * group.block_tokens, (index + 1) * group.block_tokens
+        parent = group.hashes(request.block_hashes, index - 1, index)[0] if index else None
+        extra, _ = self._extra_keys(request, start, end, 0)
+        self._noted[group.index, block_hash] = _Noted(
+            list(request.all_token_ids[start:end]),
+            parent,
+            lora.adapter_id if lora else None,
+            lora.name if lora else None,
+            self._event_keys([extra]) if extra else None,
+        )
 
-    def stored(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            group = self._groups[int.from_bytes(key[-GROUP_ID_BYTES:], "big")]
-            noted = self._noted.pop(key, None)
+    def stored(self, index: int, hashes: Iterable[bytes]) -> None:
+        """Blocks of the group with this index."""
+        group = self._groups[index]
+        for each in hashes:
+            noted = self._noted.pop((index, each), None)
             self._events.append(
                 self._stored(
-                    block_hashes=[self._external(key[:-GROUP_ID_BYTES])],
+                    block_hashes=[self._external(each)],
                     parent_block_hash=self._external(noted.parent) if noted and noted.parent else None,
                     token_ids=noted.tokens if noted else [],
                     block_size=group.block_tokens,
@@ -89,18 +82,15 @@ class Events:
                 )
             )
 
-    def not_stored(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._noted.pop(key, None)
+    def not_stored(self, index: int, hashes: Iterable[bytes]) -> None:
+        for each in hashes:
+            self._noted.pop((index, each), None)
 
-    def removed(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
+    def removed(self, index: int, hashes: Iterable[bytes]) -> None:
+        for each in hashes:
             self._events.append(
                 self._removed(
-                    block_hashes=[self._external(key[:-GROUP_ID_BYTES])],
-                    medium=self._medium,
-                    group_idx=int.from_bytes(key[-GROUP_ID_BYTES:], "big"),
-                    locality="LOCAL",
+                    block_hashes=[self._external(each)], medium=self._medium, group_idx=index, locality="LOCAL"
                 )
             )
 

@@ -12,9 +12,9 @@ import numpy as np
 from kvsidecar.integrations.vllm.background import Call
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.known import Known
 from kvsidecar.integrations.vllm.lookups import Lookups
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
-from kvsidecar.integrations.vllm.storing import Known, keys_of
 
 
 class Runner(Protocol):
@@ -31,7 +31,7 @@ class Runner(Protocol):
 @dataclass(slots=True)
 class _Load:
     request_id: str
-    hashes: list[tuple[Group, Sequence[bytes]]]
+    blocks: tuple[GroupBlocks, ...]
     ranks: int
     """That have not reported."""
     failed: bool = False
@@ -82,23 +82,22 @@ class Loads:
         Returns:
             How many blocks are loaded.
         """
-        packed, hashes_by_group = [], []
+        packed = []
         for group in self._groups:
             hashes, ids = self._blocks(group, request.block_hashes, block_ids, local, external, null_block)
             if hashes:
                 packed.append(GroupBlocks(group.index, b"".join(hashes), np.array(ids, np.int64)))
-                hashes_by_group.append((group, hashes))
         number = next(self._numbers)
-        self._planned.append(LoadJob(number, request.request_id, tuple(packed), traceparent_of(request)))
-        load = self._running[number] = _Load(request.request_id, hashes_by_group, self._world_size)
-        self._background(partial(self._take_lease, load, packed))
+        load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size)
+        self._planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))
+        self._background(partial(self._take_lease, load))
         self._counters.loads += 1
         self._counters.loaded_tokens += external
-        return sum(len(each.block_ids) for each in packed)
+        return sum(map(len, packed))
 
-    def _take_lease(self, load: _Load, packed: Sequence[GroupBlocks]) -> None:
-        load.lease, found = self._lookups.lease({each.group: each.hashes for each in packed})
-        if any(found.get(each.group, 0) < len(each.block_ids) for each in packed):
+    def _take_lease(self, load: _Load) -> None:
+        load.lease, found = self._lookups.lease({each.group: each.hashes for each in load.blocks})
+        if any(found.get(each.group, 0) < len(each) for each in load.blocks):
             # The load is sent all the same: the daemon declines it, and that is what every failed load looks like.
             self._counters.gone_loads += 1
 
@@ -149,7 +148,7 @@ class Loads:
             if load.failed:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)
-            for group, hashes in load.hashes:
+            for each in load.blocks:
                 # Before vLLM runs the request: it does not store again what it has loaded, unless that was not there.
-                (self._known.discard if load.failed else self._known.add)(keys_of(group, hashes))
+                (self._known.discard if load.failed else self._known.add)(each.group, each.hashes, len(each))
         return failed

@@ -13,8 +13,8 @@ from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.known import Known
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.integrations.vllm.storing import Known, keys_of
 from kvsidecar.types import LookupMode, Namespace
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -139,9 +139,11 @@ class Lookups:
                 missing = [each for each, flag in zip(asked, answer.found, strict=True) if not flag]
             if missing:
                 # The daemon evicted them, or never had them: they are stored again.
-                gone = self._known.discard(keys_of(group, missing))
-                if gone and self._events is not None:
-                    self._events.removed(gone)
+                gone = self._known.discard(group.index, b"".join(missing), len(missing))
+                if self._events is not None:
+                    self._events.removed(
+                        group.index, [each for each, was in zip(missing, gone.tolist(), strict=True) if was]
+                    )
         tokens = hits.longest_hit(self._groups, found, local, most)
         self._counters.offered_tokens += tokens
         return tokens

@@ -5,12 +5,13 @@ vLLM wraps both in its own base classes; `kvsidecar.integrations.vllm.connector`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 
@@ -21,6 +22,24 @@ class GroupBlocks:
     group: int
     hashes: bytes
     block_ids: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return len(self.block_ids)
+
+    def split(self) -> list[bytes]:
+        """The hashes."""
+        width = len(self.hashes) // max(1, len(self))
+        return [self.hashes[i : i + width] for i in range(0, len(self.hashes), width)] if width else []
+
+
+def joined(parts: Sequence[GroupBlocks]) -> GroupBlocks:
+    """Blocks of one group, one part behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return GroupBlocks(
+        parts[0].group, b"".join([each.hashes for each in parts]), np.concatenate([each.block_ids for each in parts])
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ from kvsidecar.integrations.vllm.background import Background
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
+from kvsidecar.integrations.vllm.known import Known
 from kvsidecar.integrations.vllm.loads import Loads, Runner
 from kvsidecar.integrations.vllm.lookups import Asked, Lookups
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.resets import Reset, State
 from kvsidecar.integrations.vllm.stores import Progress, Stores
-from kvsidecar.integrations.vllm.storing import Known, Pool
+from kvsidecar.integrations.vllm.storing import Pool
 from kvsidecar.types import Namespace
 
 
@@ -107,8 +108,10 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has allocated ``blocks`` for a request; those of ``num_external_tokens`` tokens are to be loaded."""
         request_id = request.request_id
-        if request_id not in self._requests:
-            self._requests[request_id] = Progress(request)
+        progress = self._requests.get(request_id)
+        if progress is None:
+            progress = self._requests[request_id] = Progress(request)
+        progress.tables = getattr(blocks, "blocks", ())
         local = self._lookups.local_tokens(request_id)
         self._lookups.forget(request_id)
         if num_external_tokens <= 0:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob, sampled_traceparent_of
+from kvsidecar.integrations.vllm.known import Known
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StoreJob, sampled_traceparent_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.storing import (
-    GROUP_ID_BYTES,
-    Known,
+    Candidates,
+    Chosen,
     Pool,
     Selection,
     block_range,
+    choose,
     default_watermark,
-    select,
     walk,
 )
 
@@ -33,13 +35,19 @@ class Progress:
     request: Any
     done: int = 0
     """Tokens whose blocks were considered; a multiple of the alignment."""
+    tables: Sequence[Sequence[Any]] = ()
+    """The request's blocks by vLLM's index of the group, as of its last allocation. vLLM's own lists: they grow with
+    the request, and may hold anything once it has lost its blocks."""
+
+    def table(self, group: int) -> Sequence[Any]:
+        return self.tables[group] if group < len(self.tables) else ()
 
 
 @dataclass(slots=True)
 class _Store:
-    blocks: list[Any]
-    """The pool's blocks that are held, in the order in which they are to be evicted."""
-    keys: list[bytes]
+    held: list[Any]
+    """The pool's blocks, in the order in which they are to be evicted."""
+    blocks: tuple[GroupBlocks, ...]
     ranks: int
     """That have not reported."""
     failed: bool = False
@@ -85,6 +93,9 @@ class Stores:
         self._pool: Pool | None = None
         self._most_held = 0
         self._held = 0
+        self._candidates = {group.index: Candidates() for group in groups}
+        self._considered = 0
+        """Of this call."""
         self._planned = Selection()
         self._running: dict[int, _Store] = {}
 
@@ -102,9 +113,8 @@ class Stores:
 
     def frees_soon(self) -> bool:
         """Whether blocks become free when jobs end: those that nobody else holds."""
-        planned = self._planned.blocks.values()
-        running = (store.blocks for store in self._running.values())
-        return any(block.ref_cnt == 1 for blocks in (*planned, *running) for block in blocks)
+        running = (store.held for store in self._running.values())
+        return any(block.ref_cnt == 1 for blocks in (self._planned.all_blocks(), *running) for block in blocks)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -137,20 +147,22 @@ class Stores:
             request = progress.request
             tokens = request.num_computed_tokens - request.num_output_placeholders - lag
             if tokens >= progress.done + alignment:
-                self._plan(progress, tokens)
+                self._consider(progress, tokens)
                 self._next = now + self._interval
+        self._plan()
 
     def rest(self, progress: Progress) -> None:
         """A request gives its blocks up: plan all that are left. vLLM's cache knows which are computed."""
         if self._pool is not None and not self._lazy:
-            self._plan(progress, len(progress.request.block_hashes) * self._hash_tokens)
+            self._consider(progress, len(progress.request.block_hashes) * self._hash_tokens)
+            self._plan()
 
     def allocated(self, blocks: int) -> None:
         """vLLM has allocated blocks that no step's output names."""
         self._allocated += blocks
 
-    def _plan(self, progress: Progress, tokens: int) -> None:
-        assert self._pool is not None
+    def _consider(self, progress: Progress, tokens: int) -> None:
+        """Those of a request's blocks that were not considered yet, up to ``tokens``; as many as there is room for."""
         request, hashes = progress.request, progress.request.block_hashes
         if self._prompt_only:
             tokens = min(tokens, request.num_prompt_tokens)
@@ -164,13 +176,9 @@ class Stores:
         aligned = min(aligned, progress.done + units * self._alignment)
         for group in self._groups:
             indices = block_range(group, progress.done, aligned, end)
-            all_hashes = group.hashes(hashes, indices.start, indices.stop)
-            keys, blocks = select(self._pool, self._known, group, all_hashes)
-            self._add(group, keys, blocks)
-            if keys and self._planned.traceparent is None:
-                self._planned.traceparent = sampled_traceparent_of(request)
-            if self._events is not None:
-                self._events.note(request, group, indices.start, all_hashes, keys)
+            asked = group.hashes(hashes, indices.start, indices.stop)
+            self._candidates[group.index].add(request, indices.start, asked, progress.table(group.index))
+            self._considered += len(asked)
         progress.done = aligned
 
     def _step_lazy(self, scheduler_output: Any) -> None:
@@ -185,22 +193,49 @@ class Stores:
         found = walk(self._pool, self._known, self._by_index, self._watermark)
         if len(found) > room:
             self._allocated = self._watermark  # go on in the next step
-        for key, block in found[:room]:
-            self._add(self._by_index[int.from_bytes(key[-GROUP_ID_BYTES:], "big")], [key], [block])
+        for index, each, block in found[:room]:
+            self._candidates[index].hashes.append(each)
+            self._candidates[index].blocks.append(block)
+        self._plan()
 
     def _room(self) -> int:
-        """Blocks that may be planned still in this step."""
+        """Blocks that may be considered still in this step."""
         if self._held >= self._most_held:
             self._counters.held_back += 1
-        return min(STEP_BLOCKS - len(self._planned), self._most_held - self._held)
+        return min(STEP_BLOCKS - len(self._planned), self._most_held - self._held) - self._considered
 
-    def _add(self, group: Group, keys: list[bytes], blocks: list[Any]) -> None:
+    def _plan(self) -> None:
+        """Choose of what was considered. All requests' at once: one call for each would be most of what it costs."""
         assert self._pool is not None
-        self._planned.add(group.index, keys, blocks)
-        self._known.add(keys)
-        self._held += len(blocks)
-        # At once, not when the job is sent: vLLM may free and give away these blocks in between.
-        self._pool.touch(blocks)
+        self._considered = 0
+        for group in self._groups:
+            candidates = self._candidates[group.index]
+            if not candidates.hashes:
+                continue
+            self._candidates[group.index] = Candidates()
+            chosen = choose(self._pool, self._known, group, candidates)
+            if chosen is None:
+                continue
+            self._planned.add(chosen)
+            self._known.add(group.index, chosen.packed.hashes, len(chosen.packed))
+            self._held += len(chosen.blocks)
+            # At once, not when the job is sent: vLLM may free and give away these blocks in between.
+            self._pool.touch(chosen.blocks)
+            self._note(group, candidates, chosen)
+
+    def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
+        """Whose blocks these are, for the trace and the events."""
+        ends = [*(span.begin for span in candidates.spans[1:]), len(candidates.hashes)]
+        for span, end in zip(candidates.spans, ends, strict=False):
+            traceparent = sampled_traceparent_of(span.request) if self._planned.traceparent is None else None
+            if traceparent is None and self._events is None:
+                continue
+            mine = chosen.places[bisect_left(chosen.places, span.begin) : bisect_left(chosen.places, end)]
+            if mine and traceparent is not None:
+                self._planned.traceparent = traceparent
+            if self._events is not None:
+                for i in mine:
+                    self._events.note(span.request, group, span.first + i - span.begin, candidates.hashes[i])
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -209,14 +244,13 @@ class Stores:
         if not self._planned:
             return ()
         planned, self._planned = self._planned, Selection()
-        number = next(self._numbers)
-        self._running[number] = _Store(planned.all_blocks(), planned.all_keys(), self._world_size)
+        number, blocks = next(self._numbers), planned.packed()
+        self._running[number] = _Store(planned.all_blocks(), blocks, self._world_size)
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
-        return (StoreJob(number, planned.packed(), planned.traceparent),)
+        return (StoreJob(number, blocks, planned.traceparent),)
 
     def take_report(self, report: RankReport) -> None:
-        assert self._pool is not None or not report.stored
         for number, count in report.stored.items():
             store = self._running.get(number)
             if store is None:
@@ -225,24 +259,22 @@ class Stores:
             store.ranks -= count
             if store.ranks <= 0:
                 del self._running[number]
-                self._give_back(store.blocks)
-                self._end(store.keys, store.failed)
+                self._end(store.held, store.blocks, store.failed)
 
     def drop_planned(self) -> None:
         """What is planned, but not sent, is not stored."""
         planned, self._planned = self._planned, Selection()
         if planned:
-            self._give_back(planned.all_blocks())
-            self._end(planned.all_keys(), failed=True)
+            self._end(planned.all_blocks(), planned.packed(), failed=True)
 
-    def _give_back(self, blocks: list[Any]) -> None:
+    def _end(self, held: list[Any], blocks: Sequence[GroupBlocks], failed: bool) -> None:
         assert self._pool is not None
-        self._held -= len(blocks)
-        self._pool.free_blocks(blocks)
-
-    def _end(self, keys: Iterable[bytes], failed: bool) -> None:
+        self._held -= len(held)
+        self._pool.free_blocks(held)
         if failed:
             self._counters.failed_stores += 1
-            self._known.discard(keys)  # they may be stored again
+            for each in blocks:
+                self._known.discard(each.group, each.hashes, len(each))  # they may be stored again
         if self._events is not None:
-            (self._events.not_stored if failed else self._events.stored)(keys)
+            for each in blocks:
+                (self._events.not_stored if failed else self._events.stored)(each.group, each.split())

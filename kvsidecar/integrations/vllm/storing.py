@@ -1,10 +1,10 @@
 """Which blocks to store next. Pure.
 
-A block of the GPU is found by its hash in the GPU's own prefix cache, not by its place in a request's block table:
-vLLM enters a block there when it is going to be full of known tokens, never writes to it again from then on, and
-takes it out before it gives the block to somebody else. A table that was followed from step to step would go stale
-with every preemption, sliding window and copy on write. Entered does not mean written: the step that writes the block
-may be in flight. Stores are ordered behind it on the device, or by the host.
+A block of the GPU is what its entry in the GPU's own prefix cache says: vLLM enters a block there when it is going to
+be full of known tokens, never writes to it again from then on, and takes it out before it gives the block to somebody
+else. A request's block table only says where to look first: it goes stale with every preemption, sliding window and
+copy on write. Entered does not mean written: the step that writes the block may be in flight. Stores are ordered behind
+it on the device, or by the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.metadata import GroupBlocks
+from kvsidecar.integrations.vllm.known import Known
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
 
 GROUP_ID_BYTES = 4
 """vLLM's own key of a block is its hash and the index of its group, big endian."""
@@ -35,93 +36,109 @@ class Pool(Protocol):
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
 
 
-class Known:
-    """Blocks that are stored, or were when we last knew. Bounded; the least recently added half is forgotten at once.
+@dataclass(slots=True)
+class Span:
+    """Blocks of one request among those of a step."""
 
-    Args:
-        capacity: blocks that are remembered at least; each takes about 130 bytes.
-    """
-
-    def __init__(self, capacity: int = 1 << 18) -> None:
-        self._capacity = capacity
-        self._young: set[bytes] = set()
-        self._old: set[bytes] = set()
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._young or key in self._old
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        self._young.update(keys)
-        if len(self._young) > self._capacity:
-            self._young, self._old = set(), self._young
-
-    def discard(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Returns those that were known."""
-        found = [key for key in keys if key in self]
-        self._young.difference_update(found)
-        self._old.difference_update(found)
-        return found
-
-    def clear(self) -> None:
-        self._young.clear()
-        self._old.clear()
-
-    def unknown(self, keys: list[bytes]) -> list[bytes]:
-        """Those that are not known, in their order."""
-        young, old = self._young, self._old
-        if young.isdisjoint(keys) and old.isdisjoint(keys):
-            return keys
-        return [key for key in keys if key not in young and key not in old]
+    request: Any
+    first: int
+    """Index of the first one in the request's table."""
+    begin: int
+    """Its place among the candidates."""
 
 
 @dataclass(slots=True)
+class Candidates:
+    """Blocks of one group that are considered together."""
+
+    hashes: list[bytes] = field(default_factory=list)
+    blocks: list[Any] = field(default_factory=list)
+    """Where the pool may have each; None if nobody knows."""
+    spans: list[Span] = field(default_factory=list)
+    """None in lazy mode, which takes blocks whoever they were computed for."""
+
+    def add(self, request: Any, first: int, hashes: Sequence[bytes], table: Sequence[Any]) -> None:
+        """Blocks of a request from index ``first`` on.
+
+        Args:
+            table: all of its blocks, as vLLM knew them at some time; may be too short or hold anything.
+        """
+        blocks = table[first : first + len(hashes)]
+        self.spans.append(Span(request, first, len(self.hashes)))
+        self.hashes += hashes
+        self.blocks += blocks
+        self.blocks += [None] * (len(hashes) - len(blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Those of the candidates that are to be stored."""
+
+    hashes: Sequence[bytes]
+    blocks: list[Any]
+    """The pool's blocks that hold them."""
+    packed: GroupBlocks
+    places: Sequence[int]
+    """Among the candidates, ascending."""
+
+
+def choose(pool: Pool, known: Known, group: Group, candidates: Candidates) -> Chosen | None:
+    """Those that are not known to be stored and that the GPU has, each content once. None if there are none."""
+    hashes, blocks = candidates.hashes, candidates.blocks
+    joined = b"".join(hashes)
+    stored = known.find(group.index, joined, len(hashes))
+    places: Sequence[int] = range(len(hashes))
+    if len(candidates.spans) > 1:  # two requests may compute the same
+        places = sorted({hashes[i]: i for i in reversed(np.flatnonzero(~stored).tolist())}.values())
+    elif stored.any():
+        places = np.flatnonzero(~stored).tolist()
+    if len(places) < len(hashes):
+        hashes, blocks = [hashes[i] for i in places], [blocks[i] for i in places]
+    suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
+    if hashes and _keys(blocks, len(hashes[0])) != suffix.join((*hashes, b"")):
+        get = pool.cached_block_hash_to_block.get_one_block
+        blocks = [
+            block if block is not None and block.block_hash == each + suffix else get(each + suffix)
+            for each, block in zip(hashes, blocks, strict=True)
+        ]
+        kept = [i for i, block in enumerate(blocks) if block is not None]
+        hashes, blocks = [hashes[i] for i in kept], [blocks[i] for i in kept]
+        places = [places[i] for i in kept]
+    if not hashes:
+        return None
+    joined = joined if len(hashes) == len(candidates.hashes) else b"".join(hashes)
+    ids = np.array([each.block_id for each in blocks], np.int64)
+    return Chosen(hashes, blocks, GroupBlocks(group.index, joined, ids), places)
+
+
+def _keys(blocks: Sequence[Any], hash_bytes: int) -> bytes:
+    """The pool's own keys of these blocks, one after the other; zeros for those that it does not cache."""
+    nothing = bytes(hash_bytes + GROUP_ID_BYTES)
+    return b"".join([nothing if block is None else block.block_hash or nothing for block in blocks])
+
+
 class Selection:
-    """Blocks to store."""
+    """What is to be stored."""
 
-    keys: dict[int, list[bytes]] = field(default_factory=dict)
-    """By group; vLLM's own."""
-    blocks: dict[int, list[Any]] = field(default_factory=dict)
-    """By group; the pool's blocks with these keys."""
-    traceparent: str | None = None
-    """Of the first request of these blocks whose trace is sampled."""
-
-    def __bool__(self) -> bool:
-        return bool(self.keys)
+    def __init__(self) -> None:
+        self._parts: dict[int, list[Chosen]] = {}
+        self._count = 0
+        self.traceparent: str | None = None
+        """Of the first request of these blocks whose trace is sampled."""
 
     def __len__(self) -> int:
-        return sum(map(len, self.keys.values()))
+        return self._count
 
-    def add(self, group: int, keys: list[bytes], blocks: list[Any]) -> None:
-        if keys:
-            self.keys.setdefault(group, []).extend(keys)
-            self.blocks.setdefault(group, []).extend(blocks)
+    def add(self, chosen: Chosen) -> None:
+        self._parts.setdefault(chosen.packed.group, []).append(chosen)
+        self._count += len(chosen.blocks)
 
     def all_blocks(self) -> list[Any]:
         """In the order in which they are to be evicted: vLLM evicts the end of a prefix before its beginning."""
-        return [block for blocks in self.blocks.values() for block in reversed(blocks)]
-
-    def all_keys(self) -> list[bytes]:
-        return [key for keys in self.keys.values() for key in keys]
+        return [block for parts in self._parts.values() for part in reversed(parts) for block in reversed(part.blocks)]
 
     def packed(self) -> tuple[GroupBlocks, ...]:
-        return tuple(
-            GroupBlocks(
-                group, hashes_of(keys), np.array([each.block_id for each in self.blocks[group]], dtype=np.int64)
-            )
-            for group, keys in self.keys.items()
-        )
-
-
-def keys_of(group: Group, hashes: Iterable[bytes]) -> list[bytes]:
-    """vLLM's own keys of blocks."""
-    suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
-    return [each + suffix for each in hashes]
-
-
-def hashes_of(keys: Sequence[bytes]) -> bytes:
-    """The hashes in vLLM's own keys, one after the other."""
-    key = np.dtype([("hash", f"V{len(keys[0]) - GROUP_ID_BYTES}"), ("group", f"V{GROUP_ID_BYTES}")])
-    return np.frombuffer(b"".join(keys), key)["hash"].tobytes()
+        return tuple(joined([part.packed for part in parts]) for parts in self._parts.values())
 
 
 def block_range(group: Group, done: int, aligned: int, end: int) -> range:
@@ -132,35 +149,35 @@ def block_range(group: Group, done: int, aligned: int, end: int) -> range:
     return range(done // group.block_tokens, last)
 
 
-def select(pool: Pool, known: Known, group: Group, hashes: Iterable[bytes]) -> tuple[list[bytes], list[Any]]:
-    """Those of a group's blocks that are not known to be stored and that the GPU has: vLLM's keys, and the blocks."""
-    keys = known.unknown(keys_of(group, hashes))
-    blocks = list(map(pool.cached_block_hash_to_block.get_one_block, keys))
-    if not all(blocks):
-        found = [(key, block) for key, block in zip(keys, blocks, strict=True) if block is not None]
-        keys, blocks = [key for key, _ in found], [block for _, block in found]
-    return keys, blocks
-
-
-def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) -> list[tuple[bytes, Any]]:
+def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) -> list[tuple[int, bytes, Any]]:
     """Lazy mode: those of the ``watermark`` blocks that the GPU evicts next which are not known to be stored.
 
     Returns:
-        vLLM's keys, and the blocks.
+        The group's index, the hash, and the block.
     """
     found: dict[bytes, Any] = {}
     for walked, block in enumerate(pool.free_block_queue.iter_blocks_after(None)):
         if walked >= watermark:
             break
         key = block.block_hash
-        if key is None or key in known or block.is_null:
+        if key is None or block.is_null:
             continue
         group = groups.get(int.from_bytes(key[-GROUP_ID_BYTES:], "big"))
         # A block that is cached under the hash of a part of it is not what others take this hash for.
         tokens = getattr(block, "block_hash_num_tokens", None)
         if group is not None and (tokens is None or tokens % group.block_tokens == 0):
             found[bytes(key)] = block
-    return list(found.items())
+    stored: set[bytes] = set()
+    for index in groups:
+        suffix = index.to_bytes(GROUP_ID_BYTES, "big")
+        keys = [key for key in found if key.endswith(suffix)]
+        flags = known.find(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]), len(keys))
+        stored.update(key for key, flag in zip(keys, flags.tolist(), strict=True) if flag)
+    return [
+        (int.from_bytes(key[-GROUP_ID_BYTES:], "big"), key[:-GROUP_ID_BYTES], block)
+        for key, block in found.items()
+        if key not in stored
+    ]
 
 
 def default_watermark(groups: Sequence[Group], step_tokens: int) -> int:
