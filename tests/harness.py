@@ -46,6 +46,10 @@ def environment(**extra: str) -> dict[str, str]:
     return {**clean, **extra}
 
 
+DEVICE = os.environ.get("TEST_DEVICE", "host")
+"""Of daemons that are not told otherwise; ``cuda`` lets the tests with real engines run on a GPU."""
+
+
 class DaemonProcess:
     """``kvsidecar serve`` as a process of its own.
 
@@ -62,7 +66,7 @@ class DaemonProcess:
         self,
         directory: Path,
         *flags: str,
-        device: str = "host",
+        device: str = DEVICE,
         under: Sequence[str] = (),
         until: str = "listening",
         **variables: str,

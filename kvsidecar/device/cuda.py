@@ -252,13 +252,13 @@ class CudaDevice:
             raise
 
     def _true_size(self, address: int) -> int:
-        """Bytes of an opened allocation, which must lie on this GPU."""
+        """Bytes of an opened allocation.
+
+        It may lie on another GPU than the client says: the driver opens it all the same, through peer access, and calls
+        it memory of this one (measured: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is that of the context that opened it). Its
+        copies take the way through that GPU, and are right.
+        """
         base, nbytes = check(driver.cuMemGetAddressRange(address), "asking for an allocation's size", ImportRefused)
-        ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        owner = check(driver.cuPointerGetAttribute(ordinal, address), "asking for an allocation's GPU", ImportRefused)
-        # LAZY_ENABLE_PEER_ACCESS opens another GPU's memory too; every copy would then go through that GPU.
-        if int(owner) != int(self._handle):
-            raise ImportRefused(f"the handle is of memory on another GPU than {self._uuid}, which it was given for")
         return int(base) + int(nbytes) - address
 
 

@@ -70,7 +70,6 @@ NEEDED: Final = frozenset(
         "cuMemGetInfo",
         "cuMemHostRegister",
         "cuMemHostUnregister",
-        "cuPointerGetAttribute",
         "cuStreamCreate",
         "cuStreamDestroy",
         "cuStreamQuery",

@@ -66,7 +66,6 @@ class Driver:
             "cuDevicePrimaryCtxRetain": (OK, object()),
             "cuIpcOpenMemHandle": (OK, 4096),
             "cuMemGetAddressRange": (OK, 4096, 1 << 20),
-            "cuPointerGetAttribute": (OK, 0),
             "cuMemGetInfo": (OK, 1, 2),
             "cuStreamCreate": (OK, 77),
             "cuEventCreate": (OK, object()),
@@ -209,8 +208,6 @@ def test_a_refused_handle_and_a_dead_context_are_told_apart(scripted: Driver) ->
 @pytest.mark.parametrize(
     ("name", "answer", "kind"),
     [
-        ("cuPointerGetAttribute", (OK, 1), ImportRefused),
-        ("cuPointerGetAttribute", (INVALID, None), ImportRefused),
         ("cuMemGetAddressRange", (INVALID, None, None), ImportRefused),
         ("cuMemGetAddressRange", (LOST, None, None), DeviceLost),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsidecar.client import Allocation, AttachRefused, Blocks, GroupLayout, KVBuffers, Region
+from kvsidecar.client import Allocation, AttachRefused, Blocks, ClientError, GroupLayout, KVBuffers, Region
 from kvsidecar.client.cuda_driver import CudaContext, ipc_handle
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces, with_pid
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
@@ -116,6 +116,30 @@ def test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(
         assert np.array_equal(found, wanted), "a store wrote to its source"
     one.close()
     two.close()
+
+
+def test_ranks_on_two_gpus_store_and_load_what_the_other_one_loads_and_stores(cuda_daemon: DaemonProcess) -> None:
+    contexts = []
+    try:
+        contexts += [CudaContext(0), CudaContext(1)]
+    except ClientError as error:
+        pytest.skip(f"there are no two GPUs: {error}")
+    ranks = [GpuRank(cuda_daemon, each, STACKED) for each in contexts]
+    assert len({context.uuid for context in contexts}) == 2
+    blocks = list(range(BLOCKS))
+    for i, (one, two) in enumerate((ranks, ranks[::-1])):
+        names, stored = hashes(*((i, block) for block in blocks)), one.fill(i)
+        two.fill(7 + i)
+        job = one.client.store([Blocks(0, names, blocks)])
+        done(one.client.wait([job], SECONDS)[job])
+        job = two.client.load([Blocks(0, names, blocks)])
+        done(two.client.wait([job], SECONDS)[job])
+        size = LAYERS * BLOCKS * ROW
+        assert np.array_equal(two.read()[0][:size], stored[0][:size])
+    for rank in ranks:
+        rank.close()
+    for context in contexts:
+        context.close()
 
 
 def test_host_memory_and_garbage_handles_are_refused_and_the_daemon_goes_on(

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from tests.harness import SECONDS, DaemonProcess, environment
+from tests.harness import DEVICE, SECONDS, DaemonProcess, environment
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -33,6 +33,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "PYTHONHASHSEED": "0",  # old versions begin their hashes with a random seed otherwise, and engines share nothing
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 """What an engine needs offline, on two cores. It must be set before torch is imported."""
 
@@ -107,6 +110,8 @@ class Engine:
             "seed": 0,
             "disable_log_stats": False,
         }
+        if DEVICE == "cuda":  # the attention that takes float32, so that tokens do not depend on what is batched
+            defaults |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.5}
         self.llm = LLM(model=model, kv_transfer_config=transfer, **{**defaults, **options})
         self.engine = self.llm.llm_engine
         self._names = iter(range(1 << 30))
@@ -299,11 +304,15 @@ class EngineProcess:
         return self._reply(timeout)
 
     def generate(self, *prompts: Prompt, tokens: int = 8) -> list[Answer]:
-        replies = self._call("generate", *map(asdict, prompts), tokens=tokens)
-        return [Answer(tuple(each["tokens"]), each["cached"], each["finish"]) for each in replies]
+        self.send_generate(*prompts, tokens=tokens)
+        return self.answers()
+
+    def answers(self) -> list[Answer]:
+        """To what was sent."""
+        return [Answer(tuple(each["tokens"]), each["cached"], each["finish"]) for each in self._reply(START)]
 
     def send_generate(self, *prompts: Prompt, tokens: int) -> None:
-        """Ask and do not wait: for one that will be killed while it runs."""
+        """Ask and do not wait, because something will be killed while it runs."""
         assert self.process.stdin is not None
         self.process.stdin.write(
             json.dumps(["generate", [asdict(each) for each in prompts], {"tokens": tokens}]) + "\n"

@@ -61,5 +61,29 @@ def _hybrid() -> Any:
     )
 
 
-_MODELS = {"full": _full, "hybrid": _hybrid, "other": _full}
+def _mla() -> Any:
+    """Two layers of multi-head latent attention, without experts; as small as vLLM has kernels for."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    latent = {"kv_lora_rank": 512, "q_lora_rank": None}
+    heads = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    experts = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes = {**_COMMON, "num_attention_heads": 16, "num_key_value_heads": 16}
+    del sizes["head_dim"]
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **sizes,
+            **latent,
+            **heads,
+            **experts,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            n_group=1,
+            topk_group=1,
+        )
+    )
+
+
+_MODELS = {"full": _full, "hybrid": _hybrid, "mla": _mla, "other": _full}
 """``other`` has the shape of ``full`` and other weights."""

@@ -72,7 +72,7 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir
         with EngineProcess(model, transfer, variables, tensor_parallel_size=2) as engine:
             engine.wait_started()
             _one_rank_cannot_load(engine, daemon, truth)
-            _stores_and_hits(engine, daemon, truth)
+            stores_and_hits(engine, daemon, truth)
             assert len(daemon.get("/status")[1]["ranks"]) == 2
             daemon.process.kill()
             daemon.process.wait(SECONDS)
@@ -81,7 +81,7 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir
             assert [alone.tokens] == truth(other)
             until(engine.reset, "no block is held")
             with DaemonProcess(short_dir, *POOL) as next_one:
-                _stores_and_hits(engine, next_one.wait_ready(), truth)
+                stores_and_hits(engine, next_one.wait_ready(), truth)
 
 
 def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
@@ -100,7 +100,7 @@ def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: T
     until(engine.reset, "no block is held")
 
 
-def _stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
+def stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
     rejoin(engine, daemon)
     before = blocks(daemon)
     (cold,) = engine.generate(LONG)

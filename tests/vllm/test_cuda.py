@@ -1,0 +1,117 @@
+"""What vLLM for the CPU cannot run: MLA with prefix caching, pipeline parallel ranks, memory of the sleep mode.
+
+TEST_DEVICE=cuda python -m pytest tests/vllm
+
+With it, the other tests of this folder run on the GPU as well. Those of several ranks need as many GPUs.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import DEVICE, SECONDS, DaemonProcess
+from tests.vllm import models
+from tests.vllm.conftest import POOL, Truth
+from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, rejoin
+from tests.vllm.test_processes import LONG, WHOLE, stores_and_hits, until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE != "cuda", reason="TEST_DEVICE=cuda is not set"),
+]
+
+MLA: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "TRITON_MLA"}
+
+
+def _gpus(count: int) -> None:
+    import torch
+
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"fewer than {count} GPUs")
+
+
+@pytest.fixture(scope="session")
+def mla(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return models.save("mla", tmp_path_factory.getbasetemp())
+
+
+def _hits_like_the_gpus_own(engine: EngineProcess, daemon: DaemonProcess) -> None:
+    """The same kernels read the same bytes, so also bfloat16 gives the same tokens."""
+    rejoin(engine, daemon)
+    before = blocks(daemon)
+    (cold,) = engine.generate(LONG)
+    until(lambda: blocks(daemon) >= before + WHOLE // 32, "an idle engine stores all", daemon)
+    (own,) = engine.generate(LONG)
+    until(engine.reset, "no block is held")
+    (hit,) = engine.generate(LONG)
+    assert (cold.cached, own.cached, hit.cached) == (0, WHOLE, WHOLE)
+    assert hit.tokens == own.tokens
+
+
+def test_latent_attention_is_stored_and_hit(mla: str, daemon: DaemonProcess) -> None:
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with EngineProcess(mla, kvsidecar(daemon.socket), variables, **MLA) as engine:
+        engine.wait_started()
+        _hits_like_the_gpus_own(engine, daemon)
+
+
+def test_latent_attention_of_two_ranks_is_stored_once_and_loaded_by_both(mla: str, daemon: DaemonProcess) -> None:
+    _gpus(2)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with EngineProcess(mla, kvsidecar(daemon.socket), variables, tensor_parallel_size=2, **MLA) as engine:
+        engine.wait_started()
+        _hits_like_the_gpus_own(engine, daemon)
+        ranks = daemon.get("/status")[1]["ranks"]
+        assert sorted(rank["stored_bytes"] > 0 for rank in ranks) == [False, True]
+        assert all(rank["loaded_bytes"] > 0 for rank in ranks)
+
+
+def test_pipeline_parallel_ranks_store_and_load_their_layers(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    _gpus(2)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with EngineProcess(model, kvsidecar(daemon.socket), variables, pipeline_parallel_size=2) as engine:
+        engine.wait_started()
+        stores_and_hits(engine, daemon, truth)
+        ranks = daemon.get("/status")[1]["ranks"]
+        assert len(ranks) == 2
+        assert all(rank["stored_bytes"] > 0 and rank["loaded_bytes"] > 0 for rank in ranks)
+
+
+def test_tensor_parallel_ranks_survive_a_daemon_that_is_killed_while_they_load(
+    model: str, short_dir: Path, truth: Truth
+) -> None:
+    _gpus(2)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    slow = "load.before_copy=delay(30)"
+    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=slow) as daemon:
+        daemon.wait_ready()
+        with EngineProcess(model, kvsidecar(daemon.socket), variables, tensor_parallel_size=2) as engine:
+            engine.wait_started()
+            join(engine, daemon)
+            before = blocks(daemon)
+            engine.generate(LONG)
+            until(lambda: blocks(daemon) >= before + WHOLE // 32, "an idle engine stores all", daemon)
+            until(engine.reset, "no block is held")
+            engine.send_generate(LONG, tokens=8)
+            until(lambda: daemon.get("/status")[1]["jobs"]["running"], "a load runs", daemon)
+            daemon.process.send_signal(signal.SIGKILL)
+            daemon.process.wait(SECONDS)
+            assert [each.tokens for each in engine.answers()] == truth(LONG)
+            until(engine.reset, "no block is held")
+            with DaemonProcess(short_dir, *POOL) as next_one:
+                stores_and_hits(engine, next_one.wait_ready(), truth)
+
+
+def test_memory_of_the_sleep_mode_is_refused_and_the_engine_serves(
+    model: str, daemon: DaemonProcess, truth: Truth, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with EngineProcess(model, kvsidecar(daemon.socket), enable_sleep_mode=True) as engine:
+        engine.wait_started()
+        (answer,) = engine.generate(LONG)
+        assert [answer.tokens] == truth(LONG)
+        assert daemon.get("/status")[1]["ranks"] == []
+    assert "sleep mode" in capfd.readouterr().err
