@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import DaemonProcess
+from tests.harness import DEVICE, DaemonProcess
 from tests.vllm import models
 from tests.vllm.engine import ENVIRONMENT, EngineProcess, Prompt
 
@@ -41,8 +41,9 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     return models.save("hybrid", tmp_path_factory.getbasetemp())
 
 
-POOL = ("--pool-size", "6MiB")
-"""About 120 blocks of the model with one group, and below the 8 MiB that an ordinary user may lock."""
+POOL = ("--pool-size", "64MiB" if DEVICE == "cuda" else "6MiB")
+"""About 120 blocks of the model with one group, and below the 8 MiB that an ordinary user may lock; room for what an
+engine on a GPU stores while a test waits."""
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_tensor_parallel_ranks_survive_a_daemon_that_is_killed_while_they_load(
 ) -> None:
     _gpus(2)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    slow = "load.before_copy=delay(30)"
+    slow = "load.in_flight=delay(2)"
     with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=slow) as daemon:
         daemon.wait_ready()
         with EngineProcess(model, kvsidecar(daemon.socket), variables, tensor_parallel_size=2) as engine:
