@@ -94,8 +94,10 @@ class LaneStream:
         self._arrived = Replies()
         self._end: CarrierError | None = None
         self._ended = False
-        self._read_until = 0.0
-        """So long another thread reads, as far as is known; monotonic seconds."""
+        self._used_until = 0.0
+        """So long another thread sends and reads, as far as is known; monotonic seconds."""
+        self._reads = 0
+        """Of that thread, that found something."""
         # Of what the daemon has not taken yet; under the lock.
         self._rest = b""
         self._waiting: deque[Any] = deque()
@@ -118,9 +120,12 @@ class LaneStream:
         try:
             while not self._ended:
                 readable.poll()
-                if time.monotonic() < self._read_until:
-                    time.sleep(STEP_ASIDE_SECONDS)  # every wake-up of this thread would hold up the one that reads
-                    continue
+                if time.monotonic() < self._used_until:
+                    # Every wake-up of this thread holds up that one, which needs the GIL again after a system call.
+                    reads = self._reads
+                    time.sleep(STEP_ASIDE_SECONDS)
+                    if self._reads != reads:
+                        continue
                 with self._reading:
                     self._read()
         finally:
@@ -132,7 +137,8 @@ class LaneStream:
         if self._reading.acquire(blocking=False):
             try:
                 if self._read():
-                    self._read_until = time.monotonic() + STEP_ASIDE_SECONDS
+                    self._reads += 1
+                    self._used_until = time.monotonic() + STEP_ASIDE_SECONDS
                 if self._ended:  # the reader waits for the socket
                     with suppress(OSError):
                         self._socket.shutdown(socket.SHUT_RD)
@@ -172,6 +178,7 @@ class LaneStream:
     # -- up ----------------------------------------------------------------------------------------------------------
 
     def _put(self, item: Any) -> None:
+        self._used_until = time.monotonic() + STEP_ASIDE_SECONDS
         with self._lock:
             if self._rest or self._waiting:
                 self._waiting.append(item)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known import Known
+from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.storing import Candidates, block_range, choose, default_watermark, walk
 from tests.integrations.engine import TinyPool, chain, full, group
 
@@ -16,7 +16,7 @@ def keys_of(of: Group, hashes: Sequence[bytes]) -> list[bytes]:
 
 
 def know(known: Known, of: Group, hashes: Sequence[bytes]) -> None:
-    known.add(of.index, b"".join(hashes), len(hashes))
+    known.add(tags_of(of.index, b"".join(hashes), len(hashes)))
 
 
 def candidates(hashes: Sequence[bytes], table: Sequence[Any] = ()) -> Candidates:

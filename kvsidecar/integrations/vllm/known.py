@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
+Tags = npt.NDArray[np.uint64]
 
 _TAG = np.dtype("<u8")
 _GROUP_FACTOR = 0x9E3779B97F4A7C15
@@ -32,27 +33,29 @@ class Known:
         self._tags = np.full(capacity, 0, _TAG)  # written: the first look at a page of zeros() would be a page fault
         self._last = _TAG.type(capacity - 1)
 
-    def find(self, group: int, hashes: bytes, count: int) -> Mask:
-        """Which of ``count`` hashes of the same width, one after the other, are known."""
-        tags = _tags(group, hashes, count)
+    def find(self, tags: Tags) -> Mask:
+        """Which are known."""
         return np.asarray(self._tags[tags & self._last] == tags)
 
-    def add(self, group: int, hashes: bytes, count: int) -> None:
-        tags = _tags(group, hashes, count)
+    def add(self, tags: Tags) -> None:
         self._tags[tags & self._last] = tags
 
-    def discard(self, group: int, hashes: bytes, count: int) -> Mask:
+    def discard(self, tags: Tags) -> Mask:
         """Returns which were known."""
-        tags = _tags(group, hashes, count)
-        places = tags & self._last
-        found = np.asarray(self._tags[places] == tags)
-        self._tags[places[found]] = 0
+        found = self.find(tags)
+        self._tags[tags[found] & self._last] = 0
         return found
 
     def clear(self) -> None:
         self._tags.fill(0)
 
 
-def _tags(group: int, hashes: bytes, count: int) -> npt.NDArray[np.uint64]:
+def tags_of(group: int, hashes: bytes, count: int) -> Tags:
+    """What `Known` knows blocks by.
+
+    Args:
+        group: index of their group.
+        hashes: ``count`` hashes of the same width, one after the other.
+    """
     first = np.ndarray((count,), _TAG, hashes, strides=(len(hashes) // max(1, count),))
     return first ^ _TAG.type(group * _GROUP_FACTOR & 0xFFFFFFFFFFFFFFFF)

@@ -12,7 +12,7 @@ import numpy as np
 from kvsidecar.integrations.vllm.background import Call
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known import Known
+from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.lookups import Lookups
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
 
@@ -150,5 +150,6 @@ class Loads:
                 failed.append(load.request_id)
             for each in load.blocks:
                 # Before vLLM runs the request: it does not store again what it has loaded, unless that was not there.
-                (self._known.discard if load.failed else self._known.add)(each.group, each.hashes, len(each))
+                tags = tags_of(each.group, each.hashes, len(each))
+                (self._known.discard if load.failed else self._known.add)(tags)
         return failed

@@ -13,7 +13,7 @@ from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known import Known
+from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.types import LookupMode, Namespace
 
@@ -139,7 +139,7 @@ class Lookups:
                 missing = [each for each, flag in zip(asked, answer.found, strict=True) if not flag]
             if missing:
                 # The daemon evicted them, or never had them: they are stored again.
-                gone = self._known.discard(group.index, b"".join(missing), len(missing))
+                gone = self._known.discard(tags_of(group.index, b"".join(missing), len(missing)))
                 if self._events is not None:
                     self._events.removed(
                         group.index, [each for each, was in zip(missing, gone.tolist(), strict=True) if was]

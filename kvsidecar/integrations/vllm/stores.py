@@ -10,7 +10,7 @@ from typing import Any
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.known import Known
+from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StoreJob, sampled_traceparent_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.storing import (
@@ -217,7 +217,7 @@ class Stores:
             if chosen is None:
                 continue
             self._planned.add(chosen)
-            self._known.add(group.index, chosen.packed.hashes, len(chosen.packed))
+            self._known.add(chosen.tags)
             self._held += len(chosen.blocks)
             # At once, not when the job is sent: vLLM may free and give away these blocks in between.
             self._pool.touch(chosen.blocks)
@@ -274,7 +274,7 @@ class Stores:
         if failed:
             self._counters.failed_stores += 1
             for each in blocks:
-                self._known.discard(each.group, each.hashes, len(each))  # they may be stored again
+                self._known.discard(tags_of(each.group, each.hashes, len(each)))  # they may be stored again
         if self._events is not None:
             for each in blocks:
                 (self._events.not_stored if failed else self._events.stored)(each.group, each.split())

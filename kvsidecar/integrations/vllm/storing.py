@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known import Known
+from kvsidecar.integrations.vllm.known import Known, Tags, tags_of
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
 
 GROUP_ID_BYTES = 4
@@ -78,6 +78,7 @@ class Chosen:
     blocks: list[Any]
     """The pool's blocks that hold them."""
     packed: GroupBlocks
+    tags: Tags
     places: Sequence[int]
     """Among the candidates, ascending."""
 
@@ -86,7 +87,8 @@ def choose(pool: Pool, known: Known, group: Group, candidates: Candidates) -> Ch
     """Those that are not known to be stored and that the GPU has, each content once. None if there are none."""
     hashes, blocks = candidates.hashes, candidates.blocks
     joined = b"".join(hashes)
-    stored = known.find(group.index, joined, len(hashes))
+    tags = tags_of(group.index, joined, len(hashes))
+    stored = known.find(tags)
     places: Sequence[int] = range(len(hashes))
     if len(candidates.spans) > 1:  # two requests may compute the same
         places = sorted({hashes[i]: i for i in reversed(np.flatnonzero(~stored).tolist())}.values())
@@ -106,9 +108,10 @@ def choose(pool: Pool, known: Known, group: Group, candidates: Candidates) -> Ch
         places = [places[i] for i in kept]
     if not hashes:
         return None
-    joined = joined if len(hashes) == len(candidates.hashes) else b"".join(hashes)
+    if len(hashes) < len(candidates.hashes):
+        joined, tags = b"".join(hashes), tags[np.array(places)]
     ids = np.array([each.block_id for each in blocks], np.int64)
-    return Chosen(hashes, blocks, GroupBlocks(group.index, joined, ids), places)
+    return Chosen(hashes, blocks, GroupBlocks(group.index, joined, ids), tags, places)
 
 
 def _keys(blocks: Sequence[Any], hash_bytes: int) -> bytes:
@@ -171,7 +174,7 @@ def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) 
     for index in groups:
         suffix = index.to_bytes(GROUP_ID_BYTES, "big")
         keys = [key for key in found if key.endswith(suffix)]
-        flags = known.find(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]), len(keys))
+        flags = known.find(tags_of(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]), len(keys)))
         stored.update(key for key, flag in zip(keys, flags.tolist(), strict=True) if flag)
     return [
         (int.from_bytes(key[-GROUP_ID_BYTES:], "big"), key[:-GROUP_ID_BYTES], block)
