@@ -118,7 +118,7 @@ def _flow(screen: Screen, reply: pb.StatusReply, width: int) -> list[Text]:
         line.append(f"{'-' if rate is None else format_rate(rate):>{_RATE_COLUMNS}}")
         if columns >= _SPARKLINE_COLUMNS:
             line.append("  " + _sparkline([each[index] for each in screen.history], columns), style="cyan")
-        line.append(f"  {format_size(total)} in {done:,} jobs", style="dim")
+        line.append(f"  {format_size(total)} in {done:,} {'job' if done == 1 else 'jobs'}", style="dim")
         lines.append(line)
     lines += [_hits(reply, rates), _jobs(jobs)]
     return lines

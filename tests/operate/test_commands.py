@@ -204,7 +204,7 @@ def test_top_once_prints_one_screen(daemon: DaemonProcess) -> None:
     done(rank.store("a"))
     shown = run("top", "--once", "--interval", "0.1", "--socket", daemon.socket, COLUMNS="100")
     assert shown.returncode == 0
-    for word in ("kvsidecar ready", "12 KiB of 1 MiB used", "Store", "in 1 jobs", "my-engine"):
+    for word in ("kvsidecar ready", "12 KiB of 1 MiB used", "Store", "in 1 job", "my-engine"):
         assert word in shown.stdout, word
     assert "\x1b" not in shown.stdout
     rank.close()
