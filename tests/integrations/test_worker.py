@@ -188,8 +188,8 @@ def test_replicated_kv_is_stored_by_the_first_rank_and_loaded_by_all(daemon: Dae
         rank.step(store(1, "a", at=[2]))
     assert ranks[1].report.stored == {1: 1}, "what others store is reported at once"
     ranks[0].until(lambda w: w.report.stored)
-    ranks[1].step(loads=(load(2, "a", at=[5]),))
     ranks[1].kv[:, :, 5] = 0
+    ranks[1].step(loads=(load(2, "a", at=[5]),))
     ranks[1].until(lambda w: w.report.loaded)
     assert (ranks[1].kv[:, :, 5] == 7).all()
     for rank in ranks:

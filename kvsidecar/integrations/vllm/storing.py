@@ -9,8 +9,9 @@ it on the device, or by the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, Tags, tags_of
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
 
+KeyGetter = Callable[[Any], Any]
 GROUP_ID_BYTES = 4
 """vLLM's own key of a block is its hash and the index of its group, big endian."""
 
@@ -83,8 +85,18 @@ class Chosen:
     """Among the candidates, ascending."""
 
 
-def choose(pool: Pool, known: Known, group: Group, candidates: Candidates) -> Chosen | None:
-    """Those that are not known to be stored and that the GPU has, each content once. None if there are none."""
+def key_getter(pool: Pool) -> KeyGetter:
+    """How to read the pool's own key of a block. ``block_hash`` is a property, which takes as long as all else that is
+    asked of a block; what is behind it is read where it is there."""
+    return attrgetter("_block_hash" if hasattr(pool.null_block, "_block_hash") else "block_hash")
+
+
+def choose(pool: Pool, key_of: KeyGetter, known: Known, group: Group, candidates: Candidates) -> Chosen | None:
+    """Those that are not known to be stored and that the GPU has, each content once. None if there are none.
+
+    Args:
+        key_of: as `key_getter` gives it.
+    """
     hashes, blocks = candidates.hashes, candidates.blocks
     joined = b"".join(hashes)
     tags = tags_of(group.index, joined, len(hashes))
@@ -97,7 +109,7 @@ def choose(pool: Pool, known: Known, group: Group, candidates: Candidates) -> Ch
     if len(places) < len(hashes):
         hashes, blocks = [hashes[i] for i in places], [blocks[i] for i in places]
     suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
-    if hashes and _keys(blocks, len(hashes[0])) != suffix.join((*hashes, b"")):
+    if hashes and _keys(key_of, blocks) != suffix.join((*hashes, b"")):
         get = pool.cached_block_hash_to_block.get_one_block
         blocks = [
             block if block is not None and block.block_hash == each + suffix else get(each + suffix)
@@ -114,10 +126,12 @@ def choose(pool: Pool, known: Known, group: Group, candidates: Candidates) -> Ch
     return Chosen(hashes, blocks, GroupBlocks(group.index, joined, ids), tags, places)
 
 
-def _keys(blocks: Sequence[Any], hash_bytes: int) -> bytes:
-    """The pool's own keys of these blocks, one after the other; zeros for those that it does not cache."""
-    nothing = bytes(hash_bytes + GROUP_ID_BYTES)
-    return b"".join([nothing if block is None else block.block_hash or nothing for block in blocks])
+def _keys(key_of: KeyGetter, blocks: Sequence[Any]) -> bytes:
+    """The pool's own keys of these blocks, one after the other; nothing if it does not cache one of them."""
+    try:
+        return b"".join(map(key_of, blocks))
+    except (AttributeError, TypeError):  # no block, or one without a key
+        return b""
 
 
 class Selection:
