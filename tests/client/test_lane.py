@@ -176,6 +176,28 @@ def test_an_answer_is_taken_without_the_reading_thread() -> None:
     link.far.close()
 
 
+def test_answers_are_taken_while_somebody_sends_on_and_on_and_never_reads() -> None:
+    link, taken = FakeLink(), threading.Event()
+
+    def fill(item: int, message: pb.AttachRequest) -> bool:
+        message.store.job = item
+        return True
+
+    stream = LaneStream(link, fill, lambda _: taken.set(), threading.RLock())  # type: ignore[arg-type]
+    reader = threading.Thread(target=read_until_error, args=(stream,))
+    reader.start()
+    for item in range(1, 5000):  # the socket holds them all
+        stream.put(item)
+        if item == 10:
+            send(link.far, attach=pb.AttachReply(done=pb.JobDone(job=1)))
+        if taken.wait(1e-4):
+            break
+    assert taken.is_set()
+    stream.cancel()
+    reader.join(SECONDS)
+    link.far.close()
+
+
 @pytest.mark.parametrize("reader_first", [True, False])
 def test_cancelling_a_stream_with_a_backlog_ends_its_threads(reader_first: bool) -> None:
     link = FakeLink()
