@@ -106,11 +106,15 @@ def test_an_engine_starts_without_a_daemon_and_uses_one_that_comes(
 
 def test_an_engine_joins_while_the_pool_is_still_being_pinned(model: str, short_dir: Path, truth: Truth) -> None:
     """And does not wait for it: it serves meanwhile."""
+    socket = str(short_dir / "kvs.sock")
     with (
-        DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(6)") as daemon,
-        running(model, kvsidecar(daemon.socket)) as engine,
+        running(model, kvsidecar(socket)) as engine,
+        DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(8)") as daemon,
     ):
+        assert daemon.socket == socket
+        daemon.wait_log("rank attached")
         (answer,) = engine.generate(prompt("early", 100))
+        assert daemon.get("/status")[1]["readiness"]["state"] == "pinning"
         assert [answer.tokens] == truth(prompt("early", 100))
         daemon.wait_ready()
         works(engine, daemon, truth)
