@@ -265,6 +265,35 @@ def test_a_hit_goes_on_behind_a_local_prefix(name: str) -> None:
     assert other.side.counters.gone_loads == 0
 
 
+def test_the_tables_that_vllm_hands_over_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grow with the request, so no block has to be looked for. If a version hands over copies, or none, all is
+    stored nevertheless, and each step costs twice as much."""
+    daemon = TinyDaemon()
+    engine = Engine(MODELS["full"], daemon)
+    asked: list[bytes] = []
+    index = engine.manager.block_pool.cached_block_hash_to_block
+    find = type(index).get_one_block
+    request = engine.request("a", list(range(345)))
+
+    def get_one_block(self: Any, key: bytes) -> Any:
+        asked.append(key)
+        return find(self, key)
+
+    engine.manager.new_step_starts()
+    engine.manager.allocate_slots(request, 48)
+    engine.side.update_state_after_alloc(request, engine.manager.get_blocks("a"), 0)
+    engine.finish_stores(engine.step({"a": 48}))
+    request.num_computed_tokens = 48
+    engine.manager.allocate_slots(request, 297)  # only vLLM knows of these blocks
+    monkeypatch.setattr(type(index), "get_one_block", get_one_block)
+    engine.finish_stores(engine.step({"a": 297}))
+    request.num_computed_tokens = 345
+    engine.side.request_finished(request)
+    engine.finish_stores(engine.step({}))
+    assert not asked
+    assert len(daemon.blocks) == 345 // 16
+
+
 def test_kinds_of_vllms_own_specs() -> None:
     specs = [
         *MODELS["full and state"],
