@@ -19,11 +19,19 @@ LABELS = ["model_name", "engine"]
 
 
 @pytest.fixture(autouse=True)
-def _no_series_left() -> Iterator[None]:
-    before = set(prometheus_client.REGISTRY._collector_to_names)
+def _no_other_series() -> Iterator[None]:
+    """An engine that ran in this process before leaves its own behind."""
+    registry = prometheus_client.REGISTRY
+    ours = {*stats.COUNTERS, *stats.HISTOGRAMS}
+    others = {registry._names_to_collectors[name] for name in ours if name in registry._names_to_collectors}
+    for each in others:
+        registry.unregister(each)
+    before = set(registry._collector_to_names)
     yield
-    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-        prometheus_client.REGISTRY.unregister(collector)
+    for each in set(registry._collector_to_names) - before:
+        registry.unregister(each)
+    for each in others:
+        registry.register(each)
 
 
 def prom() -> SidecarPromMetrics:
