@@ -8,6 +8,7 @@ import pytest
 
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError, DaemonUnreachable
+from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.background import Background
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
@@ -647,6 +648,23 @@ def test_a_load_carries_its_requests_traceparent_and_a_store_that_of_its_first_s
     requests[1].num_computed_tokens = 12
     (store,) = made.build_orders(Step({"b": 1})).stores
     assert store.traceparent is None  # what came before does not stay
+
+
+def test_blocks_that_are_known_take_no_room_from_another_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "STEP_BLOCKS", 4)
+    pool = TinyPool(40)
+    made = attached(pool=pool)
+    first = Request("a", list(range(16)))
+    run(made, pool, first, 16)
+    (job,) = made.build_orders(Step({"a": 1})).stores
+    made.take_report(RankReport(stored={job.number: 1}))
+    made.request_finished(first)
+
+    known, new = Request("b", list(range(16))), Request("c", list(range(100, 116)))
+    for request in (known, new):
+        run(made, pool, request, 16)
+    (job,) = made.build_orders(Step({"b": 1, "c": 1})).stores
+    assert stored_hashes((job,)) == new.block_hashes
 
 
 def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:

@@ -173,7 +173,11 @@ class Stores:
         aligned = end // self._alignment * self._alignment
         if aligned <= progress.done:
             return
-        units = (self._room() - self._extra_blocks) // self._unit_blocks
+        room = self._room()
+        if self._considered and room < (aligned - progress.done) // self._alignment * self._unit_blocks:
+            self._plan()  # what turns out to be known needs no room
+            room = self._room()
+        units = (room - self._extra_blocks) // self._unit_blocks
         if units <= 0:
             return
         aligned = min(aligned, progress.done + units * self._alignment)
