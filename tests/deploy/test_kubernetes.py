@@ -265,6 +265,52 @@ def test_the_pod_monitor_finds_the_daemons_and_the_port_of_their_metrics() -> No
             assert port["containerPort"] == settings(daemon).http_port
 
 
+def _only(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+TEXTS = {"type": "array", "items": {"type": "string"}}
+POD_MONITOR = _only(
+    apiVersion={"const": "monitoring.coreos.com/v1"},
+    kind={"const": "PodMonitor"},
+    metadata=_only(name={"type": "string"}),
+    spec=_only(
+        selector=_only(
+            matchExpressions={
+                "type": "array",
+                "items": _only(
+                    key={"type": "string"}, operator={"enum": ["In", "NotIn", "Exists", "DoesNotExist"]}, values=TEXTS
+                ),
+            }
+        ),
+        podMetricsEndpoints={
+            "type": "array",
+            "items": _only(
+                port={"type": "string"},
+                path={"type": "string"},
+                interval={"type": "string", "pattern": "^([0-9]+(ms|[smhdwy]))+$"},
+                relabelings={
+                    "type": "array",
+                    "items": _only(
+                        sourceLabels=TEXTS, targetLabel={"type": "string", "pattern": "^[a-zA-Z_][a-zA-Z0-9_]*$"}
+                    ),
+                },
+            ),
+        },
+    ),
+)
+"""What the manifest uses of the Prometheus operator's API (version 0.91), and nothing else: the API server drops a key
+that it does not know without a word."""
+
+
+def test_the_pod_monitor_says_only_what_the_operator_knows() -> None:
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(POD_MONITOR)
+    (monitor,) = [each for each in bases() if each["kind"] == "PodMonitor"]
+    assert [error.message for error in validator.iter_errors(monitor)] == []
+    misspelt = json.loads(json.dumps(monitor).replace('"interval"', '"intervall"'))
+    assert [error.message for error in validator.iter_errors(misspelt)] != []
+
+
 def test_the_probes_start_the_engine_while_the_pool_is_pinned(short_dir: Path) -> None:
     """Of every daemon: its startup and liveness probes pass while it pins and engines attach; readiness waits."""
     probes = []
