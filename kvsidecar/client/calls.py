@@ -112,11 +112,37 @@ class Lookups:
         return reply
 
 
-class Operator:
-    """What operators ask, over gRPC on connections of its own: it works whether or not anything is attached.
+class OperatorCalls:
+    """What operators ask, whatever carries it.
 
-    Every call waits at most ``timeout`` seconds. It raises DaemonUnreachable without an answer, RequestDenied if it is
-    for admins, or of another's namespace.
+    Every call raises DaemonUnreachable without an answer, RequestDenied if it is for admins, or of another's namespace.
+    """
+
+    def status(self) -> pb.StatusReply:
+        """Everything the daemon says of itself; what is the caller's own if it is no admin (``partial``)."""
+        reply: pb.StatusReply = self._call("Status", pb.StatusRequest())
+        return reply
+
+    def clear(self, namespace: Namespace | None = None) -> int:
+        """Forget the blocks of a namespace, or of all. Returns how many can no longer be looked up."""
+        request = (
+            pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
+        )
+        reply: pb.ClearReply = self._call("Clear", request)
+        return reply.blocks
+
+    def drain(self) -> None:
+        """Tell the daemon to take no new work."""
+        self._call("Drain", pb.DrainRequest())
+
+    def _call(self, method: str, request: object) -> Any:
+        raise NotImplementedError
+
+
+class Operator(OperatorCalls):
+    """Over the Unix socket, on connections of its own: it works whether or not anything is attached.
+
+    Every call waits at most ``timeout`` seconds.
     """
 
     def __init__(self, socket: str, timeout: float, name: str = "") -> None:
@@ -126,20 +152,6 @@ class Operator:
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._link: Link | None = None
-
-    def status(self) -> pb.StatusReply:
-        reply: pb.StatusReply = self._call("Status", pb.StatusRequest())
-        return reply
-
-    def clear(self, namespace: Namespace | None) -> int:
-        request = (
-            pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
-        )
-        reply: pb.ClearReply = self._call("Clear", request)
-        return reply.blocks
-
-    def drain(self) -> None:
-        self._call("Drain", pb.DrainRequest())
 
     def close(self) -> None:
         with self._lock:

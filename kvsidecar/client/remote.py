@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client.calls import operator_error
+from kvsidecar.client.calls import OperatorCalls, operator_error
 from kvsidecar.client.connection import CHANNEL_OPTIONS
 from kvsidecar.client.messages import lookup_request, lookup_result
 from kvsidecar.client.results import LookupResult
@@ -17,7 +17,6 @@ from kvsidecar.errors import ClientError
 from kvsidecar.types import LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import namespace_to_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Tls:
     key: str
 
 
-class RemoteClient:
+class RemoteClient(OperatorCalls):
     """Looks up, and does what operators do. All methods may be called from any thread.
 
     What this client may do is what the daemon's policy gives to the names in its certificate.
@@ -63,23 +62,6 @@ class RemoteClient:
         """
         reply: pb.LookupReply = self._call("Lookup", lookup_request(namespace, groups, mode, 0.0, b""))
         return lookup_result(reply, namespace, groups)
-
-    def status(self) -> pb.StatusReply:
-        """As `Client.status`; without being an admin, the namespaces that this client may use."""
-        reply: pb.StatusReply = self._call("Status", pb.StatusRequest())
-        return reply
-
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """As `Client.clear`."""
-        request = (
-            pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
-        )
-        reply: pb.ClearReply = self._call("Clear", request)
-        return reply.blocks
-
-    def drain(self) -> None:
-        """As `Client.drain`."""
-        self._call("Drain", pb.DrainRequest())
 
     def close(self) -> None:
         self._channel.close()

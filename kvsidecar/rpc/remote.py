@@ -6,18 +6,17 @@ is and when it is gone. Nothing here takes a lease, which nobody would end with 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Hashable
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from kvsidecar.errors import ConfigError, InvalidRequest, KVSidecarError, LimitExceeded, NotPermitted
+from kvsidecar.errors import ConfigError, NotPermitted
 from kvsidecar.policy import Caller, Identity
-from kvsidecar.quota import Quota
 from kvsidecar.rpc.decoding import TolerantRegistrar
 from kvsidecar.rpc.handler import Handler
-from kvsidecar.rpc.service import MAX_LOOKUP_STREAMS, Context, abort
+from kvsidecar.rpc.service import Context, Service
 from kvsidecar.rpc.tls import Certificates
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
@@ -55,76 +54,28 @@ def names_of(properties: Any) -> tuple[str, ...]:
 
 def _refused(text: str) -> Any:
     async def call(self: RemoteService, _request: Any, context: Context) -> Any:
-        await self.refuse(context, NotPermitted(text))
+        await self._refuse(context, NotPermitted(text))
 
     return call
 
 
-def _unary(name: str) -> Any:
-    async def call(self: RemoteService, request: Any, context: Context) -> Any:
-        try:
-            if name == "lookup":
-                _check_lookup(request)
-            return getattr(self.handler, name)(request, self.caller(context))
-        except KVSidecarError as error:
-            await self.refuse(context, error)
+class RemoteService(Service):
+    """`Service` for another host: a certificate says who asks, and what makes no sense from there is refused."""
 
-    return call
+    Release = Renew = _refused("over TCP there are no leases")
+    Attach = _refused("a rank attaches over the Unix socket of its own host: memory is not shared with another one")
 
-
-def _check_lookup(request: pb.LookupRequest) -> None:
-    if request.lease_ms or request.token:
-        raise NotPermitted("over TCP there is no lease: nobody would end it with its client; ask with lease_ms 0")
-
-
-class RemoteService(pb_grpc.SidecarServicer):
-    """The methods of `Service` that make sense from another host."""
-
-    def __init__(self, handler: Handler) -> None:
-        self.handler = handler
-        self._streams_of = Quota(MAX_LOOKUP_STREAMS, "streams of lookups")
-
-    def caller(self, context: Context) -> Caller:
-        """Raises NotPermitted: the certificate names nobody."""
+    def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
+        if isinstance(request, pb.LookupRequest) and (request.lease_ms or request.token):
+            raise NotPermitted("over TCP there is no lease: nobody would end it with its client; ask with lease_ms 0")
         names = names_of(context.auth_context())
         if not names:
             raise NotPermitted("the certificate has neither a subject alternative name nor a common name")
         who = Identity(certificate=names)
-        return Caller(who, self.handler.access.grant(who))
+        return Caller(who, self._handler.access.grant(who))
 
-    async def refuse(self, context: Context, error: KVSidecarError) -> None:
-        self.handler.refused(error)
-        await abort(context, error)
-
-    Lookup = _unary("lookup")
-    Status = _unary("status")
-    Clear = _unary("clear")
-    Drain = _unary("drain")
-    Release = Renew = _refused("over TCP there are no leases")
-
-    async def Attach(self, _requests: Any, context: Context) -> None:  # noqa: N802
-        text = "a rank attaches over the Unix socket of its own host: memory is not shared with another one"
-        await self.refuse(context, NotPermitted(text))
-
-    async def LookupStream(  # noqa: N802
-        self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
-    ) -> AsyncIterator[pb.LookupReply]:
-        holder = names_of(context.auth_context())
-        try:
-            self._streams_of.take(holder)
-        except LimitExceeded as error:
-            await self.refuse(context, error)
-        try:
-            async for request in requests:
-                try:
-                    if isinstance(request, InvalidRequest):  # it did not parse
-                        raise request
-                    _check_lookup(request)
-                    yield self.handler.lookup(request, self.caller(context))
-                except KVSidecarError as error:
-                    await self.refuse(context, error)
-        finally:
-            self._streams_of.give_back(holder)
+    def _stream_holder(self, context: Context) -> Hashable:
+        return names_of(context.auth_context())
 
 
 class RemoteServer:

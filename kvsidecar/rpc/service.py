@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from typing import Any, NoReturn
 
 import grpc
@@ -11,6 +11,7 @@ import grpc
 from kvsidecar import log
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
 from kvsidecar.instances import Session
+from kvsidecar.policy import Caller
 from kvsidecar.quota import Quota
 from kvsidecar.rpc.attach_stream import AttachStream
 from kvsidecar.rpc.handler import Handler
@@ -40,12 +41,9 @@ def _unary(name: str, *, for_admins: bool = False) -> Any:
 
     async def call(self: Service, request: Any, context: Context) -> Any:
         try:
-            anyone = self._handler.open_to_all and not for_admins
-            caller = self._handler.caller(b"" if anyone else token_of(request, context))
-            return getattr(self._handler, name)(request, caller)
+            return getattr(self._handler, name)(request, self._caller(request, context, for_admins=for_admins))
         except KVSidecarError as error:
-            self._handler.refused(error)
-            await abort(context, error)
+            await self._refuse(context, error)
 
     return call
 
@@ -72,22 +70,33 @@ class Service(pb_grpc.SidecarServicer):
     Clear = _unary("clear", for_admins=True)
     Drain = _unary("drain", for_admins=True)
 
+    def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
+        """Who asks this. Raises KVSidecarError: nobody who may."""
+        anyone = self._handler.open_to_all and not for_admins
+        return self._handler.caller(b"" if anyone else token_of(request, context))
+
+    def _stream_holder(self, context: Context) -> Hashable:
+        """With whom a stream of lookups is counted. Raises KVSidecarError."""
+        # Who sends no token is counted with the others who do not, whether or not it may look up then.
+        return self._handler.caller(token_of(None, context)).uid
+
+    async def _refuse(self, context: Context, error: KVSidecarError) -> NoReturn:
+        self._handler.refused(error)
+        await abort(context, error)
+
     async def LookupStream(  # noqa: N802
         self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
     ) -> AsyncIterator[pb.LookupReply]:
-        uid: int | None = None
         try:
-            # Who sends no token is counted with the others who do not, whether or not it may look up then.
-            uid = self._handler.caller(token_of(None, context)).uid
-            self._streams_of.take(uid)
+            holder = self._stream_holder(context)
+            self._streams_of.take(holder)
         except KVSidecarError as error:
-            self._handler.refused(error)
-            await abort(context, error)
+            await self._refuse(context, error)
         try:
             async for reply in self._lookups(requests, context):
                 yield reply
         finally:
-            self._streams_of.give_back(uid)
+            self._streams_of.give_back(holder)
 
     async def _lookups(
         self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
@@ -96,21 +105,17 @@ class Service(pb_grpc.SidecarServicer):
             try:
                 if isinstance(request, InvalidRequest):  # it did not parse
                     raise request
-                anyone = self._handler.open_to_all
                 # Each time: a connection to the attach socket that has ended gives nothing any more.
-                caller = self._handler.caller(b"" if anyone else token_of(request, context))
-                yield self._handler.lookup(request, caller)
+                yield self._handler.lookup(request, self._caller(request, context))
             except KVSidecarError as error:
-                self._handler.refused(error)
-                await abort(context, error)
+                await self._refuse(context, error)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
         try:
             first = await asyncio.wait_for(context.read(), FIRST_MESSAGE_SECONDS)
         except TimeoutError:
             silent = LimitExceeded(f"the stream said nothing for {FIRST_MESSAGE_SECONDS:g} s: register at once")
-            self._handler.refused(silent)
-            await abort(context, silent)
+            await self._refuse(context, silent)
         registering = self._handler.registering(first)
         try:
             session = await asyncio.shield(registering)
