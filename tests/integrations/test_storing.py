@@ -26,14 +26,13 @@ def candidates(hashes: Sequence[bytes], table: Sequence[Any] = ()) -> Candidates
 
 
 def chosen(pool: TinyPool, known: Known, of: Group, of_step: Candidates) -> tuple[list[bytes], list[Any], list[int]]:
-    """Hashes, blocks, and places; the packed form says the same."""
+    """Hashes and blocks, of which the packed form names both, and places."""
     found = choose(pool, key_getter(pool), known, of, of_step)
     if found is None:
         return [], [], []
     assert found.packed.group == of.index
-    assert found.packed.split() == list(found.hashes)
     assert found.packed.block_ids.tolist() == [block.block_id for block in found.blocks]
-    return list(found.hashes), found.blocks, list(found.places)
+    return found.packed.split(), found.blocks, list(found.places)
 
 
 def test_what_the_gpu_has_and_is_not_known_is_chosen() -> None:

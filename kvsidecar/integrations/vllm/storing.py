@@ -76,10 +76,9 @@ class Candidates:
 class Chosen:
     """Those of the candidates that are to be stored."""
 
-    hashes: Sequence[bytes]
-    blocks: list[Any]
-    """The pool's blocks that hold them."""
     packed: GroupBlocks
+    blocks: list[Any]
+    """The pool's blocks of these."""
     tags: Tags
     places: Sequence[int]
     """Among the candidates, ascending."""
@@ -98,8 +97,8 @@ def choose(pool: Pool, key_of: KeyGetter, known: Known, group: Group, candidates
         key_of: as `key_getter` gives it.
     """
     hashes, blocks = candidates.hashes, candidates.blocks
-    joined = b"".join(hashes)
-    tags = tags_of(group.index, joined, len(hashes))
+    packed = b"".join(hashes)
+    tags = tags_of(group.index, packed, len(hashes))
     stored = known.find(tags)
     places: Sequence[int] = range(len(hashes))
     if len(candidates.spans) > 1:  # two requests may compute the same
@@ -121,9 +120,9 @@ def choose(pool: Pool, key_of: KeyGetter, known: Known, group: Group, candidates
     if not hashes:
         return None
     if len(hashes) < len(candidates.hashes):
-        joined, tags = b"".join(hashes), tags[np.array(places)]
+        packed, tags = b"".join(hashes), tags[np.array(places)]
     ids = np.array([each.block_id for each in blocks], np.int64)
-    return Chosen(hashes, blocks, GroupBlocks(group.index, joined, ids), tags, places)
+    return Chosen(GroupBlocks(group.index, packed, ids), blocks, tags, places)
 
 
 def _keys(key_of: KeyGetter, blocks: Sequence[Any]) -> bytes:
