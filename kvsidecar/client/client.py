@@ -289,6 +289,9 @@ class Client:
 
     def poll(self) -> list[JobDone]:
         """The jobs that have ended since the last call, each once. Never waits."""
+        if (session := self._keeper.session) is not None and session.unsaid is not None:
+            with self._jobs.lock:
+                session.say()
         return self._jobs.poll()
 
     def wait(self, jobs: Iterable[int], timeout: float) -> dict[int, JobDone]:
@@ -314,15 +317,21 @@ class Client:
         """
         return flush(self._jobs, jobs, timeout=self._timeout if timeout is None else timeout, cancel=cancel)
 
-    def set_idle(self, idle: bool) -> None:
+    def set_idle(self, idle: bool, *, soon: bool = False) -> None:
         """Tell the daemon that this rank's GPU has nothing to do, or has again: stores need not leave room for the
-        engine's own copies meanwhile. Never waits, and costs nothing while nothing changes."""
+        engine's own copies meanwhile. Never waits, and costs nothing while nothing changes.
+
+        Args:
+            soon: it is enough to tell it with the next job, which costs no message, or at the next `poll`.
+        """
         if idle == self._idle:
             return
         with self._changed:
             self._idle = self._keeper.idle = idle
             if (session := self._keeper.session) is not None:
                 session.set_idle(idle)
+                if not soon:
+                    session.say()
 
     # -- lookups and leases ----------------------------------------------------------------------------------------
 

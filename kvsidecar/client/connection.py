@@ -38,8 +38,8 @@ class AttachCarrier(Protocol):
     settled: bool
     """The daemon itself has said that the stream is over: its jobs are, too, and the memory is unmapped."""
 
-    def put(self, item: Any) -> None:
-        """Send this behind what was put before; never waits."""
+    def put(self, *items: Any) -> None:
+        """Send these behind what was put before; never waits."""
 
     def finish(self) -> None:
         """Nothing more is sent. The daemon answers what it owes, unmaps the memory and ends the stream."""
@@ -161,8 +161,9 @@ class GrpcStream(AttachCarrier):
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._replies = stub.Attach(self._requests())
 
-    def put(self, item: Any) -> None:
-        self._outgoing.put(item)
+    def put(self, *items: Any) -> None:
+        for item in items:
+            self._outgoing.put(item)
 
     def finish(self) -> None:
         self._outgoing.put(None)

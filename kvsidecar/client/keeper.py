@@ -175,6 +175,7 @@ class Keeper:
                 self.connection, self.session, self.error, self._once = connection, session, None, False
                 if session is not None and self.idle:
                     session.set_idle(True)
+                    session.say()
                 self.attempts += 1
                 self._jobs.changed.notify_all()
             if lost:

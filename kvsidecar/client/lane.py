@@ -105,8 +105,8 @@ class LaneStream:
         self._has_waiting = threading.Event()
         self._over = False
 
-    def put(self, item: Any) -> None:
-        self._put(item)
+    def put(self, *items: Any) -> None:
+        self._put(*items)
 
     def finish(self) -> None:
         self._put(None)
@@ -177,25 +177,28 @@ class LaneStream:
 
     # -- up ----------------------------------------------------------------------------------------------------------
 
-    def _put(self, item: Any) -> None:
+    def _put(self, *items: Any) -> None:
         self._used_until = time.monotonic() + STEP_ASIDE_SECONDS
         with self._lock:
             if self._rest or self._waiting:
-                self._waiting.append(item)
-            elif not self._send(item) and not self._over:
+                self._waiting += items
+            elif not self._send(*items) and not self._over:
                 if self._flusher is None:
                     self._flusher = threading.Thread(target=self._flush, name="kvsidecar-flush", daemon=True)
                     self._flusher.start()
                 self._has_waiting.set()
 
-    def _send(self, item: Any) -> bool:
-        """False: a rest of it is left."""
-        request = pb.LaneRequest()
-        if item is None:
-            request.detach.SetInParent()
-        elif not self._fill(item, request.attach):
-            return True
-        return self._write(frame(request))
+    def _send(self, *items: Any) -> bool:
+        """False: a rest of them is left."""
+        data = b""
+        for item in items:
+            request = pb.LaneRequest()
+            if item is None:
+                request.detach.SetInParent()
+            elif not self._fill(item, request.attach):
+                continue
+            data += frame(request)
+        return not data or self._write(data)
 
     def _write(self, data: bytes) -> bool:
         try:

@@ -41,6 +41,8 @@ class Session:
         """Why it has ended; None if the daemon ended it in order."""
         self.flushed: dict[int, frozenset[int] | None] = {}
         """Flushes that somebody waits for: which of their jobs were still running, or None until that is said."""
+        self.unsaid: pb.AttachRequest | None = None
+        """Goes with the next job, or by `say`."""
         self._ring = RingSlots(ring_size)
         self._stream = connection.open_stream(self._fill, self._take, jobs.lock)
         self._stream.put(pb.AttachRequest(register=register))
@@ -59,7 +61,8 @@ class Session:
         with self._jobs.lock:
             if self._jobs.is_outstanding(job.number):
                 job.phase = Phase.QUEUED
-                self._stream.put(job)
+                unsaid, self.unsaid = self.unsaid, None
+                self._stream.put(job) if unsaid is None else self._stream.put(unsaid, job)
 
     def flush(self, number: int, jobs: list[int], timeout: float, *, cancel: bool) -> None:
         """Send a Flush; the answer appears in `flushed`. The jobs were sent before. With the lock held."""
@@ -73,8 +76,14 @@ class Session:
         self.flushed.pop(number, None)
 
     def set_idle(self, idle: bool) -> None:
-        """Tell whether the GPU has nothing to do."""
-        self._stream.put(pb.AttachRequest(idle=pb.Idle(idle=idle)))
+        """Tell whether the GPU has nothing to do, with the next job or by `say`. With the lock held."""
+        self.unsaid = pb.AttachRequest(idle=pb.Idle(idle=idle))
+
+    def say(self) -> None:
+        """Send what waits for a job. With the lock held."""
+        unsaid, self.unsaid = self.unsaid, None
+        if unsaid is not None:
+            self._stream.put(unsaid)
 
     def take_event(self, job: Job) -> int | None:
         """A ring entry to record for this store; None if all are in use. With the lock held."""

@@ -70,9 +70,9 @@ def test_more_than_the_socket_holds_is_sent_in_order_and_nobody_waits_for_it() -
             arrived.append(request.attach.store.job)
 
     taking = threading.Thread(target=take)
-    for item in range(1, 2001):
-        stream.put(item)
-        if item == 1000:  # 30 MB: returns although nobody reads; from now on somebody does, while more is put
+    for item in range(1, 2001, 2):
+        stream.put(item, item + 1)
+        if item == 999:  # 30 MB: returns although nobody reads; from now on somebody does, while more is put
             assert not arrived
             taking.start()
     stream.finish()

@@ -396,6 +396,23 @@ def test_a_request_that_is_too_long_is_refused_before_it_costs_the_connection(da
 
 
 @pytest.mark.usefixtures("carrier")
+def test_what_is_told_soon_is_told_with_the_next_job_or_at_the_next_poll(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    client = rank.client
+    client.set_idle(True, soon=True)
+    done(rank.store("a"))
+    assert client.status().ranks[0].idle
+    client.set_idle(False, soon=True)
+    assert client.status().ranks[0].idle
+    client.poll()
+    deadline = time.monotonic() + SECONDS
+    while client.status().ranks[0].idle:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    rank.close()
+
+
+@pytest.mark.usefixtures("carrier")
 def test_an_idle_gpu_is_told_to_every_run_of_the_daemon(short_dir: Path) -> None:
     rank: Rank | None = None
     for _ in range(2):

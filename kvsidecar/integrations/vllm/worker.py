@@ -185,7 +185,7 @@ class WorkerSide:
         self._new_stores, self._new_loads = orders.stores, orders.loads
         if self._client is None:
             return
-        self._client.set_idle(orders.idle)
+        self._client.set_idle(orders.idle, soon=True)
         if orders.loads and self._order is not None:
             # The blocks may be written by steps in flight and by this step's zeroing: the copies come after those.
             self._loads_after = self._order.mark()
