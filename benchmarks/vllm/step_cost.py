@@ -3,8 +3,8 @@
 python -m benchmarks.vllm.step_cost --socket /run/kvsidecar/kvsidecar.sock [--blocks 512] [--requests 256]
 
 The daemon must be ready, on the host device, and is asked for blocks that are stored here first. Needs vLLM, no model
-and no GPU. One thing after another, without a pause: an engine that has slept pays more for each, which
-`benchmarks.vllm.hits` shows.
+and no GPU. One thing after another, with no pause but for the connector's own threads to come to rest: an engine that
+has slept pays more for each, which `benchmarks.vllm.hits` shows.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvsidecar.integrations.vllm.worker import WorkerSide
 
 NAMESPACE = Namespace("step-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
 TOKENS, ROW_BYTES = 16, 4096
+REST_SECONDS = 0.0002
 GROUP = Group(0, Kind.FULL, ("layer",), TOKENS, TOKENS, TOKENS)
 
 
@@ -160,17 +161,20 @@ def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
         tokens, _ = times.take(f"lookup of {blocks} blocks", side.get_num_new_matched_tokens, hit, 0)
         if tokens != blocks * TOKENS:
             raise RuntimeError(f"the daemon has {tokens} of {blocks * TOKENS} tokens; is its pool large enough?")
-        table = allocated(held)
 
-        def busy(new: Request = new, table: Any = table, tokens: int = tokens) -> None:
+        def busy(table: Any, tokens: int, scheduled: Any) -> None:
             side.update_state_after_alloc(hit, table, tokens)
-            both(step(**{new.request_id: 1}))
+            both(scheduled)
 
-        times.take(f"a step with one store and one load of {blocks} blocks", busy)
+        label = f"a step with one store and one load of {blocks} blocks"
+        times.take(label, busy, allocated(held), tokens, step(**{new.request_id: 1}))
         times.take("the end of both", side.take_report, rank.settle())
         side.request_finished(new)
         side.request_finished(hit)
         pool.free_blocks(held)
+        while side.has_pending_push_work():  # leases are taken and released in a thread, while an engine computes
+            both(step())
+            time.sleep(REST_SECONDS)
     side.shutdown()
     rank.side.unregister()
     return times

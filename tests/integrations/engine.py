@@ -269,6 +269,8 @@ class AtOnce:
     def __call__(self, call: Callable[[], None]) -> None:
         call()
 
+    def step(self) -> None: ...
+
     def close(self) -> None: ...
 
 

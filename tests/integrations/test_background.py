@@ -1,4 +1,4 @@
-"""Calls that nobody waits for: each is made, in order, whatever the others do."""
+"""Calls that nobody waits for: each is made, in order, whatever the others do, and none in the step that gave it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvsidecar.integrations.vllm.background import PAUSE_SECONDS, Background
+from kvsidecar.integrations.vllm.background import Background
 
 SECONDS = 30.0
 
@@ -17,6 +17,7 @@ def come_to_rest(background: Background) -> None:
     deadline = time.monotonic() + SECONDS
     while background.busy:
         assert time.monotonic() < deadline
+        background.step()
         time.sleep(0.001)
 
 
@@ -26,11 +27,38 @@ def test_calls_are_made_in_order_and_busy_until_the_last_has_ended() -> None:
     background(lambda: made.append(go.wait(SECONDS)))
     for number in range(100):
         background(lambda number=number: made.append(number))
+    for _ in range(2):
+        background.step()
     assert background.busy
     assert not made
     go.set()
     come_to_rest(background)
     assert made == [True, *range(100)]
+    background.close()
+
+
+def test_a_call_begins_in_the_step_behind_the_one_that_gave_it() -> None:
+    background, begun = Background(), [threading.Event(), threading.Event()]
+    background(begun[0].set)
+    background.step()
+    background(begun[1].set)
+    assert not begun[0].wait(0.02)
+    background.step()
+    assert begun[0].wait(SECONDS)
+    assert not begun[1].wait(0.02)
+    background.step()
+    assert begun[1].wait(SECONDS)
+    background.close()
+
+
+def test_each_call_is_made_once_in_whatever_steps_they_are_given() -> None:
+    background, made = Background(), []
+    for number in range(100):
+        background(lambda number=number: made.append(number))
+        for _ in range(number % 4):
+            background.step()
+    come_to_rest(background)
+    assert made == list(range(100))
     background.close()
 
 
@@ -45,21 +73,12 @@ def test_a_call_that_fails_is_logged_and_the_next_is_made(caplog: pytest.LogCapt
     background.close()
 
 
-def test_close_ends_the_thread_behind_what_was_given() -> None:
+def test_close_ends_the_thread_behind_what_was_begun_and_no_other_call_begins() -> None:
     background, made = Background(), []
     background(lambda: made.append(threading.current_thread()))
-    background.close()
     come_to_rest(background)
+    background(lambda: made.append(threading.current_thread()))
+    background.close()
     made[0].join(SECONDS)
     assert not made[0].is_alive()
-
-
-def test_the_first_call_begins_when_the_step_that_gave_it_may_be_over_and_the_next_ones_at_once() -> None:
-    background, begun = Background(), []
-    for _ in range(100):
-        background(lambda: begun.append(time.monotonic()))
-    given = time.monotonic()
-    come_to_rest(background)
-    assert begun[0] - given > PAUSE_SECONDS / 2
-    assert begun[-1] - begun[0] < 100 * PAUSE_SECONDS
-    background.close()
+    assert len(made) == 1

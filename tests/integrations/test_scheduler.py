@@ -177,14 +177,36 @@ def test_no_step_waits_for_a_lease_and_an_idle_engine_goes_on_until_it_is_releas
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
     (load,) = made.build_orders(Step()).loads
     made.take_report(RankReport(loaded={load.number: 1}))
+    made.build_orders(Step())
     assert not daemon.leases
     assert made.has_pending_push_work()
     answer.set()
     deadline = time.monotonic() + SECONDS
     while made.has_pending_push_work():
         assert time.monotonic() < deadline
+        made.build_orders(Step())
         time.sleep(0.001)
     assert (daemon.taken, daemon.leases) == (1, {})
+    made.shutdown()
+
+
+def test_a_lease_is_taken_in_the_step_behind_that_of_the_hit() -> None:
+    daemon, background = TinyDaemon(), Background()
+    made = attached(daemon=daemon, background=background)
+    request = Request("r", list(range(9)))
+    daemon.put(0, request.block_hashes)
+    made.get_num_new_matched_tokens(request, 0)
+    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
+    made.build_orders(Step())
+    assert background.busy
+    assert not daemon.taken
+    made.build_orders(Step())
+    deadline = time.monotonic() + SECONDS
+    while background.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert daemon.taken == 1
+    assert daemon.leases
     made.shutdown()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, tags_of
-from kvsidecar.integrations.vllm.storing import Candidates, block_range, choose, default_watermark, key_getter, walk
+from kvsidecar.integrations.vllm.storing import Candidates, block_range, choose, default_watermark, keys_reader, walk
 from tests.integrations.engine import TinyPool, chain, full, group
 
 
@@ -27,7 +27,7 @@ def candidates(hashes: Sequence[bytes], table: Sequence[Any] = ()) -> Candidates
 
 def chosen(pool: TinyPool, known: Known, of: Group, of_step: Candidates) -> tuple[list[bytes], list[Any], list[int]]:
     """Hashes and blocks, of which the packed form names both, and places."""
-    found = choose(pool, key_getter(pool), known, of, of_step)
+    found = choose(pool, keys_reader(pool), known, of, of_step)
     if found is None:
         return [], [], []
     assert found.packed.group == of.index

@@ -35,19 +35,22 @@ class Known:
 
     def find(self, tags: Tags) -> Mask:
         """Which are known."""
-        return np.asarray(self._tags[tags & self._last] == tags)
+        return np.asarray(self._tags[self._places(tags)] == tags)
 
     def add(self, tags: Tags) -> None:
-        self._tags[tags & self._last] = tags
+        self._tags[self._places(tags)] = tags
 
     def discard(self, tags: Tags) -> Mask:
         """Returns which were known."""
         found = self.find(tags)
-        self._tags[tags[found] & self._last] = 0
+        self._tags[self._places(tags[found])] = 0
         return found
 
     def clear(self) -> None:
         self._tags.fill(0)
+
+    def _places(self, tags: Tags) -> npt.NDArray[np.int64]:
+        return (tags & self._last).view(np.int64)  # numpy would convert unsigned ones, a place at a time
 
 
 def tags_of(group: int, hashes: bytes, count: int) -> Tags:

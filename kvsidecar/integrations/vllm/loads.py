@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from kvsidecar.integrations.vllm.background import Call
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.lookups import Lookups
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, ids_array, traceparent_of
 
 
 class Runner(Protocol):
@@ -24,6 +22,8 @@ class Runner(Protocol):
     def busy(self) -> bool: ...
 
     def __call__(self, call: Call) -> None: ...
+
+    def step(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -86,7 +86,7 @@ class Loads:
         for group in self._groups:
             hashes, ids = self._blocks(group, request.block_hashes, block_ids, local, external, null_block)
             if hashes:
-                packed.append(GroupBlocks(group.index, b"".join(hashes), np.array(ids, np.int64)))
+                packed.append(GroupBlocks(group.index, b"".join(hashes), ids_array(ids)))
         number = next(self._numbers)
         load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size)
         self._planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))

@@ -5,6 +5,7 @@ vLLM wraps both in its own base classes; `kvsidecar.integrations.vllm.connector`
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,11 @@ class GroupBlocks:
         """The hashes."""
         width = len(self.hashes) // max(1, len(self))
         return [self.hashes[i : i + width] for i in range(0, len(self.hashes), width)] if width else []
+
+
+def ids_array(ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Block ids as `GroupBlocks` has them; not writable. ``np.array(ids)`` takes three times as long."""
+    return np.frombuffer(struct.pack(f"={len(ids)}q", *ids), np.int64)
 
 
 def joined(parts: Sequence[GroupBlocks]) -> GroupBlocks:

@@ -35,7 +35,7 @@ class SchedulerSide:
         events: collects KV cache events, if vLLM wants them.
         step_tokens: the most that one step computes (``max_num_batched_tokens``).
         clock: seconds, monotonic.
-        background: takes and releases leases; by default in a thread.
+        background: takes and releases leases; by default in a thread, a step later.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class SchedulerSide:
             self._reset.step(drained=not self._jobs_outstanding, attached=self.attached)
         if self._open:
             self._stores.step(self._requests, scheduler_output, self._clock())
+        self._background.step()
         return StepOrders(
             self._stores.take_jobs(),
             self._loads.take_jobs(),

@@ -16,13 +16,13 @@ from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.storing import (
     Candidates,
     Chosen,
-    KeyGetter,
+    KeysOf,
     Pool,
     Selection,
     block_range,
     choose,
     default_watermark,
-    key_getter,
+    keys_reader,
     walk,
 )
 
@@ -93,7 +93,7 @@ class Stores:
         self._allocated = self._watermark
         """Blocks that vLLM has taken from the free queue since the last walk, at least."""
         self._pool: Pool | None = None
-        self._key_of: KeyGetter
+        self._keys_of: KeysOf
         self._most_held = 0
         self._held = 0
         self._candidates = {group.index: Candidates() for group in groups}
@@ -103,7 +103,7 @@ class Stores:
         self._running: dict[int, _Store] = {}
 
     def bind(self, pool: Pool) -> None:
-        self._pool, self._key_of = pool, key_getter(pool)
+        self._pool, self._keys_of = pool, keys_reader(pool)
         # A daemon that is slow, or hangs until its jobs time out, must leave the engine blocks to work with.
         self._most_held = pool.num_gpu_blocks // 2
         # There are no more blocks to walk: a watermark above that would only make the walks rarer.
@@ -220,7 +220,7 @@ class Stores:
             if not candidates.hashes:
                 continue
             self._candidates[group.index] = Candidates()
-            chosen = choose(self._pool, self._key_of, self._known, group, candidates)
+            chosen = choose(self._pool, self._keys_of, self._known, group, candidates)
             if chosen is None:
                 continue
             self._planned.add(chosen)
@@ -232,6 +232,8 @@ class Stores:
 
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
         """Whose blocks these are, for the trace and the events."""
+        if self._events is None and not any(span.request.trace_headers for span in candidates.spans):
+            return
         ends = [*(span.begin for span in candidates.spans[1:]), len(candidates.hashes)]
         for span, end in zip(candidates.spans, ends, strict=False):
             traceparent = sampled_traceparent_of(span.request) if self._planned.traceparent is None else None

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, Tags, tags_of
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, ids_array, joined
 
-KeyGetter = Callable[[Any], Any]
+KeysOf = Callable[[Sequence[Any]], bytes]
+"""Gives the pool's own keys of blocks, one after the other."""
 GROUP_ID_BYTES = 4
 """vLLM's own key of a block is its hash and the index of its group, big endian."""
 
@@ -84,17 +84,31 @@ class Chosen:
     """Among the candidates, ascending."""
 
 
-def key_getter(pool: Pool) -> KeyGetter:
-    """How to read the pool's own key of a block. ``block_hash`` is a property, which takes as long as all else that is
-    asked of a block; what is behind it is read where it is there."""
-    return attrgetter("_block_hash" if hasattr(pool.null_block, "_block_hash") else "block_hash")
+def keys_reader(pool: Pool) -> KeysOf:
+    """How to read the pool's own keys of blocks. ``block_hash`` is a property, which takes as long as all else that is
+    asked of a block; what is behind it is read where it is there.
+
+    The function it returns raises AttributeError or TypeError if one of them is no block, or has no key.
+    """
+    return _fields if hasattr(pool.null_block, "_block_hash") else _properties
 
 
-def choose(pool: Pool, key_of: KeyGetter, known: Known, group: Group, candidates: Candidates) -> Chosen | None:
+# A comprehension each, not map(attrgetter(name)): the interpreter reads an attribute that it knows in half the time.
+
+
+def _fields(blocks: Sequence[Any]) -> bytes:
+    return b"".join([each._block_hash for each in blocks])
+
+
+def _properties(blocks: Sequence[Any]) -> bytes:
+    return b"".join([each.block_hash for each in blocks])
+
+
+def choose(pool: Pool, keys_of: KeysOf, known: Known, group: Group, candidates: Candidates) -> Chosen | None:
     """Those that are not known to be stored and that the GPU has, each content once. None if there are none.
 
     Args:
-        key_of: as `key_getter` gives it.
+        keys_of: as `keys_reader` gives it.
     """
     hashes, blocks = candidates.hashes, candidates.blocks
     packed = b"".join(hashes)
@@ -108,7 +122,7 @@ def choose(pool: Pool, key_of: KeyGetter, known: Known, group: Group, candidates
     if len(places) < len(hashes):
         hashes, blocks = [hashes[i] for i in places], [blocks[i] for i in places]
     suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
-    if hashes and _keys(key_of, blocks) != suffix.join((*hashes, b"")):
+    if hashes and _keys(keys_of, blocks) != suffix.join((*hashes, b"")):
         get = pool.cached_block_hash_to_block.get_one_block
         blocks = [
             block if block is not None and block.block_hash == each + suffix else get(each + suffix)
@@ -121,14 +135,14 @@ def choose(pool: Pool, key_of: KeyGetter, known: Known, group: Group, candidates
         return None
     if len(hashes) < len(candidates.hashes):
         packed, tags = b"".join(hashes), tags[np.array(places)]
-    ids = np.array([each.block_id for each in blocks], np.int64)
-    return Chosen(GroupBlocks(group.index, packed, ids), blocks, tags, places)
+    ids = [each.block_id for each in blocks]
+    return Chosen(GroupBlocks(group.index, packed, ids_array(ids)), blocks, tags, places)
 
 
-def _keys(key_of: KeyGetter, blocks: Sequence[Any]) -> bytes:
+def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
     """The pool's own keys of these blocks, one after the other; nothing if it does not cache one of them."""
     try:
-        return b"".join(map(key_of, blocks))
+        return keys_of(blocks)
     except (AttributeError, TypeError):  # no block, or one without a key
         return b""
 
@@ -151,7 +165,11 @@ class Selection:
 
     def all_blocks(self) -> list[Any]:
         """In the order in which they are to be evicted: vLLM evicts the end of a prefix before its beginning."""
-        return [block for parts in self._parts.values() for part in reversed(parts) for block in reversed(part.blocks)]
+        found: list[Any] = []
+        for parts in self._parts.values():
+            for part in reversed(parts):
+                found += part.blocks[::-1]
+        return found
 
     def packed(self) -> tuple[GroupBlocks, ...]:
         return tuple(joined([part.packed for part in parts]) for parts in self._parts.values())
