@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from kvsidecar.client.link import Link
 from kvsidecar.client.messages import CarrierError
-from kvsidecar.client.waiting import wait_lightly, wait_readable
+from kvsidecar.client.waiting import wait_lightly, wait_readable, wait_writable
 from kvsidecar.errors import ClientError
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
@@ -33,7 +32,6 @@ LIGHT_SECONDS = 0.005
 """A daemon that answers does so sooner."""
 STEP_ASIDE_SECONDS = 0.002
 """The reading thread leaves the answers to the one that waits for them, if that has just read some."""
-_TIMEVAL = struct.Struct("@ll")
 
 Fill = Callable[[Any, pb.AttachRequest], bool]
 """Makes an item into a message, when it is its turn. False: there is nothing to send."""
@@ -246,7 +244,6 @@ class LaneCalls:
         self._link: Link | None = None
         self._arrived = Replies()
         self._number = 0
-        self._kernel_timeout = 0.0
         self._closed = False
 
     @property
@@ -288,52 +285,43 @@ class LaneCalls:
             raise ConnectionError("the connection is closed")
         if self._link is None:
             self._link = self._connect(timeout=deadline - time.monotonic())
-            self._arrived, self._kernel_timeout = Replies(), 0.0
+            self._arrived = Replies()
         connection = self._link.connection
         self._number += 1
-        data = frame(pb.LaneRequest(call=self._number, **{method: request}))
-        self._set_timeout(connection, deadline)
-        try:
-            connection.sendall(data)
-        except BlockingIOError as error:  # SO_SNDTIMEO: a part of it may have gone
-            raise TimeoutError("the daemon does not read") from error
+        _send(connection, frame(pb.LaneRequest(call=self._number, **{method: request})), deadline)
+        fd = connection.fileno()
         while True:
             while (reply := self._arrived.next()) is not None:
                 if reply.call == self._number:
                     return reply
                 if not reply.call:
                     raise ConnectionError(reply.error.text)
-            if not self._set_timeout(connection, deadline):
+            if not (wait_lightly(fd, min(LIGHT_SECONDS, _left(deadline))) or wait_readable(fd, _left(deadline))):
                 return None
-            wait_lightly(connection.fileno(), min(LIGHT_SECONDS, deadline - time.monotonic()))
-            try:
-                data = connection.recv(_RECEIVE_BYTES)
-            except BlockingIOError:  # SO_RCVTIMEO
-                return None
+            data = connection.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 raise ConnectionError("the daemon closed it")
             self._arrived.feed(data)
-
-    def _set_timeout(self, connection: socket.socket, deadline: float) -> bool:
-        """Let the kernel end a wait near the deadline. False: it is over.
-
-        Python's own timeouts cost a poll() per call. The kernel's are only set when they are wrong by a tenth.
-        """
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        if not 0.9 * self._kernel_timeout <= left <= self._kernel_timeout:
-            seconds = max(left, 1e-3)
-            packed = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                connection.setsockopt(socket.SOL_SOCKET, option, packed)
-            self._kernel_timeout = seconds
-        return True
 
     def _drop(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    """Raises TimeoutError: a part of it may have gone."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            if not wait_writable(connection.fileno(), _left(deadline)):
+                raise TimeoutError("the daemon does not read") from None
+
+
+def _left(deadline: float) -> float:
+    return deadline - time.monotonic()
 
 
 def _no_answer(error: BaseException) -> CarrierError:

@@ -32,13 +32,24 @@ _ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(_Time
 
 def wait_readable(fd: int, seconds: float) -> bool:
     """Wait until a descriptor is readable, at most ``seconds``. The poll() of Python counts in milliseconds, its
-    select() ends at descriptor 1023."""
-    fraction, whole = math.modf(max(0.0, seconds))
-    return bool(_ppoll(_PollFd(fd, select.POLLIN, 0), 1, _Timespec(int(whole), int(fraction * 1e9)), None) > 0)
+    select() ends at descriptor 1023, and the kernel's timeouts of a socket are rounded up to its ticks, of 4 ms."""
+    return _wait(fd, select.POLLIN, seconds)
 
 
-def wait_lightly(fd: int, seconds: float) -> None:
-    """The same in naps."""
+def wait_writable(fd: int, seconds: float) -> bool:
+    """The same until it is writable."""
+    return _wait(fd, select.POLLOUT, seconds)
+
+
+def wait_lightly(fd: int, seconds: float) -> bool:
+    """As `wait_readable`, in naps."""
     until = time.monotonic() + seconds
-    while not wait_readable(fd, NAP_SECONDS) and time.monotonic() < until:
-        pass
+    while not wait_readable(fd, min(NAP_SECONDS, seconds)):
+        if (seconds := until - time.monotonic()) <= 0:
+            return False
+    return True
+
+
+def _wait(fd: int, events: int, seconds: float) -> bool:
+    fraction, whole = math.modf(max(0.0, seconds))
+    return bool(_ppoll(_PollFd(fd, events, 0), 1, _Timespec(int(whole), int(fraction * 1e9)), None) > 0)

@@ -6,9 +6,11 @@ import itertools
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,6 +296,18 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(calls: Lan
     answer(links, reply(1, 111), reply(2, 222))
     assert ask(calls) == 222
     assert len(links) == 1, "a late answer is no reason to connect again"
+
+
+def test_no_call_waits_longer_than_it_may(calls: LaneCalls) -> None:
+    """The kernel's own timeouts would be rounded up to its ticks."""
+    waited = []
+    for _ in range(20):
+        began = time.monotonic()
+        with pytest.raises(CarrierError) as caught:
+            ask(calls, 0.005)
+        waited.append(time.monotonic() - began)
+        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0.005 <= median(waited) < 0.007
 
 
 def test_an_answer_in_pieces_is_put_together(calls: LaneCalls, links: list[FakeLink]) -> None:
