@@ -1,10 +1,13 @@
 """What both sides of the connector cost the engine's thread in a step, with vLLM's own block pool and a real daemon.
 
-python -m benchmarks.vllm.step_cost --socket /run/kvsidecar/kvsidecar.sock [--blocks 512] [--requests 256]
+python -m benchmarks.vllm.step_cost --socket /run/kvsidecar/kvsidecar.sock [--blocks 512] [--requests 256] [--parts]
 
 The daemon must be ready, on the host device, and is asked for blocks that are stored here first. Needs vLLM, no model
 and no GPU. One thing after another, with no pause but for the connector's own threads to come to rest: an engine that
 has slept pays more for each, which `benchmarks.vllm.hits` shows.
+
+The last row is a loop of Python alone, taken before each step with a store and a load: where its p90 is far above its
+p10, the core was shared with somebody, and the rows above say as much about that as about the connector.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
 
+from benchmarks.vllm.step_parts import Parts
 from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepOrders, StoreJob
@@ -33,6 +38,7 @@ from kvsidecar.integrations.vllm.worker import WorkerSide
 NAMESPACE = Namespace("step-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
 TOKENS, ROW_BYTES = 16, 4096
 REST_SECONDS = 0.0002
+LOOPS = 2000
 GROUP = Group(0, Kind.FULL, ("layer",), TOKENS, TOKENS, TOKENS)
 
 
@@ -76,9 +82,12 @@ class Times:
         return result
 
     def table(self) -> Table:
-        table = Table("in the engine's thread", "p50 µs", "p90 µs", title="The connector, both sides")
+        percentiles = (10, 50, 90)
+        table = Table(
+            "in the engine's thread, µs", *(f"p{at}" for at in percentiles), title="The connector, both sides"
+        )
         for name, seconds in self.seconds.items():
-            table.add_row(name, *(f"{np.percentile(seconds, at) * 1e6:.0f}" for at in (50, 90)))
+            table.add_row(name, *(f"{np.percentile(seconds, at) * 1e6:.0f}" for at in percentiles))
         return table
 
 
@@ -115,8 +124,15 @@ class Rank:
         return found.merged(self.step(StepOrders()) or RankReport())
 
 
-def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
-    times, hit = Times(), Request("hit", blocks)
+def python_alone() -> int:
+    total = 0
+    for each in range(LOOPS):
+        total += each
+    return total
+
+
+def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts | None = None) -> Times:
+    times, alone, hit = Times(), Times(), Request("hit", blocks)
     rank = Rank(socket, 4 * blocks)
     stored = GroupBlocks(0, b"".join(hit.block_hashes), np.arange(blocks, dtype=np.int64))
     attached = rank.step(StepOrders(stores=(StoreJob(1 << 30, (stored,)),)))
@@ -166,8 +182,11 @@ def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
             side.update_state_after_alloc(hit, table, tokens)
             both(scheduled)
 
+        alone.take(f"{LOOPS:,} additions in Python", python_alone)
         label = f"a step with one store and one load of {blocks} blocks"
-        times.take(label, busy, allocated(held), tokens, step(**{new.request_id: 1}))
+        arguments = allocated(held), tokens, step(**{new.request_id: 1})
+        with parts.step() if parts is not None else nullcontext():
+            times.take(label, busy, *arguments)
         times.take("the end of both", side.take_report, rank.settle())
         side.request_finished(new)
         side.request_finished(hit)
@@ -177,6 +196,7 @@ def measure(socket: str, rounds: int, blocks: int, requests: int) -> Times:
             time.sleep(REST_SECONDS)
     side.shutdown()
     rank.side.unregister()
+    times.seconds |= alone.seconds
     return times
 
 
@@ -186,8 +206,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument(
+        "--parts", action="store_true", help="what of the step takes how long; it all takes longer then"
+    )
     args = parser.parse_args()
-    Console(width=120).print(measure(args.socket, args.rounds, args.blocks, args.requests).table())
+    parts = Parts() if args.parts else None
+    console = Console(width=120)
+    console.print(measure(args.socket, args.rounds, args.blocks, args.requests, parts).table())
+    if parts is not None:
+        console.print(parts.table())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ OF_OTHERS = {
     "--kv-transfer-config": "vLLM",
     "--layouts": "benchmarks.peers",
     "--logs": "benchmarks.peers",
+    "--parts": "benchmarks.vllm.step_cost",
     "--tiny": "benchmarks.vllm",
     "--otlp-traces-endpoint": "vLLM",
 }
