@@ -87,6 +87,23 @@ def kvsidecar(socket: str, policy: str = "recompute", **extra: Any) -> dict[str,
     }
 
 
+def defaults() -> dict[str, Any]:
+    """Options of an engine that is small, and deterministic."""
+    chosen: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 16 << 20,
+        "seed": 0,
+    }
+    if DEVICE == "cuda":  # the attention that takes float32, so that tokens do not depend on what is batched
+        chosen |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.5}
+    return chosen
+
+
 class Engine:
     """In this process: only one at a time, since the workers' side of a connector is one per process.
 
@@ -99,20 +116,7 @@ class Engine:
     def __init__(self, model: str, transfer: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
 
-        defaults: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_seqs": 16,
-            "block_size": 32,
-            "kv_cache_memory_bytes": 16 << 20,
-            "seed": 0,
-            "disable_log_stats": False,
-        }
-        if DEVICE == "cuda":  # the attention that takes float32, so that tokens do not depend on what is batched
-            defaults |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.5}
-        self.llm = LLM(model=model, kv_transfer_config=transfer, **{**defaults, **options})
+        self.llm = LLM(model=model, kv_transfer_config=transfer, disable_log_stats=False, **{**defaults(), **options})
         self.engine = self.llm.llm_engine
         self._names = iter(range(1 << 30))
 
@@ -138,7 +142,7 @@ class Engine:
 
     def add(self, prompt: Prompt, tokens: int = 8) -> str:
         """Add a request without running it."""
-        return str(self.engine.add_request(f"r{next(self._names)}", _input(prompt), _sampling(tokens)))
+        return str(self.engine.add_request(f"r{next(self._names)}", input_of(prompt), sampling(tokens)))
 
     def step(self) -> list[Any]:
         return list(self.engine.step())
@@ -155,15 +159,15 @@ class Engine:
         deadline = time.monotonic() + SECONDS
         while self.engine.has_unfinished_requests():
             assert time.monotonic() < deadline, "a request does not end"
-            answers.update((output.request_id, _answer(output)) for output in self.step() if output.finished)
+            answers.update((output.request_id, answer_of(output)) for output in self.step() if output.finished)
         return answers
 
     # -- the same in both
 
     def generate(self, *prompts: Prompt, tokens: int = 8) -> list[Answer]:
         """Run these prompts together."""
-        outputs = self.llm.generate([_input(each) for each in prompts], _sampling(tokens), use_tqdm=False)
-        return [_answer(output) for output in outputs]
+        outputs = self.llm.generate([input_of(each) for each in prompts], sampling(tokens), use_tqdm=False)
+        return [answer_of(output) for output in outputs]
 
     def drain(self) -> None:
         """Step until the engine has nothing to do any more: all it stores is stored, all it holds given back."""
@@ -222,20 +226,20 @@ def blocks(daemon: DaemonProcess) -> int:
     return int(daemon.get("/status")[1]["pool"]["blocks"])
 
 
-def _input(prompt: Prompt) -> Any:
+def input_of(prompt: Prompt) -> Any:
     from vllm.inputs import TokensPrompt
 
     salted = {"cache_salt": prompt.salt} if prompt.salt is not None else {}
     return TokensPrompt(prompt_token_ids=list(prompt.ids), **salted)
 
 
-def _sampling(tokens: int) -> Any:
+def sampling(tokens: int) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def _answer(output: Any) -> Answer:
+def answer_of(output: Any) -> Answer:
     (only,) = output.outputs
     return Answer(tuple(only.token_ids), output.num_cached_tokens or 0, only.finish_reason)
 
@@ -256,6 +260,8 @@ class EngineProcess:
         others: as for `Engine`.
     """
 
+    module = "tests.vllm.engine"
+
     def __init__(
         self,
         model: str,
@@ -263,7 +269,7 @@ class EngineProcess:
         variables: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        command = [sys.executable, "-m", "tests.vllm.engine", json.dumps([model, transfer, options])]
+        command = [sys.executable, "-m", self.module, json.dumps([model, transfer, options])]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -303,20 +309,18 @@ class EngineProcess:
         self.process.stdin.flush()
         return self._reply(timeout)
 
-    def generate(self, *prompts: Prompt, tokens: int = 8) -> list[Answer]:
-        self.send_generate(*prompts, tokens=tokens)
+    def generate(self, *prompts: Prompt, tokens: int = 8, **options: Any) -> list[Answer]:
+        self.send_generate(*prompts, tokens=tokens, **options)
         return self.answers()
 
     def answers(self) -> list[Answer]:
         """To what was sent."""
         return [Answer(tuple(each["tokens"]), each["cached"], each["finish"]) for each in self._reply(START)]
 
-    def send_generate(self, *prompts: Prompt, tokens: int) -> None:
+    def send_generate(self, *prompts: Prompt, **options: Any) -> None:
         """Ask and do not wait, because something will be killed while it runs."""
         assert self.process.stdin is not None
-        self.process.stdin.write(
-            json.dumps(["generate", [asdict(each) for each in prompts], {"tokens": tokens}]) + "\n"
-        )
+        self.process.stdin.write(json.dumps(["generate", [asdict(each) for each in prompts], options]) + "\n")
         self.process.stdin.flush()
 
     def drain(self) -> None:
@@ -361,14 +365,14 @@ def running(model: str, transfer: dict[str, Any] | None = None, **options: Any) 
         engine.shutdown()
 
 
-def _serve() -> None:
-    """Commands on stdin, one JSON line each; replies on stdout."""
+def serve(new: Callable[..., Any]) -> None:
+    """Commands to what ``new`` makes on stdin, one JSON line each; replies on stdout."""
 
     def reply(value: Any) -> None:
         print(_REPLY + json.dumps(value), flush=True)
 
     model, transfer, options = json.loads(sys.argv[1])
-    engine = Engine(model, transfer, **options)
+    engine = new(model, transfer, **options)
     reply("started")
     for line in sys.stdin:
         method, arguments, options = json.loads(line)
@@ -380,4 +384,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(Engine)

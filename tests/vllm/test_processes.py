@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
+from tests.vllm.replicas import ReplicasProcess
 
 LONG = prompt("long", 700)
 WHOLE = 672
@@ -82,6 +83,32 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir
             until(engine.reset, "no block is held")
             with DaemonProcess(short_dir, *POOL) as next_one:
                 stores_and_hits(engine, next_one.wait_ready(), truth)
+
+
+def test_data_parallel_replicas_of_one_engine_share_the_cache(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with ReplicasProcess(model, kvsidecar(daemon.socket), variables, data_parallel_size=2) as engine:
+        engine.wait_started()
+        for replica in range(2):
+            _joins(engine, replica, daemon)
+        assert len(daemon.get("/status")[1]["ranks"]) == 2
+        for storing, loading in ((0, 1), (1, 0)):
+            before, name = blocks(daemon), prompt(f"of {storing}", 300)
+            (cold,) = engine.generate(name, replica=storing)
+            until(lambda before=before: blocks(daemon) >= before + 9, "an idle replica stores all", daemon)  # type: ignore[misc]
+            (hit,) = engine.generate(name, replica=loading)
+            assert (cold.cached, hit.cached) == (0, 288)
+            assert [cold.tokens] == [hit.tokens] == truth(name)
+
+
+def _joins(engine: ReplicasProcess, replica: int, daemon: DaemonProcess) -> None:
+    def stores() -> bool:
+        before = blocks(daemon)
+        engine.generate(prompt(time.monotonic_ns(), 33), tokens=1, replica=replica)
+        time.sleep(0.05)
+        return blocks(daemon) > before
+
+    until(stores, f"replica {replica} uses the daemon", daemon)
 
 
 def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
