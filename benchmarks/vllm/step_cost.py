@@ -3,8 +3,8 @@
 python -m benchmarks.vllm.step_cost --socket /run/kvsidecar/kvsidecar.sock [--blocks 512] [--requests 256] [--parts]
 
 The daemon must be ready, on the host device, and is asked for blocks that are stored here first. Needs vLLM, no model
-and no GPU. One thing after another, with no pause but for the connector's own threads to come to rest: an engine that
-has slept pays more for each, which `benchmarks.vllm.hits` shows.
+and no GPU. One thing after another, without a pause: an engine that has slept pays more for each, which
+`benchmarks.vllm.hits` shows.
 
 The last row is a loop of Python alone, taken before each step with a store and a load: where its p90 is far above its
 p10, the core was shared with somebody, and the rows above say as much about that as about the connector.
@@ -37,7 +37,6 @@ from kvsidecar.integrations.vllm.worker import WorkerSide
 
 NAMESPACE = Namespace("step-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
 TOKENS, ROW_BYTES = 16, 4096
-REST_SECONDS = 0.0002
 LOOPS = 2000
 GROUP = Group(0, Kind.FULL, ("layer",), TOKENS, TOKENS, TOKENS)
 
@@ -191,9 +190,6 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
         side.request_finished(new)
         side.request_finished(hit)
         pool.free_blocks(held)
-        while side.has_pending_push_work():  # leases are taken and released in a thread, while an engine computes
-            both(step())
-            time.sleep(REST_SECONDS)
     side.shutdown()
     rank.side.unregister()
     times.seconds |= alone.seconds

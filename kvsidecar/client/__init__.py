@@ -10,6 +10,7 @@ from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.client import Client
 from kvsidecar.client.jobs import Completion
+from kvsidecar.client.leases import PendingLease
 from kvsidecar.client.ordering import DEVICE, EventRing
 from kvsidecar.client.remote import RemoteClient, Tls
 from kvsidecar.client.results import (
@@ -65,6 +66,7 @@ __all__ = [
     "Namespace",
     "NotExportable",
     "Outcome",
+    "PendingLease",
     "Readiness",
     "Region",
     "RemoteClient",

@@ -14,6 +14,7 @@ import grpc
 from kvsidecar.client.breaker import CircuitBreaker
 from kvsidecar.client.connection import Connection, open_channel
 from kvsidecar.client.keeper import Keeper
+from kvsidecar.client.leases import PendingLease
 from kvsidecar.client.link import Link, connect
 from kvsidecar.client.messages import MAX_REQUEST_BYTES, CarrierError, lookup_request, lookup_result, no_hits
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
@@ -63,6 +64,17 @@ class Lookups:
             return lookup_result(self._ask("lookup", request, timeout), namespace, groups)
         except NoAnswer as missing:
             return no_hits(namespace, groups, mode, missing.reason)
+
+    def lease(
+        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
+    ) -> PendingLease:
+        connection = self._keeper.connection if self._breaker.allows else None
+        pending = PendingLease(connection)
+        if connection is not None:
+            request = lookup_request(namespace, groups, LookupMode.PREFIX, lease_seconds, connection.token)
+            if request.ByteSize() <= MAX_REQUEST_BYTES:
+                connection.post("lookup", request, pending.answered)
+        return pending
 
     def release(self, lease: int, timeout: float | None) -> bool:
         try:

@@ -13,6 +13,7 @@ from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.calls import Lookups, Operator
 from kvsidecar.client.jobs import Completion, Job, Jobs
 from kvsidecar.client.keeper import Keeper
+from kvsidecar.client.leases import PendingLease
 from kvsidecar.client.messages import Registration
 from kvsidecar.client.ordering import EventRing, HostOrder, Order
 from kvsidecar.client.results import (
@@ -355,6 +356,19 @@ class Client:
             ClientError: the daemon refuses the request; the text says what to change.
         """
         return self._lookups.lookup(namespace, groups, mode, lease_seconds, timeout)
+
+    def lease(
+        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
+    ) -> PendingLease:
+        """Forbid the eviction of these blocks, as far as they are there, and wait for no answer.
+
+        What `lookup` with ``lease_seconds`` does, for a step that cannot wait and has looked up before.
+
+        Args:
+            groups: as in `lookup`.
+            lease_seconds: the lease ends after this long, released or not.
+        """
+        return self._lookups.lease(namespace, groups, lease_seconds)
 
     def release(self, lease: int, *, timeout: float | None = None) -> bool:
         """End a lease. False if it had ended before, or the daemon did not answer: then it ends by time."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
-from kvsidecar.client.lane import Fill, LaneCalls, LaneStream, Take
+from kvsidecar.client.lane import Fill, LaneCalls, LaneStream, Take, Then
 from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.paths import attach_path
@@ -25,6 +26,11 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+
+
+_UNANSWERED = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+POST_SECONDS = 1.0
+"""After this long gRPC gives a call up that nobody waits for."""
 
 
 def open_channel(socket: str) -> grpc.Channel:
@@ -130,6 +136,26 @@ class Connection:
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
+    def post(self, method: str, request: Any, then: Then | None) -> None:
+        """Send a call whose answer nobody waits for; never waits, never raises.
+
+        Args:
+            then: is given the answer: by a later `call` or `collect`, or in a thread of gRPC's. Not at all if the call
+                was not sent or not answered.
+        """
+        if self._calls:
+            any(calls.post(method, request, then) for calls in self._calls)
+            return
+        with suppress(ValueError):  # "Cannot invoke RPC on closed channel!"
+            call = getattr(self.stub, method.capitalize()).future(request, timeout=POST_SECONDS, metadata=self.metadata)
+            if then is not None:
+                call.add_done_callback(partial(_hand_on, then))
+
+    def collect(self) -> None:
+        """Hand on the answers to what was posted that have arrived; never waits."""
+        for calls in self._calls:
+            calls.collect()
+
     def open_stream(self, fill: Fill, take: Take, lock: threading.RLock) -> AttachCarrier:
         """The Attach stream of this connection; there is one.
 
@@ -193,6 +219,13 @@ class GrpcStream(AttachCarrier):
             message = pb.AttachRequest()
             if self._fill(item, message):
                 yield message
+
+
+def _hand_on(then: Then, call: Any) -> None:
+    if (error := call.exception()) is None:
+        then(call.result())
+    elif isinstance(error, grpc.RpcError) and error.code() not in _UNANSWERED:
+        then(_carrier_error(error))
 
 
 def _carrier_error(error: grpc.RpcError) -> CarrierError:

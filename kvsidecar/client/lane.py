@@ -36,6 +36,8 @@ STEP_ASIDE_SECONDS = 0.002
 Fill = Callable[[Any, pb.AttachRequest], bool]
 """Makes an item into a message, when it is its turn. False: there is nothing to send."""
 Take = Callable[[pb.AttachReply], None]
+Then = Callable[[Any], None]
+"""Is given the answer to what was posted: the reply's message, or the CarrierError that the daemon refuses it with."""
 
 
 class Replies:
@@ -232,7 +234,8 @@ class LaneStream:
 
 
 class LaneCalls:
-    """Calls on a connection of their own, which is made by the first. One at a time; the caller reads its own answer.
+    """Calls on a connection of their own, which is made by the first. One at a time; the caller reads its own answer,
+    and with it those to what was posted before.
 
     Args:
         connect: makes a link; takes ``timeout`` in seconds.
@@ -244,6 +247,9 @@ class LaneCalls:
         self._link: Link | None = None
         self._arrived = Replies()
         self._number = 0
+        self._posted: dict[int, Then] = {}
+        self._answers: list[tuple[Then, Any]] = []
+        """To what was posted, that have arrived. Handed on without the lock: who gets one may post again."""
         self._closed = False
 
     @property
@@ -265,11 +271,52 @@ class LaneCalls:
             raise _no_answer(error.__cause__ or error) from error
         finally:
             self._lock.release()
+            self._hand_on()
         if reply is None:
             raise CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         if reply.HasField("error"):
             raise _error(reply.error)
         return getattr(reply, method)
+
+    def post(self, method: str, request: Any, then: Then | None) -> bool:
+        """Send a call whose answer nobody waits for; never waits. ``then`` is given it by a later `call` or `collect`.
+        False: it could not be sent, and ``then`` will not be called."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._link is None or self._closed:
+                return False
+            self._number += 1
+            data = frame(pb.LaneRequest(call=self._number, **{method: request}))
+            if self._link.connection.send(data, socket.MSG_DONTWAIT) < len(data):
+                raise ConnectionError("the daemon does not read")
+            if then is not None:
+                self._posted[self._number] = then
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._drop()
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def collect(self) -> None:
+        """Hand on the answers that have arrived; never waits."""
+        if not self._posted or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._link is not None:
+                self._receive(self._link.connection)
+                while (reply := self._arrived.next()) is not None:
+                    self._take_posted(reply)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop()
+        finally:
+            self._lock.release()
+        self._hand_on()
 
     def close(self) -> None:
         """A call that waits ends."""
@@ -294,16 +341,34 @@ class LaneCalls:
             while (reply := self._arrived.next()) is not None:
                 if reply.call == self._number:
                     return reply
-                if not reply.call:
-                    raise ConnectionError(reply.error.text)
+                self._take_posted(reply)
             if not (wait_lightly(fd, min(LIGHT_SECONDS, _left(deadline))) or wait_readable(fd, _left(deadline))):
                 return None
-            data = connection.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
-            if not data:
-                raise ConnectionError("the daemon closed it")
-            self._arrived.feed(data)
+            self._receive(connection)
+
+    def _receive(self, connection: socket.socket) -> None:
+        data = connection.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+        if not data:
+            raise ConnectionError("the daemon closed it")
+        self._arrived.feed(data)
+
+    def _take_posted(self, reply: pb.LaneReply) -> None:
+        """Or the late answer to a call that was given up, which nobody wants any more."""
+        if not reply.call:
+            raise ConnectionError(reply.error.text)
+        if (then := self._posted.pop(reply.call, None)) is not None:
+            kind = reply.WhichOneof("message")
+            if kind is None:
+                raise ConnectionError("a reply of the daemon says nothing")
+            self._answers.append((then, _error(reply.error) if kind == "error" else getattr(reply, kind)))
+
+    def _hand_on(self) -> None:
+        while self._answers:
+            then, answer = self._answers.pop(0)
+            then(answer)
 
     def _drop(self) -> None:
+        self._posted.clear()
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -324,6 +324,89 @@ def test_an_answer_in_pieces_is_put_together(calls: LaneCalls, links: list[FakeL
     assert ask(calls) == 5
 
 
+def lookup(hits: int) -> pb.LookupRequest:
+    return pb.LookupRequest(lease_ms=hits)
+
+
+def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
+    calls: LaneCalls, links: list[FakeLink]
+) -> None:
+    got: list[Any] = []
+    assert not calls.post("lookup", lookup(1), got.append), "nothing is connected yet"
+    answer(links, reply(1, 5))
+    assert ask(calls) == 5
+    assert calls.post("lookup", lookup(1), got.append)
+    assert calls.post("release", pb.ReleaseRequest(lease=7), None)
+    calls.collect()
+    assert not got
+    link = links[0]
+    link.far.sendall(reply(2, 22) + reply(3, 0) + reply(4, 44))
+    assert ask(calls) == 44
+    assert [each.groups[0].hits for each in got] == [22]
+
+    assert calls.post("lookup", lookup(1), got.append)
+    link.far.sendall(reply(5, 55))
+    calls.collect()
+    assert [each.groups[0].hits for each in got] == [22, 55]
+    assert len(links) == 1
+
+
+def test_who_is_given_an_answer_may_post_again(calls: LaneCalls, links: list[FakeLink]) -> None:
+    answer(links, reply(1, 5))
+    ask(calls)
+    posted: list[bool] = []
+    calls.post("lookup", lookup(1), lambda _: posted.append(calls.post("release", pb.ReleaseRequest(lease=7), None)))
+    links[0].far.sendall(reply(2, 22))
+    calls.collect()
+    assert posted == [True]
+
+
+def test_a_refusal_is_handed_on_and_what_a_lost_connection_owes_never_comes(
+    calls: LaneCalls, links: list[FakeLink]
+) -> None:
+    answer(links, reply(1, 5))
+    ask(calls)
+    got: list[Any] = []
+    calls.post("lookup", lookup(1), got.append)
+    refusal = pb.LaneReply(call=2, error=pb.LaneError(code=3, text="too long")).SerializeToString()
+    links[0].far.sendall(FRAME_LENGTH.pack(len(refusal)) + refusal)
+    calls.collect()
+    assert [each.text for each in got] == ["too long"]
+    calls.post("lookup", lookup(1), got.append)
+    links[0].far.close()
+    calls.collect()
+    assert not calls.post("lookup", lookup(1), got.append)
+    links.clear()
+    answer(links, reply(4, 1))  # its number goes on: a late answer must not be taken for another's
+    assert ask(calls) == 1
+    assert len(got) == 1
+
+
+def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LaneCalls, links: list[FakeLink]) -> None:
+    answer(links, reply(1, 5))
+    ask(calls)
+    big = pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(100_000))])
+    for _ in range(1000):
+        if not calls.post("lookup", big, None):
+            break
+    else:
+        pytest.fail("nobody read 100 MB")
+
+
+def test_to_post_does_not_wait_for_a_call_either(calls: LaneCalls, links: list[FakeLink]) -> None:
+    waiting = threading.Thread(target=lambda: ask(calls))
+    waiting.start()
+    while not calls.busy:
+        time.sleep(0.001)
+    assert not calls.post("lookup", lookup(1), None)
+    calls.collect()
+    while not links:
+        time.sleep(0.001)
+    links[0].far.sendall(reply(1, 5))
+    waiting.join(SECONDS)
+    assert not waiting.is_alive()
+
+
 @pytest.mark.parametrize(
     "nonsense",
     [FRAME_LENGTH.pack(2**31), FRAME_LENGTH.pack(3) + b"\xff\xff\xff", reply(0, 0)],

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -393,6 +393,39 @@ def test_a_request_that_is_too_long_is_refused_before_it_costs_the_connection(da
         client.lookup(NAMESPACE, {0: bytes(5 << 20)})
     assert client.lookup(NAMESPACE, {0: bytes(3 << 20)}).ready
     client.close()
+
+
+@pytest.mark.usefixtures("carrier")
+def test_a_lease_that_nobody_waits_for_keeps_its_blocks_until_it_is_released(daemon: DaemonProcess) -> None:
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def leases_become(count: int) -> None:
+        until(lambda: daemon.metric("kvsidecar_leases") == count)
+
+    rank, scheduler = Rank(daemon), Client(daemon.socket)
+    done(rank.store("a", "b"))
+    assert scheduler.lookup(NAMESPACE, {0: hashes("a", "b")}).groups[0].hits == 2
+    kept = [scheduler.lease(NAMESPACE, {0: hashes("a", "b", "c")}, 60.0) for _ in range(2)]
+    leases_become(2)
+    kept[0].release()
+    leases_become(1)
+    assert scheduler.lookup(NAMESPACE, {0: hashes("a")}).ready  # with the lane, its answers come with another's
+    until(lambda: [each.hits for each in kept] == [{0: 2}, {0: 2}])
+    kept[1].release()
+    leases_become(0)
+    early = scheduler.lease(NAMESPACE, {0: hashes("a")}, 60.0)
+    early.release()
+    scheduler.lookup(NAMESPACE, {0: hashes("a")})
+    leases_become(0)
+    scheduler.close()
+    late = scheduler.lease(NAMESPACE, {0: hashes("a")}, 60.0)
+    late.release()
+    assert late.hits is None
+    rank.close()
 
 
 @pytest.mark.usefixtures("carrier")

@@ -5,13 +5,12 @@ keeps what is stored. Small, but real: every block has content, and a copy that 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvsidecar.client.results import GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.loads import Runner
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.types import LookupMode, Namespace
@@ -235,8 +234,11 @@ class TinyDaemon:
             self.leases[lease] = {index: bytes(packed) for index, packed in groups.items()}
         return LookupResult(True, answers, lease, lease_seconds)
 
-    def release(self, lease: int, *, timeout: float | None = None) -> bool:
-        return self.leases.pop(lease, None) is not None
+    def lease(
+        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
+    ) -> TinyLease:
+        found = self.lookup(namespace, groups, lease_seconds=lease_seconds, timeout=0.0)
+        return TinyLease(self, found)
 
     def clear(self, namespace: Namespace | None = None) -> int:
         assert namespace == NAMESPACE
@@ -252,6 +254,19 @@ class TinyDaemon:
         return True
 
 
+class TinyLease:
+    def __init__(self, daemon: TinyDaemon, found: LookupResult) -> None:
+        self._daemon, self._found = daemon, found
+
+    @property
+    def hits(self) -> Mapping[int, int] | None:
+        return None if self._found.reason else {index: each.hits for index, each in self._found.groups.items()}
+
+    def release(self) -> None:
+        if self._found.lease is not None:
+            self._daemon.leases.pop(self._found.lease, None)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -261,19 +276,6 @@ class Clock:
         return self.now
 
 
-class AtOnce:
-    """Calls what `Background` would call later."""
-
-    busy = False
-
-    def __call__(self, call: Callable[[], None]) -> None:
-        call()
-
-    def step(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def side(
     groups: Sequence[Group] | None = None,
     pool: TinyPool | None = None,
@@ -281,7 +283,6 @@ def side(
     world_size: int = 1,
     daemon: TinyDaemon | None = None,
     clock: Clock | None = None,
-    background: Runner | None = None,
     events: Any = None,
     **extra: Any,
 ) -> SchedulerSide:
@@ -296,7 +297,6 @@ def side(
         clock=clock or Clock(),
         events=events,
         step_tokens=16,
-        background=background or AtOnce(),
     )
     if pool is not None:
         made.bind_block_pool(pool)

@@ -1,15 +1,10 @@
 from __future__ import annotations
 
-import threading
-import time
-from typing import Any
-
 import pytest
 
-from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
+from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.integrations.vllm import stores
-from kvsidecar.integrations.vllm.background import Background
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -161,55 +156,6 @@ def test_a_step_asks_only_as_long_as_its_budget_lasts() -> None:
     assert made.get_num_new_matched_tokens(Request("2", list(range(9))), 0) == (0, False)
 
 
-def test_no_step_waits_for_a_lease_and_an_idle_engine_goes_on_until_it_is_released() -> None:
-    answer = threading.Event()
-
-    class Slow(TinyDaemon):
-        def lookup(self, *args: Any, lease_seconds: float = 0.0, **kwargs: Any) -> LookupResult:
-            assert not lease_seconds or answer.wait(SECONDS)
-            return super().lookup(*args, lease_seconds=lease_seconds, **kwargs)
-
-    daemon, background = Slow(), Background()
-    made = attached(daemon=daemon, background=background)
-    request = Request("r", list(range(9)))
-    daemon.put(0, request.block_hashes)
-    made.get_num_new_matched_tokens(request, 0)
-    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    (load,) = made.build_orders(Step()).loads
-    made.take_report(RankReport(loaded={load.number: 1}))
-    made.build_orders(Step())
-    assert not daemon.leases
-    assert made.has_pending_push_work()
-    answer.set()
-    deadline = time.monotonic() + SECONDS
-    while made.has_pending_push_work():
-        assert time.monotonic() < deadline
-        made.build_orders(Step())
-        time.sleep(0.001)
-    assert (daemon.taken, daemon.leases) == (1, {})
-    made.shutdown()
-
-
-def test_a_lease_is_taken_in_the_step_behind_that_of_the_hit() -> None:
-    daemon, background = TinyDaemon(), Background()
-    made = attached(daemon=daemon, background=background)
-    request = Request("r", list(range(9)))
-    daemon.put(0, request.block_hashes)
-    made.get_num_new_matched_tokens(request, 0)
-    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    made.build_orders(Step())
-    assert background.busy
-    assert not daemon.taken
-    made.build_orders(Step())
-    deadline = time.monotonic() + SECONDS
-    while background.busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert daemon.taken == 1
-    assert daemon.leases
-    made.shutdown()
-
-
 def test_refused_lookups_are_no_hits_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Refusing(TinyDaemon):
         def lookup(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
@@ -260,6 +206,7 @@ def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None
 
     (load,) = made.build_orders(Step()).loads
     assert [len(each.block_ids) for each in load.blocks] == [2]
+    made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
     assert made.counters.gone_loads == 1
 
 
@@ -312,6 +259,7 @@ def test_a_load_whose_needed_block_is_null_fails_instead_of_going_on_without_it(
     (load,) = made.build_orders(Step()).loads
     (state,) = (each for each in load.blocks if each.group == 2)
     assert state.hashes == bytes(32)  # which nobody has
+    made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
     assert made.counters.gone_loads == 1
 
 

@@ -32,7 +32,7 @@ from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from tests.integrations.engine import EPOCH, NAMESPACE, AtOnce, Clock, TinyDaemon
+from tests.integrations.engine import EPOCH, NAMESPACE, Clock, TinyDaemon
 
 kv_cache_utils.init_none_hash(sha256)
 
@@ -107,7 +107,6 @@ class Engine:
             daemon,
             clock=Clock(),
             events=Events(self.groups) if events else None,
-            background=AtOnce(),
         )
         self.side.bind_block_pool(self.manager.block_pool)
         self.side.take_report(RankReport(attached={0: EPOCH}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvsidecar.client import Client, LookupMode, LookupResult, Namespace
+from kvsidecar.client import Client, LookupMode, LookupResult, Namespace, PendingLease
 from kvsidecar.client.results import NO_ANSWER
 
 
@@ -40,8 +40,12 @@ class RankNamespaceClient:
             return LookupResult(False, reason=NO_ANSWER)
         return self._client.lookup(self.namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
 
-    def release(self, lease: int, *, timeout: float | None = None) -> bool:
-        return self._client.release(lease, timeout=timeout)
+    def lease(
+        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
+    ) -> PendingLease:
+        if self.namespace is None:
+            raise RuntimeError("no rank has said its namespace, so nothing can have been found")
+        return self._client.lease(self.namespace, groups, lease_seconds)
 
     def clear(self, namespace: Namespace | None = None) -> int:
         """0 while nothing can have been stored."""

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from kvsidecar.integrations.vllm.background import Call
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, tags_of
-from kvsidecar.integrations.vllm.lookups import Lookups
+from kvsidecar.integrations.vllm.lookups import Lease, Lookups
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, ids_array, traceparent_of
-
-
-class Runner(Protocol):
-    """`Background`, or what calls at once."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    def __call__(self, call: Call) -> None: ...
-
-    def step(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -34,20 +19,18 @@ class _Load:
     blocks: tuple[GroupBlocks, ...]
     ranks: int
     """That have not reported."""
+    lease: Lease
     failed: bool = False
-    lease: int | None = None
-    """Of the thread that takes and releases leases."""
 
 
 class Loads:
     """Plans one load job for each hit that vLLM takes. A job outlives its request: ranks may still be writing.
 
-    A lease is taken when vLLM has allocated the blocks of a hit, and released when the load is over. Neither is waited
-    for: a load pins its blocks itself when it starts, so a lease that comes late protects a little later, no more.
+    A lease is asked for when vLLM has allocated the blocks of a hit, and released when the load is over. Neither is
+    waited for: a load pins its blocks itself when it starts.
 
     Args:
         hash_bytes: width of a block hash.
-        background: takes and releases the leases.
     """
 
     def __init__(
@@ -59,18 +42,16 @@ class Loads:
         known: Known,
         counters: Counters,
         numbers: Iterator[int],
-        background: Runner,
     ) -> None:
         self._groups, self._world_size = tuple(groups), world_size
         self._nothing = bytes(hash_bytes)
         self._lookups, self._known, self._counters, self._numbers = lookups, known, counters, numbers
         self._planned: list[LoadJob] = []
         self._running: dict[int, _Load] = {}
-        self._background = background
 
     @property
     def outstanding(self) -> bool:
-        return bool(self._planned or self._running or self._background.busy)
+        return bool(self._planned or self._running)
 
     def plan(self, request: Any, block_ids: Sequence[Sequence[int]], local: int, external: int, null_block: int) -> int:
         """Load ``external`` tokens behind the first ``local`` ones into a request's blocks.
@@ -88,22 +69,19 @@ class Loads:
             if hashes:
                 packed.append(GroupBlocks(group.index, b"".join(hashes), ids_array(ids)))
         number = next(self._numbers)
-        load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size)
+        lease = self._lookups.lease({each.group: each.hashes for each in packed})
+        load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
         self._planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))
-        self._background(partial(self._take_lease, load))
         self._counters.loads += 1
         self._counters.loaded_tokens += external
         return sum(map(len, packed))
 
-    def _take_lease(self, load: _Load) -> None:
-        load.lease, found = self._lookups.lease({each.group: each.hashes for each in load.blocks})
-        if any(found.get(each.group, 0) < len(each) for each in load.blocks):
-            # The load is sent all the same: the daemon declines it, and that is what every failed load looks like.
+    def _release(self, load: _Load) -> None:
+        load.lease.release()
+        hits = load.lease.hits
+        if hits is not None and any(hits.get(each.group, 0) < len(each) for each in load.blocks):
+            # The load was sent all the same: the daemon declined it, and that is what every failed load looks like.
             self._counters.gone_loads += 1
-
-    def _release_lease(self, load: _Load) -> None:
-        if load.lease is not None:
-            self._lookups.release(load.lease)
 
     def _blocks(
         self,
@@ -144,7 +122,7 @@ class Loads:
             if load.ranks > 0:
                 continue
             del self._running[number]
-            self._background(partial(self._release_lease, load))
+            self._release(load)
             if load.failed:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)

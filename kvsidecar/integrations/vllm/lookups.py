@@ -21,10 +21,17 @@ _log = logging.getLogger("kvsidecar.vllm")
 
 REFUSED = "refused"
 """The daemon takes the question for wrong; it is logged once."""
-LEASE_TIMEOUT = 1.0
-"""Nobody waits for a lease, but the ones behind it."""
 FRESH_SECONDS = 0.1
 """How long an answer is good for. vLLM asks again in every step for a request that waits for room."""
+
+
+class Lease(Protocol):
+    """What is used of `kvsidecar.client.PendingLease`."""
+
+    @property
+    def hits(self) -> Mapping[int, int] | None: ...
+
+    def release(self) -> None: ...
 
 
 class Asked(Protocol):
@@ -43,7 +50,9 @@ class Asked(Protocol):
         timeout: float | None = None,
     ) -> LookupResult: ...
 
-    def release(self, lease: int, *, timeout: float | None = None) -> bool: ...
+    def lease(
+        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
+    ) -> Lease: ...
     def clear(self, namespace: Namespace | None = None) -> int: ...
     def close(self, timeout: float | None = None) -> bool: ...
 
@@ -148,24 +157,9 @@ class Lookups:
         self._counters.offered_tokens += tokens
         return tokens
 
-    def lease(self, packed: Mapping[int, bytes]) -> tuple[int | None, Mapping[int, int]]:
-        """Keep these blocks from being evicted, as far as they are there. Not on the engine's thread.
-
-        Returns:
-            The lease, or None; and by group, how many of the blocks are there, from the first.
-        """
-        try:
-            result = self._client.lookup(
-                self._namespace, packed, lease_seconds=self._options.lease_seconds, timeout=LEASE_TIMEOUT
-            )
-        except ClientError as error:
-            _log.warning("the daemon refuses a lease, so a load goes without: %s", error)
-            return None, {}
-        return result.lease, {index: answer.hits for index, answer in result.groups.items()}
-
-    def release(self, lease: int) -> None:
-        """End a lease. One that nobody ends, ends by time. Not on the engine's thread."""
-        self._client.release(lease, timeout=LEASE_TIMEOUT)
+    def lease(self, packed: Mapping[int, bytes]) -> Lease:
+        """Keep these blocks from being evicted, as far as they are there. Waits for nothing."""
+        return self._client.lease(self._namespace, packed, self._options.lease_seconds)
 
     def connect(self) -> None:
         """A client that only looks up connects with its first question: let it be this one."""

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvsidecar.integrations.vllm.background import Background
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.known import Known
-from kvsidecar.integrations.vllm.loads import Loads, Runner
+from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Asked, Lookups
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.options import Options
@@ -35,7 +34,6 @@ class SchedulerSide:
         events: collects KV cache events, if vLLM wants them.
         step_tokens: the most that one step computes (``max_num_batched_tokens``).
         clock: seconds, monotonic.
-        background: takes and releases leases; by default in a thread, a step later.
     """
 
     def __init__(
@@ -49,10 +47,8 @@ class SchedulerSide:
         events: Events | None = None,
         step_tokens: int = 8192,
         clock: Callable[[], float] = time.monotonic,
-        background: Runner | None = None,
     ) -> None:
         self.counters = Counters()
-        self._background = background or Background()
         self._options, self._world_size, self._client, self._clock = options, world_size, client, clock
         self._alignment = groups[0].alignment
         self._known, self._events = Known(), events
@@ -66,7 +62,6 @@ class SchedulerSide:
             self._known,
             self.counters,
             numbers,
-            self._background,
         )
         self._stores = Stores(options, groups, world_size, self._known, self.counters, events, numbers, step_tokens)
         self._reset = Reset(lambda: client.clear(namespace), clock=clock)
@@ -130,7 +125,6 @@ class SchedulerSide:
             self._reset.step(drained=not self._jobs_outstanding, attached=self.attached)
         if self._open:
             self._stores.step(self._requests, scheduler_output, self._clock())
-        self._background.step()
         return StepOrders(
             self._stores.take_jobs(),
             self._loads.take_jobs(),
@@ -214,5 +208,4 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Leases end with the client's connection."""
-        self._background.close()
         self._client.close()
