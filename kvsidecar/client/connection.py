@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from kvsidecar.client.lane import Fill, LaneCalls, LaneStream, Take, Then
+from kvsidecar.client.lane import Fill, LaneStream, Take
+from kvsidecar.client.lane_calls import LaneCalls, Then
 from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.paths import attach_path

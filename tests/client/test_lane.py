@@ -6,48 +6,23 @@ import itertools
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
-from typing import Any
 
 import grpc
 import pytest
 
-from kvsidecar.client import BreakerState, Client, DaemonUnreachable, Namespace
-from kvsidecar.client.lane import LaneCalls, LaneStream, Replies
-from kvsidecar.client.link import Link, connect
+from kvsidecar.client import BreakerState, Client, DaemonUnreachable
+from kvsidecar.client.lane import LaneStream, Replies
+from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import FRAME_LENGTH
 from tests.client.fake_daemon import FakeDaemon, send
+from tests.client.fake_link import FakeLink, lookup_reply
 from tests.harness import NAMESPACE, SECONDS, hashes
-
-
-class FakeLink:
-    """A `Link` to the test itself."""
-
-    def __init__(self) -> None:
-        self.connection, self.far = socket.socketpair()
-        self.far.settimeout(SECONDS)
-
-    shut_down = Link.shut_down
-
-    def close(self) -> None:
-        self.connection.close()
-
-    def requests(self) -> Iterator[pb.LaneRequest]:
-        with self.far.makefile("rb") as arriving:
-            while head := arriving.read(FRAME_LENGTH.size):
-                yield pb.LaneRequest.FromString(arriving.read(*FRAME_LENGTH.unpack(head)))
-
-
-def found(hits: int) -> pb.LookupReply:
-    return pb.LookupReply(ready=True, groups=[pb.GroupHits(group=0, hits=hits)])
-
 
 # -- the Attach stream -----------------------------------------------------------------------------------------------
 
@@ -246,238 +221,8 @@ def test_only_the_daemons_own_word_settles_a_stream() -> None:
         assert stream.settled is settled
 
 
-# -- calls -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def links() -> list[FakeLink]:
-    return []
-
-
-@pytest.fixture
-def calls(links: list[FakeLink]) -> Iterator[LaneCalls]:
-    def make(timeout: float) -> Any:
-        links.append(FakeLink())
-        return links[-1]
-
-    calls = LaneCalls(make)
-    yield calls
-    calls.close()
-
-
-def ask(calls: LaneCalls, seconds: float = SECONDS) -> int:
-    reply: pb.LookupReply = calls.call("lookup", pb.LookupRequest(), seconds)
-    return reply.groups[0].hits
-
-
-def answer(links: list[FakeLink], *replies: bytes) -> threading.Thread:
-    """Answer so many requests of the newest link with these bytes, in a thread."""
-
-    def run() -> None:
-        while not links:
-            pass
-        for reply, _ in zip(replies, links[-1].requests(), strict=False):
-            links[-1].far.sendall(reply)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
-def reply(call: int, hits: int) -> bytes:
-    payload = pb.LaneReply(call=call, lookup=found(hits)).SerializeToString()
-    return FRAME_LENGTH.pack(len(payload)) + payload
-
-
-def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(calls: LaneCalls, links: list[FakeLink]) -> None:
-    with pytest.raises(CarrierError) as caught:
-        ask(calls, 0.02)
-    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    answer(links, reply(1, 111), reply(2, 222))
-    assert ask(calls) == 222
-    assert len(links) == 1, "a late answer is no reason to connect again"
-
-
-def test_no_call_waits_longer_than_it_may(calls: LaneCalls) -> None:
-    """The kernel's own timeouts would be rounded up to its ticks."""
-    waited = []
-    for _ in range(20):
-        began = time.monotonic()
-        with pytest.raises(CarrierError) as caught:
-            ask(calls, 0.005)
-        waited.append(time.monotonic() - began)
-        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0.005 <= median(waited) < 0.007
-
-
-def test_an_answer_in_pieces_is_put_together(calls: LaneCalls, links: list[FakeLink]) -> None:
-    whole = reply(1, 5)
-
-    def run() -> None:
-        while not links:
-            pass
-        next(links[0].requests())
-        for byte in whole:
-            links[0].far.sendall(bytes((byte,)))
-
-    threading.Thread(target=run, daemon=True).start()
-    assert ask(calls) == 5
-
-
-def lookup(hits: int) -> pb.LookupRequest:
-    return pb.LookupRequest(lease_ms=hits)
-
-
-def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
-    calls: LaneCalls, links: list[FakeLink]
-) -> None:
-    got: list[Any] = []
-    assert not calls.post("lookup", lookup(1), got.append), "nothing is connected yet"
-    answer(links, reply(1, 5))
-    assert ask(calls) == 5
-    assert calls.post("lookup", lookup(1), got.append)
-    assert calls.post("release", pb.ReleaseRequest(lease=7), None)
-    calls.collect()
-    assert not got
-    link = links[0]
-    link.far.sendall(reply(2, 22) + reply(3, 0) + reply(4, 44))
-    assert ask(calls) == 44
-    assert [each.groups[0].hits for each in got] == [22]
-
-    assert calls.post("lookup", lookup(1), got.append)
-    link.far.sendall(reply(5, 55))
-    calls.collect()
-    assert [each.groups[0].hits for each in got] == [22, 55]
-    assert len(links) == 1
-
-
-def test_who_is_given_an_answer_may_post_again(calls: LaneCalls, links: list[FakeLink]) -> None:
-    answer(links, reply(1, 5))
-    ask(calls)
-    posted: list[bool] = []
-    calls.post("lookup", lookup(1), lambda _: posted.append(calls.post("release", pb.ReleaseRequest(lease=7), None)))
-    links[0].far.sendall(reply(2, 22))
-    calls.collect()
-    assert posted == [True]
-
-
-def test_a_refusal_is_handed_on_and_what_a_lost_connection_owes_never_comes(
-    calls: LaneCalls, links: list[FakeLink]
-) -> None:
-    answer(links, reply(1, 5))
-    ask(calls)
-    got: list[Any] = []
-    calls.post("lookup", lookup(1), got.append)
-    refusal = pb.LaneReply(call=2, error=pb.LaneError(code=3, text="too long")).SerializeToString()
-    links[0].far.sendall(FRAME_LENGTH.pack(len(refusal)) + refusal)
-    calls.collect()
-    assert [each.text for each in got] == ["too long"]
-    calls.post("lookup", lookup(1), got.append)
-    links[0].far.close()
-    calls.collect()
-    assert not calls.post("lookup", lookup(1), got.append)
-    links.clear()
-    answer(links, reply(4, 1))  # its number goes on: a late answer must not be taken for another's
-    assert ask(calls) == 1
-    assert len(got) == 1
-
-
-def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LaneCalls, links: list[FakeLink]) -> None:
-    answer(links, reply(1, 5))
-    ask(calls)
-    big = pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(100_000))])
-    for _ in range(1000):
-        if not calls.post("lookup", big, None):
-            break
-    else:
-        pytest.fail("nobody read 100 MB")
-
-
-def test_to_post_does_not_wait_for_a_call_either(calls: LaneCalls, links: list[FakeLink]) -> None:
-    waiting = threading.Thread(target=lambda: ask(calls))
-    waiting.start()
-    while not calls.busy:
-        time.sleep(0.001)
-    assert not calls.post("lookup", lookup(1), None)
-    calls.collect()
-    while not links:
-        time.sleep(0.001)
-    links[0].far.sendall(reply(1, 5))
-    waiting.join(SECONDS)
-    assert not waiting.is_alive()
-
-
-@pytest.mark.parametrize(
-    "nonsense",
-    [FRAME_LENGTH.pack(2**31), FRAME_LENGTH.pack(3) + b"\xff\xff\xff", reply(0, 0)],
-    ids=["too long", "no protobuf", "the daemon ends the connection"],
-)
-def test_after_nonsense_it_connects_again(calls: LaneCalls, links: list[FakeLink], nonsense: bytes) -> None:
-    answer(links, nonsense)
-    with pytest.raises(CarrierError) as caught:
-        ask(calls)
-    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
-    links.clear()
-    answer(links, reply(2, 7))
-    assert ask(calls) == 7
-
-
-def test_a_daemon_that_does_not_read_costs_a_budget(calls: LaneCalls, links: list[FakeLink]) -> None:
-    huge = pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(3 << 20))])
-    with pytest.raises(CarrierError) as caught:
-        calls.call("lookup", huge, 0.05)
-    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    links.clear()
-    answer(links, reply(2, 3))
-    assert ask(calls) == 3, "half a request was followed by another"
-
-
-def test_a_call_that_waits_ends_with_the_connection(calls: LaneCalls, links: list[FakeLink]) -> None:
-    codes: list[grpc.StatusCode] = []
-
-    def wait() -> None:
-        try:
-            ask(calls)
-        except CarrierError as error:
-            codes.append(error.code)
-
-    threads = [threading.Thread(target=wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    while not links:
-        pass
-    next(links[0].requests())
-    calls.close()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert codes == [grpc.StatusCode.UNAVAILABLE] * 3
-
-
-def test_schedulers_of_many_threads_get_their_own_answers(short_dir: Path) -> None:
-    with FakeDaemon(short_dir) as daemon:
-        daemon.on_lookup = lambda request: found(request.namespace.block_size)
-        client = Client(daemon.socket, step_budget=SECONDS)
-        wrong: list[int] = []
-
-        def ask_often(size: int) -> None:
-            namespace = Namespace("m", "d", "l", size, 1, 1, "h")
-            for _ in range(100):
-                hits = client.lookup(namespace, {0: hashes("a")}).groups[0].hits
-                if hits != size:
-                    wrong.append(hits)
-
-        threads = [threading.Thread(target=ask_often, args=(size,)) for size in range(1, 9)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-        assert client.fast_lane
-        assert not wrong
-        client.close()
-
-
 def test_replies_are_cut_wherever_the_bytes_are() -> None:
-    data = b"".join(reply(call, call) for call in range(1, 5))
+    data = b"".join(lookup_reply(call, call) for call in range(1, 5))
     for size in (1, 2, 5, 7, len(data)):
         replies, calls = Replies(), []
         for start in range(0, len(data), size):

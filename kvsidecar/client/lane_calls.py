@@ -1,0 +1,180 @@
+"""Calls on the fast lane: lookups, leases and their ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from kvsidecar.client.lane import RECEIVE_BYTES, Replies, error_of, frame, no_answer
+from kvsidecar.client.link import Link
+from kvsidecar.client.messages import CarrierError
+from kvsidecar.client.waiting import wait_lightly, wait_readable, wait_writable
+from kvsidecar.errors import ClientError
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+LIGHT_SECONDS = 0.005
+"""A daemon that answers does so sooner."""
+
+Then = Callable[[Any], None]
+"""Is given the answer to what was posted: the reply's message, or the CarrierError that the daemon refuses it with."""
+
+
+class LaneCalls:
+    """Calls on a connection of their own, which is made by the first. One at a time; the caller reads its own answer,
+    and with it those to what was posted before.
+
+    Args:
+        connect: makes a link; takes ``timeout`` in seconds.
+    """
+
+    def __init__(self, connect: Callable[..., Link]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._arrived = Replies()
+        self._number = 0
+        self._posted: dict[int, Then] = {}
+        self._answers: list[tuple[Then, Any]] = []
+        """To what was posted, that have arrived. Handed on without the lock: who gets one may post again."""
+        self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call waits for its answer."""
+        return self._lock.locked()
+
+    def call(self, method: str, request: Any, seconds: float) -> Any:
+        """As `Connection.call`."""
+        deadline = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=max(0.0, seconds)):
+            raise CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "another call waits for its answer")
+        try:
+            reply = self._exchange(method, request, deadline)
+        except OSError as error:
+            self._drop()  # nobody knows what comes next on it
+            raise no_answer(error) from error
+        except ClientError as error:  # of connect()
+            raise no_answer(error.__cause__ or error) from error
+        finally:
+            self._lock.release()
+            self._hand_on()
+        if reply is None:
+            raise CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+        if reply.HasField("error"):
+            raise error_of(reply.error)
+        return getattr(reply, method)
+
+    def post(self, method: str, request: Any, then: Then | None) -> bool:
+        """Send a call whose answer nobody waits for; never waits. ``then`` is given it by a later `call` or `collect`.
+        False: it could not be sent, and ``then`` will not be called."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._link is None or self._closed:
+                return False
+            self._number += 1
+            data = frame(pb.LaneRequest(call=self._number, **{method: request}))
+            if self._link.connection.send(data, socket.MSG_DONTWAIT) < len(data):
+                raise ConnectionError("the daemon does not read")
+            if then is not None:
+                self._posted[self._number] = then
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._drop()
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def collect(self) -> None:
+        """Hand on the answers that have arrived; never waits."""
+        if not self._posted or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._link is not None:
+                self._receive(self._link.connection)
+                while (reply := self._arrived.next()) is not None:
+                    self._take_posted(reply)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop()
+        finally:
+            self._lock.release()
+        self._hand_on()
+
+    def close(self) -> None:
+        """A call that waits ends."""
+        self._closed = True
+        if (link := self._link) is not None:
+            link.shut_down()
+        with self._lock:
+            self._drop()
+
+    def _exchange(self, method: str, request: Any, deadline: float) -> pb.LaneReply | None:
+        """The answer; None if it does not come in time. Raises OSError, ClientError: the connection is of no use."""
+        if self._closed:
+            raise ConnectionError("the connection is closed")
+        if self._link is None:
+            self._link = self._connect(timeout=deadline - time.monotonic())
+            self._arrived = Replies()
+        connection = self._link.connection
+        self._number += 1
+        _send(connection, frame(pb.LaneRequest(call=self._number, **{method: request})), deadline)
+        fd = connection.fileno()
+        while True:
+            while (reply := self._arrived.next()) is not None:
+                if reply.call == self._number:
+                    return reply
+                self._take_posted(reply)
+            if not (wait_lightly(fd, min(LIGHT_SECONDS, _left(deadline))) or wait_readable(fd, _left(deadline))):
+                return None
+            self._receive(connection)
+
+    def _receive(self, connection: socket.socket) -> None:
+        data = connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+        if not data:
+            raise ConnectionError("the daemon closed it")
+        self._arrived.feed(data)
+
+    def _take_posted(self, reply: pb.LaneReply) -> None:
+        """Or the late answer to a call that was given up, which nobody wants any more."""
+        if not reply.call:
+            raise ConnectionError(reply.error.text)
+        if (then := self._posted.pop(reply.call, None)) is not None:
+            kind = reply.WhichOneof("message")
+            if kind is None:
+                raise ConnectionError("a reply of the daemon says nothing")
+            self._answers.append((then, error_of(reply.error) if kind == "error" else getattr(reply, kind)))
+
+    def _hand_on(self) -> None:
+        while self._answers:
+            then, answer = self._answers.pop(0)
+            then(answer)
+
+    def _drop(self) -> None:
+        self._posted.clear()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    """Raises TimeoutError: a part of it may have gone."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            if not wait_writable(connection.fileno(), _left(deadline)):
+                raise TimeoutError("the daemon does not read") from None
+
+
+def _left(deadline: float) -> float:
+    return deadline - time.monotonic()
