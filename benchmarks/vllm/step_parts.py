@@ -17,6 +17,7 @@ from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
 
 from kvsidecar.client import Client, lane
+from kvsidecar.client.connection import Connection
 from kvsidecar.client.jobs import Job, Jobs
 from kvsidecar.client.lane import LaneStream
 from kvsidecar.client.session import Session
@@ -31,6 +32,8 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     # Indent, owner, name, what it does.
     (0, SchedulerSide, "update_state_after_alloc", "a hit was taken"),
     (1, Loads, "plan", "plan its load"),
+    (2, Client, "lease", "ask for its lease"),
+    (3, Connection, "post", "send that"),
     (0, SchedulerSide, "build_orders", "the step's orders"),
     (1, stores.Stores, "_consider", "which blocks are new"),
     (1, stores, "choose", "which of them to store"),

@@ -16,7 +16,7 @@ from kvsidecar.client.connection import Connection, open_channel
 from kvsidecar.client.keeper import Keeper
 from kvsidecar.client.leases import PendingLease
 from kvsidecar.client.link import Link, connect
-from kvsidecar.client.messages import MAX_REQUEST_BYTES, CarrierError, lookup_request, lookup_result, no_hits
+from kvsidecar.client.messages import CarrierError, lookup_request, lookup_result, no_hits
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
 from kvsidecar.paths import attach_path
@@ -68,12 +68,16 @@ class Lookups:
     def lease(
         self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
     ) -> PendingLease:
-        connection = self._keeper.connection if self._breaker.allows else None
-        pending = PendingLease(connection)
-        if connection is not None:
+        connection = self._keeper.connection
+        if connection is None or not self._breaker.allows:
+            return PendingLease(None)
+        try:
             request = lookup_request(namespace, groups, LookupMode.PREFIX, lease_seconds, connection.token)
-            if request.ByteSize() <= MAX_REQUEST_BYTES:
-                connection.post("lookup", request, pending.answered)
+        except ClientError as error:
+            _log.warning("no lease: %s", error)
+            return PendingLease(None)
+        pending = PendingLease(connection)
+        connection.post("lookup", request, pending.answered)
         return pending
 
     def release(self, lease: int, timeout: float | None) -> bool:
@@ -106,8 +110,6 @@ class Lookups:
         if connection is None:
             raise NoAnswer(DAEMON_LOST)
         message = request(connection)
-        if (size := message.ByteSize()) > MAX_REQUEST_BYTES:
-            raise ClientError(f"a request of {size} bytes is over {MAX_REQUEST_BYTES}: ask for fewer hashes at once")
         try:
             reply = connection.call(method, message, max(0.001, deadline - time.monotonic()))
         except CarrierError as error:

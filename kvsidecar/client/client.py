@@ -289,7 +289,10 @@ class Client:
         return self._submit(Direction.LOAD, blocks, after, lease or 0, timeout, traceparent)
 
     def poll(self) -> list[JobDone]:
-        """The jobs that have ended since the last call, each once. Never waits."""
+        """The jobs that have ended since the last call, each once. Never waits.
+
+        Does not look for the end of jobs that were submitted since the last call, if there are no others.
+        """
         if (session := self._keeper.session) is not None and session.unsaid is not None:
             with self._jobs.lock:
                 session.say()

@@ -145,7 +145,9 @@ class Connection:
                 was not sent or not answered.
         """
         if self._calls:
-            any(calls.post(method, request, then) for calls in self._calls)
+            for calls in self._calls:
+                if calls.post(method, request, then):
+                    break
             return
         with suppress(ValueError):  # "Cannot invoke RPC on closed channel!"
             call = getattr(self.stub, method.capitalize()).future(request, timeout=POST_SECONDS, metadata=self.metadata)

@@ -103,6 +103,8 @@ class Jobs:
         self._limit = limit
         self._numbers = itertools.count(1)
         self._outstanding: dict[int, Job] = {}
+        self._new = 0
+        """Jobs that were added since the last poll."""
         self._finished: dict[int, JobDone] = {}  # an empty one may be seen without the lock
         self._session: Session | None = None
         """Of the newest job: the others are read by their own threads alone."""
@@ -119,6 +121,7 @@ class Jobs:
 
     def add(self, job: Job) -> None:
         self._outstanding[job.number] = job
+        self._new += 1
         self._session = job.session
 
     def is_outstanding(self, number: int) -> bool:
@@ -183,8 +186,10 @@ class Jobs:
 
     def poll(self) -> list[JobDone]:
         # Both may be looked at without the lock: what comes in between is seen the next time.
-        if self._outstanding and self._session is not None:
+        # Nothing has ended that was only just sent: to look for it would be a system call of the step that sent it.
+        if len(self._outstanding) > self._new and self._session is not None:
             self._session.read_now()
+        self._new = 0
         if not self._finished:
             return []
         with self.changed:

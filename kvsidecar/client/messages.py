@@ -11,6 +11,7 @@ import grpc
 
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.results import GroupHits, JobDone, LookupResult, Readiness
+from kvsidecar.errors import ClientError
 from kvsidecar.types import PROTOCOL, GroupLayout, LookupMode, Namespace, Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import (
@@ -23,6 +24,8 @@ from kvsidecar.wire import (
     pack_hashes,
 )
 
+FIELDS_BYTES = 64
+"""More than the numbers and the token of a request, or the number of a group, take in it."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Without what a carrier adds. A larger message would cost the whole stream, with every job on it."""
 
@@ -82,14 +85,21 @@ def lookup_request(
     lease_seconds: float,
     token: bytes,
 ) -> pb.LookupRequest:
+    """Raises ClientError: it is longer than the daemon takes."""
+    space = _namespace(namespace)
     request = pb.LookupRequest(
-        namespace=_namespace(namespace),
+        namespace=space,
         mode=MODE_TO_WIRE[mode],
         lease_ms=int(lease_seconds * 1000),
         token=token if lease_seconds else b"",
     )
+    size = FIELDS_BYTES + space.ByteSize()  # to ask the request itself takes as long as to serialize it
     for group, hashes in groups.items():
-        request.groups.add(group=group, hashes=pack_hashes(hashes))
+        packed = pack_hashes(hashes)
+        size += FIELDS_BYTES + len(packed)
+        request.groups.add(group=group, hashes=packed)
+    if size > MAX_REQUEST_BYTES:
+        raise ClientError(f"a request of {size} bytes is over {MAX_REQUEST_BYTES}: ask for fewer hashes at once")
     return request
 
 
