@@ -6,7 +6,7 @@ The daemon must be ready, on the host device, and is asked for blocks that are s
 and no GPU. One thing after another, without a pause: an engine that has slept pays more for each, which
 `benchmarks.vllm.hits` shows.
 
-The last row is a loop of Python alone, taken before each step with a store and a load: where its p90 is far above its
+The last row is a loop of Python alone, taken before each lookup: where its p90 is far above its
 p10, the core was shared with somebody, and the rows above say as much about that as about the connector.
 """
 
@@ -172,6 +172,7 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
             pool.cached_block_hash_to_block.insert(key, block)
         side.update_state_after_alloc(new, allocated(held), 0)
         new.num_computed_tokens = blocks * TOKENS
+        alone.take(f"{LOOPS:,} additions in Python", python_alone)
         both(step())  # the budget for questions is full again
         tokens, _ = times.take(f"lookup of {blocks} blocks", side.get_num_new_matched_tokens, hit, 0)
         if tokens != blocks * TOKENS:
@@ -181,7 +182,6 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
             side.update_state_after_alloc(hit, table, tokens)
             both(scheduled)
 
-        alone.take(f"{LOOPS:,} additions in Python", python_alone)
         label = f"a step with one store and one load of {blocks} blocks"
         arguments = allocated(held), tokens, step(**{new.request_id: 1})
         with parts.step() if parts is not None else nullcontext():
