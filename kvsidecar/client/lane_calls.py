@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,8 @@ class LaneCalls:
         self._link: Link | None = None
         self._arrived = Replies()
         self._number = 0
-        self._posted: dict[int, Then] = {}
-        self._answers: list[tuple[Then, Any]] = []
+        self._posted: dict[int, tuple[str, Then]] = {}
+        self._answers: deque[tuple[Then, Any]] = deque()
         """To what was posted, that have arrived. Handed on without the lock: who gets one may post again."""
         self._closed = False
 
@@ -82,7 +83,7 @@ class LaneCalls:
             if self._link.connection.send(data, socket.MSG_DONTWAIT) < len(data):
                 raise ConnectionError("the daemon does not read")
             if then is not None:
-                self._posted[self._number] = then
+                self._posted[self._number] = method, then
         except BlockingIOError:
             return False
         except OSError:
@@ -147,15 +148,19 @@ class LaneCalls:
         """Or the late answer to a call that was given up, which nobody wants any more."""
         if not reply.call:
             raise ConnectionError(reply.error.text)
-        if (then := self._posted.pop(reply.call, None)) is not None:
+        if (posted := self._posted.pop(reply.call, None)) is not None:
+            method, then = posted
             kind = reply.WhichOneof("message")
-            if kind is None:
-                raise ConnectionError("a reply of the daemon says nothing")
-            self._answers.append((then, error_of(reply.error) if kind == "error" else getattr(reply, kind)))
+            if kind not in (method, "error"):
+                raise ConnectionError(f"the daemon answered a {method} with {kind}")
+            self._answers.append((then, error_of(reply.error) if kind == "error" else getattr(reply, method)))
 
     def _hand_on(self) -> None:
         while self._answers:
-            then, answer = self._answers.pop(0)
+            try:
+                then, answer = self._answers.popleft()
+            except IndexError:  # another thread has taken the last one in between
+                return
             then(answer)
 
     def _drop(self) -> None:

@@ -151,6 +151,17 @@ def test_a_refusal_is_handed_on_and_what_a_lost_connection_owes_never_comes(
     assert len(got) == 1
 
 
+def test_an_answer_of_another_kind_ends_the_connection(calls: LaneCalls, links: list[FakeLink]) -> None:
+    answer(links, lookup_reply(1, 5))
+    ask(calls)
+    got: list[Any] = []
+    assert calls.post("release", pb.ReleaseRequest(lease=7), got.append)
+    links[0].far.sendall(lookup_reply(2, 5))
+    calls.collect()
+    assert not got
+    assert not calls.post("release", pb.ReleaseRequest(lease=7), got.append)
+
+
 def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LaneCalls, links: list[FakeLink]) -> None:
     answer(links, lookup_reply(1, 5))
     ask(calls)
@@ -231,8 +242,10 @@ def test_schedulers_of_many_threads_get_their_own_answers(short_dir: Path) -> No
         def ask_often(size: int) -> None:
             namespace = Namespace("m", "d", "l", size, 1, 1, "h")
             for _ in range(100):
+                lease = client.lease(namespace, {0: hashes("a")}, 60.0)
                 hits = client.lookup(namespace, {0: hashes("a")}).groups[0].hits
-                if hits != size:
+                lease.release()
+                if hits != size or lease.hits not in (None, {0: size}):
                     wrong.append(hits)
 
         threads = [threading.Thread(target=ask_often, args=(size,)) for size in range(1, 9)]
