@@ -6,8 +6,8 @@ The daemon must be ready, on the host device, and is asked for blocks that are s
 and no GPU. One thing after another, without a pause: an engine that has slept pays more for each, which
 `benchmarks.vllm.hits` shows.
 
-The last row is a loop of Python alone, taken before each lookup: where its p90 is far above its
-p10, the core was shared with somebody, and the rows above say as much about that as about the connector.
+One row is a loop of Python alone, taken before each lookup: where its p90 is far above its p10, the core was shared
+with somebody, and the other rows say as much about that as about the connector.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def python_alone() -> int:
 
 
 def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts | None = None) -> Times:
-    times, alone, hit = Times(), Times(), Request("hit", blocks)
+    times, hit = Times(), Request("hit", blocks)
     rank = Rank(socket, 4 * blocks)
     stored = GroupBlocks(0, b"".join(hit.block_hashes), np.arange(blocks, dtype=np.int64))
     attached = rank.step(StepOrders(stores=(StoreJob(1 << 30, (stored,)),)))
@@ -150,6 +150,10 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
         if report is not None:
             side.take_report(report)
         return orders
+
+    def busy(table: Any, tokens: int, scheduled: Any) -> None:
+        side.update_state_after_alloc(hit, table, tokens)
+        both(scheduled)
 
     decoding = [Request(f"decoding {i}", 8) for i in range(requests)]
     for request in decoding:
@@ -172,27 +176,20 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
             pool.cached_block_hash_to_block.insert(key, block)
         side.update_state_after_alloc(new, allocated(held), 0)
         new.num_computed_tokens = blocks * TOKENS
-        alone.take(f"{LOOPS:,} additions in Python", python_alone)
+        times.take(f"{LOOPS:,} additions in Python", python_alone)
         both(step())  # the budget for questions is full again
         tokens, _ = times.take(f"lookup of {blocks} blocks", side.get_num_new_matched_tokens, hit, 0)
         if tokens != blocks * TOKENS:
             raise RuntimeError(f"the daemon has {tokens} of {blocks * TOKENS} tokens; is its pool large enough?")
-
-        def busy(table: Any, tokens: int, scheduled: Any) -> None:
-            side.update_state_after_alloc(hit, table, tokens)
-            both(scheduled)
-
-        label = f"a step with one store and one load of {blocks} blocks"
         arguments = allocated(held), tokens, step(**{new.request_id: 1})
         with parts.step() if parts is not None else nullcontext():
-            times.take(label, busy, *arguments)
+            times.take(f"a step with one store and one load of {blocks} blocks", busy, *arguments)
         times.take("the end of both", side.take_report, rank.settle())
         side.request_finished(new)
         side.request_finished(hit)
         pool.free_blocks(held)
     side.shutdown()
     rank.side.unregister()
-    times.seconds |= alone.seconds
     return times
 
 

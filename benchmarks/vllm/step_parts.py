@@ -19,13 +19,11 @@ from vllm.v1.core.block_pool import BlockPool
 from kvsidecar.client import Client, lane
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.jobs import Job, Jobs
-from kvsidecar.client.lane import LaneStream
 from kvsidecar.client.session import Session
 from kvsidecar.integrations.vllm import stores, storing
 from kvsidecar.integrations.vllm.known import Known
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from kvsidecar.integrations.vllm.storing import Selection
 from kvsidecar.integrations.vllm.worker import WorkerSide
 
 PARTS: tuple[tuple[int, Any, str, str], ...] = (
@@ -42,7 +40,7 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     (1, Known, "add", "note them"),
     (1, BlockPool, "touch", "hold them (vLLM)"),
     (1, stores.Stores, "take_jobs", "the store's job"),
-    (2, Selection, "all_blocks", "in the order of eviction"),
+    (2, storing.Selection, "all_blocks", "in the order of eviction"),
     (0, WorkerSide, "bind", "a worker takes the orders"),
     (0, WorkerSide, "submit_loads", "send the load"),
     (0, WorkerSide, "submit_stores", "send the store"),
@@ -51,7 +49,7 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     (2, Session, "send", "of both: the session"),
     (3, Job, "fill", "make them messages"),
     (3, lane, "frame", "serialize them"),
-    (3, LaneStream, "_write", "the system calls"),
+    (3, lane.LaneStream, "_write", "the system calls"),
     (0, WorkerSide, "poll", "what has ended"),
     (1, Jobs, "poll", "the client"),
     (0, WorkerSide, "take_report", "tell the scheduler"),

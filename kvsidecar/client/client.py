@@ -293,7 +293,7 @@ class Client:
 
         Does not look for the end of jobs that were submitted since the last call, if there are no others.
         """
-        if (session := self._keeper.session) is not None and session.unsaid is not None:
+        if (session := self._keeper.session) is not None and session.unsaid:
             with self._jobs.lock:
                 session.say()
         return self._jobs.poll()

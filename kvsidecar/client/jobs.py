@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
+from kvsidecar.client.messages import FIELDS_BYTES
 from kvsidecar.client.results import Blocks, JobDone
 from kvsidecar.client.waiting import NAP_SECONDS
 from kvsidecar.types import Direction, Outcome
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from kvsidecar.client.session import Session
 
 
-FIELDS_BYTES = 64
-"""More than the numbers of a job, or of one group's blocks, take in a message."""
 LIGHT_SECONDS = 0.05
 """A wait that takes longer is for something slow, and not worth a tenth of a core."""
 

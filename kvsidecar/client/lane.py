@@ -100,11 +100,8 @@ class LaneStream:
         self._has_waiting = threading.Event()
         self._over = False
 
-    def put(self, *items: Any) -> None:
-        self._put(*items)
-
     def finish(self) -> None:
-        self._put(None)
+        self.put(None)
 
     def cancel(self) -> None:
         self._link.shut_down()
@@ -172,7 +169,7 @@ class LaneStream:
 
     # -- up ----------------------------------------------------------------------------------------------------------
 
-    def _put(self, *items: Any) -> None:
+    def put(self, *items: Any) -> None:
         self._used_until = time.monotonic() + STEP_ASIDE_SECONDS
         with self._lock:
             if self._rest or self._waiting:

@@ -78,8 +78,7 @@ class LaneCalls:
         try:
             if self._link is None or self._closed:
                 return False
-            self._number += 1
-            data = frame(pb.LaneRequest(call=self._number, **{method: request}))
+            data = self._next_frame(method, request)
             if self._link.connection.send(data, socket.MSG_DONTWAIT) < len(data):
                 raise ConnectionError("the daemon does not read")
             if then is not None:
@@ -123,11 +122,10 @@ class LaneCalls:
         if self._closed:
             raise ConnectionError("the connection is closed")
         if self._link is None:
-            self._link = self._connect(timeout=deadline - time.monotonic())
+            self._link = self._connect(timeout=_left(deadline))
             self._arrived = Replies()
         connection = self._link.connection
-        self._number += 1
-        _send(connection, frame(pb.LaneRequest(call=self._number, **{method: request})), deadline)
+        _send(connection, self._next_frame(method, request), deadline)
         fd = connection.fileno()
         while True:
             while (reply := self._arrived.next()) is not None:
@@ -137,6 +135,10 @@ class LaneCalls:
             if not (wait_lightly(fd, min(LIGHT_SECONDS, _left(deadline))) or wait_readable(fd, _left(deadline))):
                 return None
             self._receive(connection)
+
+    def _next_frame(self, method: str, request: Any) -> bytes:
+        self._number += 1
+        return frame(pb.LaneRequest(call=self._number, **{method: request}))
 
     def _receive(self, connection: socket.socket) -> None:
         data = connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)

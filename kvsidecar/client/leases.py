@@ -56,6 +56,8 @@ class PendingLease:
     def _end(self) -> None:
         """If it is known and not needed any more."""
         with self._lock:
-            lease, self._lease = (self._lease, 0) if self._released else (0, self._lease)
+            if not self._released:
+                return
+            lease, self._lease = self._lease, 0
         if lease and self._connection is not None:
             self._connection.post("release", pb.ReleaseRequest(lease=lease), None)

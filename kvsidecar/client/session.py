@@ -41,7 +41,7 @@ class Session:
         """Why it has ended; None if the daemon ended it in order."""
         self.flushed: dict[int, frozenset[int] | None] = {}
         """Flushes that somebody waits for: which of their jobs were still running, or None until that is said."""
-        self.unsaid: pb.AttachRequest | None = None
+        self.unsaid: tuple[pb.AttachRequest, ...] = ()
         """Goes with the next job, or by `say`."""
         self._ring = RingSlots(ring_size)
         self._stream = connection.open_stream(self._fill, self._take, jobs.lock)
@@ -61,8 +61,8 @@ class Session:
         with self._jobs.lock:
             if self._jobs.is_outstanding(job.number):
                 job.phase = Phase.QUEUED
-                unsaid, self.unsaid = self.unsaid, None
-                self._stream.put(job) if unsaid is None else self._stream.put(unsaid, job)
+                unsaid, self.unsaid = self.unsaid, ()
+                self._stream.put(*unsaid, job)
 
     def flush(self, number: int, jobs: list[int], timeout: float, *, cancel: bool) -> None:
         """Send a Flush; the answer appears in `flushed`. The jobs were sent before. With the lock held."""
@@ -77,13 +77,12 @@ class Session:
 
     def set_idle(self, idle: bool) -> None:
         """Tell whether the GPU has nothing to do, with the next job or by `say`. With the lock held."""
-        self.unsaid = pb.AttachRequest(idle=pb.Idle(idle=idle))
+        self.unsaid = (pb.AttachRequest(idle=pb.Idle(idle=idle)),)
 
     def say(self) -> None:
         """Send what waits for a job. With the lock held."""
-        unsaid, self.unsaid = self.unsaid, None
-        if unsaid is not None:
-            self._stream.put(unsaid)
+        unsaid, self.unsaid = self.unsaid, ()
+        self._stream.put(*unsaid)
 
     def take_event(self, job: Job) -> int | None:
         """A ring entry to record for this store; None if all are in use. With the lock held."""

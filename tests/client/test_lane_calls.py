@@ -93,18 +93,14 @@ def test_an_answer_in_pieces_is_put_together(calls: LaneCalls, links: list[FakeL
     assert ask(calls) == 5
 
 
-def lookup(hits: int) -> pb.LookupRequest:
-    return pb.LookupRequest(lease_ms=hits)
-
-
 def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
     calls: LaneCalls, links: list[FakeLink]
 ) -> None:
     got: list[Any] = []
-    assert not calls.post("lookup", lookup(1), got.append), "nothing is connected yet"
+    assert not calls.post("lookup", pb.LookupRequest(), got.append), "nothing is connected yet"
     answer(links, lookup_reply(1, 5))
     assert ask(calls) == 5
-    assert calls.post("lookup", lookup(1), got.append)
+    assert calls.post("lookup", pb.LookupRequest(), got.append)
     assert calls.post("release", pb.ReleaseRequest(lease=7), None)
     calls.collect()
     assert not got
@@ -113,7 +109,7 @@ def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
     assert ask(calls) == 44
     assert [each.groups[0].hits for each in got] == [22]
 
-    assert calls.post("lookup", lookup(1), got.append)
+    assert calls.post("lookup", pb.LookupRequest(), got.append)
     link.far.sendall(lookup_reply(5, 55))
     calls.collect()
     assert [each.groups[0].hits for each in got] == [22, 55]
@@ -124,7 +120,9 @@ def test_who_is_given_an_answer_may_post_again(calls: LaneCalls, links: list[Fak
     answer(links, lookup_reply(1, 5))
     ask(calls)
     posted: list[bool] = []
-    calls.post("lookup", lookup(1), lambda _: posted.append(calls.post("release", pb.ReleaseRequest(lease=7), None)))
+    calls.post(
+        "lookup", pb.LookupRequest(), lambda _: posted.append(calls.post("release", pb.ReleaseRequest(lease=7), None))
+    )
     links[0].far.sendall(lookup_reply(2, 22))
     calls.collect()
     assert posted == [True]
@@ -136,15 +134,15 @@ def test_a_refusal_is_handed_on_and_what_a_lost_connection_owes_never_comes(
     answer(links, lookup_reply(1, 5))
     ask(calls)
     got: list[Any] = []
-    calls.post("lookup", lookup(1), got.append)
+    calls.post("lookup", pb.LookupRequest(), got.append)
     refusal = pb.LaneReply(call=2, error=pb.LaneError(code=3, text="too long")).SerializeToString()
     links[0].far.sendall(FRAME_LENGTH.pack(len(refusal)) + refusal)
     calls.collect()
     assert [each.text for each in got] == ["too long"]
-    calls.post("lookup", lookup(1), got.append)
+    calls.post("lookup", pb.LookupRequest(), got.append)
     links[0].far.shutdown(socket.SHUT_RDWR)
     calls.collect()
-    assert not calls.post("lookup", lookup(1), got.append)
+    assert not calls.post("lookup", pb.LookupRequest(), got.append)
     links.clear()
     answer(links, lookup_reply(4, 1))  # its number goes on: a late answer must not be taken for another's
     assert ask(calls) == 1
@@ -178,7 +176,7 @@ def test_to_post_does_not_wait_for_a_call_either(calls: LaneCalls, links: list[F
     waiting.start()
     while not calls.busy:
         time.sleep(0.001)
-    assert not calls.post("lookup", lookup(1), None)
+    assert not calls.post("lookup", pb.LookupRequest(), None)
     calls.collect()
     while not links:
         time.sleep(0.001)

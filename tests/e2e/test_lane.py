@@ -134,10 +134,15 @@ def others_go_on(daemon: DaemonProcess) -> None:
     rank.close()
 
 
-def until_ranks(daemon: DaemonProcess, count: int) -> None:
+def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
-    while daemon.metric("kvsidecar_attached_ranks") != count:
+    while not condition():
         assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def until_ranks(daemon: DaemonProcess, count: int) -> None:
+    until(lambda: daemon.metric("kvsidecar_attached_ranks") == count)
 
 
 # -- as it should be -------------------------------------------------------------------------------------------------
@@ -397,12 +402,6 @@ def test_a_request_that_is_too_long_is_refused_before_it_costs_the_connection(da
 
 @pytest.mark.usefixtures("carrier")
 def test_a_lease_that_nobody_waits_for_keeps_its_blocks_until_it_is_released(daemon: DaemonProcess) -> None:
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
     def leases_become(count: int) -> None:
         until(lambda: daemon.metric("kvsidecar_leases") == count)
 
@@ -438,10 +437,7 @@ def test_what_is_told_soon_is_told_with_the_next_job_or_at_the_next_poll(daemon:
     client.set_idle(False, soon=True)
     assert client.status().ranks[0].idle
     client.poll()
-    deadline = time.monotonic() + SECONDS
-    while client.status().ranks[0].idle:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: not client.status().ranks[0].idle)
     rank.close()
 
 

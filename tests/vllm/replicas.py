@@ -16,7 +16,7 @@ class ReplicasProcess(EngineProcess):
 
 
 class Replicas:
-    """As `tests.vllm.engine.Engine`, with vLLM's asynchronous engine, which alone has replicas."""
+    """What of `tests.vllm.engine.Engine` is needed, with vLLM's asynchronous engine, which alone has replicas."""
 
     def __init__(self, model: str, transfer: dict[str, Any] | None = None, **options: Any) -> None:
         self._loop = asyncio.new_event_loop()
@@ -46,12 +46,6 @@ class Replicas:
             return await asyncio.gather(*map(ask, prompts))
 
         return self._loop.run_until_complete(all_of_them())
-
-    def drain(self) -> None:
-        """The engine cores of replicas step on their own."""
-
-    def reset(self, connector: bool = False) -> bool:
-        return bool(self._loop.run_until_complete(self._engine.reset_prefix_cache(reset_connector=connector)))
 
 
 if __name__ == "__main__":

@@ -102,6 +102,8 @@ def test_data_parallel_replicas_of_one_engine_share_the_cache(model: str, daemon
 
 
 def _joins(engine: ReplicasProcess, replica: int, daemon: DaemonProcess) -> None:
+    """`join` would take what another replica still stores for this one's."""
+
     def stores() -> bool:
         before = blocks(daemon)
         engine.generate(prompt(time.monotonic_ns(), 33), tokens=1, replica=replica)

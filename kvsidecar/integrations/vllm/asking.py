@@ -44,7 +44,7 @@ class RankNamespaceClient:
         self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
     ) -> PendingLease:
         if self.namespace is None:
-            raise RuntimeError("no rank has said its namespace, so nothing can have been found")
+            return PendingLease(None)
         return self._client.lease(self.namespace, groups, lease_seconds)
 
     def clear(self, namespace: Namespace | None = None) -> int:
