@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -57,11 +57,11 @@ class Lookups:
         lease_seconds: float,
         timeout: float | None,
     ) -> LookupResult:
-        def request(connection: Connection) -> pb.LookupRequest:
+        def request(connection: Connection) -> pb.LaneRequest:
             return lookup_request(namespace, groups, mode, lease_seconds, connection.token)
 
         try:
-            return lookup_result(self._ask("lookup", request, timeout), namespace, groups)
+            return lookup_result(self._ask(request, timeout), namespace, groups)
         except NoAnswer as missing:
             return no_hits(namespace, groups, mode, missing.reason)
 
@@ -77,25 +77,26 @@ class Lookups:
             _log.warning("no lease: %s", error)
             return PendingLease(None)
         pending = PendingLease(connection)
-        connection.post("lookup", request, pending.answered)
+        connection.post(request, pending.answered)
         return pending
 
     def release(self, lease: int, timeout: float | None) -> bool:
+        request = pb.LaneRequest(release=pb.ReleaseRequest(lease=lease))
         try:
-            reply: pb.ReleaseReply = self._ask("release", lambda _: pb.ReleaseRequest(lease=lease), timeout)
+            reply: pb.ReleaseReply = self._ask(lambda _: request, timeout)
         except NoAnswer:
             return False
         return reply.released
 
     def renew(self, lease: int, lease_seconds: float, timeout: float | None) -> float:
-        request = pb.RenewRequest(lease=lease, lease_ms=int(lease_seconds * 1000))
+        request = pb.LaneRequest(renew=pb.RenewRequest(lease=lease, lease_ms=int(lease_seconds * 1000)))
         try:
-            reply: pb.RenewReply = self._ask("renew", lambda _: request, timeout)
+            reply: pb.RenewReply = self._ask(lambda _: request, timeout)
         except NoAnswer:
             return 0.0
         return reply.lease_ms / 1000 if reply.renewed else 0.0
 
-    def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
+    def _ask(self, request: Callable[[Connection], pb.LaneRequest], timeout: float | None) -> Any:
         """One call. Raises NoAnswer; ClientError if the daemon refuses the request."""
         deadline = time.monotonic() + (self._budget if timeout is None else timeout)
         connection = self._keeper.connection
@@ -111,7 +112,7 @@ class Lookups:
             raise NoAnswer(DAEMON_LOST)
         message = request(connection)
         try:
-            reply = connection.call(method, message, max(0.001, deadline - time.monotonic()))
+            reply = connection.call(message, max(0.001, deadline - time.monotonic()))
         except CarrierError as error:
             if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 if self._breaker.failed():

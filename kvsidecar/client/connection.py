@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from kvsidecar.client.lane import Fill, LaneStream, Take
+from kvsidecar.client.lane import Fill, LaneStream, Take, kind_of
 from kvsidecar.client.lane_calls import LaneCalls, Then
 from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
@@ -121,23 +121,24 @@ class Connection:
         """Says who asks, for unary calls of `stub`."""
         return ((TOKEN_METADATA, self.token),)
 
-    def call(self, method: str, request: Any, seconds: float) -> Any:
-        """Ask for ``lookup``, ``release`` or ``renew``, and wait for the answer at most ``seconds``.
+    def call(self, request: pb.LaneRequest, seconds: float) -> Any:
+        """Ask for the ``lookup``, ``release`` or ``renew`` in it, and wait for the answer at most ``seconds``.
 
         Raises:
             CarrierError: DEADLINE_EXCEEDED, UNAVAILABLE, or why the daemon refuses.
         """
         if self._calls:
             calls = next((each for each in self._calls if not each.busy), self._calls[0])
-            return calls.call(method, request, seconds)
+            return calls.call(request, seconds)
         try:
-            return getattr(self.stub, method.capitalize())(request, timeout=seconds, metadata=self.metadata)
+            ask, message = self._unary(request)
+            return ask(message, timeout=seconds, metadata=self.metadata)
         except grpc.RpcError as error:
             raise _carrier_error(error) from error
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
-    def post(self, method: str, request: Any, then: Then | None) -> None:
+    def post(self, request: pb.LaneRequest, then: Then | None) -> None:
         """Send a call whose answer nobody waits for; never waits, never raises.
 
         Args:
@@ -146,11 +147,12 @@ class Connection:
         """
         if self._calls:
             for calls in self._calls:
-                if calls.post(method, request, then):
+                if calls.post(request, then):
                     break
             return
         with suppress(ValueError):  # "Cannot invoke RPC on closed channel!"
-            call = getattr(self.stub, method.capitalize()).future(request, timeout=POST_SECONDS, metadata=self.metadata)
+            ask, message = self._unary(request)
+            call = ask.future(message, timeout=POST_SECONDS, metadata=self.metadata)
             if then is not None:
                 call.add_done_callback(partial(_hand_on, then))
 
@@ -158,6 +160,11 @@ class Connection:
         """Hand on the answers to what was posted that have arrived; never waits."""
         for calls in self._calls:
             calls.collect()
+
+    def _unary(self, request: pb.LaneRequest) -> tuple[Any, Any]:
+        """gRPC's method for what is in a request, and that."""
+        method = kind_of(request)
+        return getattr(self.stub, method.capitalize()), getattr(request, method)
 
     def open_stream(self, fill: Fill, take: Take, lock: threading.RLock) -> AttachCarrier:
         """The Attach stream of this connection; there is one.

@@ -225,6 +225,11 @@ class LaneStream:
             self._flusher.join()
 
 
+def kind_of(request: pb.LaneRequest) -> str:
+    """Name of the message that is in it; of the answer, too."""
+    return str(request.WhichOneof("message"))
+
+
 def no_answer(error: BaseException) -> CarrierError:
     if isinstance(error, TimeoutError):
         return CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))

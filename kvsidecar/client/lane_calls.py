@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client.lane import RECEIVE_BYTES, Replies, error_of, frame, no_answer
+from kvsidecar.client.lane import RECEIVE_BYTES, Replies, error_of, frame, kind_of, no_answer
 from kvsidecar.client.link import Link
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.client.waiting import wait_lightly, wait_readable, wait_writable
@@ -49,13 +49,13 @@ class LaneCalls:
         """Whether a call waits for its answer."""
         return self._lock.locked()
 
-    def call(self, method: str, request: Any, seconds: float) -> Any:
+    def call(self, request: pb.LaneRequest, seconds: float) -> Any:
         """As `Connection.call`."""
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "another call waits for its answer")
         try:
-            reply = self._exchange(method, request, deadline)
+            reply = self._exchange(request, deadline)
         except OSError as error:
             self._drop()  # nobody knows what comes next on it
             raise no_answer(error) from error
@@ -68,9 +68,9 @@ class LaneCalls:
             raise CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         if reply.HasField("error"):
             raise error_of(reply.error)
-        return getattr(reply, method)
+        return getattr(reply, kind_of(request))
 
-    def post(self, method: str, request: Any, then: Then | None) -> bool:
+    def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
         """Send a call whose answer nobody waits for; never waits. ``then`` is given it by a later `call` or `collect`.
         False: it could not be sent, and ``then`` will not be called."""
         if not self._lock.acquire(blocking=False):
@@ -78,11 +78,11 @@ class LaneCalls:
         try:
             if self._link is None or self._closed:
                 return False
-            data = self._next_frame(method, request)
+            data = self._next_frame(request)
             if self._link.connection.send(data, socket.MSG_DONTWAIT) < len(data):
                 raise ConnectionError("the daemon does not read")
             if then is not None:
-                self._posted[self._number] = method, then
+                self._posted[self._number] = kind_of(request), then
         except BlockingIOError:
             return False
         except OSError:
@@ -117,7 +117,7 @@ class LaneCalls:
         with self._lock:
             self._drop()
 
-    def _exchange(self, method: str, request: Any, deadline: float) -> pb.LaneReply | None:
+    def _exchange(self, request: pb.LaneRequest, deadline: float) -> pb.LaneReply | None:
         """The answer; None if it does not come in time. Raises OSError, ClientError: the connection is of no use."""
         if self._closed:
             raise ConnectionError("the connection is closed")
@@ -125,7 +125,7 @@ class LaneCalls:
             self._link = self._connect(timeout=_left(deadline))
             self._arrived = Replies()
         connection = self._link.connection
-        _send(connection, self._next_frame(method, request), deadline)
+        _send(connection, self._next_frame(request), deadline)
         fd = connection.fileno()
         while True:
             while (reply := self._arrived.next()) is not None:
@@ -136,9 +136,10 @@ class LaneCalls:
                 return None
             self._receive(connection)
 
-    def _next_frame(self, method: str, request: Any) -> bytes:
+    def _next_frame(self, request: pb.LaneRequest) -> bytes:
         self._number += 1
-        return frame(pb.LaneRequest(call=self._number, **{method: request}))
+        request.call = self._number
+        return frame(request)
 
     def _receive(self, connection: socket.socket) -> None:
         data = connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)

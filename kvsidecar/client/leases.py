@@ -60,4 +60,5 @@ class PendingLease:
                 return
             lease, self._lease = self._lease, 0
         if lease and self._connection is not None:
-            self._connection.post("release", pb.ReleaseRequest(lease=lease), None)
+            request = pb.LaneRequest(release=pb.ReleaseRequest(lease=lease))
+            self._connection.post(request, None)

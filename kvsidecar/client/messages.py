@@ -84,15 +84,18 @@ def lookup_request(
     mode: LookupMode,
     lease_seconds: float,
     token: bytes,
-) -> pb.LookupRequest:
-    """Raises ClientError: it is longer than the daemon takes."""
-    space = _namespace(namespace)
-    request = pb.LookupRequest(
-        namespace=space,
-        mode=MODE_TO_WIRE[mode],
-        lease_ms=int(lease_seconds * 1000),
-        token=token if lease_seconds else b"",
-    )
+) -> pb.LaneRequest:
+    """The message is its ``lookup``: to put a message into another one is to copy it, hashes and all.
+
+    Raises:
+        ClientError: it is longer than the daemon takes.
+    """
+    space, message = _namespace(namespace), pb.LaneRequest()
+    request = message.lookup
+    request.namespace.CopyFrom(space)
+    request.mode = MODE_TO_WIRE[mode]
+    if lease_seconds:
+        request.lease_ms, request.token = int(lease_seconds * 1000), token
     size = FIELDS_BYTES + space.ByteSize()  # to ask the request itself takes as long as to serialize it
     for group, hashes in groups.items():
         packed = pack_hashes(hashes)
@@ -100,7 +103,7 @@ def lookup_request(
         request.groups.add(group=group, hashes=packed)
     if size > MAX_REQUEST_BYTES:
         raise ClientError(f"a request of {size} bytes is over {MAX_REQUEST_BYTES}: ask for fewer hashes at once")
-    return request
+    return message
 
 
 def lookup_result(

@@ -60,7 +60,7 @@ class RemoteClient(OperatorCalls):
         Raises:
             DaemonUnreachable, RequestDenied: no daemon answers; the namespace is not this client's.
         """
-        reply: pb.LookupReply = self._call("Lookup", lookup_request(namespace, groups, mode, 0.0, b""))
+        reply: pb.LookupReply = self._call("Lookup", lookup_request(namespace, groups, mode, 0.0, b"").lookup)
         return lookup_result(reply, namespace, groups)
 
     def close(self) -> None:

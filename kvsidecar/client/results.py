@@ -32,13 +32,13 @@ BREAKER_OPEN = "breaker_open"
 class Blocks:
     """Blocks of one KV cache group: ``hashes[i]`` is the content of block ``block_ids[i]`` of this rank.
 
-    Hashes joined to one `bytes`, and ids in an array of int64 (numpy's, or any with the buffer protocol), cost the
-    engine's thread nothing per block.
+    Hashes joined to one `bytes`, and ids in an array of int64 (numpy's, or any with the buffer protocol, or packed in
+    `bytes`, little endian), cost the engine's thread nothing per block.
     """
 
     group: int
     hashes: bytes | Sequence[bytes]
-    block_ids: Sequence[int] | npt.NDArray[np.int64]
+    block_ids: bytes | Sequence[int] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

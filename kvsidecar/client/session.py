@@ -14,6 +14,9 @@ from kvsidecar.client.results import JobDone, Readiness
 from kvsidecar.types import Direction, Outcome, Refusal, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
+_IDLE = {idle: (pb.AttachRequest(idle=pb.Idle(idle=idle)),) for idle in (False, True)}
+"""Nobody changes the messages."""
+
 
 class Session:
     """Writes what the engine asks for, reads what the daemon answers, until the stream ends, however it ends.
@@ -60,7 +63,9 @@ class Session:
         """Send a job, unless it has ended by now, behind what was sent before."""
         with self._jobs.lock:
             if self._jobs.is_outstanding(job.number):
-                job.phase = Phase.QUEUED
+                if job.phase is Phase.WAITING:
+                    job.phase = Phase.QUEUED
+                    self._jobs.changed.notify_all()
                 unsaid, self.unsaid = self.unsaid, ()
                 self._stream.put(*unsaid, job)
 
@@ -77,7 +82,7 @@ class Session:
 
     def set_idle(self, idle: bool) -> None:
         """Tell whether the GPU has nothing to do, with the next job or by `say`. With the lock held."""
-        self.unsaid = (pb.AttachRequest(idle=pb.Idle(idle=idle)),)
+        self.unsaid = _IDLE[idle]
 
     def say(self) -> None:
         """Send what waits for a job. With the lock held."""
@@ -131,7 +136,6 @@ class Session:
             if not self._jobs.is_outstanding(job.number) or self.ended:
                 return False
             job.phase = Phase.SENT
-            self._jobs.changed.notify_all()
             return True
 
     # -- down --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from tests.client.fake_daemon import FakeDaemon
 from tests.client.fake_link import FakeLink, found, lookup_reply
 from tests.harness import SECONDS, hashes
 
+LOOKUP = pb.LaneRequest(lookup=pb.LookupRequest())
+RELEASE = pb.LaneRequest(release=pb.ReleaseRequest(lease=7))
+
 
 @pytest.fixture
 def links() -> list[FakeLink]:
@@ -40,7 +43,7 @@ def calls(links: list[FakeLink]) -> Iterator[LaneCalls]:
 
 
 def ask(calls: LaneCalls, seconds: float = SECONDS) -> int:
-    reply: pb.LookupReply = calls.call("lookup", pb.LookupRequest(), seconds)
+    reply: pb.LookupReply = calls.call(LOOKUP, seconds)
     return reply.groups[0].hits
 
 
@@ -97,11 +100,11 @@ def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
     calls: LaneCalls, links: list[FakeLink]
 ) -> None:
     got: list[Any] = []
-    assert not calls.post("lookup", pb.LookupRequest(), got.append), "nothing is connected yet"
+    assert not calls.post(LOOKUP, got.append), "nothing is connected yet"
     answer(links, lookup_reply(1, 5))
     assert ask(calls) == 5
-    assert calls.post("lookup", pb.LookupRequest(), got.append)
-    assert calls.post("release", pb.ReleaseRequest(lease=7), None)
+    assert calls.post(LOOKUP, got.append)
+    assert calls.post(RELEASE, None)
     calls.collect()
     assert not got
     link = links[0]
@@ -109,7 +112,7 @@ def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
     assert ask(calls) == 44
     assert [each.groups[0].hits for each in got] == [22]
 
-    assert calls.post("lookup", pb.LookupRequest(), got.append)
+    assert calls.post(LOOKUP, got.append)
     link.far.sendall(lookup_reply(5, 55))
     calls.collect()
     assert [each.groups[0].hits for each in got] == [22, 55]
@@ -120,9 +123,7 @@ def test_who_is_given_an_answer_may_post_again(calls: LaneCalls, links: list[Fak
     answer(links, lookup_reply(1, 5))
     ask(calls)
     posted: list[bool] = []
-    calls.post(
-        "lookup", pb.LookupRequest(), lambda _: posted.append(calls.post("release", pb.ReleaseRequest(lease=7), None))
-    )
+    calls.post(LOOKUP, lambda _: posted.append(calls.post(RELEASE, None)))
     links[0].far.sendall(lookup_reply(2, 22))
     calls.collect()
     assert posted == [True]
@@ -134,15 +135,15 @@ def test_a_refusal_is_handed_on_and_what_a_lost_connection_owes_never_comes(
     answer(links, lookup_reply(1, 5))
     ask(calls)
     got: list[Any] = []
-    calls.post("lookup", pb.LookupRequest(), got.append)
+    calls.post(LOOKUP, got.append)
     refusal = pb.LaneReply(call=2, error=pb.LaneError(code=3, text="too long")).SerializeToString()
     links[0].far.sendall(FRAME_LENGTH.pack(len(refusal)) + refusal)
     calls.collect()
     assert [each.text for each in got] == ["too long"]
-    calls.post("lookup", pb.LookupRequest(), got.append)
+    calls.post(LOOKUP, got.append)
     links[0].far.shutdown(socket.SHUT_RDWR)
     calls.collect()
-    assert not calls.post("lookup", pb.LookupRequest(), got.append)
+    assert not calls.post(LOOKUP, got.append)
     links.clear()
     answer(links, lookup_reply(4, 1))  # its number goes on: a late answer must not be taken for another's
     assert ask(calls) == 1
@@ -153,19 +154,19 @@ def test_an_answer_of_another_kind_ends_the_connection(calls: LaneCalls, links: 
     answer(links, lookup_reply(1, 5))
     ask(calls)
     got: list[Any] = []
-    assert calls.post("release", pb.ReleaseRequest(lease=7), got.append)
+    assert calls.post(RELEASE, got.append)
     links[0].far.sendall(lookup_reply(2, 5))
     calls.collect()
     assert not got
-    assert not calls.post("release", pb.ReleaseRequest(lease=7), got.append)
+    assert not calls.post(RELEASE, got.append)
 
 
 def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LaneCalls, links: list[FakeLink]) -> None:
     answer(links, lookup_reply(1, 5))
     ask(calls)
-    big = pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(100_000))])
+    big = pb.LaneRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(100_000))]))
     for _ in range(1000):
-        if not calls.post("lookup", big, None):
+        if not calls.post(big, None):
             break
     else:
         pytest.fail("nobody read 100 MB")
@@ -176,7 +177,7 @@ def test_to_post_does_not_wait_for_a_call_either(calls: LaneCalls, links: list[F
     waiting.start()
     while not calls.busy:
         time.sleep(0.001)
-    assert not calls.post("lookup", pb.LookupRequest(), None)
+    assert not calls.post(LOOKUP, None)
     calls.collect()
     while not links:
         time.sleep(0.001)
@@ -201,9 +202,9 @@ def test_after_nonsense_it_connects_again(calls: LaneCalls, links: list[FakeLink
 
 
 def test_a_daemon_that_does_not_read_costs_a_budget(calls: LaneCalls, links: list[FakeLink]) -> None:
-    huge = pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(3 << 20))])
+    huge = pb.LaneRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(3 << 20))]))
     with pytest.raises(CarrierError) as caught:
-        calls.call("lookup", huge, 0.05)
+        calls.call(huge, 0.05)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     links.clear()
     answer(links, lookup_reply(2, 3))

@@ -23,9 +23,9 @@ class FakeConnection:
         self.pending: PendingLease | None = None
         self.arrives: Any = None
 
-    def post(self, method: str, request: pb.ReleaseRequest, then: object) -> None:
-        assert (method, then) == ("release", None)
-        self.released.append(request.lease)
+    def post(self, request: pb.LaneRequest, then: object) -> None:
+        assert (request.WhichOneof("message"), then) == ("release", None)
+        self.released.append(request.release.lease)
 
     def collect(self) -> None:
         if self.arrives is not None and self.pending is not None:

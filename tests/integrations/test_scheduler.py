@@ -68,7 +68,7 @@ def test_a_hit_is_offered_loaded_under_a_lease_and_the_lease_released_when_every
 
     (blocks,) = load.blocks
     assert (load.request_id, blocks.hashes) == ("r", b"".join(request.block_hashes[1:3]))
-    assert list(blocks.block_ids) == [9, 3]
+    assert blocks.ids() == [9, 3]
     assert list(daemon.leases.values()) == [{0: blocks.hashes}]
     assert made.has_pending_push_work()
 
@@ -205,7 +205,7 @@ def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
 
     (load,) = made.build_orders(Step()).loads
-    assert [len(each.block_ids) for each in load.blocks] == [2]
+    assert [len(each) for each in load.blocks] == [2]
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
     assert made.counters.gone_loads == 1
 
@@ -219,7 +219,7 @@ def test_fewer_tokens_than_offered_are_loaded_if_vllm_takes_fewer() -> None:
     made.update_state_after_alloc(request, Allocated([1, 2, 3, 4]), 8)
 
     (load,) = made.build_orders(Step()).loads
-    assert list(load.blocks[0].block_ids) == [1, 2]
+    assert load.blocks[0].ids() == [1, 2]
 
 
 def hybrid() -> tuple[object, ...]:
@@ -243,7 +243,7 @@ def test_a_hybrid_load_skips_null_blocks_and_takes_the_last_hash_of_a_coarse_blo
     made.update_state_after_alloc(request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 8, 9]), 16)
     (load,) = made.build_orders(Step()).loads
 
-    loaded = {each.group: (each.hashes, list(each.block_ids)) for each in load.blocks}
+    loaded = {each.group: (each.hashes, each.ids()) for each in load.blocks}
     assert loaded == {0: (b"".join(hashes[:4]), [1, 2, 3, 4]), 1: (hashes[3], [6]), 2: (hashes[3], [8])}
 
 
@@ -275,7 +275,7 @@ def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_ra
 
     (job,) = made.build_orders(Step({"r": 1})).stores
     assert stored_hashes((job,)) == request.block_hashes[:3]
-    assert list(job.blocks[0].block_ids) == [each.block_id for each in blocks[:3]]
+    assert job.blocks[0].ids() == [each.block_id for each in blocks[:3]]
     assert [each.ref_cnt for each in blocks] == [2, 2, 2, 1]
     assert made.build_orders(Step({"r": 1})).stores == ()
 

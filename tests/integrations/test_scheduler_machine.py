@@ -269,7 +269,7 @@ class Engine:
 
     def stored(self, job: Job) -> None:
         for each in job.job.blocks:
-            for key, block_id in zip(hashes_of(each), each.block_ids, strict=True):
+            for key, block_id in zip(hashes_of(each), each.ids(), strict=True):
                 content = self.pool.blocks[block_id].content
                 assert content == key + each.group.to_bytes(4, "big"), "a store read another block's content"
                 if not job.failed:
@@ -282,7 +282,7 @@ class Engine:
         written = set()
         if not job.failed:
             for each in load.blocks:
-                for key, block_id in zip(hashes_of(each), each.block_ids, strict=True):
+                for key, block_id in zip(hashes_of(each), each.ids(), strict=True):
                     block = self.pool.blocks[block_id]
                     assert block.block_hash is None, "a load wrote to a block that is cached"
                     block.content = key + each.group.to_bytes(4, "big")
@@ -393,7 +393,7 @@ class Engine:
         assert len(held) <= 7
         for job in (*self.jobs, *(job for _, jobs in self.flight for job in jobs)):
             if isinstance(job.job, StoreJob):
-                assert {int(each) for blocks in job.job.blocks for each in blocks.block_ids} <= held
+                assert {each for blocks in job.job.blocks for each in blocks.ids()} <= held
             elif job.leased and job.epoch == self.daemon.epoch:
                 assert job.packed in self.daemon.leases.values()
         if not self.side.has_pending_push_work():

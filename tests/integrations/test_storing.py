@@ -31,7 +31,7 @@ def chosen(pool: TinyPool, known: Known, of: Group, of_step: Candidates) -> tupl
     if found is None:
         return [], [], []
     assert found.packed.group == of.index
-    assert found.packed.block_ids.tolist() == [block.block_id for block in found.blocks]
+    assert found.packed.ids() == [block.block_id for block in found.blocks]
     return found.packed.split(), found.blocks, list(found.places)
 
 

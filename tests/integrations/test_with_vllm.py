@@ -194,7 +194,7 @@ def test_another_engine_hits_what_this_ones_gpu_would_hit_and_loads_all_that_vll
         table = other.manager.get_blocks("b")
         other.side.update_state_after_alloc(asks, table, external)
         (load,) = other.step({}).loads
-        loaded = {each.group: set(map(int, each.block_ids)) for each in load.blocks}
+        loaded = {each.group: set(each.ids()) for each in load.blocks}
         asks.num_computed_tokens = external
         other.manager.cache_blocks(asks, external)
         other.side.take_report(RankReport(loaded={load.number: 1}))
@@ -260,7 +260,7 @@ def test_a_hit_goes_on_behind_a_local_prefix(name: str) -> None:
     other.side.update_state_after_alloc(request, other.manager.get_blocks("c"), external or 0)
     (load,) = other.step({}).loads
     held = {block.block_id for each in blocks.blocks for block in each if not block.is_null}
-    assert not held & {int(each) for blocks in load.blocks for each in blocks.block_ids}
+    assert not held & {each for blocks in load.blocks for each in blocks.ids()}
     assert other.side.counters.gone_loads == 0
 
 

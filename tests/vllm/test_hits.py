@@ -53,7 +53,7 @@ def test_wrong_kv_gives_other_tokens(
         def store_zeros(self: Client, groups: list[Blocks], **options: Any) -> int:
             for group in groups:
                 for layer in layers:
-                    layer[group.block_ids] = 0
+                    layer[group.ids()] = 0
             return store(self, groups, **options)
 
         monkeypatch.setattr(Client, "store", store_zeros)

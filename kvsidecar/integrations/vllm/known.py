@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
-Tags = npt.NDArray[np.uint64]
+Tags = npt.NDArray[np.int64]
 
-_TAG = np.dtype("<u8")
+_TAG = np.dtype("<i8")  # signed, for they are made places: numpy would convert unsigned ones, a place at a time
 _GROUP_FACTOR = 0x9E3779B97F4A7C15
 """Odd, and without a pattern: the same hash in two groups has two tags."""
 
@@ -33,24 +33,26 @@ class Known:
         self._tags = np.full(capacity, 0, _TAG)  # written: the first look at a page of zeros() would be a page fault
         self._last = _TAG.type(capacity - 1)
 
+    def has(self, group: int, block_hash: bytes) -> bool:
+        """Whether one block is known: a tenth of what `find` takes."""
+        tag = int.from_bytes(block_hash[: _TAG.itemsize], "little", signed=True) ^ _mixed_in(group)
+        return bool(self._tags.item(tag & int(self._last)) == tag)
+
     def find(self, tags: Tags) -> Mask:
         """Which are known."""
-        return np.asarray(self._tags[self._places(tags)] == tags)
+        return np.asarray(self._tags[tags & self._last] == tags)
 
     def add(self, tags: Tags) -> None:
-        self._tags[self._places(tags)] = tags
+        self._tags[tags & self._last] = tags
 
     def discard(self, tags: Tags) -> Mask:
         """Returns which were known."""
         found = self.find(tags)
-        self._tags[self._places(tags[found])] = 0
+        self._tags[tags[found] & self._last] = 0
         return found
 
     def clear(self) -> None:
         self._tags.fill(0)
-
-    def _places(self, tags: Tags) -> npt.NDArray[np.int64]:
-        return (tags & self._last).view(np.int64)  # numpy would convert unsigned ones, a place at a time
 
 
 def tags_of(group: int, hashes: bytes, count: int) -> Tags:
@@ -61,4 +63,8 @@ def tags_of(group: int, hashes: bytes, count: int) -> Tags:
         hashes: ``count`` hashes of the same width, one after the other.
     """
     first = np.ndarray((count,), _TAG, hashes, strides=(len(hashes) // max(1, count),))
-    return first ^ _TAG.type(group * _GROUP_FACTOR & 0xFFFFFFFFFFFFFFFF)
+    return first ^ _TAG.type(_mixed_in(group)) if group else first
+
+
+def _mixed_in(group: int) -> int:
+    return int.from_bytes((group * _GROUP_FACTOR % (1 << 64)).to_bytes(8, "little"), "little", signed=True)

@@ -9,8 +9,8 @@ from typing import Any
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, tags_of
-from kvsidecar.integrations.vllm.lookups import Lease, Lookups
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, ids_array, traceparent_of
+from kvsidecar.integrations.vllm.lookups import Lease, Lookups, Offer
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, packed_ids, traceparent_of
 
 
 @dataclass(slots=True)
@@ -53,8 +53,10 @@ class Loads:
     def outstanding(self) -> bool:
         return bool(self._planned or self._running)
 
-    def plan(self, request: Any, block_ids: Sequence[Sequence[int]], local: int, external: int, null_block: int) -> int:
-        """Load ``external`` tokens behind the first ``local`` ones into a request's blocks.
+    def plan(
+        self, request: Any, block_ids: Sequence[Sequence[int]], offer: Offer, external: int, null_block: int
+    ) -> int:
+        """Load ``external`` tokens of those that were offered into a request's blocks.
 
         Args:
             block_ids: by vLLM's index of the group; all of the request's.
@@ -65,9 +67,9 @@ class Loads:
         """
         packed = []
         for group in self._groups:
-            hashes, ids = self._blocks(group, request.block_hashes, block_ids, local, external, null_block)
+            hashes, ids = self._blocks(group, request.block_hashes, block_ids, offer, external, null_block)
             if hashes:
-                packed.append(GroupBlocks(group.index, b"".join(hashes), ids_array(ids)))
+                packed.append(GroupBlocks(group.index, hashes, packed_ids(ids)))
         number = next(self._numbers)
         lease = self._lookups.lease({each.group: each.hashes for each in packed})
         load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
@@ -88,22 +90,26 @@ class Loads:
         group: Group,
         block_hashes: Sequence[bytes],
         block_ids: Sequence[Sequence[int]],
-        local: int,
+        offer: Offer,
         external: int,
         null_block: int,
-    ) -> tuple[Sequence[bytes], Sequence[int]]:
-        """Hashes, and the blocks that these are loaded to."""
-        first, end = local // group.block_tokens, -(-(local + external) // group.block_tokens)
-        ids, hashes = block_ids[group.index][first:end], group.hashes(block_hashes, first, end)
-        whole = len(ids) == len(hashes) == end - first
-        if group.kind is not Kind.FULL:
+    ) -> tuple[bytes, Sequence[int]]:
+        """Hashes, joined, and the blocks that these are loaded to."""
+        tokens, width = offer.local + external, len(self._nothing)
+        first, end = offer.local // group.block_tokens, -(-tokens // group.block_tokens)
+        ids = block_ids[group.index][first:end]
+        hashes = offer.asked.get(group.index, b"")[: (end - first) * width]
+        # A hash is made of all those before it: where the last one is the request's, all are.
+        if [hashes[-width:]] != group.hashes(block_hashes, end - 1, end):
+            hashes = b"".join(group.hashes(block_hashes, first, end))
+        whole = len(ids) * width == len(hashes) == (end - first) * width
+        if whole and group.kind is not Kind.FULL:
             # All that are not null: vLLM enters them in its cache when the load is over, needed or not.
-            needed = max(0, group.first_needed(local + external) - first)
-            whole = whole and null_block not in ids[needed:]
-            kept = [(each, block) for each, block in zip(hashes, ids, strict=False) if block != null_block]
-            hashes, ids = [each for each, _ in kept], [block for _, block in kept]
+            whole = null_block not in ids[max(0, group.first_needed(tokens) - first) :]
+            kept = [i for i, block in enumerate(ids) if block != null_block]
+            hashes, ids = b"".join([hashes[i * width : (i + 1) * width] for i in kept]), [ids[i] for i in kept]
         # Blocks without a place to go to would be wrong KV later: then ask for what nobody has, so that the load fails.
-        return (hashes, ids) if whole else ([self._nothing], [null_block])
+        return (hashes, ids) if whole else (self._nothing, [null_block])
 
     def take_jobs(self) -> tuple[LoadJob, ...]:
         """What is planned, for the ranks."""

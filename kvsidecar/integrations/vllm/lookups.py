@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
@@ -58,9 +58,15 @@ class Asked(Protocol):
 
 
 @dataclass(slots=True)
-class _Offer:
+class Offer:
+    """What vLLM was told of a request."""
+
     local: int
+    """Tokens that it had in the GPU's own cache then."""
     tokens: int
+    """Behind these, that can be loaded."""
+    asked: Mapping[int, bytes] = field(default_factory=dict)
+    """By group: the hashes that were asked for, from the first block behind ``local`` on, joined."""
     answered: float | None = None
     waiting_since: float | None = None
 
@@ -83,7 +89,7 @@ class Lookups:
         self._client, self._known, self._counters = client, known, counters
         self._events, self._clock = events, clock
         self._mode = LookupMode.PREFIX if all(g.kind is Kind.FULL for g in groups) else LookupMode.BITMAP
-        self._offers: dict[str, _Offer] = {}
+        self._offers: dict[str, Offer] = {}
         self._spent = 0.0
         self._refused = False
 
@@ -97,10 +103,9 @@ class Lookups:
     def forget_all(self) -> None:
         self._offers.clear()
 
-    def local_tokens(self, request_id: str) -> int | None:
-        """Tokens that the request had in the GPU's own cache when `hit` was last asked for it."""
-        offer = self._offers.get(request_id)
-        return None if offer is None else offer.local
+    def take(self, request_id: str) -> Offer | None:
+        """What `hit` said last of this request, once: it is over with the request's allocation."""
+        return self._offers.pop(request_id, None)
 
     def hit(self, request: Any, local: int, epoch: int) -> int | None:
         """Tokens behind the first ``local`` ones that can be loaded; None: not known yet.
@@ -111,7 +116,7 @@ class Lookups:
         now = self._clock()
         offer = self._offers.get(request.request_id)
         if offer is None or offer.local != local:
-            offer = self._offers[request.request_id] = _Offer(local, 0)
+            offer = self._offers[request.request_id] = Offer(local, 0)
         elif offer.answered is not None and now - offer.answered < FRESH_SECONDS:
             return offer.tokens
         most = hits.limit(self._groups, request.num_tokens, local)
@@ -124,7 +129,8 @@ class Lookups:
             return 0
         if self._spent >= self._options.lookup_budget:
             return None  # this step has waited long enough; the next one asks
-        result = self._ask({index: b"".join(each) for index, each in hashes.items()}, self._mode)
+        packed = {index: b"".join(each) for index, each in hashes.items()}
+        result = self._ask(packed, self._mode)
         if result.reason == NO_ANSWER:
             if offer.waiting_since is None:
                 offer.waiting_since = now
@@ -133,6 +139,7 @@ class Lookups:
         offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
         if not result.reason and result.ready and self._client.epoch == epoch:
             offer.tokens = self._longest(result, hashes, local, most)
+            offer.asked = packed if offer.tokens else {}
         return offer.tokens
 
     def _longest(self, result: LookupResult, hashes: Mapping[int, Sequence[bytes]], local: int, most: int) -> int:

@@ -107,14 +107,13 @@ class SchedulerSide:
         if progress is None:
             progress = self._requests[request_id] = Progress(request)
         progress.tables = getattr(blocks, "blocks", ())
-        local = self._lookups.local_tokens(request_id)
-        self._lookups.forget(request_id)
+        offer = self._lookups.take(request_id)
         if num_external_tokens <= 0:
             return
-        if local is None:
+        if offer is None:
             raise RuntimeError(f"vLLM loads {num_external_tokens} tokens of {request_id}, which were not offered")
         block_ids = blocks.get_block_ids()
-        self._stores.allocated(self._loads.plan(request, block_ids, local, num_external_tokens, self._null_block))
+        self._stores.allocated(self._loads.plan(request, block_ids, offer, num_external_tokens, self._null_block))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

@@ -47,8 +47,7 @@ class Progress:
 
 @dataclass(slots=True)
 class _Store:
-    held: list[Any]
-    """The pool's blocks, in the order in which they are to be evicted."""
+    selection: Selection
     blocks: tuple[GroupBlocks, ...]
     ranks: int
     """That have not reported."""
@@ -116,8 +115,8 @@ class Stores:
 
     def frees_soon(self) -> bool:
         """Whether blocks become free when jobs end: those that nobody else holds."""
-        running = (store.held for store in self._running.values())
-        return any(block.ref_cnt == 1 for blocks in (self._planned.all_blocks(), *running) for block in blocks)
+        selections = (self._planned, *(store.selection for store in self._running.values()))
+        return any(block.ref_cnt == 1 for each in selections for block in each.all_blocks())
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -254,7 +253,7 @@ class Stores:
             return ()
         planned, self._planned = self._planned, Selection()
         number, blocks = next(self._numbers), planned.packed()
-        self._running[number] = _Store(planned.all_blocks(), blocks, self._world_size)
+        self._running[number] = _Store(planned, blocks, self._world_size)
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
         return (StoreJob(number, blocks, planned.traceparent),)
@@ -268,18 +267,18 @@ class Stores:
             store.ranks -= count
             if store.ranks <= 0:
                 del self._running[number]
-                self._end(store.held, store.blocks, store.failed)
+                self._end(store.selection, store.blocks, store.failed)
 
     def drop_planned(self) -> None:
         """What is planned, but not sent, is not stored."""
         planned, self._planned = self._planned, Selection()
         if planned:
-            self._end(planned.all_blocks(), planned.packed(), failed=True)
+            self._end(planned, planned.packed(), failed=True)
 
-    def _end(self, held: list[Any], blocks: Sequence[GroupBlocks], failed: bool) -> None:
+    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool) -> None:
         assert self._pool is not None
-        self._held -= len(held)
-        self._pool.free_blocks(held)
+        self._held -= len(selection)
+        self._pool.free_blocks(selection.all_blocks())
         if failed:
             self._counters.failed_stores += 1
             for each in blocks:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, Tags, tags_of
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, ids_array, joined
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined, packed_ids
 
 KeysOf = Callable[[Sequence[Any]], bytes]
 """Gives the pool's own keys of blocks, one after the other."""
@@ -69,7 +69,8 @@ class Candidates:
         self.spans.append(Span(request, first, len(self.hashes)))
         self.hashes += hashes
         self.blocks += blocks
-        self.blocks += [None] * (len(hashes) - len(blocks))
+        if len(blocks) < len(hashes):
+            self.blocks += [None] * (len(hashes) - len(blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,11 @@ def choose(pool: Pool, keys_of: KeysOf, known: Known, group: Group, candidates: 
     hashes, blocks = candidates.hashes, candidates.blocks
     packed = b"".join(hashes)
     tags = tags_of(group.index, packed, len(hashes))
-    stored = known.find(tags)
     places: Sequence[int] = range(len(hashes))
+    if _any_known(known, group, candidates):
+        places = np.flatnonzero(~known.find(tags)).tolist()
     if len(candidates.spans) > 1:  # two requests may compute the same
-        places = sorted({hashes[i]: i for i in reversed(np.flatnonzero(~stored).tolist())}.values())
-    elif stored.any():
-        places = np.flatnonzero(~stored).tolist()
+        places = sorted({hashes[i]: i for i in reversed(places)}.values())
     if len(places) < len(hashes):
         hashes, blocks = [hashes[i] for i in places], [blocks[i] for i in places]
     suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
@@ -136,7 +136,16 @@ def choose(pool: Pool, keys_of: KeysOf, known: Known, group: Group, candidates: 
     if len(hashes) < len(candidates.hashes):
         packed, tags = b"".join(hashes), tags[np.array(places)]
     ids = [each.block_id for each in blocks]
-    return Chosen(GroupBlocks(group.index, packed, ids_array(ids)), blocks, tags, places)
+    return Chosen(GroupBlocks(group.index, packed, packed_ids(ids)), blocks, tags, places)
+
+
+def _any_known(known: Known, group: Group, candidates: Candidates) -> bool:
+    """Whether some of the candidates may be known to be stored."""
+    if not candidates.spans:
+        return False  # `walk` has left them out
+    # Who stored a block has stored all those before it, where all are stored. Where that is not so any more, the daemon
+    # is sent some that it has, and skips them.
+    return len(candidates.spans) > 1 or group.kind is not Kind.FULL or known.has(group.index, candidates.hashes[0])
 
 
 def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:

@@ -317,7 +317,7 @@ class WorkerSide:
             self._not_loaded.add(load.number)
             self._results.failed.add(load.request_id)
             for each in load.blocks:
-                self._results.failed_block_ids.update(each.block_ids.tolist())
+                self._results.failed_block_ids.update(each.ids())
 
 
 def _blocks(of: GroupBlocks) -> Blocks:
