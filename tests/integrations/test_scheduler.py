@@ -222,6 +222,18 @@ def test_fewer_tokens_than_offered_are_loaded_if_vllm_takes_fewer() -> None:
     assert load.blocks[0].ids() == [1, 2]
 
 
+def test_what_is_loaded_is_what_the_request_needs_at_its_allocation() -> None:
+    daemon = TinyDaemon()
+    made = attached(daemon=daemon)
+    request, other = Request("r", list(range(9))), Request("r", [9, *range(8)])
+    daemon.put(0, request.block_hashes)
+    assert made.get_num_new_matched_tokens(request, 0) == (8, True)
+    made.update_state_after_alloc(other, Allocated([1, 2, 3]), 8)
+
+    (load,) = made.build_orders(Step()).loads
+    assert load.blocks[0].split() == other.block_hashes[:2]
+
+
 def hybrid() -> tuple[object, ...]:
     return (
         full(0, 4, alignment=8),
