@@ -90,17 +90,13 @@ def lookup_request(
     Raises:
         ClientError: it is longer than the daemon takes.
     """
-    space, message = _namespace(namespace), pb.LaneRequest()
-    request = message.lookup
-    request.namespace.CopyFrom(space)
-    request.mode = MODE_TO_WIRE[mode]
-    if lease_seconds:
-        request.lease_ms, request.token = int(lease_seconds * 1000), token
-    size = FIELDS_BYTES + space.ByteSize()  # to ask the request itself takes as long as to serialize it
+    start = _without_groups(namespace, mode, int(lease_seconds * 1000), token if lease_seconds else b"")
+    message = pb.LaneRequest.FromString(start)
+    add, size = message.lookup.groups.add, len(start)  # to ask the message itself takes as long as to serialize it
     for group, hashes in groups.items():
         packed = pack_hashes(hashes)
         size += FIELDS_BYTES + len(packed)
-        request.groups.add(group=group, hashes=packed)
+        add(group=group, hashes=packed)
     if size > MAX_REQUEST_BYTES:
         raise ClientError(f"a request of {size} bytes is over {MAX_REQUEST_BYTES}: ask for fewer hashes at once")
     return message
@@ -168,5 +164,9 @@ def _bits(bitmap: bytes, count: int) -> tuple[bool, ...]:
     return tuple(islice(chain.from_iterable(map(_BITS.__getitem__, bitmap)), count)) if bitmap else ()
 
 
-_namespace = lru_cache(maxsize=16)(namespace_to_wire)
-"""Nobody changes the message."""
+@lru_cache(maxsize=64)
+def _without_groups(namespace: Namespace, mode: LookupMode, lease_ms: int, token: bytes) -> bytes:
+    """The serialized request: to parse it is one call, to fill it in is one for each field."""
+    space = namespace_to_wire(namespace)
+    request = pb.LookupRequest(namespace=space, mode=MODE_TO_WIRE[mode], lease_ms=lease_ms, token=token)
+    return pb.LaneRequest(lookup=request).SerializeToString()

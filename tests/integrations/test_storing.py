@@ -65,18 +65,15 @@ def test_a_table_says_where_to_look_and_the_gpus_cache_what_is_there(table: list
     assert found == (hashes, blocks[:3], [0, 1, 2])
 
 
-def test_one_block_says_of_a_prefix_that_nothing_is_stored_where_a_hash_is_not_enough_all_are_asked_for() -> None:
-    window = group(0, Kind.SLIDING_WINDOW, 4, window=8)
+def test_what_the_walk_has_found_is_not_asked_for_again() -> None:
     pool, known, hashes = TinyPool(8), Known(), chain(range(12))
     blocks = pool.take(3)
     for block, key in zip(blocks, keys_of(full(), hashes), strict=True):
         pool.cache(block, key)
     know(known, full(), hashes[1:2])
 
-    assert chosen(pool, known, full(), candidates(hashes, blocks))[2] == [0, 1, 2]
-    assert chosen(pool, known, window, candidates(hashes, blocks))[2] == [0, 2]
-    of_the_walk = Candidates(hashes, blocks)  # which has asked
-    assert chosen(pool, known, window, of_the_walk)[2] == [0, 1, 2]
+    assert chosen(pool, known, full(), candidates(hashes, blocks))[2] == [0, 2]
+    assert chosen(pool, known, full(), Candidates(hashes, blocks))[2] == [0, 1, 2]
 
 
 def test_a_block_of_the_table_is_taken_rather_than_another_one_with_its_content() -> None:

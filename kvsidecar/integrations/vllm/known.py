@@ -9,8 +9,8 @@ Mask = npt.NDArray[np.bool_]
 Tags = npt.NDArray[np.int64]
 
 _TAG = np.dtype("<i8")  # signed, for they are made places: numpy would convert unsigned ones, a place at a time
-_GROUP_FACTOR = 0x9E3779B97F4A7C15
-"""Odd, and without a pattern: the same hash in two groups has two tags."""
+_GROUP_FACTOR = 0x9E3779B97F4B
+"""Without a pattern: the same hash in two groups has two tags. 48 bits: its product with the index of a group fits."""
 
 
 class Known:
@@ -32,27 +32,32 @@ class Known:
             raise ValueError(f"a capacity of {capacity} is no power of 2")
         self._tags = np.full(capacity, 0, _TAG)  # written: the first look at a page of zeros() would be a page fault
         self._last = _TAG.type(capacity - 1)
-
-    def has(self, group: int, block_hash: bytes) -> bool:
-        """Whether one block is known: a tenth of what `find` takes."""
-        tag = int.from_bytes(block_hash[: _TAG.itemsize], "little", signed=True) ^ _mixed_in(group)
-        return bool(self._tags.item(tag & int(self._last)) == tag)
+        self._asked: Tags | None = None
+        """Whose places are in ``_at``: most are asked for, then added."""
+        self._at: npt.NDArray[np.int64]
 
     def find(self, tags: Tags) -> Mask:
         """Which are known."""
-        return np.asarray(self._tags[tags & self._last] == tags)
+        return np.asarray(self._tags[self._places(tags)] == tags)
 
     def add(self, tags: Tags) -> None:
-        self._tags[tags & self._last] = tags
+        """Cheap behind a `find` of the same: a core waits for what it reads side by side, for what it writes one after
+        the other."""
+        self._tags[self._places(tags)] = tags
 
     def discard(self, tags: Tags) -> Mask:
         """Returns which were known."""
         found = self.find(tags)
-        self._tags[tags[found] & self._last] = 0
+        self._tags[self._places(tags)[found]] = 0
         return found
 
     def clear(self) -> None:
         self._tags.fill(0)
+
+    def _places(self, tags: Tags) -> npt.NDArray[np.int64]:
+        if tags is not self._asked:
+            self._asked, self._at = tags, tags & self._last
+        return self._at
 
 
 def tags_of(group: int, hashes: bytes, count: int) -> Tags:
@@ -63,8 +68,4 @@ def tags_of(group: int, hashes: bytes, count: int) -> Tags:
         hashes: ``count`` hashes of the same width, one after the other.
     """
     first = np.ndarray((count,), _TAG, hashes, strides=(len(hashes) // max(1, count),))
-    return first ^ _TAG.type(_mixed_in(group)) if group else first
-
-
-def _mixed_in(group: int) -> int:
-    return int.from_bytes((group * _GROUP_FACTOR % (1 << 64)).to_bytes(8, "little"), "little", signed=True)
+    return first ^ _TAG.type(group * _GROUP_FACTOR) if group else first

@@ -115,8 +115,9 @@ def choose(pool: Pool, keys_of: KeysOf, known: Known, group: Group, candidates: 
     packed = b"".join(hashes)
     tags = tags_of(group.index, packed, len(hashes))
     places: Sequence[int] = range(len(hashes))
-    if _any_known(known, group, candidates):
-        places = np.flatnonzero(~known.find(tags)).tolist()
+    # Where it is said whose they are. `walk`, which does not say it, has left out what is stored.
+    if candidates.spans and np.count_nonzero(stored := known.find(tags)):  # any() takes three times as long
+        places = np.flatnonzero(~stored).tolist()
     if len(candidates.spans) > 1:  # two requests may compute the same
         places = sorted({hashes[i]: i for i in reversed(places)}.values())
     if len(places) < len(hashes):
@@ -137,15 +138,6 @@ def choose(pool: Pool, keys_of: KeysOf, known: Known, group: Group, candidates: 
         packed, tags = b"".join(hashes), tags[np.array(places)]
     ids = [each.block_id for each in blocks]
     return Chosen(GroupBlocks(group.index, packed, packed_ids(ids)), blocks, tags, places)
-
-
-def _any_known(known: Known, group: Group, candidates: Candidates) -> bool:
-    """Whether some of the candidates may be known to be stored."""
-    if not candidates.spans:
-        return False  # `walk` has left them out
-    # Who stored a block has stored all those before it, where all are stored. Where that is not so any more, the daemon
-    # is sent some that it has, and skips them.
-    return len(candidates.spans) > 1 or group.kind is not Kind.FULL or known.has(group.index, candidates.hashes[0])
 
 
 def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
