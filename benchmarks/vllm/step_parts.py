@@ -40,7 +40,6 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     (1, Known, "add", "note them"),
     (1, BlockPool, "touch", "hold them (vLLM)"),
     (1, stores.Stores, "take_jobs", "the store's job"),
-    (2, storing.Selection, "all_blocks", "in the order of eviction"),
     (0, WorkerSide, "bind", "a worker takes the orders"),
     (0, WorkerSide, "submit_loads", "send the load"),
     (0, WorkerSide, "submit_stores", "send the store"),
