@@ -186,9 +186,11 @@ def test_flush_is_asked_for_what_was_sent_and_cancels_here_what_was_not(short_di
         assert client.close()
 
 
+@pytest.mark.parametrize("light", [0.0, SECONDS], ids=["notified", "lightly"])
 def test_flush_that_finishes_hurries_what_was_sent_and_waits_for_what_was_not(
-    short_dir: Path, buffer: HostBuffer
+    short_dir: Path, buffer: HostBuffer, light: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvsidecar.client.jobs.LIGHT_SECONDS", light)
     with FakeDaemon(short_dir) as daemon:
         client, stream = attached(daemon, buffer, None)
         running = client.store([Blocks(0, hashes("a"), [0])])
@@ -200,11 +202,11 @@ def test_flush_that_finishes_hurries_what_was_sent_and_waits_for_what_was_not(
         flushing.start()
         first = stream.next().flush
         assert (list(first.jobs), first.mode) == ([running], 1)
-        stream.flushed(first.flush)
         event.over.set()
         assert stream.store().job == waiting
         second = stream.next().flush
         assert list(second.jobs) == [waiting]
+        stream.flushed(first.flush)
         assert not answers
         stream.done(waiting)
         flushing.join()
