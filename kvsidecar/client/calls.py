@@ -77,8 +77,7 @@ class Lookups:
             _log.warning("no lease: %s", error)
             return PendingLease(None)
         pending = PendingLease(connection)
-        connection.post(request, pending.answered)
-        return pending
+        return pending if connection.post(request, pending.answered) else PendingLease(None)
 
     def release(self, lease: int, timeout: float | None) -> bool:
         request = pb.LaneRequest(release=pb.ReleaseRequest(lease=lease))

@@ -138,23 +138,25 @@ class Connection:
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
-    def post(self, request: pb.LaneRequest, then: Then | None) -> None:
+    def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
         """Send a call whose answer nobody waits for; never waits, never raises.
 
         Args:
             then: is given the answer: by a later `call` or `collect`, or in a thread of gRPC's. Not at all if the call
                 was not sent or not answered.
+
+        Returns:
+            False: it could not be sent.
         """
         if self._calls:
-            for calls in self._calls:
-                if calls.post(request, then):
-                    break
-            return
+            return any(calls.post(request, then) for calls in self._calls)
         with suppress(ValueError):  # "Cannot invoke RPC on closed channel!"
             ask, message = self._unary(request)
             call = ask.future(message, timeout=POST_SECONDS, metadata=self.metadata)
             if then is not None:
                 call.add_done_callback(partial(_hand_on, then))
+            return True
+        return False
 
     def collect(self) -> None:
         """Hand on the answers to what was posted that have arrived; never waits."""

@@ -31,6 +31,11 @@ class PendingLease:
         self._hits: Mapping[int, int] | None = None
 
     @property
+    def asked(self) -> bool:
+        """False: the daemon could not be asked for it at once, and there is none."""
+        return self._connection is not None
+
+    @property
     def hits(self) -> Mapping[int, int] | None:
         """By group, how many of the blocks it keeps, from the first; None: not known, or not yet."""
         return self._hits

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from kvsidecar.client import PendingLease
+from kvsidecar.client import Client, Namespace, PendingLease
+from kvsidecar.client.connection import Connection
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.client.fake_daemon import FakeDaemon
+from tests.harness import SECONDS, hashes
 
 ANSWER = pb.LookupReply(ready=True, lease=7, groups=[pb.GroupHits(group=3, hits=2)])
 
@@ -46,7 +50,7 @@ def lease(connection: FakeConnection) -> PendingLease:
 
 def test_one_that_was_answered_is_released(lease: PendingLease, connection: FakeConnection) -> None:
     lease.answered(ANSWER)
-    assert lease.hits == {3: 2}
+    assert (lease.hits, lease.asked) == ({3: 2}, True)
     assert not connection.released
     for _ in range(2):
         lease.release()
@@ -87,7 +91,35 @@ def test_one_that_is_refused_is_logged(
     assert (lease.hits, connection.released) == (None, [])
 
 
+@pytest.mark.parametrize("fast_lane", [True, False])
+def test_whether_it_was_asked_for_is_known(short_dir: Path, fast_lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeDaemon(short_dir, fast_lane=fast_lane) as daemon, Client(daemon.socket, step_budget=SECONDS) as client:
+        namespace = Namespace("m", "d", "l", 16, 1, 1, "h")
+        assert not client.lease(namespace, {0: hashes("a")}, 60.0).asked, "nothing is connected yet"
+        client.lookup(namespace, {0: hashes("a")})
+        assert client.lease(namespace, {0: hashes("a")}, 60.0).asked
+        monkeypatch.setattr(Connection, "post", lambda *_: False)
+        assert not client.lease(namespace, {0: hashes("a")}, 60.0).asked
+
+
+def test_it_is_asked_for_once_on_the_first_connection_that_takes_it() -> None:
+    class Calls:
+        def __init__(self, takes: bool) -> None:
+            self.takes, self.asked = takes, 0
+
+        def post(self, request: pb.LaneRequest, then: object) -> bool:
+            self.asked += 1
+            return self.takes
+
+    connection = object.__new__(Connection)
+    calls = connection._calls = tuple(map(Calls, (False, True, True)))  # type: ignore[assignment]
+    assert connection.post(pb.LaneRequest(), None)
+    assert [each.asked for each in calls] == [1, 1, 0]
+    connection._calls = (Calls(False),)  # type: ignore[assignment]
+    assert not connection.post(pb.LaneRequest(), None)
+
+
 def test_one_that_could_not_be_asked_for_is_none() -> None:
     lease = PendingLease(None)
     lease.release()
-    assert lease.hits is None
+    assert (lease.hits, lease.asked) == (None, False)

@@ -10,6 +10,7 @@ import pytest
 
 from kvsidecar.cli import main
 from kvsidecar.config import RESERVED, Settings, click_options, variable_of
+from kvsidecar.integrations.vllm.counters import COUNTED
 from tests.docs.pages import PAGES, commands, spans, text
 
 metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' generators need the extra docs")
@@ -74,7 +75,8 @@ def test_variables_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_metrics_exist(page: str) -> None:
-    named = set(re.findall(r"\bkvsidecar_[a-z_]+\b", text(page)))
+    assert set(re.findall(r"\bvllm:kvsidecar_([a-z_]+)_total\b", text(page))) <= set(COUNTED)
+    named = set(re.findall(r"(?<!vllm:)\bkvsidecar_[a-z_]+\b", text(page)))
     exported = {sample.name for family in metrics.families() for sample in family.samples}
     histograms = {family.name for family in metrics.families() if family.type == "histogram"}
     assert named - exported - histograms == set()

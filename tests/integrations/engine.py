@@ -255,6 +255,8 @@ class TinyDaemon:
 
 
 class TinyLease:
+    asked = True
+
     def __init__(self, daemon: TinyDaemon, found: LookupResult) -> None:
         self._daemon, self._found = daemon, found
 

@@ -1,4 +1,4 @@
-"""docs/vllm.md names every option with its default."""
+"""docs/vllm.md names every option with its default, and every counter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from kvsidecar.integrations.vllm.counters import COUNTED
 from kvsidecar.integrations.vllm.options import Options
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -25,3 +26,8 @@ def shown(default: Any) -> str:
 def test_the_table_of_options_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
     assert rows == [(each.name, shown(each.default), each.metadata["help"]) for each in fields(Options)]
+
+
+def test_the_table_of_counters_is_that_of_the_code() -> None:
+    rows = re.findall(r"^\| `vllm:kvsidecar_(\w+)_total` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows == list(COUNTED.items())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvsidecar.client import PendingLease
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.integrations.vllm import stores
@@ -166,6 +167,7 @@ def test_refused_lookups_are_no_hits_and_are_logged_once(caplog: pytest.LogCaptu
     for name in "ab":
         assert made.get_num_new_matched_tokens(Request(name, list(range(9))), 0) == (0, False)
     assert caplog.text.count("too many hashes") == 1
+    assert made.counters.refused_lookups == 3, "the first one only connects"
 
 
 def test_requests_that_must_not_read_the_cache_and_unaligned_local_hits_get_nothing() -> None:
@@ -208,6 +210,22 @@ def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None
     assert [len(each) for each in load.blocks] == [2]
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
     assert made.counters.gone_loads == 1
+
+
+def test_a_hit_that_cannot_be_leased_at_once_is_loaded_all_the_same_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    daemon = TinyDaemon()
+    made = attached(daemon=daemon)
+    request = Request("r", list(range(9)))
+    daemon.put(0, request.block_hashes)
+    made.get_num_new_matched_tokens(request, 0)
+    monkeypatch.setattr(daemon, "lease", lambda *_: PendingLease(None))
+    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
+
+    (load,) = made.build_orders(Step()).loads
+    made.take_report(RankReport(loaded={load.number: 1}))
+    assert (made.counters.unleased_loads, made.counters.gone_loads, made.counters.failed_loads) == (1, 0, 0)
 
 
 def test_fewer_tokens_than_offered_are_loaded_if_vllm_takes_fewer() -> None:
@@ -466,7 +484,7 @@ def test_stores_that_are_not_over_leave_the_engine_half_of_its_blocks() -> None:
     (job,) = made.build_orders(Step({"r": 1})).stores
     assert len(stored_hashes((job,))) == 4
     assert made.build_orders(Step({"r": 1})).stores == ()
-    assert made.counters.held_back
+    assert made.counters.held_back_stores
     made.take_report(RankReport(stored={job.number: 1}))
     assert len(stored_hashes(made.build_orders(Step({"r": 1})).stores)) == 2
 

@@ -22,7 +22,7 @@ LABELS = ["model_name", "engine"]
 def _no_other_series() -> Iterator[None]:
     """An engine that ran in this process before leaves its own behind."""
     registry = prometheus_client.REGISTRY
-    ours = {*stats.COUNTERS, *stats.HISTOGRAMS}
+    ours = {*stats.COUNTERS, *stats.OWN_COUNTERS, *stats.HISTOGRAMS}
     others = {registry._names_to_collectors[name] for name in ours if name in registry._names_to_collectors}
     for each in others:
         registry.unregister(each)
@@ -73,6 +73,15 @@ def test_what_is_observed_is_served_by_engine() -> None:
     assert value("vllm:kv_offload_load_bytes_total", "0") is None
     assert value("vllm:kv_offload_load_size_count", "1") == 2
     assert value("vllm:kv_offload_lookup_sync_delay_seconds_sum", "1") == 0.001
+
+
+def test_what_the_schedulers_side_has_counted_is_served_under_names_of_its_own() -> None:
+    seen = SidecarStats.of_scheduler({stats.LOOKUP_DELAY: [0.001]}, {"loads": 2, "loaded_tokens": 32})
+    metrics = prom()
+    metrics.observe(seen.aggregate(SidecarStats.of_scheduler({}, {"loads": 1})).data)
+    assert value("vllm:kvsidecar_loads_total") == 3
+    assert value("vllm:kvsidecar_loaded_tokens_total") == 32
+    assert value("vllm:kv_offload_lookup_sync_delay_seconds_count") == 1
 
 
 def test_series_that_exist_already_are_shared() -> None:

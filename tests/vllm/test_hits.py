@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvsidecar.client import Blocks, Client
@@ -39,6 +40,9 @@ def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
         assert counters["vllm:external_prefix_cache_hits"] == WHOLE
         assert counters["vllm:kv_offload_load_bytes"] == daemon.get("/status")[1]["jobs"]["loaded_bytes"] > 0
         assert counters["vllm:kv_offload_store_bytes"] == daemon.get("/status")[1]["jobs"]["stored_bytes"] > 0
+        assert counters["vllm:kvsidecar_loaded_tokens"] == counters["vllm:kvsidecar_offered_tokens"] == WHOLE
+        assert counters["vllm:kvsidecar_loads"] == 1
+        assert "vllm:kvsidecar_failed_loads" not in counters, "nothing failed"
 
 
 def test_wrong_kv_gives_other_tokens(
@@ -53,7 +57,7 @@ def test_wrong_kv_gives_other_tokens(
         def store_zeros(self: Client, groups: list[Blocks], **options: Any) -> int:
             for group in groups:
                 for layer in layers:
-                    layer[group.ids()] = 0
+                    layer[np.frombuffer(group.block_ids, np.int64)] = 0
             return store(self, groups, **options)
 
         monkeypatch.setattr(Client, "store", store_zeros)

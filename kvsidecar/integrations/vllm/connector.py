@@ -294,10 +294,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> SidecarStats | None:
         if self._worker is not None and (transfers := self._worker.take_transfers()) is not None:
             return SidecarStats.of_transfers(*transfers)
-        if self._observed:
-            observed, self._observed = self._observed, {}
-            return SidecarStats(observed)
-        return None
+        counted = self._scheduler.counters.take() if self._scheduler is not None else {}
+        if not (self._observed or counted):
+            return None
+        observed, self._observed = self._observed, {}
+        return SidecarStats.of_scheduler(observed, counted)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SidecarStats:

@@ -1,30 +1,47 @@
-"""What the scheduler's side counts."""
+"""What the scheduler's side counts, each with the words that vLLM's ``/metrics`` serve it with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
+
+
+def _counted(text: str) -> Any:
+    return field(default=0, metadata={"help": text})
 
 
 @dataclass(slots=True)
 class Counters:
-    """Sums since the start; blocks are those of one group, tokens those of requests, times in seconds."""
+    """Sums since the start."""
 
-    lookups: int = 0
-    lookup_seconds: float = 0.0
-    unanswered_lookups: int = 0
-    offered_tokens: int = 0
-    """Of hits that were offered to vLLM, each time."""
-    loads: int = 0
-    loaded_tokens: int = 0
-    """That vLLM took, and asked to be loaded."""
-    gone_loads: int = 0
-    """Loads whose blocks were evicted between the offer and the allocation; they fail."""
-    failed_loads: int = 0
-    stores: int = 0
-    stored_blocks: int = 0
-    """That the ranks were told to store."""
-    failed_stores: int = 0
-    """Store jobs that some rank did not store whole: declined or failed."""
-    held_back: int = 0
-    """Times that blocks were not stored because stores that are not over hold too many of the GPU's blocks."""
-    resets: int = 0
+    lookups: int = _counted("Lookups: questions which blocks the daemon has.")
+    unanswered_lookups: int = _counted(
+        "Lookups that were not answered in time, or not made while the daemon is lost; they miss."
+    )
+    refused_lookups: int = _counted("Lookups that the daemon refused as wrong; they miss, and the log says why.")
+    offered_tokens: int = _counted("Tokens of the hits that vLLM was offered, each time.")
+    loads: int = _counted("Loads: hits that vLLM took.")
+    loaded_tokens: int = _counted("Tokens of the hits that vLLM took.")
+    unleased_loads: int = _counted("Loads without a lease, for the daemon could not be asked for one at once.")
+    gone_loads: int = _counted("Loads whose blocks were evicted between the offer and the allocation; they fail.")
+    failed_loads: int = _counted("Loads that some rank did not load whole; their requests are computed.")
+    stores: int = _counted("Store jobs.")
+    stored_blocks: int = _counted("Blocks that the ranks were told to store.")
+    failed_stores: int = _counted("Store jobs that some rank did not store whole: declined or failed.")
+    held_back_stores: int = _counted("Times that stores waited, since those before them hold half of the GPU's blocks.")
+    resets: int = _counted("Resets of the prefix cache.")
+    _told: tuple[int, ...] = field(default=(), init=False, repr=False)
+
+    def take(self) -> dict[str, int]:
+        """What has been added since the last call, by name; mostly nothing."""
+        now = _values(self)
+        if now == self._told:
+            return {}
+        told, self._told = self._told or (0,) * len(now), now
+        return {name: value - then for name, value, then in zip(COUNTED, now, told, strict=True) if value != then}
+
+
+COUNTED: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Counters) if each.metadata}
+"""Help by name."""
+_values = attrgetter(*COUNTED)

@@ -29,6 +29,8 @@ class Lease(Protocol):
     """What is used of `kvsidecar.client.PendingLease`."""
 
     @property
+    def asked(self) -> bool: ...
+    @property
     def hits(self) -> Mapping[int, int] | None: ...
 
     def release(self) -> None: ...
@@ -166,7 +168,9 @@ class Lookups:
 
     def lease(self, packed: Mapping[int, bytes]) -> Lease:
         """Keep these blocks from being evicted, as far as they are there. Waits for nothing."""
-        return self._client.lease(self._namespace, packed, self._options.lease_seconds)
+        lease = self._client.lease(self._namespace, packed, self._options.lease_seconds)
+        self._counters.unleased_loads += not lease.asked
+        return lease
 
     def connect(self) -> None:
         """A client that only looks up connects with its first question: let it be this one."""
@@ -182,11 +186,10 @@ class Lookups:
             if not self._refused:
                 _log.error("the daemon refuses lookups, so nothing is loaded: %s", error)
             self._refused = True
+            self._counters.refused_lookups += 1
             result = LookupResult(False, reason=REFUSED)
-        seconds = self._clock() - began
-        self._spent += seconds
+        self._spent += self._clock() - began
         self._counters.lookups += 1
-        self._counters.lookup_seconds += seconds
         if result.reason in (NO_ANSWER, BREAKER_OPEN, DAEMON_LOST):
             self._counters.unanswered_lookups += 1
         return result

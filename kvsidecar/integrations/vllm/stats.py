@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvsidecar.integrations.vllm.counters import COUNTED
+
 if TYPE_CHECKING:
     from kvsidecar.integrations.vllm.worker import Transfers
 
@@ -32,6 +34,9 @@ COUNTERS = {
     STORE_TIME: "Total store time from GPU to offload storage, in seconds.",
     ALLOCATION_FAILURE: "Number of KV offload store allocation attempts that failed.",
 }
+OWN = "vllm:kvsidecar_"
+OWN_COUNTERS = {f"{OWN}{name}": text for name, text in COUNTED.items()}
+"""What vLLM has no name for, named as it names what its other connectors count."""
 _SIZES = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 _SECONDS = (1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1)
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
@@ -64,6 +69,16 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
         if stores.declined:
             data[ALLOCATION_FAILURE] = stores.declined
         return cls(data)
+
+    @classmethod
+    def of_scheduler(cls, observed: Mapping[str, Any], counted: Mapping[str, int]) -> SidecarStats:
+        """What the scheduler's side has seen.
+
+        Args:
+            observed: by the names of histograms.
+            counted: by the names of `Counters`.
+        """
+        return cls({**observed, **{f"{OWN}{name}": value for name, value in counted.items()}})
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -110,7 +125,7 @@ class SidecarPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return self._metrics[name]
 
     def _made(self, name: str) -> Any:
-        if name in COUNTERS:
-            return self._counter_cls(name=name, documentation=COUNTERS[name], labelnames=self._labelnames)
+        if (counter := COUNTERS.get(name) or OWN_COUNTERS.get(name)) is not None:
+            return self._counter_cls(name=name, documentation=counter, labelnames=self._labelnames)
         text, buckets = HISTOGRAMS[name]
         return self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=self._labelnames)

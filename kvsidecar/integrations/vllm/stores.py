@@ -207,7 +207,7 @@ class Stores:
     def _room(self) -> int:
         """Blocks that may be considered still in this step."""
         if self._held >= self._most_held:
-            self._counters.held_back += 1
+            self._counters.held_back_stores += 1
         return min(STEP_BLOCKS - len(self._planned), self._most_held - self._held) - self._considered
 
     def _plan(self) -> None:
