@@ -27,9 +27,9 @@ from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
 
 from benchmarks.vllm.step_parts import Parts
-from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region, pack_ids
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepOrders, StoreJob, packed_ids
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepOrders, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -133,7 +133,7 @@ def python_alone() -> int:
 def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts | None = None) -> Times:
     times, hit = Times(), Request("hit", blocks)
     rank = Rank(socket, 4 * blocks)
-    stored = GroupBlocks(0, b"".join(hit.block_hashes), packed_ids(range(blocks)))
+    stored = GroupBlocks(0, b"".join(hit.block_hashes), pack_ids(range(blocks)))
     attached = rank.step(StepOrders(stores=(StoreJob(1 << 30, (stored,)),)))
     rank.settle()
     client = Client(socket, timeout=5.0, step_budget=1.0)

@@ -35,6 +35,7 @@ from kvsidecar.errors import (
     RequestDenied,
 )
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
+from kvsidecar.wire import pack_ids
 
 __all__ = [
     "BACKPRESSURE",
@@ -73,4 +74,5 @@ __all__ = [
     "RequestDenied",
     "State",
     "Tls",
+    "pack_ids",
 ]

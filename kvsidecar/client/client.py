@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.calls import Lookups, Operator
-from kvsidecar.client.jobs import Completion, Job, Jobs, Phase
+from kvsidecar.client.jobs import Completion, Job, Jobs
 from kvsidecar.client.keeper import Keeper
 from kvsidecar.client.leases import PendingLease
 from kvsidecar.client.messages import Registration
@@ -457,7 +457,6 @@ class Client:
                 job.traceparent = traceparent.encode(errors="replace")
             self._jobs.add(job)
             if after is None:
-                job.phase = Phase.QUEUED  # nobody has seen it waiting
                 session.send(job)
                 return number
             entry = session.take_event(job) if isinstance(after, Order) else None

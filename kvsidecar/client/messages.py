@@ -25,7 +25,7 @@ from kvsidecar.wire import (
 )
 
 FIELDS_BYTES = 64
-"""More than the numbers and the token of a job or request, or the number of a group, take in a message."""
+"""More than the numbers of a job, or the number of a group, take in a message."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Without what a carrier adds. A larger message would cost the whole stream, with every job on it."""
 

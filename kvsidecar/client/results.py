@@ -32,8 +32,8 @@ BREAKER_OPEN = "breaker_open"
 class Blocks:
     """Blocks of one KV cache group: ``hashes[i]`` is the content of block ``block_ids[i]`` of this rank.
 
-    Hashes joined to one `bytes`, and ids in an array of int64 (numpy's, or any with the buffer protocol, or packed in
-    `bytes`, little endian), cost the engine's thread nothing per block.
+    Hashes joined to one `bytes`, and ids in an array of int64 (numpy's, or any with the buffer protocol) or in what
+    `pack_ids` has made of them, cost the engine's thread nothing per block.
     """
 
     group: int

@@ -63,9 +63,8 @@ class Session:
         """Send a job, unless it has ended by now, behind what was sent before."""
         with self._jobs.lock:
             if self._jobs.is_outstanding(job.number):
-                if job.phase is Phase.WAITING:
-                    job.phase = Phase.QUEUED
-                    self._jobs.changed.notify_all()
+                job.phase = Phase.QUEUED
+                self._jobs.changed.notify_all()
                 unsaid, self.unsaid = self.unsaid, ()
                 self._stream.put(*unsaid, job)
 

@@ -315,6 +315,7 @@ def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_ra
     assert pool.num_free == 15 - 3
     made.take_report(RankReport(stored={job.number: 1}))
     assert pool.num_free == 15
+    assert pool.free_block_queue.blocks[-3:] == blocks[2::-1], "vLLM evicts the first of these first"
     assert not made.has_pending_push_work()
     assert not made.has_pending_block_frees()
 

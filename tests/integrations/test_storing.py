@@ -7,7 +7,15 @@ import pytest
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, tags_of
-from kvsidecar.integrations.vllm.storing import Candidates, block_range, choose, default_watermark, keys_reader, walk
+from kvsidecar.integrations.vllm.storing import (
+    Candidates,
+    Selection,
+    block_range,
+    choose,
+    default_watermark,
+    keys_reader,
+    walk,
+)
 from tests.integrations.engine import TinyPool, chain, full, group
 
 
@@ -97,6 +105,20 @@ def test_what_two_requests_of_a_step_have_in_common_is_chosen_once() -> None:
     assert chosen(pool, known, full(), of_step) == (one + other[2:], tables[0] + tables[1][2:], [0, 1, 2, 5, 6])
     know(known, full(), one[:1])
     assert chosen(pool, known, full(), of_step) == (one[1:] + other[2:], tables[0][1:] + tables[1][2:], [1, 2, 5, 6])
+
+
+def test_what_was_selected_last_is_evicted_first() -> None:
+    pool, selection, request = TinyPool(8), Selection(), chain(range(16))
+    blocks = pool.take(4)
+    for block, key in zip(blocks, keys_of(full(), request), strict=True):
+        pool.cache(block, key)
+    for part in (slice(0, 2), slice(2, 4)):
+        found = choose(pool, keys_reader(pool), Known(), full(), candidates(request[part], blocks[part]))
+        assert found is not None
+        selection.add(found)
+
+    assert list(selection) == blocks
+    assert selection.in_order_of_eviction() == blocks[::-1]
 
 
 def test_a_draft_head_stores_the_block_behind_the_aligned_end_too() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, Outcome
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob, packed_ids
+from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, Outcome, pack_ids
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.worker import LoadResults, WorkerSide
 from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, hashes, layout
@@ -84,7 +84,7 @@ class Worker:
 
 
 def blocks(*names: str, at: list[int], group: int = 0) -> tuple[GroupBlocks, ...]:
-    return (GroupBlocks(group, b"".join(hashes(*names)), packed_ids(at)),)
+    return (GroupBlocks(group, b"".join(hashes(*names)), pack_ids(at)),)
 
 
 def store(number: int, *names: str, at: list[int], group: int = 0) -> StoreJob:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvsidecar.client import pack_ids
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.lookups import Lease, Lookups, Offer
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, packed_ids, traceparent_of
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class Loads:
         for group in self._groups:
             hashes, ids = self._blocks(group, request.block_hashes, block_ids, offer, external, null_block)
             if hashes:
-                packed.append(GroupBlocks(group.index, hashes, packed_ids(ids)))
+                packed.append(GroupBlocks(group.index, hashes, pack_ids(ids)))
         number = next(self._numbers)
         lease = self._lookups.lease({each.group: each.hashes for each in packed})
         load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)

@@ -5,7 +5,6 @@ vLLM wraps both in its own base classes; `kvsidecar.integrations.vllm.connector`
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ ID_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
     """Blocks of one KV cache group: ``hashes`` holds one hash after the other, each for one of ``block_ids``, which are
-    packed as well: see `packed_ids`."""
+    packed as well: see `kvsidecar.client.pack_ids`."""
 
     group: int
     hashes: bytes
@@ -34,12 +33,6 @@ class GroupBlocks:
         """The hashes."""
         width = len(self.hashes) // max(1, len(self))
         return [self.hashes[i : i + width] for i in range(0, len(self.hashes), width)] if width else []
-
-
-def packed_ids(ids: Sequence[int]) -> bytes:
-    """Block ids as `GroupBlocks` has them, and the wire: int64, little endian. ``np.array(ids)`` takes three times as
-    long."""
-    return struct.pack(f"<{len(ids)}q", *ids)
 
 
 def joined(parts: Sequence[GroupBlocks]) -> GroupBlocks:

@@ -116,7 +116,7 @@ class Stores:
     def frees_soon(self) -> bool:
         """Whether blocks become free when jobs end: those that nobody else holds."""
         selections = (self._planned, *(store.selection for store in self._running.values()))
-        return any(block.ref_cnt == 1 for each in selections for block in each.all_blocks())
+        return any(block.ref_cnt == 1 for each in selections for block in each)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Stores:
     def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool) -> None:
         assert self._pool is not None
         self._held -= len(selection)
-        self._pool.free_blocks(selection.all_blocks())
+        self._pool.free_blocks(selection.in_order_of_eviction())
         if failed:
             self._counters.failed_stores += 1
             for each in blocks:

@@ -9,15 +9,16 @@ it on the device, or by the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from kvsidecar.client import pack_ids
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known import Known, Tags, tags_of
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined, packed_ids
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
 
 KeysOf = Callable[[Sequence[Any]], bytes]
 """Gives the pool's own keys of blocks, one after the other."""
@@ -69,8 +70,7 @@ class Candidates:
         self.spans.append(Span(request, first, len(self.hashes)))
         self.hashes += hashes
         self.blocks += blocks
-        if len(blocks) < len(hashes):
-            self.blocks += [None] * (len(hashes) - len(blocks))
+        self.blocks += [None] * (len(hashes) - len(blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def choose(pool: Pool, keys_of: KeysOf, known: Known, group: Group, candidates: 
     if len(hashes) < len(candidates.hashes):
         packed, tags = b"".join(hashes), tags[np.array(places)]
     ids = [each.block_id for each in blocks]
-    return Chosen(GroupBlocks(group.index, packed, packed_ids(ids)), blocks, tags, places)
+    return Chosen(GroupBlocks(group.index, packed, pack_ids(ids)), blocks, tags, places)
 
 
 def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
@@ -160,12 +160,16 @@ class Selection:
     def __len__(self) -> int:
         return self._count
 
+    def __iter__(self) -> Iterator[Any]:
+        """The pool's blocks."""
+        return (block for parts in self._parts.values() for part in parts for block in part.blocks)
+
     def add(self, chosen: Chosen) -> None:
         self._parts.setdefault(chosen.packed.group, []).append(chosen)
         self._count += len(chosen.blocks)
 
-    def all_blocks(self) -> list[Any]:
-        """In the order in which they are to be evicted: vLLM evicts the end of a prefix before its beginning."""
+    def in_order_of_eviction(self) -> list[Any]:
+        """The pool's blocks: vLLM evicts the end of a prefix before its beginning."""
         found: list[Any] = []
         for parts in self._parts.values():
             for part in reversed(parts):
