@@ -104,9 +104,18 @@ class Engine:
         transfer: as `transfer_config` gives it.
         tiny: a model for the CPU.
         options: of ``vllm.LLM``.
+        time_hooks: add up the time in the connector's hooks, which costs some microseconds a step.
     """
 
-    def __init__(self, model: str, transfer: dict[str, Any] | None, tiny: bool, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        transfer: dict[str, Any] | None,
+        tiny: bool,
+        options: dict[str, Any],
+        *,
+        time_hooks: bool = True,
+    ) -> None:
         os.environ.update(ENVIRONMENT)
         import torch
 
@@ -120,6 +129,7 @@ class Engine:
         self._torch, self._vllm = torch, vllm
         self.register_ms = 0.0
         self._hooks = Hooks()
+        self._time_hooks = time_hooks
         self._watch_connectors()
         defaults: dict[str, Any] = {
             "load_format": "dummy",
@@ -157,7 +167,8 @@ class Engine:
 
         def create_timed(cls: Any, *arguments: Any, **options: Any) -> Any:
             connector = create(cls, *arguments, **options)
-            self._hooks.watch(connector)
+            if self._time_hooks:
+                self._hooks.watch(connector)
             for name in ("register_kv_caches", "register_cross_layers_kv_cache"):
                 if hasattr(connector, name):
                     setattr(connector, name, timed(getattr(connector, name)))
@@ -298,7 +309,9 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    engine = Engine(config["model"], config["transfer"], config["tiny"], config["options"])
+    engine = Engine(
+        config["model"], config["transfer"], config["tiny"], config["options"], time_hooks=config["time_hooks"]
+    )
     sys.stdout = replies
     handlers = ("facts", "phase", "check", "drain", "reset", "converse")
     serve({name: getattr(engine, name) for name in handlers})

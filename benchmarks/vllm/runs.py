@@ -60,7 +60,14 @@ def daemon(options: argparse.Namespace, directory: Path, pool_bytes: int) -> Ite
 
 @contextmanager
 def engine(
-    options: argparse.Namespace, directory: Path, mode: str, pool_bytes: int, socket: str | None, **llm: Any
+    options: argparse.Namespace,
+    directory: Path,
+    mode: str,
+    pool_bytes: int,
+    socket: str | None,
+    *,
+    time_hooks: bool = True,
+    **llm: Any,
 ) -> Iterator[Child]:
     """An engine that starts; its `started` waits."""
     extra = json.loads(options.extra) if mode == "kvsidecar" else {}
@@ -73,6 +80,7 @@ def engine(
         "transfer": transfer_config(mode, pool_bytes, socket, extra),
         "tiny": options.tiny,
         "options": {**llm, **json.loads(options.llm)},
+        "time_hooks": time_hooks,
     }
     child = Child("benchmarks.vllm.engine", config, directory)
     try:
