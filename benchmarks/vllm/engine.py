@@ -80,9 +80,12 @@ def kv_bytes_per_token(tiny: bool) -> int:
 
 
 def transfer_config(mode: str, pool_bytes: int, socket: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:
-    """The KV transfer configuration of a mode: none, simple, offload or kvsidecar."""
+    """The KV transfer configuration of a mode, one of `benchmarks.vllm.runs.MODES`."""
     if mode == "none":
         return None
+    if mode == "empty":
+        module = {"kv_connector": "EmptyConnector", "kv_connector_module_path": "benchmarks.vllm.empty"}
+        return {**module, "kv_role": "kv_both"}
     own = {"simple": "SimpleCPUOffloadConnector", "offload": "OffloadingConnector"}
     if mode in own:
         options = {"cpu_bytes_to_use": pool_bytes, **extra}

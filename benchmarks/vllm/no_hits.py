@@ -4,8 +4,8 @@ python -m benchmarks.vllm.no_hits --json no_hits.json     # on a GPU: without a 
 python -m benchmarks.vllm.no_hits --tiny                  # on the CPU: shows that everything works
 
 All engines live at the same time and take turns round by round, so that a machine that slows down slows all. Only one
-runs at a time. A loss is the median of what each round lost against the first mode's round beside it, with the quartiles
-of these behind it.
+runs at a time. A loss is the median of what each round lost against the first mode's, with quartiles. The mode
+``empty`` is a connector that does nothing: what vLLM itself spends on having one.
 """
 
 from __future__ import annotations

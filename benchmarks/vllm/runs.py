@@ -18,7 +18,7 @@ from kvsidecar.bench.machine import facts as machine_facts
 from kvsidecar.bench.processes import Child, private_daemon
 from kvsidecar.units import parse_size
 
-MODES = ("none", "simple", "offload", "kvsidecar")
+MODES = ("none", "empty", "simple", "offload", "kvsidecar")
 START_SECONDS = 600.0
 """An engine that compiles its graphs takes minutes."""
 
@@ -29,7 +29,7 @@ if not console.is_terminal:
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", default="", help="comma-separated: none, simple, offload, kvsidecar")
+    parser.add_argument("--modes", default="", help="comma-separated: none, empty, simple, offload, kvsidecar")
     parser.add_argument("--tiny", action="store_true", help="a model for the CPU: shows that everything works")
     parser.add_argument("--pool-size", default="", help="host memory, of the daemon or of vLLM's connector")
     parser.add_argument("--extra", default="{}", help="JSON: options of this project's connector")
