@@ -62,8 +62,8 @@ SELF_TEST_BYTES = 64 * 1024
 EXIT_UNSETTLED = 74
 """sysexits.h EX_IOERR: a copy's outcome is unknown, and only the end of the process ends it. Start again."""
 HUNG_TICKS = 8
-"""A copy that is older than ``stuck_after`` for so many ticks hangs. Not at once: after a while in which the process was
-stopped every copy looks old, until its worker has had time to see that it is over."""
+"""A copy that is older than ``stuck_after`` for so many ticks hangs. Not at once: after a while in which the process
+was stopped every copy looks old, until its worker has had time to see that it is over."""
 LAST_WORDS_SECONDS = 1.0
 """Between a copy of unknown outcome and the end: for copies that are not hung, answers on their way, and probes."""
 

@@ -99,15 +99,18 @@ class JobControl:
         self._worker, self._copying = worker, copying
 
     @property
-    def unsettled(self) -> bool:
-        """Whether its copy may still move bytes, now or later, as far as anybody here knows."""
+    def unsettled(self) -> str:
+        """What happened to its copy if that may still move bytes, now or later, as far as anybody here knows; else
+        empty."""
         copying = self._copying
         if copying is None or copying.cancelled():
-            return False
+            return ""
         if not copying.done():
-            return True
+            return "it was given up"
         error = copying.exception()
-        return error is not None and not (isinstance(error, CopyFailed | DeviceLost) and error.outcome_known)
+        if error is None or (isinstance(error, CopyFailed | DeviceLost) and error.outcome_known):
+            return ""
+        return str(error) or type(error).__name__
 
     def cancel(self, reason: Refusal) -> None:
         """Do not start the copy, if it has not started yet."""
@@ -371,8 +374,8 @@ class Instances:
         return session
 
     async def end(self, session: Session, *, gone: bool) -> None:
-        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended, which one with
-        a copy of unknown outcome does with this process only.
+        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended; one with a
+        copy of unknown outcome does so with this process only.
 
         May be called more than once, also while it ends.
 

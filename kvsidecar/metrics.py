@@ -78,15 +78,15 @@ class Metrics:
         )
         self.copy_seconds = Histogram(
             "kvsidecar_copy_seconds",
-            "Time in which the device moved the bytes of one job, by the device's own events (on the host device: of the "
-            "copying itself); not planning, not gaps between copies, not queueing.",
+            "Time in which the device moved the bytes of one job, by the device's own events (the host device: by the "
+            "clock around the copying); without planning, gaps between copies, and queueing.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
             registry=self.registry,
         )
         self.queue_seconds = Histogram(
             "kvsidecar_queue_seconds",
-            "The rest of the time from a job's submission to the end of its copies: behind other copies, planning, pacing.",
+            "The rest of the time from a job's submission to the end of its copies: behind others, planning, pacing.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
             registry=self.registry,

@@ -23,7 +23,7 @@ from kvsidecar.copy_plan import BlockCopies
 from kvsidecar.device.base import CopyPlan, DeviceEvent
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
-from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest
+from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest
 from kvsidecar.hashes import as_keys
 from kvsidecar.instances import JobControl, Session, SessionGroup
 from kvsidecar.layout import check_block_ids
@@ -161,8 +161,8 @@ class Transfers:
     ) -> Coroutine[Any, Any, JobResult]:
         """Copy blocks from the pool to the device. Never raises for a bad request.
 
-        Decided when this returns, so that whatever comes behind it, such as the end of the lease, finds the blocks pinned.
-        What is returned must be awaited.
+        Decided when this returns, so that whatever comes behind it, such as the end of the lease, finds the blocks
+        pinned. What is returned must be awaited.
         """
         control = control or JobControl()
         job = self._load(session, parts, self._begin_load(session, parts, lease), control)
@@ -201,16 +201,16 @@ class Transfers:
         except InvalidRequest as error:
             result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
         except DeviceLost as error:
-            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error), unsettled=control.unsettled)
+            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error), unsettled=bool(control.unsettled))
         except (DeviceError, failpoints.FailpointError) as error:
-            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error), unsettled=control.unsettled)
+            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error), unsettled=bool(control.unsettled))
         finally:
             del self.started_at[direction][key]
             self._stir_for(direction, session)
-            if control.unsettled:
+            if what := control.unsettled:
                 session.unsettled = True
                 self._metrics.unsettled_copies.labels(direction.value).inc()
-                self._on_unsettled(f"a {direction} on {session.device.uuid} failed, and its copy may still run")
+                self._on_unsettled(f"the copy of a {direction} on {session.device.uuid} may still run ({what})")
         self._count(direction, result)
         session.copied_bytes[direction] += result.nbytes
         if self._on_ended is not None:

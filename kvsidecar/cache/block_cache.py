@@ -278,8 +278,8 @@ class BlockCache:
         """Pin all blocks until `end_load`, and say where this shard of each lies.
 
         All or nothing: `Refusal.STALE_LEASE` if a lease is named whose time is over at ``now`` (or that never was),
-        `Refusal.NOT_FOUND` if a block is not readable. A lease that its client has just released is as good as none: its
-        release may have overtaken the load, and the client has not waited too long.
+        `Refusal.NOT_FOUND` if a block is not readable. A lease that its client has just released is as good as none:
+        the release may have overtaken the load, and the client has not waited too long.
 
         Raises:
             InvalidRequest: no rank with this shard has attached.

@@ -207,8 +207,8 @@ class CopyCalls:
         return self._one_by_one(*call.source, stream)
 
     def record(self, event: int, stream: int) -> int:
-        """Record an event on a stream with next to nothing in flight. (Where much is, the driver may block, and that must
-        not hold up every thread.)
+        """Record an event on a stream with next to nothing in flight. (Where much is, the driver may block, and that
+        must not hold up every thread.)
 
         Returns:
             The driver's status.

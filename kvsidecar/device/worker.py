@@ -89,7 +89,8 @@ class CopyWorker:
     A future ends with its `CopyResult`, or with what the copy ended with: `CopyFailed` (the worker goes on) or
     `DeviceLost` (it does not). An exception that nobody expected ends the worker too. Of copies that were started,
     ``outcome_known`` is True if the device said within `SETTLE_SECONDS` that all it was given is over; of those that
-    were queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be cancelled.
+    were queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be
+    cancelled.
 
     Args:
         device: copies go to and from its memory.

@@ -106,7 +106,7 @@ class AttachStream:
         except Exception:
             # Nobody expected this one. The client is owed an answer all the same, or it would wait for ever.
             error = "internal error; see the daemon's log"
-            self._done(job, JobResult(Outcome.FAILED, error=error, unsettled=control.unsettled))
+            self._done(job, JobResult(Outcome.FAILED, error=error, unsettled=bool(control.unsettled)))
             raise
         finally:
             del self._session.jobs_by_id[job]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, Outcome, pack_ids
+from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, pack_ids
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.worker import LoadResults, WorkerSide
