@@ -205,7 +205,7 @@ def test_leases_are_taken_renewed_and_released(daemon: DaemonProcess, lane: RawL
 
 
 def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, buffer: HostBuffer) -> None:
-    """In one write: a load, the release of its lease, and a store that could have the room of its blocks."""
+    """In one write: a store that wants the room of its blocks, the load, and the release of its lease."""
     names = list(range(NUM_BLOCKS))
     pool = NUM_BLOCKS * SHARD_BYTES >> 10
     sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", f"{pool}KiB")]
@@ -222,9 +222,9 @@ def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, b
             lease = lane.receive().lookup.lease
             blocks = pb.Blocks(group=0, hashes=b"".join(hashes(*names)), block_ids=pack_ids(names))
             messages = (
+                pb.LaneRequest(attach=store(2, "new")),
                 pb.LaneRequest(attach=pb.AttachRequest(load=pb.Load(job=1, lease=lease, blocks=[blocks]))),
                 pb.LaneRequest(call=2, release=pb.ReleaseRequest(lease=lease)),
-                pb.LaneRequest(attach=store(2, "new")),
             )
             lane.connection.sendall(b"".join(frame(each.SerializeToString()) for each in messages))
             assert lane.receive().release.released
