@@ -265,7 +265,9 @@ class Settings(BaseSettings):
         15.0, ge=0, description="Seconds to wait at start for another daemon on the same socket to end; 0: do not wait."
     )
     stuck_after: _Seconds = Field(
-        60.0, gt=0, description="Seconds after which a copy still in flight makes /health fail."
+        60.0,
+        gt=0,
+        description="Seconds after which a copy still in flight makes /health fail, and soon after ends the daemon.",
     )
     tracing: Literal["off", "otlp"] = Field(
         "off",

@@ -59,6 +59,14 @@ TICK_SECONDS = 0.25
 
 SELF_TEST_BYTES = 64 * 1024
 
+EXIT_UNSETTLED = 74
+"""sysexits.h EX_IOERR: a copy's outcome is unknown, and only the end of the process ends it. Start again."""
+HUNG_TICKS = 8
+"""A copy that is older than ``stuck_after`` for so many ticks hangs. Not at once: after a while in which the process
+was stopped every copy looks old, until its worker has had time to see that it is over."""
+LAST_WORDS_SECONDS = 1.0
+"""Between a copy of unknown outcome and the end: for copies that are not hung, answers on their way, and probes."""
+
 _log = log.get("daemon")
 
 
@@ -101,6 +109,9 @@ class Daemon:
         self._stop = asyncio.Event()
         self._stop_pinning = threading.Event()
         self._exit_code = 0
+        self._unsettled = ""
+        """Why this process ends as soon as it can; empty while it need not."""
+        self._hung_ticks = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
         self.epoch = secrets.randbits(ID_BITS) | 1
         self.readiness = Readiness(pool.nbytes)
@@ -133,6 +144,7 @@ class Daemon:
             checksums=checksums,
             stir=self._light_sleep.stir,
             on_ended=None if self._tracing is None else self._tracing.record,
+            on_unsettled=self._end_soon,
         )
         self._lookups = Lookups(
             self._cache,
@@ -337,6 +349,11 @@ class Daemon:
             await asyncio.sleep(TICK_SECONDS)
             self._metrics.loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
             self._lookups.expire()
+            stuck = self._hub.stuck(self._settings.stuck_after)
+            self._hung_ticks = 0 if stuck is None else self._hung_ticks + 1
+            if stuck is not None and self._hung_ticks == HUNG_TICKS:
+                self._metrics.unsettled_copies.labels(stuck.direction.value).inc()
+                self._end_soon(str(stuck))
 
     async def _sweep(self) -> None:
         """Free what was cleared, a little at a time."""
@@ -345,7 +362,25 @@ class Daemon:
             await asyncio.sleep(0 if more else TICK_SECONDS)
 
     def _stuck(self) -> str | None:
-        return self._hub.stuck(self._settings.stuck_after)
+        """Why this process cannot go on."""
+        if self._unsettled:
+            return self._unsettled
+        stuck = self._hub.stuck(self._settings.stuck_after)
+        return None if stuck is None else str(stuck)
+
+    def _end_soon(self, reason: str) -> None:
+        """A copy may write to an engine's memory until this process ends, and an engine waits until it does: so end it.
+        Nothing is waited for that the copy could hold up, such as unmapping the memory it uses."""
+        if self._unsettled:
+            return
+        self._unsettled = f"{reason}: the daemon ends, and its copies with it"
+        _log.error("a copy of unknown outcome: the daemon ends itself", reason=reason, exit_code=EXIT_UNSETTLED)
+        self.readiness.fail(self._unsettled)
+        self._tasks.spawn(self._end(), name="end-process")
+
+    async def _end(self) -> None:
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        os._exit(EXIT_UNSETTLED)
 
     def _peer_gone(self, peer: Peer) -> None:
         for session in self._instances.remove_peer(peer):
@@ -415,7 +450,10 @@ class Daemon:
         await self._tasks.cancel()
         if self._tracing is not None:
             await self._tracing.close(max(0.0, deadline - time.monotonic()))
-        await self._hub.close(max(0.1, deadline - time.monotonic()))
+        ended = await self._hub.close(max(0.1, deadline - time.monotonic()))
+        if self._unsettled or not ended:
+            _log.error("copies have not ended: the process ends without unpinning", exit_code=EXIT_UNSETTLED)
+            os._exit(EXIT_UNSETTLED)
         try:
             await asyncio.to_thread(self._pool.close)
         except PinFailed as error:

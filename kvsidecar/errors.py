@@ -56,7 +56,15 @@ class ImportRefused(DeviceError):
 
 
 class DeviceLost(DeviceError):
-    """The device had an error that its context does not survive (a sticky CUDA error)."""
+    """The device had an error that its context does not survive (a sticky CUDA error).
+
+    Args:
+        outcome_known: of the copy that ended with it, as that of `CopyFailed`.
+    """
+
+    def __init__(self, message: str, *, outcome_known: bool = False) -> None:
+        super().__init__(message)
+        self.outcome_known = outcome_known
 
 
 class CopyFailed(DeviceError):

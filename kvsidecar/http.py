@@ -18,8 +18,8 @@ class Probes:
     """An HTTP server on the daemon's own event loop: if the loop hangs, so does /health, which is the point.
 
     Args:
-        stuck: why the copy workers make no progress, or None if they do. Never true because of a slow pin or an
-            engine's fault: a restart costs the whole cache.
+        stuck: why the process cannot go on, or None if it can. Never because of a slow pin or an engine's fault: a
+            restart costs the whole cache.
         status: the JSON of /status.
     """
 

@@ -20,7 +20,16 @@ from kvsidecar.copy_plan import BoundGroup, bind
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult, CopyWorker
-from kvsidecar.errors import AccessDenied, DeviceError, ImportRefused, InvalidRequest, NotPermitted, UnknownPeer
+from kvsidecar.errors import (
+    AccessDenied,
+    CopyFailed,
+    DeviceError,
+    DeviceLost,
+    ImportRefused,
+    InvalidRequest,
+    NotPermitted,
+    UnknownPeer,
+)
 from kvsidecar.policy import Access, Caller, Identity
 from kvsidecar.quota import Quota
 from kvsidecar.registration import CudaAllocation, FdAllocation, Registration
@@ -89,6 +98,20 @@ class JobControl:
     def started(self, worker: CopyWorker, copying: Future[CopyResult]) -> None:
         self._worker, self._copying = worker, copying
 
+    @property
+    def unsettled(self) -> str:
+        """What happened to its copy if that may still move bytes, now or later, as far as anybody here knows; else
+        empty."""
+        copying = self._copying
+        if copying is None or copying.cancelled():
+            return ""
+        if not copying.done():
+            return "it was given up"
+        error = copying.exception()
+        if error is None or (isinstance(error, CopyFailed | DeviceLost) and error.outcome_known):
+            return ""
+        return str(error) or type(error).__name__
+
     def cancel(self, reason: Refusal) -> None:
         """Do not start the copy, if it has not started yet."""
         if self._stopped is None:
@@ -135,6 +158,8 @@ class Session:
     idle: bool = False
     """The engine said that its GPU has nothing to do."""
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
+    unsettled: bool = False
+    """A copy of a job that is over may still touch the memory."""
     ending: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -349,7 +374,8 @@ class Instances:
         return session
 
     async def end(self, session: Session, *, gone: bool) -> None:
-        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended.
+        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended; one with a
+        copy of unknown outcome does so with this process only.
 
         May be called more than once, also while it ends.
 
@@ -367,6 +393,8 @@ class Instances:
         self._tell_busy()
         # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
         await session.jobs.join()
+        if session.unsettled:
+            await session.ended.wait()  # nobody may be told that its memory is touched no more, before it is true
         await _close_events(session.events)
         spaces = [group.space for group in session.groups.values()]
         await self._give_back(session.device, list(session.memories), spaces)

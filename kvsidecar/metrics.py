@@ -78,14 +78,15 @@ class Metrics:
         )
         self.copy_seconds = Histogram(
             "kvsidecar_copy_seconds",
-            "Time of one job's copies on the device alone, without queueing.",
+            "Time in which the device moved the bytes of one job, by the device's own events (the host device: by the "
+            "clock around the copying); without planning, gaps between copies, and queueing.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
             registry=self.registry,
         )
         self.queue_seconds = Histogram(
             "kvsidecar_queue_seconds",
-            "Time a job waited behind other copies.",
+            "The rest of the time from a job's submission to the end of its copies: behind others, planning, pacing.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
             registry=self.registry,
@@ -105,6 +106,12 @@ class Metrics:
             "kvsidecar_devices_lost", "Devices that had an error their context does not survive.",
             registry=self.registry,
         )  # fmt: skip
+        self.unsettled_copies = Counter(
+            "kvsidecar_unsettled_copies",
+            "Copies of unknown outcome, which may still move bytes; the daemon ends itself, and its copies with it.",
+            ["direction"],
+            registry=self.registry,
+        )
         self.lookup_blocks = Counter(
             "kvsidecar_lookup_blocks", "Blocks asked for in lookups.", ["result"], registry=self.registry
         )
@@ -140,7 +147,13 @@ class Metrics:
         for reason in Refusal:
             self.refusals.labels(reason.value)
         for direction in Direction:
-            for series in (self.copied_bytes, self.copy_seconds, self.queue_seconds, self.copy_bytes):
+            for series in (
+                self.copied_bytes,
+                self.copy_seconds,
+                self.queue_seconds,
+                self.copy_bytes,
+                self.unsettled_copies,
+            ):
                 series.labels(direction.value)
             for outcome in ("done", "declined", "failed"):
                 self.jobs.labels(direction.value, outcome)

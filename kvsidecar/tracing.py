@@ -124,6 +124,7 @@ class Tracing:
         phases: list[tuple[str, float, float]] = []
         if result.copy_ended:
             began = result.copy_ended - result.copy_seconds
+            # What the copies waited for in between is shown before them: the spans say how long, not how often.
             phases = [("queue", began - result.queue_seconds, began), ("copy", began, result.copy_ended)]
             if job.direction is Direction.STORE:
                 phases.append(("seal", result.copy_ended, job.ended))

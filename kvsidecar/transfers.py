@@ -23,7 +23,7 @@ from kvsidecar.copy_plan import BlockCopies
 from kvsidecar.device.base import CopyPlan, DeviceEvent
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.device.worker import CopyResult
-from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest
+from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest
 from kvsidecar.hashes import as_keys
 from kvsidecar.instances import JobControl, Session, SessionGroup
 from kvsidecar.layout import check_block_ids
@@ -59,7 +59,7 @@ class JobResult:
     copy_ended: float = 0.0
     """Monotonic seconds; 0 if nothing was copied."""
     unsettled: bool = False
-    """The copy failed, and it may still touch the device's blocks until this process has ended."""
+    """The copy failed, and may still touch the device's blocks until this process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ class Transfers:
         checksums: of the slots, if they are wanted.
         stir: called when a job begins and when it ends.
         on_ended: told each job when its answer is on its way; None costs nothing.
+        on_unsettled: told in words of each job that is over although its copy may still move bytes.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Transfers:
         checksums: Checksums | None = None,
         stir: Callable[[], None] = lambda: None,
         on_ended: Callable[[EndedJob], None] | None = None,
+        on_unsettled: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._cache = cache
         self._hub = hub
@@ -121,6 +123,7 @@ class Transfers:
         self._checksums = checksums
         self._stir = stir
         self._on_ended = on_ended
+        self._on_unsettled = on_unsettled
         self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
         self.started_at: dict[Direction, dict[object, float]] = {direction: {} for direction in Direction}
         """When each job that is not over was taken, in order."""
@@ -144,20 +147,26 @@ class Transfers:
             order: what the copy waits for on the device; None if the client has waited.
             traceparent: of the request, whatever it is, for `EndedJob`.
         """
-        job = self._store(session, parts, control or JobControl(), order)
-        return await self._run(Direction.STORE, session, parts, job, traceparent)
+        control = control or JobControl()
+        job = self._store(session, parts, control, order)
+        return await self._run(Direction.STORE, session, parts, control, job, traceparent)
 
-    async def load(
+    def load(
         self,
         session: Session,
         parts: Sequence[GroupBlocks],
         lease: int | None,
         control: JobControl | None = None,
         traceparent: bytes = b"",
-    ) -> JobResult:
-        """Copy blocks from the pool to the device. Never raises for a bad request."""
-        job = self._load(session, parts, lease, control or JobControl())
-        return await self._run(Direction.LOAD, session, parts, job, traceparent)
+    ) -> Coroutine[Any, Any, JobResult]:
+        """Copy blocks from the pool to the device. Never raises for a bad request.
+
+        Decided when this returns, so that whatever comes behind it, such as the end of the lease, finds the blocks
+        pinned. What is returned must be awaited.
+        """
+        control = control or JobControl()
+        job = self._load(session, parts, self._begin_load(session, parts, lease), control)
+        return self._run(Direction.LOAD, session, parts, control, job, traceparent)
 
     def declined(self, direction: Direction, reason: Refusal) -> JobResult:
         """Count and answer a job that is not even tried."""
@@ -180,6 +189,7 @@ class Transfers:
         direction: Direction,
         session: Session,
         parts: Sequence[GroupBlocks],
+        control: JobControl,
         job: Coroutine[Any, Any, JobResult],
         traceparent: bytes,
     ) -> JobResult:
@@ -191,14 +201,16 @@ class Transfers:
         except InvalidRequest as error:
             result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
         except DeviceLost as error:
-            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error), unsettled=True)
-        except CopyFailed as error:
-            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error), unsettled=not error.outcome_known)
+            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error), unsettled=bool(control.unsettled))
         except (DeviceError, failpoints.FailpointError) as error:
-            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error))
+            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error), unsettled=bool(control.unsettled))
         finally:
             del self.started_at[direction][key]
             self._stir_for(direction, session)
+            if what := control.unsettled:
+                session.unsettled = True
+                self._metrics.unsettled_copies.labels(direction.value).inc()
+                self._on_unsettled(f"the copy of a {direction} on {session.device.uuid} may still run ({what})")
         self._count(direction, result)
         session.copied_bytes[direction] += result.nbytes
         if self._on_ended is not None:
@@ -235,16 +247,15 @@ class Transfers:
             raise
         try:
             copied = await _end_of(copying)
-        except BaseException as error:
-            if copying.cancelled():  # it was still queued, and never started
-                self._cache.abort_all(grant)
-                if (stopped := control.stopped()) is not None:
-                    return _declined(stopped)
-            elif isinstance(error, CopyFailed) and error.outcome_known:
-                self._cache.abort_all(grant)
-            else:
+        except BaseException:
+            if control.unsettled:
                 # Some DMA may still write these slots, so they may never hold anything else again.
                 self._cache.quarantine_all(grant)
+            else:
+                self._cache.abort_all(grant)
+                # Cancelled: it was still queued, and never started.
+                if copying.cancelled() and (stopped := control.stopped()) is not None:
+                    return _declined(stopped)
             raise
         try:
             failpoints.hit("store.before_seal")
@@ -256,32 +267,47 @@ class Transfers:
         self._cache.seal_all(grant)
         return _done(grant.reserved, skipped, copied)
 
-    async def _load(
-        self, session: Session, parts: Sequence[GroupBlocks], lease: int | None, control: JobControl
-    ) -> JobResult:
+    def _begin_load(
+        self, session: Session, parts: Sequence[GroupBlocks], lease: int | None
+    ) -> tuple[list[SessionGroup], LoadGrant] | Refusal | Exception:
+        """Pin the blocks, or say why not."""
         if (refusal := self._readiness.refusal) is not None:
-            return _declined(refusal)
-        groups = _groups(session, parts)
-        worker = await self._hub.worker(session.device.uuid, Direction.LOAD)
-        if (stopped := control.stopped()) is not None:
-            return _declined(stopped)
-        grant = self._cache.begin_load(_shard_parts(groups, parts), lease, self._clock())
-        if isinstance(grant, Refusal):
-            return _declined(grant)
+            return refusal
+        try:
+            groups = _groups(session, parts)
+            grant = self._cache.begin_load(_shard_parts(groups, parts), lease, self._clock())
+        except Exception as error:  # noqa: BLE001 - raised by the job, which is all that it costs
+            return error
+        return grant if isinstance(grant, Refusal) else (groups, grant)
+
+    async def _load(
+        self,
+        session: Session,
+        parts: Sequence[GroupBlocks],
+        begun: tuple[list[SessionGroup], LoadGrant] | Refusal | Exception,
+        control: JobControl,
+    ) -> JobResult:
+        if isinstance(begun, Exception):
+            raise begun
+        if isinstance(begun, Refusal):
+            return _declined(begun)
+        groups, grant = begun
         blocks = sum(len(part.hashes) for part in parts)
         if not blocks:
             self._cache.end_load(grant)
             return JobResult(Outcome.DONE)
         try:
-            if self._checksums is not None:
-                if wrong := await asyncio.to_thread(_wrong, self._checksums, grant, groups, parts):
-                    for part, index in wrong:
-                        self._cache.condemn(grant, part, index)
-                    self._cache.end_load(grant)
-                    return _declined(Refusal.CHECKSUM)
-                if (stopped := control.stopped()) is not None:
-                    self._cache.end_load(grant)
-                    return _declined(stopped)
+            worker = await self._hub.worker(session.device.uuid, Direction.LOAD)
+            if self._checksums is not None and (
+                wrong := await asyncio.to_thread(_wrong, self._checksums, grant, groups, parts)
+            ):
+                for part, index in wrong:
+                    self._cache.condemn(grant, part, index)
+                self._cache.end_load(grant)
+                return _declined(Refusal.CHECKSUM)
+            if (stopped := control.stopped()) is not None:
+                self._cache.end_load(grant)
+                return _declined(stopped)
             plan = self._plan_load(grant, groups, parts)
             failpoints.hit("load.before_copy")
             copying = worker.submit(plan)
@@ -291,16 +317,15 @@ class Transfers:
             raise
         try:
             copied = await _end_of(copying)
-        except BaseException as error:
-            if copying.cancelled():  # it was still queued, and never started
-                self._cache.end_load(grant)
-                if (stopped := control.stopped()) is not None:
-                    return _declined(stopped)
-            elif isinstance(error, CopyFailed) and error.outcome_known:
-                self._cache.end_load(grant)
-            else:
+        except BaseException:
+            if control.unsettled:
                 # Some DMA may still read these slots: their pins stay, so that nothing else is written into them.
                 self._cache.quarantine_load(grant)
+            else:
+                self._cache.end_load(grant)
+                # Cancelled: it was still queued, and never started.
+                if copying.cancelled() and (stopped := control.stopped()) is not None:
+                    return _declined(stopped)
             raise
         self._cache.end_load(grant)
         return _done(blocks, 0, copied)

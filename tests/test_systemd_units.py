@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.config import load_settings
+from kvsidecar.daemon import EXIT_UNSETTLED
 from kvsidecar.notify import EXTEND_SECONDS, STOP_MARGIN_SECONDS
 from kvsidecar.reload import RELOADABLE
 
@@ -47,6 +48,12 @@ def test_the_times_of_the_unit_fit_the_defaults_and_the_words_that_name_them() -
     assert f"every {times['WatchdogSec'] / 2:.0f} s" in readme
     for text in (readme, (UNITS / "kvsidecar.env").read_text()):
         assert all(option in text for option in RELOADABLE)
+
+
+def test_a_daemon_that_ends_itself_to_end_its_copies_is_started_again() -> None:
+    (prevented,) = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.MULTILINE)
+    assert "Restart=on-failure" in UNIT
+    assert str(EXIT_UNSETTLED) not in prevented.split()
 
 
 systemd_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")

@@ -85,9 +85,10 @@ class World:
         self.readiness.pinning()
         self.readiness.become_ready()
         self.stirs = 0
+        self.unsettled: list[str] = []
         self.transfers = Transfers(
             self.cache, self.hub, self.readiness, self.metrics, lambda: 0.0, slab_bytes=SLOTS * SLOT,
-            checksums=Checksums(Verify.ALWAYS, lambda: self.pool), stir=self.stir,
+            checksums=Checksums(Verify.ALWAYS, lambda: self.pool), stir=self.stir, on_unsettled=self.unsettled.append,
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
@@ -100,6 +101,12 @@ class World:
 
     def stir(self) -> None:
         self.stirs += 1
+
+    def says_once_that_a_copy_may_run(self, direction: Direction) -> None:
+        (text,) = self.unsettled
+        assert text.startswith(f"the copy of a {direction} on host may still run (")
+        assert self.session.unsettled
+        assert self.metrics.value("kvsidecar_unsettled_copies_total", direction=direction.value) == 1
 
     def job(self, direction: Direction, *names: str, at: list[int] | None = None) -> asyncio.Task[JobResult]:
         hashes = [hashlib.sha256(name.encode()).digest() for name in names]
@@ -162,6 +169,7 @@ async def test_a_failed_store_of_known_outcome_gives_its_slot_back(world: World)
     result = await job
     assert (result.outcome, result.reason, result.error) == (Outcome.FAILED, Refusal.COPY_FAILED, "refused")
     assert not result.unsettled
+    assert (world.unsettled, world.session.unsettled) == ([], False)
     assert world.cache.stats().free_bytes == SLOTS * SLOT
     assert world.readable("a") == [False]
 
@@ -175,7 +183,9 @@ async def test_a_store_of_unknown_outcome_never_gives_its_slot_back(world: World
     if isinstance(error, RuntimeError):
         assert job.exception() is error
     else:
-        assert (await job).outcome is Outcome.FAILED
+        result = await job
+        assert (result.outcome, result.unsettled) == (Outcome.FAILED, True)
+    world.says_once_that_a_copy_may_run(Direction.STORE)
     assert world.cache.stats().quarantined_bytes == SLOT
     await world.stored("b", "c", "d")
     assert (await world.job(Direction.STORE, "e", "f", "g", "h")).reason is Refusal.POOL_FULL
@@ -188,6 +198,36 @@ async def test_a_cancelled_store_is_of_unknown_outcome(world: World) -> None:
     job.cancel()
     await asyncio.wait([job])
     assert world.cache.stats().quarantined_bytes == SLOT
+    world.says_once_that_a_copy_may_run(Direction.STORE)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_a_lost_device_to_which_nothing_was_given_harms_nobody(world: World, direction: Direction) -> None:
+    """Neither a copy that was queued when it was lost, nor one that is asked for after."""
+    await world.stored("a")
+    job = world.job(direction, "a" if direction is Direction.LOAD else "b")
+    worker = await world.started(direction, 1 if direction is Direction.LOAD else 2)
+    worker.futures[-1].set_exception(DeviceLost("gone", outcome_known=True))
+    world.hub.by_direction[direction].refuse = DeviceLost("gone")
+    for result in (await job, await world.job(direction, "a" if direction is Direction.LOAD else "c")):
+        assert (result.outcome, result.reason, result.unsettled) == (Outcome.FAILED, Refusal.DEVICE_LOST, False)
+    stats = world.cache.stats()
+    assert (stats.free_bytes, stats.leased_bytes, world.unsettled) == ((SLOTS - 1) * SLOT, 0, [])
+
+
+async def test_a_load_has_its_pins_when_it_is_taken_whatever_comes_behind_it(world: World) -> None:
+    """The end of its lease, and a store that wants the room, before the loop has run once."""
+    await world.stored("a", "b", "c", "d")
+    hashes = [hashlib.sha256(name.encode()).digest() for name in "abcd"]
+    lease, _ = world.cache.lookup_and_lease([(world.space, hashes)], LookupMode.PREFIX, 0.0, 9.0, "o")
+    assert lease is not None
+    load = world.transfers.load(world.session, [GroupBlocks(0, hashes, np.arange(4, dtype=np.int64))], lease.id)
+    assert world.cache.release(lease.id)
+    assert (await world.job(Direction.STORE, "e")).reason is Refusal.POOL_FULL
+    loading = asyncio.create_task(load)
+    (await world.started(Direction.LOAD)).end()
+    assert (await loading).copied_blocks == 4
+    await world.stored("e")
 
 
 async def test_a_worker_that_takes_no_copy_leaves_no_reservation(world: World) -> None:
@@ -214,6 +254,7 @@ async def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever(world: World)
     worker.futures[-1].set_exception(CopyFailed("?", outcome_known=False))
     failed = await load
     assert (failed.outcome, failed.unsettled) == (Outcome.FAILED, True)
+    world.says_once_that_a_copy_may_run(Direction.LOAD)
     await world.stored("b", "c", "d")
     await world.stored("e", "f", "g")
     assert world.readable("a") == [True]

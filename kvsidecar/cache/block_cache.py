@@ -160,7 +160,7 @@ class BlockCache:
 
     def release(self, lease_id: int) -> bool:
         """End a lease. False if there is none (any more)."""
-        lease = self._leases.pop(lease_id)
+        lease = self._leases.release(lease_id)
         return lease is not None and bool(self._end_leases([lease]))
 
     def expire(self, now: float) -> list[Lease]:
@@ -277,15 +277,17 @@ class BlockCache:
     def begin_load(self, parts: Sequence[ShardPart], lease_id: int | None, now: float) -> LoadGrant | Refusal:
         """Pin all blocks until `end_load`, and say where this shard of each lies.
 
-        All or nothing: `Refusal.STALE_LEASE` if a lease is named that is not alive at ``now``, `Refusal.NOT_FOUND` if
-        a block is not readable.
+        All or nothing: `Refusal.STALE_LEASE` if a lease is named whose time is over at ``now`` (or that never was),
+        `Refusal.NOT_FOUND` if a block is not readable. A lease that its client has just released is as good as none:
+        the release may have overtaken the load, and the client has not waited too long.
 
         Raises:
             InvalidRequest: no rank with this shard has attached.
         """
         for space, shard, _ in parts:
             _check_shard(space, shard)
-        if lease_id is not None and self._leases.get(lease_id, now) is None:
+        leases = self._leases
+        if lease_id is not None and leases.get(lease_id, now) is None and not leases.was_released(lease_id):
             return Refusal.STALE_LEASE
         found = [space.blocks.index.find(space.blocks.index.keys(hashes)) for space, _, hashes in parts]
         for (space, _, _), rows in zip(parts, found, strict=True):

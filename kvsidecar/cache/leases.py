@@ -9,6 +9,9 @@ from heapq import heapify, heappop, heappush
 
 from kvsidecar.cache.block import Chain, Lease
 
+RELEASED = 4096
+"""Leases that were released last and are still known by their ids."""
+
 
 class LeaseTable:
     """Live leases. Times are seconds on one clock of the caller's.
@@ -22,6 +25,8 @@ class LeaseTable:
         self._leases: dict[int, Lease] = {}
         self._by_owner: dict[Hashable, dict[int, Lease]] = {}
         self._blocks_of: Counter[Hashable] = Counter()
+        self._released: dict[int, None] = {}
+        """In order; at most `RELEASED`."""
         self._expiries: list[tuple[float, int]] = []
         """Heap of (expires_at, id). A renewed or released lease leaves its old entries behind."""
 
@@ -37,6 +42,7 @@ class LeaseTable:
             lease_id = self._next_id()
         lease = Lease(lease_id, owner, chains, expires_at)
         self._leases[lease_id] = lease
+        self._released.pop(lease_id, None)
         self._by_owner.setdefault(owner, {})[lease_id] = lease
         self._blocks_of[owner] += lease.num_blocks
         self._note_expiry(lease)
@@ -71,6 +77,19 @@ class LeaseTable:
                 del self._by_owner[lease.owner], self._blocks_of[lease.owner]
         return lease
 
+    def release(self, lease_id: int) -> Lease | None:
+        """`pop`, by its client."""
+        lease = self.pop(lease_id)
+        if lease is not None:
+            self._released[lease_id] = None
+            if len(self._released) > RELEASED:
+                del self._released[next(iter(self._released))]
+        return lease
+
+    def was_released(self, lease_id: int) -> bool:
+        """Whether its client has released it, not long ago."""
+        return lease_id in self._released
+
     def pop_expired(self, now: float) -> list[Lease]:
         """Remove and return the leases whose time is over."""
         expired = []
@@ -101,6 +120,8 @@ class LeaseTable:
         for owner, leases in self._by_owner.items():
             assert self._blocks_of[owner] == sum(lease.num_blocks for lease in leases.values()), "blocks miscounted"
         assert self._blocks_of.keys() == self._by_owner.keys(), "blocks of an owner without leases"
+        assert not self._released.keys() & self._leases.keys(), "a lease is alive and released"
+        assert len(self._released) <= RELEASED, "too many released leases are remembered"
         entries = set(self._expiries)
         for lease_id, lease in self._leases.items():
             assert lease.id == lease_id, f"lease {lease.id} is filed as {lease_id}"

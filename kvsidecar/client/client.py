@@ -412,7 +412,7 @@ class Client:
 
         Returns:
             True: the daemon has unmapped this rank's memory, or is gone: it may be freed. False: that is not known
-            after ``timeout`` seconds, and a load may still write to it.
+            after ``timeout`` seconds, and a load may still write to it; `unmapped` tells later.
         """
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         self._closed = True
@@ -420,7 +420,17 @@ class Client:
         self._order.join(deadline - time.monotonic())
         self._keeper.close(max(0.0, deadline - time.monotonic()))
         self._operator.close()
-        return self._keeper.unmapped
+        return self.unmapped()
+
+    def unmapped(self, successor: int = 0) -> bool:
+        """Whether the daemon has let go of this rank's memory by now, for a client that is closed. Never waits.
+
+        Args:
+            successor: epoch of the daemon that is at this socket now, as another client knows it: tells the end of the
+                other one where a process of another PID namespace cannot be watched (Linux before 6.5).
+        """
+        left = self._keeper.left
+        return left is None or left.gone(successor)
 
     def __enter__(self) -> Client:
         return self

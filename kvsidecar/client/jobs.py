@@ -58,6 +58,8 @@ class Job:
     """Entry of the event ring, from 1; 0 for none."""
     traceparent: bytes = b""
     phase: Phase = Phase.WAITING
+    verdict: JobDone | None = None
+    """What the daemon said of it while its copy might still run: reported when it cannot any more."""
 
     def fill(self, message: pb.AttachRequest, now: float) -> int:
         """Returns the most bytes that the message can have: to ask it takes as long as to serialize it.
@@ -143,6 +145,15 @@ class Jobs:
             self.changed.notify_all()
             return True
 
+    def hold(self, done: JobDone) -> None:
+        """The daemon has given a job up, and its copy may still run: it ends with the daemon's process."""
+        with self.changed:
+            job = self._outstanding.get(done.job)
+            if job is not None:
+                job.verdict = done
+                job.session.unsettled = True
+                self.changed.notify_all()
+
     def decline(self, number: int, reason: str, error: str = "") -> None:
         """Answer a job that was never outstanding."""
         with self.changed:
@@ -173,7 +184,7 @@ class Jobs:
         with self.changed:
             for job in self.outstanding(session):
                 if which(job):
-                    self.finish(JobDone(job.number, Outcome.FAILED, reason, error))
+                    self.finish(job.verdict or JobDone(job.number, Outcome.FAILED, reason, error))
 
     def cancel_unsent(self, numbers: Iterable[int], reason: str) -> None:
         """Decline those of these jobs that the daemon has not been told of."""

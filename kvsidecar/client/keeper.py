@@ -14,6 +14,7 @@ import grpc
 from kvsidecar.client.breaker import Backoff, CircuitBreaker
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.jobs import Jobs
+from kvsidecar.client.link import LostDaemon
 from kvsidecar.client.messages import Registration
 from kvsidecar.client.results import CLOSED, DAEMON_LOST
 from kvsidecar.client.session import Session
@@ -77,8 +78,8 @@ class Keeper:
         """Attempts to connect and attach that have ended, for better or worse."""
         self.error: ClientError | None = None
         """Why there is no connection."""
-        self.unmapped = True
-        """False after `close`: the daemon may still have the memory mapped."""
+        self.left: LostDaemon | None = None
+        """After `close`: a daemon that may still have the memory mapped."""
 
     # -- for the client ----------------------------------------------------------------------------------------------
 
@@ -250,8 +251,8 @@ class Keeper:
             self.connection, self.session = None, None
             self.error = DaemonUnreachable(lost) if lost else None
             self._jobs.changed.notify_all()
-        if session is not None:
-            self.unmapped = self._end(connection, session, lost)
+        if session is not None and not self._end(connection, session, lost):
+            self.left = LostDaemon(connection.link.process.duplicate(), session.epoch)
         connection.close()
 
     def _end(self, connection: Connection, session: Session, lost: str) -> bool:
@@ -278,7 +279,7 @@ class Keeper:
         session.cancel()
         session.join()
         self._jobs.end_unsent(session, reason, lost)
-        proven = session.settled or settle(
+        proven = (session.settled and not session.unsettled) or settle(
             connection,
             session,
             poll=lambda seconds, until: self._poll(connection, seconds, until=until),

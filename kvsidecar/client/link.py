@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -61,10 +62,43 @@ class DaemonProcess:
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(0))
 
+    def duplicate(self) -> DaemonProcess:
+        """Another one of the same process, to be closed apart."""
+        other = copy(self)
+        other.fd = None if self.fd is None else os.dup(self.fd)
+        return other
+
     def close(self) -> None:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+class LostDaemon:
+    """A daemon that was given up before it had let go of a rank's memory.
+
+    Args:
+        process: owned from now on.
+        epoch: of that run of the daemon.
+    """
+
+    def __init__(self, process: DaemonProcess, epoch: int) -> None:
+        self._process = process
+        self._epoch = epoch
+        self._gone = False
+
+    def gone(self, successor: int) -> bool:
+        """Whether its process has ended. Where that cannot be watched, another daemon at the socket is the proof.
+
+        Args:
+            successor: epoch of the daemon that has the socket now; 0 if none is known.
+        """
+        if not self._gone:
+            unwatched = self._process.fd is None
+            self._gone = successor not in (0, self._epoch) if unwatched else self._process.gone()
+            if self._gone:
+                self._process.close()
+        return self._gone
 
 
 @dataclass(slots=True)

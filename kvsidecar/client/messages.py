@@ -138,7 +138,6 @@ def job_done_from(message: pb.JobDone) -> JobDone:
         nbytes=message.bytes,
         copy_seconds=message.copy_seconds,
         queue_seconds=message.queue_seconds,
-        unsettled=message.unsettled,
     )
 
 

@@ -55,10 +55,9 @@ class JobDone:
     """Stores only: blocks that the daemon has already, or that another rank is storing."""
     nbytes: int = 0
     copy_seconds: float = 0.0
-    """Of the DMA alone."""
+    """In which the device moved bytes: no planning, no gaps between its copies."""
     queue_seconds: float = 0.0
-    unsettled: bool = False
-    """The copy failed, and may still touch this rank's blocks until the daemon's process has ended."""
+    """The rest of the time that the copies took in the daemon."""
 
 
 @dataclass(frozen=True, slots=True)

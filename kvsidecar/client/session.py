@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.results import JobDone, Readiness
 from kvsidecar.types import Direction, Outcome, Refusal, State
 from kvsidecar.v1 import sidecar_pb2 as pb
+
+_log = logging.getLogger("kvsidecar.client")
 
 _IDLE = {idle: (pb.AttachRequest(idle=pb.Idle(idle=idle)),) for idle in (False, True)}
 """Nobody changes the messages."""
@@ -42,6 +45,8 @@ class Session:
         self.ended = False
         self.error: CarrierError | None = None
         """Why it has ended; None if the daemon ended it in order."""
+        self.unsettled = False
+        """A copy of a job that the daemon has given up may still run: only the end of its process ends this session."""
         self.flushed: dict[int, frozenset[int] | None] = {}
         """Flushes that somebody waits for: which of their jobs were still running, or None until that is said."""
         self.unsaid: tuple[pb.AttachRequest, ...] = ()
@@ -161,6 +166,13 @@ class Session:
     def _take(self, reply: pb.AttachReply) -> None:
         changed = self._jobs.changed
         match reply.WhichOneof("message"):
+            case "done" if reply.done.unsettled:
+                _log.error(
+                    "job %d has failed and its copy may still run: it ends when the daemon's process has ended: %s",
+                    reply.done.job,
+                    reply.done.error,
+                )
+                self._jobs.hold(job_done_from(reply.done))
             case "done":
                 self._jobs.finish(job_done_from(reply.done))
             case "registered":
@@ -200,7 +212,8 @@ def flush(jobs: Jobs, numbers: Sequence[int], *, timeout: float, cancel: bool) -
         for number, (session, of_flush) in flushes.items():
             pending = session.flushed.get(number)
             for each in of_flush - pending if pending is not None else ():
-                busy.pop(each, None)
+                if each in busy and busy[each].verdict is None:
+                    del busy[each]
         for number in [number for number in busy if not jobs.is_outstanding(number)]:
             del busy[number]
         left = deadline - time.monotonic()

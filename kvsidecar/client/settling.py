@@ -31,9 +31,12 @@ def settle(
     """Wait for a proof that no copy of this session runs or will run. True: there is one.
 
     There are two. The daemon's process has ended, so the driver has taken down its channels. Or the daemon lives on and
-    says that the session has ended, which it does after its copies are over and its memory is unmapped.
+    says that the session has ended, which it does after its copies are over and its memory is unmapped; not if it has
+    said before that it does not know whether they are.
     Where the process cannot be watched (`DaemonProcess.fd` is None) another epoch counts as the first: a daemon starts
     only with the lock of the one before it, which the kernel releases when that process ends.
+    The end of the attach connection is no proof: a daemon that goes down closes it while its process lives, and a
+    process that dies closes its descriptors one after the other, the driver's perhaps last.
 
     Args:
         session: its stream has ended.
@@ -76,4 +79,4 @@ def _says_ended(asking: grpc.Future[pb.StatusReply], session: Session, *, proces
         return False
     if status.epoch != session.epoch:
         return not process_is_watched
-    return status.session_ended
+    return status.session_ended and not session.unsettled

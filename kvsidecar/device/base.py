@@ -125,6 +125,10 @@ class CopyMark(Protocol):
     def wait(self) -> None:
         """Return when it is over. May spin: wait for what will be over soon. Raises as `over` does."""
 
+    def seconds(self) -> float:
+        """How long the device itself copied, for a call that is over; to be asked once. Never raises: a device that
+        does not say gives 0."""
+
 
 class PreparedCall(Protocol):
     """A call in the form that its stream issues; opaque to everybody else."""
@@ -140,11 +144,19 @@ class CopyStream(Protocol):
         """Start all copies of the call, behind those that were issued before.
 
         Args:
-            alone: nothing is going to be issued before it is over; what is issued all the same delays its mark.
+            alone: nothing is in flight, and nothing is going to be issued before this is over.
 
         Raises:
             CopyFailed: with ``outcome_known=True`` if nothing that was issued so far can move a byte any more, False
                 if that is not known.
+            DeviceLost: the context is gone.
+        """
+
+    def over(self) -> bool:
+        """Whether everything that was ever issued is over, also what has no mark because its call failed. Never blocks.
+
+        Raises:
+            CopyFailed: with ``outcome_known=False``: the device does not say.
             DeviceLost: the context is gone.
         """
 

@@ -82,59 +82,63 @@ class CudaCopyStream:
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = check(driver.cuStreamCreate(int(flags)), "creating a stream")
         self._number = int(self._stream)
-        self._idle_events: list[Any] = []
+        self._idle_events: list[tuple[Any, Any]] = []
+        """Pairs: before a call and after it."""
 
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         return self._calls.prepare(call.copies, pool_address, batched=call.batched)
 
     def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
         assert isinstance(prepared, DriverCall)
-        if alone:
-            # Each call of the driver lets another thread have the interpreter, for as long as that wants it: the fewer
-            # there are between two calls of a paced store, the less the link idles.
+        events = self._idle_events.pop() if self._idle_events else (self._new_event(), self._new_event())
+        try:
+            self._record(events[0], alone=alone)
             status = self._calls.issue(prepared, self._number)
             if status != SUCCESS:
                 self._refuse(driver.CUresult(status), f"issuing {prepared.count} copies")
-            return CudaMark(self, None)
-        event = self._idle_events.pop() if self._idle_events else self._new_event()
-        status = self._calls.issue(prepared, self._number)
-        if status != SUCCESS:
-            self._idle_events.append(event)
-            self._refuse(driver.CUresult(status), f"issuing {prepared.count} copies")
-        (status,) = driver.cuEventRecord(event, self._stream)
+            self._record(events[1], alone=alone)
+        except CopyFailed as error:
+            if error.outcome_known:
+                self._idle_events.append(events)
+            raise
+        return CudaMark(self, events)
+
+    def over(self) -> bool:
+        (status,) = driver.cuStreamQuery(self._stream)
+        if status != driver.CUresult.CUDA_ERROR_NOT_READY:
+            self.check(status)
+        return bool(status == OK)
+
+    def check(self, status: Any) -> None:
+        """Raise for what the driver says of a call in flight, unless it is over."""
         if status != OK:
-            self._idle_events.append(event)
-            self._refuse(status, "recording the end of a call")
-        return CudaMark(self, event)
+            text = f"{self._name}: {describe(status)}"
+            raise DeviceLost(text) if status.name in STICKY else CopyFailed(text, outcome_known=False)
 
-    def ask(self, event: Any) -> Any:
-        """The driver's status of an event, or of the stream."""
-        (status,) = driver.cuStreamQuery(self._stream) if event is None else driver.cuEventQuery(event)
-        return status
-
-    def wait_for(self, event: Any) -> Any:
-        """The same when it is over."""
-        (status,) = driver.cuStreamSynchronize(self._stream) if event is None else driver.cuEventSynchronize(event)
-        return status
-
-    def end_of(self, event: Any, status: Any) -> None:
-        """What the driver says of a call in flight: it is over, or an error."""
-        if status == OK:
-            if event is not None:
-                self._idle_events.append(event)
-            return
-        text = f"{self._name}: {describe(status)}"
-        raise DeviceLost(text) if status.name in STICKY else CopyFailed(text, outcome_known=False)
+    def seconds_between(self, events: tuple[Any, Any]) -> float:
+        """What the device took for a call that is over. Its events may be used again."""
+        self._idle_events.append(events)
+        # A driver that does not say: the copy is right all the same, and what ails the device shows at the next one.
+        return self._calls.seconds_between(*map(int, events)) or 0.0
 
     def close(self) -> None:
-        for event in self._idle_events:
-            driver.cuEventDestroy(event)
+        for events in self._idle_events:
+            for event in events:
+                driver.cuEventDestroy(event)
         driver.cuStreamDestroy(self._stream)
+
+    def _record(self, event: Any, *, alone: bool) -> None:
+        if alone:
+            status = driver.CUresult(self._calls.record(int(event), self._number))
+        else:
+            (status,) = driver.cuEventRecord(event, self._stream)
+        if status != OK:
+            self._refuse(status, "recording an event")
 
     def _new_event(self) -> Any:
         # Without BLOCKING_SYNC a wait spins, which answers tens of microseconds sooner than an interrupt: the worker
-        # sleeps until just before the end, and waits for that.
-        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        # sleeps until just before the end, and waits for that. Without DISABLE_TIMING the device notes the time.
+        flags = driver.CUevent_flags.CU_EVENT_DEFAULT
         status, event = driver.cuEventCreate(int(flags))
         if status != OK:
             self._refuse(status, "creating an event")
@@ -154,33 +158,35 @@ class CudaCopyStream:
 
 
 class CudaMark:
-    """The end of one call: an event behind it, or the end of the stream's work. Implements
-    `kvsidecar.device.base.CopyMark`.
+    """The end of one call. Implements `kvsidecar.device.base.CopyMark`.
 
     Args:
-        event: None if nothing is issued behind this call before it is over.
+        events: before it and after it.
     """
 
-    __slots__ = ("_event", "_over", "_stream")
+    __slots__ = ("_events", "_over", "_stream")
 
-    def __init__(self, stream: CudaCopyStream, event: Any) -> None:
+    def __init__(self, stream: CudaCopyStream, events: tuple[Any, Any]) -> None:
         self._stream = stream
-        self._event = event
+        self._events = events
         self._over = False
 
     def over(self) -> bool:
         if self._over:
             return True
-        status = self._stream.ask(self._event)
+        (status,) = driver.cuEventQuery(self._events[1])
         return status != driver.CUresult.CUDA_ERROR_NOT_READY and self._ended(status)
 
     def wait(self) -> None:
         if not self._over:
-            self._ended(self._stream.wait_for(self._event))
+            self._ended(driver.cuEventSynchronize(self._events[1])[0])
+
+    def seconds(self) -> float:
+        return self._stream.seconds_between(self._events)
 
     def _ended(self, status: Any) -> bool:
         self._over = True
-        self._stream.end_of(self._event, status)
+        self._stream.check(status)
         return True
 
 

@@ -38,7 +38,13 @@ SIGNATURES: Final = {
     "cuMemcpyBatchAsync": (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER),
     # numOps, opList, failIdx, flags, stream
     "cuMemcpy3DBatchAsync": (_SIZE, _POINTER, _POINTER, ctypes.c_ulonglong, _POINTER),
+    "cuEventRecord": (_POINTER, _POINTER),
+    # milliseconds, start, end
+    "cuEventElapsedTime": (_POINTER, _POINTER, _POINTER),
 }
+KEEP_GIL: Final = frozenset({"cuEventRecord", "cuEventElapsedTime"})
+"""A microsecond each, between the copies of a paced store: called without letting another thread have the interpreter,
+which might keep it for milliseconds while the link idles."""
 OPTIONAL: Final = frozenset({"cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"})
 NEEDED: Final = frozenset(
     {
@@ -158,6 +164,7 @@ class CopyCalls:
         self._max_pitch = max_pitch
         self._functions = _functions(find)
         self._failed_at = np.zeros(1, np.uint64)
+        self._milliseconds = np.zeros(1, np.float32)
         self._order = order = _ORDER_STREAM if store else _ORDER_ANY
         self._device_location = device = (_LOCATION_DEVICE, ordinal)
         host = (_LOCATION_HOST, 0)
@@ -198,6 +205,20 @@ class CopyCalls:
                 return status
             del self._functions[call.name]  # nothing was started, and it is not asked again
         return self._one_by_one(*call.source, stream)
+
+    def record(self, event: int, stream: int) -> int:
+        """Record an event on a stream with next to nothing in flight. (Where much is, the driver may block, and that
+        must not hold up every thread.)
+
+        Returns:
+            The driver's status.
+        """
+        return int(self._functions["cuEventRecord"](event, stream))
+
+    def seconds_between(self, start: int, end: int) -> float | None:
+        """Of the device's time, between two events that are over; None if the driver does not say."""
+        status = self._functions["cuEventElapsedTime"](self._milliseconds.ctypes.data, start, end)
+        return float(self._milliseconds[0]) / 1e3 if status == SUCCESS else None
 
     def _single(self, copies: npt.NDArray[np.void], pool_address: int) -> DriverCall:
         """A job of one block: what matters is how soon it starts, and arrays take longer than the driver."""
@@ -290,7 +311,8 @@ def _functions(find: Callable[[str, int], int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, arguments in SIGNATURES.items():
         if address := find(name, SINCE):
-            found[name] = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address)
+            prototype = ctypes.PYFUNCTYPE if name in KEEP_GIL else ctypes.CFUNCTYPE
+            found[name] = prototype(ctypes.c_int, *arguments)(address)
         elif name not in OPTIONAL:
             raise DriverUnusable(f"the CUDA driver has no {name}")
     return found

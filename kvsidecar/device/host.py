@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -188,6 +189,7 @@ class HostCopyStream:
     def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
         """Do all copies. A host copy has no way to fail but a signal, so this raises nothing."""
         assert isinstance(prepared, HostCall)
+        began = time.perf_counter()
         for address, pitch, offset, host_pitch, row_bytes, num_rows in prepared.call.copies.tolist():
             host = prepared.pool_address + offset
             if num_rows == 1:
@@ -199,22 +201,28 @@ class HostCopyStream:
                 np.copyto(slot, rows)
             else:
                 np.copyto(rows, slot)
-        return _OVER
+        return HostMark(time.perf_counter() - began)
+
+    def over(self) -> bool:
+        return True
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-class _Over:
-    """Everything is over when `HostCopyStream.issue` returns."""
+@dataclass(frozen=True, slots=True)
+class HostMark:
+    """Everything is over when `HostCopyStream.issue` returns. Implements `kvsidecar.device.base.CopyMark`."""
+
+    took: float
 
     def over(self) -> bool:
         return True
 
     def wait(self) -> None: ...
 
-
-_OVER = _Over()
+    def seconds(self) -> float:
+        return self.took
 
 
 class _Rows:

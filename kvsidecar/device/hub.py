@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from kvsidecar.device.base import Device, Platform
 from kvsidecar.device.worker import CopyWorker
 from kvsidecar.errors import DeviceLost
 from kvsidecar.types import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class StuckCopy:
+    """A copy that makes no progress."""
+
+    device: str
+    direction: Direction
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"a {self.direction} on {self.device} has been in flight for {self.seconds:.0f} s"
 
 
 class DeviceHub:
@@ -130,17 +143,19 @@ class DeviceHub:
         for (uuid, direction), worker in self._workers.items():
             yield uuid, direction, worker
 
-    def stuck(self, bound_seconds: float) -> str | None:
-        """Why the copy workers are not making progress, or None if they are."""
+    def stuck(self, bound_seconds: float) -> StuckCopy | None:
+        """A copy that has been in flight for longer than this, or None."""
         for uuid, direction, worker in self.workers():
-            if uuid in self._lost:
-                continue  # reported as lost, and a restart would not bring it back by itself
             age = worker.oldest_inflight_seconds()
             if worker.running and age > bound_seconds:
-                return f"a {direction} on {uuid} has been in flight for {age:.0f} s"
+                return StuckCopy(uuid, direction, age)
         return None
 
-    async def close(self, timeout: float) -> None:
-        """Finish what is queued and stop the workers. The platform stays open: memory is unpinned through it."""
-        for _, _, worker in self.workers():
-            await asyncio.to_thread(worker.close, timeout)
+    async def close(self, timeout: float) -> bool:
+        """Finish what is queued and stop the workers. The platform stays open: memory is unpinned through it.
+
+        Returns:
+            Whether all of them have ended within ``timeout`` seconds.
+        """
+        closing = [asyncio.to_thread(worker.close, timeout) for _, _, worker in self.workers()]
+        return all(await asyncio.gather(*closing))

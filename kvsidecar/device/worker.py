@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvsidecar import failpoints
+from kvsidecar import failpoints, log
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, Device, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.light_sleep import NAP_SECONDS
@@ -30,9 +30,9 @@ class CopyResult:
 
     nbytes: int
     copy_seconds: float
-    """From the first issue, or the end of the copy before it, to the end of the last byte."""
+    """In which the device moved its bytes, as the device itself measures it: no planning, and no gap between calls."""
     queue_seconds: float
-    """Until then."""
+    """The rest of the time since it was submitted."""
     ended: float
     """When it was seen to be over."""
 
@@ -51,6 +51,11 @@ RATE_SAMPLE_BYTES: Final = 16 << 20
 """Smaller calls say more about latency than about the rate."""
 RATE_DECAY: Final = 0.95
 """The best rate seen counts, and is forgotten slowly: a late look makes a sample too low, never too high."""
+SETTLE_SECONDS: Final = 2.0
+"""After an error the device has this long to end what it was given. Copies take milliseconds."""
+SETTLE_POLL_SECONDS: Final = 1e-3
+
+_log = log.get("worker")
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +67,8 @@ class _Copy:
     submitted: float = field(default_factory=time.monotonic)
     started: float = 0.0
     failed: bool = False
+    marks: list[CopyMark] = field(default_factory=list)
+    """Of its calls that are over."""
     slept: bool = False
     """This thread has slept while the copy ran, so others may have."""
 
@@ -80,9 +87,10 @@ class CopyWorker:
     """Copies in the order of submission. Every future it gives out is resolved, whatever happens.
 
     A future ends with its `CopyResult`, or with what the copy ended with: `CopyFailed` (the worker goes on) or
-    `DeviceLost` (it does not). An exception that nobody expected ends the worker too: the running copy then fails with
-    ``outcome_known=False``, because some of it may still be moving, and the queued ones with True, because nothing of
-    them was started. A queued copy whose future is cancelled is never started; a running one cannot be cancelled.
+    `DeviceLost` (it does not). An exception that nobody expected ends the worker too. Of copies that were started,
+    ``outcome_known`` is True if the device said within `SETTLE_SECONDS` that all it was given is over; of those that
+    were queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be
+    cancelled.
 
     Args:
         device: copies go to and from its memory.
@@ -248,9 +256,10 @@ class CopyWorker:
         opened.set_result(None)
         try:
             self._serve(stream)
+            _settle(stream)
             stream.close()
         except BaseException as error:  # noqa: BLE001 - no thread ends unheard: every future and the owner get it
-            self._fail_all(error)
+            self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and _settles(stream))
 
     def _serve(self, stream: CopyStream) -> None:
         """Copy until closed and empty. Raises what the worker does not survive."""
@@ -261,10 +270,10 @@ class CopyWorker:
             if filled and (self._ahead < AHEAD_BYTES if chunk is None else not self._ahead):
                 self._issue(stream, alone=chunk is not None)
                 if chunk is None:
-                    self._retire()
+                    self._retire(stream)
             elif self._flights:
-                self._wait(spin=chunk is not None)
-                self._retire()
+                self._wait(stream, spin=chunk is not None)
+                self._retire(stream)
             elif not filled:
                 return
 
@@ -282,7 +291,7 @@ class CopyWorker:
                     failpoints.hit("store.in_flight" if self._direction is Direction.STORE else "load.in_flight")
                     self._flights.append(_Flight(self._issuing, None, 0, 0.0))
                     self._issuing = None
-                    self._retire()
+                    self._retire(stream)
                     continue
             call = self._calls.popleft()
             self._ready = call.nbytes, stream.prepare(call, self._pool_address)
@@ -303,12 +312,12 @@ class CopyWorker:
             self._issuing = None
             copy.failed = True
             self._end(copy)
-            _fail(copy, error)
+            _fail(copy, _settled(stream, error))
             return
         self._flights.append(_Flight(copy, mark, nbytes, time.monotonic()))
         self._ahead += nbytes
 
-    def _retire(self) -> None:
+    def _retire(self, stream: CopyStream) -> None:
         """Report what is over."""
         while self._flights:
             flight = self._flights[0]
@@ -317,7 +326,7 @@ class CopyWorker:
                     if not flight.mark.over():
                         return
                 except CopyFailed as error:
-                    self._fail_flights(error)
+                    self._fail_flights(stream, error)
                     return
             self._flights.popleft()
             now = time.monotonic()
@@ -327,18 +336,21 @@ class CopyWorker:
                     seconds = max(1e-6, now - max(self._last_end, flight.issued))
                     self._rate = max(RATE_DECAY * self._rate, flight.nbytes / seconds)
                 self._last_end = now
+                flight.copy.marks.append(flight.mark)
             elif not flight.copy.failed:
                 self._report(flight.copy, now)
 
     def _report(self, copy: _Copy, now: float) -> None:
-        began = max(copy.started, self._previous_end)
+        # Asked here and not between two calls of a paced store, where the link would idle meanwhile.
+        copying = sum([mark.seconds() for mark in copy.marks])
         self._previous_end = now
         self._end(copy)
         # The future may be resolved already: `close` gave up on it.
         with suppress(InvalidStateError):
-            copy.future.set_result(CopyResult(copy.plan.nbytes, now - began, began - copy.submitted, now))
+            waited = max(0.0, now - copy.submitted - copying)
+            copy.future.set_result(CopyResult(copy.plan.nbytes, copying, waited, now))
 
-    def _wait(self, *, spin: bool) -> None:
+    def _wait(self, stream: CopyStream, *, spin: bool) -> None:
         """Wait for the oldest call in flight, or until a copy is submitted."""
         flight = self._flights[0]
         assert flight.mark is not None
@@ -353,7 +365,7 @@ class CopyWorker:
             try:
                 flight.mark.wait()
             except CopyFailed as error:
-                self._fail_flights(error)
+                self._fail_flights(stream, error)
             return
         flight.copy.slept = True
         with self._changed:
@@ -370,8 +382,9 @@ class CopyWorker:
             nbytes += flight.nbytes
         return nbytes
 
-    def _fail_flights(self, error: CopyFailed) -> None:
+    def _fail_flights(self, stream: CopyStream, error: CopyFailed) -> None:
         """An asynchronous error belongs to nobody: all that is in flight fails with it."""
+        error = _settled(stream, error)
         copies = dict.fromkeys(flight.copy for flight in self._flights)
         self._flights.clear()
         self._ahead = 0
@@ -426,29 +439,64 @@ class CopyWorker:
         with self._changed:
             self._running.remove(copy)
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException, *, outcome_known: bool) -> None:
+        """End with this error.
+
+        Args:
+            outcome_known: of the copies that were started.
+        """
         with self._changed:
             self._failure = error
             running, self._running = self._running, deque()
             queue, self._queue = self._queue, deque()
-        lost = isinstance(error, DeviceLost)
         for copy in running:
-            _fail(
-                copy, DeviceLost(str(error)) if lost else CopyFailed(self._ended_by(error), outcome_known=False), error
-            )
+            _fail(copy, self._refusal(error, outcome_known=outcome_known), error)
         for copy in queue:
             _fail(copy, self._refusal(error), error)
         if self._on_failure is not None:
             self._on_failure(error)
 
-    def _refusal(self, failure: BaseException) -> DeviceLost | CopyFailed:
-        """What a copy gets that was never started. A new object each: a raised exception collects its tracebacks."""
+    def _refusal(self, failure: BaseException, *, outcome_known: bool = True) -> DeviceLost | CopyFailed:
+        """What a copy gets; one that was never started is of known outcome. A new object each: a raised exception
+        collects its tracebacks."""
         if isinstance(failure, DeviceLost):
-            return DeviceLost(str(failure))
-        return CopyFailed(self._ended_by(failure), outcome_known=True)
+            return DeviceLost(str(failure), outcome_known=outcome_known)
+        return CopyFailed(self._ended_by(failure), outcome_known=outcome_known)
 
     def _ended_by(self, failure: BaseException) -> str:
         return f"the {self._direction} worker has ended: {type(failure).__name__}: {failure}"
+
+
+def _settle(stream: CopyStream) -> None:
+    """Return when nothing moves any more that the stream was ever given.
+
+    Raises:
+        CopyFailed: with ``outcome_known=False``: that is not so after `SETTLE_SECONDS`, or the device does not say.
+        DeviceLost: the context is gone.
+    """
+    failpoints.hit("copy.settle")
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not stream.over():
+        if time.monotonic() >= deadline:
+            raise CopyFailed(f"copies still run {SETTLE_SECONDS:g} s after an error", outcome_known=False)
+        time.sleep(SETTLE_POLL_SECONDS)
+
+
+def _settles(stream: CopyStream) -> bool:
+    """Whether nothing moves any more, or soon does not."""
+    try:
+        _settle(stream)
+    except Exception as error:  # noqa: BLE001 - whatever it is: then nobody knows
+        _log.error("copies were not seen to end", error=f"{type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def _settled(stream: CopyStream, error: CopyFailed) -> CopyFailed:
+    """A copy's error, after what the device was given is over if that is possible."""
+    if error.outcome_known or not _settles(stream):
+        return error
+    return CopyFailed(str(error), outcome_known=True)
 
 
 def _fail(copy: _Copy, error: BaseException, cause: BaseException | None = None) -> None:

@@ -73,7 +73,7 @@ class AttachStream:
                 _log.warning("unknown attach message ignored", instance=self._session.registration.instance)
 
     def _start(
-        self, message: Job, direction: Direction, run: Callable[[Job, JobControl], Coroutine[Any, Any, JobResult]]
+        self, message: Job, direction: Direction, begin: Callable[[Job, JobControl], Coroutine[Any, Any, JobResult]]
     ) -> None:
         jobs = self._session.jobs_by_id
         if message.job in jobs:
@@ -91,7 +91,8 @@ class AttachStream:
         if message.deadline_ms:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(message.deadline_ms / 1000, control.cancel, Refusal.DEADLINE)
-        task = self._session.jobs.spawn(self._answer(message.job, run(message, control)), name=f"{direction}-job")
+        job = self._answer(message.job, control, begin(message, control))
+        task = self._session.jobs.spawn(job, name=f"{direction}-job")
         if message.deadline_ms:
             task.add_done_callback(lambda _: timer.cancel())
         jobs[message.job] = RunningJob(direction, task, control)
@@ -99,12 +100,13 @@ class AttachStream:
     def _done(self, job: int, result: JobResult) -> None:
         self._send(pb.AttachReply(done=translate.job_done_to(job, result)))
 
-    async def _answer(self, job: int, running: Coroutine[Any, Any, JobResult]) -> None:
+    async def _answer(self, job: int, control: JobControl, running: Coroutine[Any, Any, JobResult]) -> None:
         try:
             result = await running
         except Exception:
             # Nobody expected this one. The client is owed an answer all the same, or it would wait for ever.
-            self._done(job, JobResult(Outcome.FAILED, error="internal error; see the daemon's log", unsettled=True))
+            error = "internal error; see the daemon's log"
+            self._done(job, JobResult(Outcome.FAILED, error=error, unsettled=bool(control.unsettled)))
             raise
         finally:
             del self._session.jobs_by_id[job]
@@ -126,17 +128,20 @@ class AttachStream:
         finally:
             self._session.outstanding_blocks -= count
 
-    async def _load(self, message: pb.Load, control: JobControl) -> JobResult:
+    def _load(self, message: pb.Load, control: JobControl) -> Coroutine[Any, Any, JobResult]:
+        """Its blocks are pinned when this returns: what comes next may be the release of their lease."""
         try:
             blocks = self._blocks(message.blocks)
         except InvalidRequest as error:
-            return self._transfers.invalid(Direction.LOAD, error)
+            return _answered(self._transfers.invalid(Direction.LOAD, error))
         if not (count := self._take(blocks)):
-            return self._transfers.declined(Direction.LOAD, Refusal.LIMIT)
+            return _answered(self._transfers.declined(Direction.LOAD, Refusal.LIMIT))
+        load = self._transfers.load(self._session, blocks, message.lease or None, control, message.traceparent)
+        return self._counted(count, load)
+
+    async def _counted(self, count: int, running: Coroutine[Any, Any, JobResult]) -> JobResult:
         try:
-            return await self._transfers.load(
-                self._session, blocks, message.lease or None, control, message.traceparent
-            )
+            return await running
         finally:
             self._session.outstanding_blocks -= count
 
@@ -184,3 +189,7 @@ class AttachStream:
                 self._flushes -= 1
         pending = [job for job, each in wanted.items() if not each.task.done()]
         self._send(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))
+
+
+async def _answered(result: JobResult) -> JobResult:
+    return result

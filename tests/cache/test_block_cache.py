@@ -352,17 +352,32 @@ def test_a_load_outlives_the_lease_it_came_with() -> None:
     assert refused(cache, space, "b")
 
 
-@pytest.mark.parametrize("end", ["release", "time", "expire"])
+@pytest.mark.parametrize("end", ["time", "expire", "owner"])
 def test_a_load_with_a_lease_that_has_ended_is_refused(end: str) -> None:
     cache = new_cache(1)
     space = open_space(cache)
     store(cache, space, "a")
     held = lease(cache, space, "a", now=0, ttl=1)
-    if end == "release":
-        cache.release(held)
+    if end == "owner":
+        cache.drop_owner("o")
     if end == "expire":
         cache.expire(1)
     assert cache.begin_load([(space, 0, keys("a"))], held, 1) is Refusal.STALE_LEASE
+    assert cache.begin_load([(space, 0, keys("a"))], 77, 0) is Refusal.STALE_LEASE
+
+
+def test_a_load_that_its_leases_release_has_overtaken_is_as_one_without_a_lease() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    store(cache, space, "a")
+    held = lease(cache, space, "a", now=0, ttl=1)
+    assert cache.release(held)
+    load = cache.begin_load([(space, 0, keys("a"))], held, 1)
+    assert isinstance(load, LoadGrant)
+    assert refused(cache, space, "b"), "it holds no pin of its own"
+    cache.end_load(load)
+    store(cache, space, "b")
+    assert cache.begin_load([(space, 0, keys("a"))], held, 1) is Refusal.NOT_FOUND
 
 
 def test_a_load_of_which_one_block_is_missing_pins_nothing() -> None:

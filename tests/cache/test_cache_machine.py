@@ -100,6 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.open: list[Reservation] = []
         self.leases: dict[int, LiveLease] = {}
         self.dead_leases: list[int] = []
+        self.released_leases: list[int] = []
         self.loads: list[OpenLoad] = []
         self.lost_loads: list[OpenLoad] = []
         self.lost_slots: list[tuple[int, int]] = []
@@ -291,7 +292,8 @@ class CacheMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
         assert self.cache.release(lease_id)
-        self.end_lease(lease_id)
+        del self.leases[lease_id]
+        self.released_leases.append(lease_id)
 
     @rule(seconds=st.integers(0, 2), sweep=st.booleans())
     def pass_time(self, seconds: int, sweep: bool) -> None:
@@ -319,7 +321,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.serial % 4 == 1)
     @rule(data=st.data(), parts=shard_parts)
     def begin_load_of_anything(self, data: st.DataObject, parts: Parts) -> None:
-        lease_id = data.draw(st.sampled_from([None, *self.leases, *self.dead_leases]))
+        lease_id = data.draw(st.sampled_from([None, *self.leases, *self.dead_leases, *self.released_leases]))
         self.begin_load(parts, lease_id)
 
     @precondition(lambda self: self.readable())
@@ -337,7 +339,8 @@ class CacheMachine(RuleBasedStateMachine):
         request = [(self.spaces[space], shard, [key(name) for name in names]) for space, shard, names in parts]
         asked = [(space, name) for space, _, names in parts for name in names]
         grant = self.cache.begin_load(request, lease_id, self.now)
-        if lease_id is not None and (lease_id in self.dead_leases or self.leases[lease_id].expires_at <= self.now):
+        lease = self.leases.get(lease_id) if lease_id is not None else None
+        if lease_id in self.dead_leases or (lease is not None and lease.expires_at <= self.now):
             assert grant is Refusal.STALE_LEASE
         elif not all(map(self.is_readable, asked)):
             assert grant is Refusal.NOT_FOUND

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from kvsidecar.cache.leases import LeaseTable
+from kvsidecar.cache.leases import RELEASED, LeaseTable
 
 
 def test_a_lease_is_alive_until_its_expiry_and_not_at_it() -> None:
@@ -33,6 +33,29 @@ def test_a_lease_can_be_renewed_to_end_sooner() -> None:
     lease = table.add("o", [], 100.0)
     assert table.renew(lease.id, 1.0, 2.0)
     assert table.pop_expired(2.0) == [lease]
+    table.check_integrity()
+
+
+def test_released_leases_are_known_for_a_while_and_ended_ones_are_not() -> None:
+    table = LeaseTable()
+    first, *others = (table.add("o", [], 10.0).id for _ in range(RELEASED + 2))
+    assert table.release(first)
+    assert not table.release(first)
+    assert table.was_released(first)
+    for lease_id in others[:-1]:
+        assert table.release(lease_id)
+    assert not table.was_released(first), "what nobody will ask for is kept for ever"
+    assert table.was_released(others[0])
+    table.pop_expired(10.0)
+    assert not table.was_released(others[-1])
+    table.check_integrity()
+
+
+def test_an_id_that_is_given_again_is_of_the_new_lease() -> None:
+    table = LeaseTable(next_id=lambda: 5)
+    table.release(table.add("o", [], 10.0).id)
+    table.add("o", [], 10.0)
+    assert not table.was_released(5)
     table.check_integrity()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvsidecar.client.link import LostDaemon
 from kvsidecar.client.settling import settle
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -43,7 +44,11 @@ def status(epoch: int, *sessions: int) -> pb.StatusReply:
 
 
 def asked(
-    *answers: pb.StatusReply | None, dies_after: int | None = None, watched: bool = True, link_ended: bool = False
+    *answers: pb.StatusReply | None,
+    dies_after: int | None = None,
+    watched: bool = True,
+    link_ended: bool = False,
+    unsettled: bool = False,
 ) -> tuple[bool, int]:
     """Whether there was a proof, and how many questions it took; gives up when there is no answer left."""
     left = list(answers)
@@ -60,7 +65,7 @@ def asked(
         link=SimpleNamespace(process=process, ended=lambda: link_ended),
         stub=SimpleNamespace(Status=SimpleNamespace(future=ask)),
     )
-    session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH)
+    session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH, unsettled=unsettled)
     proven = settle(
         connection, session, poll=lambda _, until: until(), going_down=lambda: None, give_up=lambda: not left,
         wake=lambda: None,
@@ -80,6 +85,28 @@ def test_a_daemon_that_does_not_show_the_session_has_not_said_that_it_ended() ->
 
 def test_a_session_that_the_daemon_no_longer_lists_has_ended() -> None:
     assert asked(status(EPOCH, SESSION, 12), status(EPOCH, SESSION), status(EPOCH, 12), None) == (True, 3)
+
+
+def test_a_daemon_that_did_not_know_what_its_copies_do_proves_nothing_by_saying_that_the_session_has_ended() -> None:
+    ended = status(EPOCH)
+    assert asked(ended, ended, unsettled=True) == (False, 2)
+    assert asked(ended, ended, unsettled=True, dies_after=1) == (True, 1)
+    assert asked(ended, status(EPOCH + 1), None, unsettled=True, watched=False) == (True, 2)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_daemon_that_was_given_up_is_gone_when_its_process_is_or_else_when_there_is_another(watched: bool) -> None:
+    process = SimpleNamespace(fd=3 if watched else None, ended=False, closed=0)
+    process.gone = lambda: process.ended
+    process.close = lambda: setattr(process, "closed", process.closed + 1)
+    lost = LostDaemon(process, EPOCH)  # type: ignore[arg-type]
+    assert not lost.gone(0)
+    assert not lost.gone(EPOCH)
+    assert lost.gone(EPOCH + 1) is not watched
+    process.ended = True
+    assert lost.gone(0)
+    assert lost.gone(0)
+    assert process.closed == 1
 
 
 def test_no_answer_proves_nothing() -> None:

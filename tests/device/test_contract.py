@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +19,17 @@ import pytest
 import kvsidecar
 from kvsidecar import copy_plan
 from kvsidecar.copy_plan import BlockCopies, bind
-from kvsidecar.device.base import CopyPlan, CudaIpcSource, Device, DeviceMemory, MemfdSource, Platform
-from kvsidecar.device.worker import CopyWorker
+from kvsidecar.device.base import (
+    CopyCall,
+    CopyList,
+    CopyPlan,
+    CudaIpcSource,
+    Device,
+    DeviceMemory,
+    MemfdSource,
+    Platform,
+)
+from kvsidecar.device.worker import CopyResult, CopyWorker
 from kvsidecar.errors import CopyFailed, DeviceNotFound, ImportRefused
 from kvsidecar.layout import check_regions
 from kvsidecar.types import Direction, GroupLayout, Region
@@ -302,6 +311,52 @@ def test_fifty_thousand_copies_in_one_job(
     copy(device, Direction.STORE, big, BlockCopies([(bound, shuffled, ids * (rows * row))], boundary=1 << 40))
     assert np.array_equal(big.bytes[: content.size], content[:, shuffled].transpose(1, 0, 2).ravel())
     big.close()
+    device.release_memory(memory)
+
+
+class Slow:
+    """A plan of several slices, each of which takes its time to be planned."""
+
+    def __init__(self, *slices: CopyList) -> None:
+        self.nbytes = sum(each.nbytes for each in slices)
+        self.took = 0.0
+        self._slices = list(slices)
+
+    def take(self, chunk: int | None) -> Sequence[CopyCall]:
+        if not self._slices:
+            return []
+        began = time.monotonic()
+        time.sleep(0.05)
+        self.took += time.monotonic() - began
+        return self._slices.pop(0).take(chunk)
+
+
+@pytest.mark.parametrize("chunk", [None, 1 << 20])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_the_time_of_a_copy_is_the_devices_alone(
+    device: Device, pool: Pool, direction: Direction, chunk: int | None
+) -> None:
+    """Planning is not in it, neither before the first call nor between two: that is shown as waiting."""
+    memory = device.allocate(8 * MIB)
+    worker = CopyWorker(device, direction, pool.address, chunk=lambda: chunk)
+
+    def run(plan: CopyPlan) -> CopyResult:
+        return worker.submit(plan).result(TIMEOUT)
+
+    def part(nbytes: int, at: int = 0) -> CopyList:
+        return plan_of((memory.address + at, 0, at, nbytes, 1))
+
+    slow, small, big = [], [], []
+    for _ in range(7):  # of each the best: others use this machine, too
+        planned = Slow(part(64), part(64, MIB), part(64, 2 * MIB))
+        result = run(planned)
+        assert result.queue_seconds >= 0.9 * planned.took
+        slow.append(result.copy_seconds / planned.took)
+        small.append(run(part(64)).copy_seconds)
+        big.append(run(part(4 * MIB)).copy_seconds)
+    assert 0 < min(slow) < 0.1
+    assert 0 < min(small) <= min(big)
+    assert worker.close(TIMEOUT)
     device.release_memory(memory)
 
 

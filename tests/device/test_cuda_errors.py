@@ -68,7 +68,7 @@ class Driver:
             "cuMemGetAddressRange": (OK, 4096, 1 << 20),
             "cuMemGetInfo": (OK, 1, 2),
             "cuStreamCreate": (OK, 77),
-            "cuEventCreate": (OK, object()),
+            "cuEventCreate": (OK, Handle(5)),
         }
         self.attributes = {"CU_DEVICE_ATTRIBUTE_COMPUTE_MODE": 0, "CU_DEVICE_ATTRIBUTE_MAX_PITCH": 2**31 - 1}
 
@@ -244,6 +244,8 @@ class Functions:
     def _function(self, name: str) -> int:
         def call(*arguments: Any) -> int:
             self.calls.append(name)
+            if name == "cuEventElapsedTime":
+                ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_float))[0] = 250.0
             if name == "cuMemcpy3DBatchAsync":
                 nbytes = arguments[0] * OPERATION.itemsize
                 self.batches.append(np.frombuffer(ctypes.string_at(arguments[1], nbytes), OPERATION))
@@ -268,8 +270,8 @@ def call_of(*copies: tuple[int, int, int, int, int], batched: bool = False) -> C
     [
         ([INVALID], OK, CopyFailed, True),  # what was started, if anything, is over
         ([INVALID], INVALID, CopyFailed, False),
-        ([INVALID], LOST, DeviceLost, None),
-        ([LOST], OK, DeviceLost, None),
+        ([INVALID], LOST, DeviceLost, False),
+        ([LOST], OK, DeviceLost, False),
     ],
 )
 @pytest.mark.parametrize("batched", [False, True])
@@ -281,7 +283,7 @@ def test_what_a_failed_issue_says_of_its_outcome(
     statuses: list[Any],
     drained: Any,
     kind: type[DeviceError],
-    known: bool | None,
+    known: bool,
 ) -> None:
     functions = Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(direction)
@@ -289,7 +291,7 @@ def test_what_a_failed_issue_says_of_its_outcome(
     scripted.answers["cuStreamSynchronize"] = (drained,)
     with pytest.raises(kind, match="issuing 3 copies") as failure:
         stream.issue(stream.prepare(call_of(GOOD, GOOD, GOOD, batched=batched), 0))
-    assert getattr(failure.value, "outcome_known", None) is known
+    assert failure.value.outcome_known is known  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -418,10 +420,11 @@ def test_a_driver_without_the_plain_calls_is_refused(scripted: Driver) -> None:
 def test_a_failed_event_or_wait(scripted: Driver) -> None:
     Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
-    scripted.answers["cuEventRecord"] = (INVALID,)
-    with pytest.raises(CopyFailed) as failure:
-        stream.issue(stream.prepare(call_of(GOOD), 0))
-    assert failure.value.outcome_known
+    for answers in ([(INVALID,)], [(OK,), (INVALID,)]):  # before the copies, and after them
+        scripted.answers["cuEventRecord"] = answers
+        with pytest.raises(CopyFailed) as failure:
+            stream.issue(stream.prepare(call_of(GOOD), 0))
+        assert failure.value.outcome_known
     scripted.answers["cuEventRecord"] = (OK,)
     scripted.answers["cuEventSynchronize"] = scripted.answers["cuEventQuery"] = (INVALID,)
     for ask in (CopyMark.wait, CopyMark.over):
@@ -446,25 +449,52 @@ def test_marks_are_asked_and_their_events_used_again(scripted: Driver) -> None:
         scripted.answers["cuEventQuery"] = (OK,)
         assert mark.over()
         mark.wait()  # over already: the driver is not asked about an event that serves another call by now
-    assert scripted.calls.count("cuEventCreate") == 1
+        mark.seconds()
+    assert scripted.calls.count("cuEventCreate") == 2
     assert "cuEventSynchronize" not in scripted.calls
 
 
-def test_a_call_that_is_alone_needs_no_event(scripted: Driver) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_call_is_timed_by_the_device_from_before_its_copies_to_after_them(scripted: Driver, alone: bool) -> None:
+    order: list[str] = []
+    functions = Functions(scripted, *SIGNATURES)
+    functions.calls = order
+    scripted.answers["cuEventRecord"] = lambda *_: order.append("cuEventRecord") or (OK,)
+    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=alone)
+    assert order == ["cuEventRecord", PLAIN[Direction.STORE], "cuEventRecord"]
+    # Alone, between two calls of a paced store, it is recorded without giving up the interpreter.
+    assert ("cuEventRecord" not in scripted.calls) is alone
+    assert mark.over()
+    assert mark.seconds() == 0.25
+    functions.statuses["cuEventElapsedTime"] = [INVALID]
+    mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=alone)
+    assert mark.over()
+    assert mark.seconds() == 0.0, "a time that the driver does not tell fails a copy that is over"
+
+
+@pytest.mark.parametrize(("status", "error"), [(INVALID, CopyFailed), (LOST, DeviceLost)])
+def test_whether_a_stream_is_over(scripted: Driver, status: Any, error: type[DeviceError]) -> None:
     Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
-    mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True)
+    assert stream.over()
     scripted.answers["cuStreamQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
-    assert not mark.over()
-    mark.wait()
-    assert mark.over()
-    assert not [name for name in scripted.calls if "Event" in name]
-    for status, error in ((INVALID, CopyFailed), (LOST, DeviceLost)):
-        scripted.answers["cuStreamSynchronize"] = scripted.answers["cuStreamQuery"] = (status,)
-        for ask in ("wait", "over"):
-            mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True)
-            with pytest.raises(error):
-                getattr(mark, ask)()
+    assert not stream.over()
+    scripted.answers["cuStreamQuery"] = (status,)
+    with pytest.raises(error) as failure:
+        stream.over()
+    assert not failure.value.outcome_known  # type: ignore[attr-defined]
+
+
+def test_events_of_a_call_of_unknown_outcome_are_not_used_again(scripted: Driver) -> None:
+    functions = Functions(scripted, *SIGNATURES)
+    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    for drained, created in ((INVALID, 2), (OK, 4), (OK, 4)):
+        functions.statuses[PLAIN[Direction.STORE]] = [INVALID]
+        scripted.answers["cuStreamSynchronize"] = (drained,)
+        with pytest.raises(CopyFailed):
+            stream.issue(stream.prepare(call_of(GOOD), 0))
+        assert scripted.calls.count("cuEventCreate") == created
 
 
 def test_without_an_event_nothing_is_issued(scripted: Driver) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvsidecar.device import worker as worker_module
 from kvsidecar.device.base import COPY, CopyCall, CopyList, CopyMark, CopyStream, PreparedCall
 from kvsidecar.device.host import HostDevice
 from kvsidecar.device.worker import AHEAD_BYTES, CopyResult, CopyWorker
@@ -20,6 +21,8 @@ from kvsidecar.types import Direction
 TIMEOUT = 30.0
 POOL = 1 << 20
 CHUNK = 4096
+TOOK = 1e-9
+"""Seconds per byte that a scripted device says it took."""
 
 
 def plan(nbytes: int) -> CopyList:
@@ -60,6 +63,8 @@ class Script(HostDevice):
         self.wait_errors: dict[int, BaseException] = {}
         self.open_error: BaseException | None = None
         self.close_error: BaseException | None = None
+        self.settled: bool | BaseException = True
+        """What the stream says when it is asked whether all it was given is over."""
         self.gates: dict[int, threading.Event] = {}
         """A wait for this plan does not return before its gate is set."""
         self.waiting: dict[int, threading.Event] = {}
@@ -95,6 +100,12 @@ class ScriptedStream:
             raise self._script.issue_errors[call.nbytes]
         return ScriptedMark(self._script, call.nbytes)
 
+    def over(self) -> bool:
+        self._script.threads.add(threading.get_ident())
+        if isinstance(self._script.settled, BaseException):
+            raise self._script.settled
+        return self._script.settled
+
     def close(self) -> None:
         self._script.threads.add(threading.get_ident())
         self._script.calls.append("close")
@@ -114,6 +125,10 @@ class ScriptedMark:
             return False
         self.wait()
         return True
+
+    def seconds(self) -> float:
+        assert self._ended
+        return self._nbytes * TOOK
 
     def wait(self) -> None:
         if self._ended:
@@ -140,7 +155,8 @@ class Failures:
 
 
 @pytest.fixture
-def script() -> Script:
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.01)
     return Script()
 
 
@@ -188,9 +204,8 @@ def test_paced_calls_run_one_at_a_time_in_order(script: Script, worker: CopyWork
     script.gates[1].set()
     results = [future.result(TIMEOUT) for future in (first, *others)]
     assert [result.nbytes for result in results] == [1, 2, 3]
-    assert results[0].copy_seconds > held
-    assert all(result.queue_seconds > held for result in results[1:])
-    assert all(result.copy_seconds > 0 for result in results)
+    assert [result.copy_seconds for result in results] == [TOOK, 2 * TOOK, 3 * TOOK]
+    assert all(result.queue_seconds > held - 3 * TOOK for result in results)
     assert (worker.running, worker.queued, worker.oldest_inflight_seconds()) == (False, 0, 0.0)
     assert worker.close(TIMEOUT)
     assert script.calls == ["issue 1", "wait 1", "issue 2", "wait 2", "issue 3", "wait 3", "close"]
@@ -209,16 +224,23 @@ def test_the_thread_has_a_name(script: Script, worker: CopyWorker) -> None:
     assert "store-host" in [thread.name for thread in threading.enumerate()]
 
 
+SETTLED = [True, False, CopyFailed("who knows", outcome_known=False), DeviceLost("gone"), RuntimeError("a bug")]
+
+
+@pytest.mark.parametrize("settled", SETTLED, ids=repr)
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("at", ["issue", "wait"])
 def test_a_failed_copy_reaches_its_future_and_the_next_goes_on(
-    script: Script, worker: CopyWorker, failures: Failures, at: str, known: bool
+    script: Script, worker: CopyWorker, failures: Failures, at: str, known: bool, settled: bool | BaseException
 ) -> None:
+    """Its outcome is known if the device has said so, at once or when it was asked what still runs."""
     errors = script.issue_errors if at == "issue" else script.wait_errors
     errors[1] = CopyFailed("refused", outcome_known=known)
+    script.settled = settled
     bad, good = worker.submit(plan(1)), worker.submit(plan(2))
-    assert outcome_known(bad) is known
+    assert outcome_known(bad) is (known or settled is True)
     assert good.result(TIMEOUT).nbytes == 2
+    script.settled = True
     assert worker.alive
     assert failures.errors == []
 
@@ -235,8 +257,9 @@ def test_a_lost_device_fails_all_and_takes_no_more(
     script.gates[1].set()
     assert held.result(TIMEOUT).nbytes == 1
     for future in futures:
-        with pytest.raises(DeviceLost, match="ECC"):
+        with pytest.raises(DeviceLost, match="ECC") as lost:
             future.result(TIMEOUT)
+        assert lost.value.outcome_known is (future is not futures[0]), "the first one had been started"
     assert failures.told.wait(TIMEOUT)
     assert len(failures.errors) == 1
     assert worker.failure is failures.errors[0]
@@ -246,19 +269,26 @@ def test_a_lost_device_fails_all_and_takes_no_more(
     assert "issue 3" not in script.calls
 
 
+@pytest.mark.parametrize("settled", SETTLED, ids=repr)
 @pytest.mark.parametrize("at", ["issue", "wait"])
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
 def test_an_unexpected_error_is_heard_by_all(
-    script: Script, worker: CopyWorker, failures: Failures, at: str, error: BaseException
+    script: Script,
+    worker: CopyWorker,
+    failures: Failures,
+    at: str,
+    error: BaseException,
+    settled: bool | BaseException,
 ) -> None:
     script.hold(1)
+    script.settled = settled
     (script.issue_errors if at == "issue" else script.wait_errors)[2] = error
     held = worker.submit(plan(1))
     assert script.waiting[1].wait(TIMEOUT)
     current, queued = worker.submit(plan(2)), worker.submit(plan(3))
     script.gates[1].set()
     assert held.result(TIMEOUT).nbytes == 1
-    assert outcome_known(current) is False  # some of it may still be moving: its slots must not be used again
+    assert outcome_known(current) is (settled is True)  # else some of it may still be moving
     assert outcome_known(queued) is True  # never started
     reason = current.exception()
     assert reason is not None
@@ -504,6 +534,7 @@ def test_a_refused_call_ends_its_copy_and_not_those_in_flight(script: Script, un
 def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: Script, unpaced: CopyWorker) -> None:
     """Nobody knows whose error it is."""
     script.wait_errors[1] = CopyFailed("asynchronous", outcome_known=False)
+    script.settled = False
     script.hold(1)
     door = Door()
     unpaced.submit(door)
@@ -513,6 +544,31 @@ def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: 
     script.gates[1].set()
     assert [outcome_known(future) for future in futures] == [False, False]
     assert unpaced.submit(plan(3)).result(TIMEOUT).nbytes == 3
+    script.settled = True
+
+
+def test_a_device_that_takes_a_while_to_end_what_it_was_given_is_waited_for(
+    script: Script, worker: CopyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", TIMEOUT)
+    script.wait_errors[1] = CopyFailed("asynchronous", outcome_known=False)
+    script.settled = False
+    asked = threading.Event()
+    monkeypatch.setattr(worker_module.time, "sleep", lambda _: asked.set())
+    failed = worker.submit(plan(1))
+    assert asked.wait(TIMEOUT)
+    assert not failed.done()
+    script.settled = True
+    assert outcome_known(failed) is True
+
+
+def test_a_worker_that_is_closed_while_the_device_is_not_done_says_so(
+    script: Script, worker: CopyWorker, failures: Failures
+) -> None:
+    script.settled = False
+    assert worker.close(TIMEOUT)
+    assert [str(error) for error in failures.errors] == ["copies still run 0.01 s after an error"]
+    assert "close" not in script.calls, "a stream was given back with copies in flight"
 
 
 def test_an_empty_plan_is_over_at_once(script: Script, unpaced: CopyWorker) -> None:

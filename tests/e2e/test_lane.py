@@ -18,7 +18,7 @@ from kvsidecar.client import Client, ClientError, HostBuffer
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import MAX_MESSAGE_BYTES, layout_to_wire, namespace_to_wire, pack_ids
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, SHARD_BYTES, DaemonProcess, Rank, done, hashes, layout
 
 UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
 
@@ -202,6 +202,36 @@ def test_leases_are_taken_renewed_and_released(daemon: DaemonProcess, lane: RawL
     lane.send(call=4, release=pb.ReleaseRequest(lease=lease))
     assert not lane.receive().release.released
     rank.close()
+
+
+def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, buffer: HostBuffer) -> None:
+    """In one write: a store that wants the room of its blocks, the load, and the release of its lease."""
+    names = list(range(NUM_BLOCKS))
+    pool = NUM_BLOCKS * SHARD_BYTES >> 10
+    sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", f"{pool}KiB")]
+    # The store is answered while the load's copy runs, so that its pins are what stands in the way.
+    with DaemonProcess(short_dir, *sizes, KVSIDECAR_FAILPOINTS="load.in_flight@2=delay(0.5)") as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store(*names))
+        with raw_lane(daemon, buffer) as lane:
+            lane.send(attach=lane.register(buffer))
+            lane.attach("registered")
+            request = lookup(*names)
+            request.lease_ms, request.token = 30_000, lane.welcome.token
+            lane.send(call=1, lookup=request)
+            lease = lane.receive().lookup.lease
+            blocks = pb.Blocks(group=0, hashes=b"".join(hashes(*names)), block_ids=pack_ids(names))
+            messages = (
+                pb.LaneRequest(attach=store(2, "new")),
+                pb.LaneRequest(attach=pb.AttachRequest(load=pb.Load(job=1, lease=lease, blocks=[blocks]))),
+                pb.LaneRequest(call=2, release=pb.ReleaseRequest(lease=lease)),
+            )
+            lane.connection.sendall(b"".join(frame(each.SerializeToString()) for each in messages))
+            assert lane.receive().release.released
+            stored, loaded = lane.attach("done"), lane.attach("done")
+            assert (stored.job, stored.reason) == (2, "pool_full")
+            assert (loaded.job, loaded.outcome, loaded.copied_blocks) == (1, pb.JobDone.OUTCOME_DONE, NUM_BLOCKS)
+        rank.close()
 
 
 def test_a_refused_call_has_grpcs_code_and_text_and_costs_nothing_else(daemon: DaemonProcess, lane: RawLane) -> None:

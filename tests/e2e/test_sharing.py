@@ -136,6 +136,23 @@ def test_a_lease_ends_by_time_and_a_load_that_names_it_is_declined(daemon: Daemo
     rank.close()
 
 
+@pytest.mark.usefixtures("carrier")
+def test_a_lease_may_be_released_right_after_the_load_that_names_it(daemon: DaemonProcess) -> None:
+    """The release may even come first: it goes another way than the load."""
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    jobs = []
+    for _ in range(50):
+        lease = rank.client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=30).lease
+        assert lease is not None
+        jobs.append(rank.client.load([Blocks(0, hashes("a"), [1])], lease=lease))
+        assert rank.client.release(lease)
+    results = [rank.finish(job) for job in jobs]
+    assert [(each.outcome, each.reason) for each in results] == [(Outcome.DONE, "")] * len(jobs)
+    assert daemon.metric("kvsidecar_pool_leased_bytes") == 0
+    rank.close()
+
+
 def test_a_lease_is_never_longer_than_the_daemon_allows(short_dir: Path) -> None:
     with DaemonProcess(short_dir, "--lease-max", "2") as daemon:
         rank = Rank(daemon.wait_ready())

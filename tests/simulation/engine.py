@@ -270,9 +270,7 @@ class Rank:
         if job.direction is Direction.STORE:
             if not job.let_go:
                 self._take_back(job)
-        elif done.outcome == pb.JobDone.OUTCOME_FAILED:
-            return  # nobody knows what may still be written there: never used again
-        else:
+        elif not done.unsettled:  # else nobody knows what may still be written there: never used again
             self._loaded(job, done)
 
     def _flushed(self, flushed: pb.Flushed) -> None:
@@ -295,7 +293,7 @@ class Rank:
                 if done.outcome == pb.JobDone.OUTCOME_DONE:
                     if not (got == expected[shard]).all():
                         raise Violation(f"{self.name}: a load of key {key} of group {group} brought other bytes")
-                elif not (got == self.garbage[group, block_id]).all():
+                elif done.outcome == pb.JobDone.OUTCOME_DECLINED and not (got == self.garbage[group, block_id]).all():
                     raise Violation(f"{self.name}: a load was declined ({done.reason}) and has written")
             self._mark(group, block_id, writing=False)
             self.free[group].append(block_id)

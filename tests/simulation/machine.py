@@ -147,9 +147,6 @@ class Machine:
         address, offset, nbytes = copy.pieces.pop()
         found = self.find(address, nbytes)
         if found is None:
-            if copy.uncertain:
-                copy.pieces.clear()  # its memory was unmapped: the driver has stopped it
-                return
             raise Violation(f"a {copy.direction} touches {nbytes} bytes of device memory that is not mapped as one")
         allocation, start = found
         device = slice(start, start + nbytes)
@@ -186,7 +183,7 @@ class Machine:
             self.ghosts.remove(ghost)
 
     def haunt(self, copy: Copy) -> None:
-        """From now on nobody knows what becomes of this copy. Its slots stay in use for ever."""
+        """From now on nobody knows what becomes of this copy. Its slots and its memory stay in use for ever."""
         copy.uncertain = True
         if copy.pieces:
             self.ghosts.append(copy)
@@ -221,9 +218,9 @@ class SimDevice:
         if not allocation.mappings:
             raise Violation(f"{allocation.name} is unmapped more often than mapped")
         for copy in self._machine.inflight:
-            over = copy.uncertain or copy.future.cancelled()  # nobody can know; or it still queues and never starts
-            if not over and allocation.mappings == 1 and self._machine.uses(copy, allocation):
-                raise Violation(f"{allocation.name} is unmapped under a {copy.direction} that is not over")
+            never = copy.future.cancelled()  # it still queues
+            if not never and allocation.mappings == 1 and self._machine.uses(copy, allocation):
+                raise Violation(f"{allocation.name} is unmapped under a {copy.direction} that may not be over")
         allocation.mappings -= 1
         if not allocation.mappings:
             del self._machine.mapped[allocation.address]
@@ -363,15 +360,15 @@ class SimWorker:
         self._machine.note(f"{self.device.uuid} is lost")
         self.device.lost = True
         self.failure = DeviceLost("injected")
-        copies = [*([self._current] if self._current else []), *self._queue]
-        self._current = None
+        running, self._current = self._current, None
+        if running is not None:
+            self._machine.haunt(running)
+            running.future.set_exception(DeviceLost("injected", outcome_known=False))
+        for copy in self._queue:
+            self._machine.inflight.remove(copy)
+            if not copy.future.cancelled():
+                copy.future.set_exception(DeviceLost("injected", outcome_known=True))
         self._queue.clear()
-        for copy in copies:
-            if copy.future.cancelled():
-                self._machine.inflight.remove(copy)
-                continue
-            self._machine.haunt(copy)
-            copy.future.set_exception(DeviceLost("injected"))
         self._on_failure(self.failure)
 
 

@@ -216,7 +216,8 @@ class _Run:
         if self.half_gone and not self._busy():
             # Either end of a rank's connections is enough: the daemon has nothing left to do but this.
             for rank in self.half_gone:
-                if mapped := [each.name for each in rank.allocations if each.mappings]:
+                mapped = [each.name for each in rank.allocations if each.mappings]
+                if mapped and not self.world.unsettled(rank.peer):
                     raise Violation(f"{rank.name} has gone, nothing is in flight, and {mapped} is still mapped")
             self.half_gone.clear()
 
@@ -227,7 +228,7 @@ class _Run:
             self.world.end_all()
         alive = [engine for engine in self.engines if not engine.over]
         steps = 0
-        while alive or self.news or self.closing or self._busy():
+        while alive or self.news or self._closing() or self._busy():
             steps += 1
             if steps > END_STEPS:
                 raise Violation(f"it does not end: {len(self.closing)} streams, {self.loop.num_ready} callbacks")
@@ -236,6 +237,8 @@ class _Run:
             self._go_on()
             self._see_ends()
             self.world.check()
+        for rank in self.closing:  # their streams do not end, and the engines do not wait for ever
+            self._tell(("attach socket", rank))
         if leases := self.world.cache.stats().leases:
             raise Violation(f"{leases} leases have outlived their owners")
         self.loop.advance(1000.0)  # deadlines of jobs that are over
@@ -245,6 +248,10 @@ class _Run:
         self.world.check_end()
         # The next random number depends on every choice that was made.
         self.trace.append(f"end: {self.world.cache.stats()} {self.rng.random()}")
+
+    def _closing(self) -> list[Rank]:
+        """Ranks whose streams will end."""
+        return [rank for rank in self.closing if not self.world.unsettled(rank.peer)]
 
     def _leave(self, engine: Engine) -> None:
         if self.rng.random() < 0.5:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Client
+from kvsidecar.daemon import EXIT_UNSETTLED
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, join, kvsidecar, prompt, rejoin, running
@@ -118,6 +119,53 @@ def test_an_engine_joins_while_the_pool_is_still_being_pinned(model: str, short_
         assert [answer.tokens] == truth(prompt("early", 100))
         daemon.wait_ready()
         works(engine, daemon, truth)
+
+
+@pytest.mark.parametrize(
+    ("rules", "flags"),
+    [
+        ("load.in_flight@2=raise(a bug);copy.settle=raise(the device does not say)", ()),
+        ("load.in_flight@2=delay(3600)", ("--stuck-after", "1")),
+    ],
+    ids=["a dead copy thread", "a copy that hangs"],
+)
+def test_a_load_of_unknown_outcome_is_computed_when_its_daemon_has_ended_itself(
+    model: str, short_dir: Path, truth: Truth, rules: str, flags: tuple[str, ...]
+) -> None:
+    """No daemon comes after it, and the request does not wait for one."""
+    with (
+        DaemonProcess(short_dir, *POOL, *flags, KVSIDECAR_FAILPOINTS=rules) as daemon,
+        running(model, kvsidecar(daemon.wait_ready().socket)) as engine,
+    ):
+        join(engine, daemon)
+        ask_again(engine)
+        assert daemon.process.poll() is None
+        engine.add(LONG)
+        engine.step_until(lambda: _loading(engine), "a load")
+        (answer,) = engine.run().values()
+        assert daemon.process.wait(SECONDS) == EXIT_UNSETTLED
+        assert [answer.tokens] == truth(LONG)
+        engine.drain()
+        assert engine.reset(), "its blocks were not given back"
+        (alone,) = engine.generate(prompt("alone", 100))
+        assert [alone.tokens] == truth(prompt("alone", 100))
+
+
+def test_a_dead_copy_thread_whose_copies_are_over_costs_one_load(model: str, short_dir: Path, truth: Truth) -> None:
+    with (
+        wrong(short_dir, "load.in_flight@2=raise(a bug)") as daemon,
+        running(model, kvsidecar(daemon.socket)) as engine,
+    ):
+        join(engine, daemon)
+        ask_again(engine)
+        (answer,) = engine.generate(LONG)
+        assert failed_loads(daemon) == 1
+        assert [answer.tokens] == truth(LONG)
+        engine.drain()
+        assert engine.reset()
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        assert [hit.tokens] == truth(LONG)
 
 
 def test_a_failed_load_is_computed_instead(model: str, short_dir: Path, truth: Truth) -> None:

@@ -91,8 +91,9 @@ class WorkerSide:
         self._loads_after: Mark | None = None
         # By the client's number.
         self._stores: dict[int, StoreJob] = {}
-        self._loads: dict[int, tuple[LoadJob, int]] = {}
-        self._unsettled: list[tuple[LoadJob, int]] = []
+        self._loads: dict[int, LoadJob] = {}
+        self._left: list[tuple[Client, list[LoadJob]]] = []
+        """Clients that were closed before their daemon had let go of the memory, and their loads."""
         # To be reported.
         self._stored: dict[int, int] = {}
         self._not_stored: set[int] = set()
@@ -137,14 +138,13 @@ class WorkerSide:
             # Nothing can touch the blocks now, whatever the daemon did not come to say.
             for store in self._stores.values():
                 self._store_ended(store, done=False)
-            for load, _ in (*self._loads.values(), *self._unsettled):
+            for load in self._loads.values():
                 self._load_ended(load, done=False)
-            self._unsettled.clear()
         else:
-            self._unsettled += self._loads.values()
+            self._left.append((client, list(self._loads.values())))
             _log.error(
                 "kvsidecar: the daemon has not let go of the KV cache in %g s; requests that were being loaded wait "
-                "for it to be restarted",
+                "for the end of its process",
                 CLOSE_SECONDS,
             )
             for store in self._stores.values():
@@ -206,7 +206,7 @@ class WorkerSide:
                 self._load_ended(load, done=True)  # other ranks hold the layers of these groups
             else:
                 job = client.load(blocks, after=after, traceparent=load.traceparent)
-                self._loads[job] = (load, client.epoch)
+                self._loads[job] = load
 
     def submit_stores(self) -> None:
         """After this step's kernels are enqueued: the copies read what they, and those before them, write."""
@@ -234,17 +234,12 @@ class WorkerSide:
     def poll(self) -> None:
         """See which copies have ended. Never waits."""
         client = self._client
+        if self._left:
+            self._settle_left(0 if client is None else client.epoch)
         if client is None:
             return
         for done in client.poll():
             self._ended(done)
-        if self._unsettled and (epoch := client.epoch):
-            # Another daemon has the socket, so the process that ran those copies has ended.
-            still = [(load, then) for load, then in self._unsettled if then == epoch]
-            for load, then in self._unsettled:
-                if then != epoch:
-                    self._load_ended(load, done=False)
-            self._unsettled = still
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
@@ -278,27 +273,25 @@ class WorkerSide:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    def _settle_left(self, epoch: int) -> None:
+        """Report the loads of clients that were closed, once nothing can write to their blocks any more."""
+        left, self._left = self._left, []
+        for client, loads in left:
+            if not client.unmapped(epoch):
+                self._left.append((client, loads))
+                continue
+            for load in loads:
+                self._load_ended(load, done=False)
+
     def _ended(self, done: JobDone) -> None:
         if (store := self._stores.pop(done.job, None)) is not None:
             self._store_transfers.add(done)
             self._store_ended(store, done=done.outcome is Outcome.DONE)
             return
-        found = self._loads.pop(done.job, None)
-        if found is None:
+        load = self._loads.pop(done.job, None)
+        if load is None:
             return
-        load, epoch = found
         self._load_transfers.add(done)
-        if done.unsettled:
-            # Its blocks may still be written: reported as failed they would become another request's. So the request
-            # stays where it is until that daemon's process has ended, which also ends its copies.
-            _log.error(
-                "kvsidecar: the load of request %s failed and its copy may still run; the request waits for the daemon "
-                "to be restarted: %s",
-                load.request_id,
-                done.error,
-            )
-            self._unsettled.append((load, epoch))
-            return
         if done.outcome is not Outcome.DONE:
             _log.warning(
                 "kvsidecar: the load of request %s %s: %s %s", load.request_id, done.outcome, done.reason, done.error
