@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvsidecar import __version__
+from kvsidecar import __version__, terminal
 from kvsidecar.config import click_options
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ EXIT_CONFIG = 78
 @click.version_option(__version__, prog_name="kvsidecar")
 def main() -> None:
     """A per-node daemon that keeps LLM engines' KV cache in pinned host memory."""
+    terminal.never_fail_to_encode()
 
 
 def _client(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Client | RemoteClient:
@@ -72,7 +73,10 @@ def _status_of(where: dict[str, str | None], name: str) -> pb.StatusReply:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"kvsidecar: {message}", err=True)
+    try:
+        click.echo(f"kvsidecar: {message}", err=True)
+    except OSError:  # nobody reads it, or the disk is full: the exit code says it all the same
+        sys.stderr = None  # the interpreter would try again at its end, and exit with 120
     sys.exit(code)
 
 

@@ -373,6 +373,7 @@ class Daemon:
     def _signalled(self, number: int) -> None:
         if self._stop.is_set():
             _log.warning("second signal: exiting at once", signal=signal.Signals(number).name)
+            log.flush()
             os._exit(128 + number)
         _log.info("stopping", signal=signal.Signals(number).name)
         self._stop.set()
@@ -411,7 +412,6 @@ class Daemon:
             await self._remote.stop(grace=0.2)
         await self._rpc.stop(grace=0.2)
         await self._attach.stop()
-        await self._probes.stop()
         await self._tasks.cancel()
         if self._tracing is not None:
             await self._tracing.close(max(0.0, deadline - time.monotonic()))
@@ -423,5 +423,7 @@ class Daemon:
             _log.error("unpinning failed", error=str(error))
         await asyncio.to_thread(self._platform.close)
         self._light_sleep.close()
+        # Until here whoever asks is told. Before the lock is given up: the daemon that waits for it may want this port.
+        await self._probes.stop()
         self._endpoint.release()
         _log.info("stopped")

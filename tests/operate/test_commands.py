@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
-import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +18,7 @@ from kvsidecar.operate.commands import find_namespace, open_jobs, waits_for
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import namespace_to_wire
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
+from tests.terminal import Terminal
 from tests.test_cli import run
 
 # -- engines -----------------------------------------------------------------------------------------------------
@@ -216,63 +210,10 @@ def test_top_without_a_terminal_asks_for_once() -> None:
     assert "--once" in refused.stderr
 
 
-class Terminal:
-    """`kvsidecar top` in a pseudo-terminal of 80 by 24."""
-
-    def __init__(self, socket: str) -> None:
-        self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-        self.before = termios.tcgetattr(slave)
-        self._slave = slave
-        command = [sys.executable, "-m", "kvsidecar", "top", "--interval", "0.1", "--socket", socket]
-        variables = {
-            name: value for name, value in environment(TERM="xterm").items() if name not in ("COLUMNS", "LINES")
-        }
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=variables, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
-        )  # fmt: skip
-
-    def until(self, wanted: str) -> str:
-        """Everything drawn from now on until this is."""
-        drawn = ""
-        deadline = time.monotonic() + SECONDS
-        while wanted not in drawn:
-            left = deadline - time.monotonic()
-            assert left > 0, f"{wanted!r} was not drawn; this was: {drawn[-2000:]!r}"
-            if select.select([self._master], [], [], left)[0]:
-                drawn += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self._master, 65536).decode(errors="replace"))
-        return drawn
-
-    def press(self, key: bytes) -> None:
-        os.write(self._master, key)
-
-    def end(self) -> int:
-        # A pseudo-terminal that nobody reads would keep the process from writing its last words.
-        deadline = time.monotonic() + SECONDS
-        while self.process.poll() is None and time.monotonic() < deadline:
-            if select.select([self._master], [], [], 0.05)[0]:
-                os.read(self._master, 65536)
-        return self.process.wait(1)
-
-    def restored(self) -> bool:
-        return termios.tcgetattr(self._slave) == self.before
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._master)
-        os.close(self._slave)
-
-
 @contextmanager
 def top(socket: str) -> Iterator[Terminal]:
-    terminal = Terminal(socket)
-    try:
+    with Terminal("top", "--interval", "0.1", "--socket", socket) as terminal:
         yield terminal
-    finally:
-        terminal.close()
 
 
 @pytest.mark.parametrize("way", ["q", "ctrl-c", "sigterm"])
