@@ -129,6 +129,24 @@ def test_sigterm_while_pinning_stops_between_chunks(short_dir: Path) -> None:
         assert not Path(daemon.socket).exists()
 
 
+def test_the_probes_answer_until_the_chunk_that_is_being_pinned_at_the_end_is_done(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS="pool.pin_chunk@2=delay(5)") as daemon:
+        daemon.wait_log("failpoint")
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_log("stopping")
+        deadline = time.monotonic() + SECONDS
+        while any(Path(path).exists() for path in (daemon.socket, daemon.socket + ".attach")):
+            assert time.monotonic() < deadline
+        for _ in range(3):
+            code, ready = daemon.get("/ready")
+            assert (code, ready["state"], ready["reason"]) == (503, "draining", "the daemon is shutting down")
+            assert daemon.get("/health") == (200, {"alive": True, "reason": ""})
+            assert daemon.metric('kvsidecar_state{state="draining"}') == 1
+            assert daemon.get("/status")[1]["readiness"]["state"] == "draining"
+        assert daemon.process.poll() is None, "the chunk was pinned before anything was asked"
+        assert daemon.process.wait(SECONDS) == 0
+
+
 def test_a_draining_daemon_takes_no_new_work_and_stays_alive(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     done(rank.store("a"))
