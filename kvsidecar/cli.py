@@ -22,8 +22,10 @@ EXIT_UNAVAILABLE = 69
 """sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
 EXIT_SOCKET = 73
 """sysexits.h EX_CANTCREAT: another daemon serves the socket."""
+EXIT_AGAIN = 75
+"""sysexits.h EX_TEMPFAIL: a port is in use; starting again may help."""
 EXIT_DENIED = 77
-"""sysexits.h EX_NOPERM: the daemon does not do this for this user."""
+"""sysexits.h EX_NOPERM: the daemon does not do this for this user, or its socket is not theirs to open."""
 EXIT_CONFIG = 78
 """sysexits.h EX_CONFIG: a setting is wrong; starting again will not help."""
 
@@ -82,9 +84,9 @@ def _fail(message: str, code: int) -> NoReturn:
 
 def _fail_asking(error: Exception) -> NoReturn:
     """End a command that the daemon did not answer, or not as it should."""
-    from kvsidecar.client import RequestDenied
+    from kvsidecar.client import RequestDenied, SocketDenied
 
-    _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied) else EXIT_UNAVAILABLE)
+    _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied | SocketDenied) else EXIT_UNAVAILABLE)
 
 
 def _serve(**flags: str | None) -> None:
@@ -96,9 +98,9 @@ def _serve(**flags: str | None) -> None:
     log_level, store_chunk, drain_timeout, stuck_after and policy come into force, the log names what needs a restart.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
-    use, 78 a setting is wrong.
+    use, 75 a port is in use or an address not there yet: starting again may help, 78 a setting is wrong.
     """
-    from kvsidecar.errors import ConfigError, DriverUnusable, PoolRefused, SocketInUse
+    from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
     from kvsidecar.serve import serve
 
     try:
@@ -107,6 +109,8 @@ def _serve(**flags: str | None) -> None:
         _fail(str(error), EXIT_CONFIG)
     except SocketInUse as error:
         _fail(str(error), EXIT_SOCKET)
+    except AddressUnavailable as error:
+        _fail(str(error), EXIT_AGAIN)
     except DriverUnusable as error:
         _fail(str(error), EXIT_UNAVAILABLE)
     except PoolRefused as error:

@@ -191,7 +191,7 @@ class Daemon:
         """Start, serve until told to stop, shut down. Returns the exit code.
 
         Raises:
-            SocketInUse, ConfigError: the daemon cannot start; nothing is left behind.
+            AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start; nothing is left behind.
         """
         loop = asyncio.get_running_loop()
         self._loop = loop
