@@ -260,29 +260,37 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
 @click.option(
     "--timeout", type=click.FloatRange(min=0.0), metavar="SECONDS", help="With --wait: give up. [default: never]"
 )
-def drain(wait: bool, timeout: float | None, **where: str | None) -> None:
+@click.option("--cancel", is_flag=True, help="Take it back: let the daemon take new work again.")
+def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) -> None:
     """Let the daemon take nothing new, and finish what runs.
 
-    Lookups miss and stores are declined from now on, until the daemon is started again; engines go on without
-    offload. The daemon stays alive: SIGTERM ends it.
+    Lookups miss and stores are declined from now on, until --cancel or a restart; engines go on without offload. The
+    daemon stays alive: SIGTERM ends it. What it has stored stays stored.
 
-    Exit codes: 0, 1 jobs still ran after --timeout, 69 no daemon answers, 77 you are no admin.
+    Exit codes: 0, 1 jobs still ran after --timeout or it is shutting down, 69 no daemon answers, 77 you are no admin.
     """
     from rich.console import Console
 
     from kvsidecar.client import ClientError
+    from kvsidecar.operate.commands import cancel_drain
     from kvsidecar.operate.commands import drain as drain_daemon
 
+    if cancel and wait:
+        raise click.UsageError("--cancel has nothing to wait for")
     if timeout is not None and not wait:
         raise click.UsageError("--timeout goes with --wait")
     client = _client(where, "kvsidecar drain")
     try:
-        drained = drain_daemon(client, wait=wait, timeout=timeout, console=Console())
+        console = Console()
+        if cancel:
+            succeeded = cancel_drain(client, console)
+        else:
+            succeeded = drain_daemon(client, wait=wait, timeout=timeout, console=console)
     except ClientError as error:
         _fail_asking(error)
     finally:
         client.close()
-    sys.exit(0 if drained else 1)
+    sys.exit(0 if succeeded else 1)
 
 
 @main.command()

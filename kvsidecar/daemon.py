@@ -165,7 +165,6 @@ class Daemon:
             metrics=self._metrics,
             tasks=self._tasks,
             status=self._report.reply,
-            drain=lambda: self.readiness.drain("an operator asked to drain"),
         )
         self._attach = AttachSocket(
             self._endpoint.attach_path,
@@ -396,7 +395,7 @@ class Daemon:
 
     async def _shut_down(self) -> None:
         deadline = time.monotonic() + self._settings.drain_timeout
-        self.readiness.drain("the daemon is shutting down")
+        self.readiness.shut_down()
         self._notifier.stopping(self._settings.drain_timeout)
         self._stop_pinning.set()
         # Sessions end by themselves once their running jobs are over; their clients see the end of the stream.

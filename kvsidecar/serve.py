@@ -39,7 +39,8 @@ def serve(flags: Mapping[str, str | None]) -> int:
         flags: of the command line by option name; None for one that was not given.
 
     Raises:
-        AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse: it cannot start; the text is one sentence.
+        AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse: it cannot start; the text is one
+            sentence.
     """
     settings = load_settings(flags)
     failpoints.configure_from_environment()

@@ -1,4 +1,4 @@
-"""gRPC over TCP with mTLS: what another host may ask. Only lookups, Status, Clear, Drain, and health.
+"""gRPC over TCP with mTLS: what another host may ask. Only lookups, Status, Clear, Drain, CancelDrain, health.
 
 Attach is not among them: CUDA IPC and memfds end at the host, and so does the attach socket, which says who a client
 is and when it is gone. Nothing here takes a lease, which nobody would end with its client.
@@ -101,9 +101,9 @@ class RemoteServer:
         try:
             port = self._server.add_secure_port(self._address, self._certificates.credentials())
         except RuntimeError as error:
-            host, _, port = self._address.rpartition(":")
+            host, _, number = self._address.rpartition(":")
             # gRPC does not say why. Whatever it was has passed if we could bind.
-            why = bind_error(host.strip("[]"), int(port)) or OSError(errno.EADDRINUSE, "")
+            why = bind_error(host.strip("[]"), int(number)) or OSError(errno.EADDRINUSE, "")
             raise cannot_listen("gRPC", self._address, "tcp_listen", why) from error
         await self._server.start()
         return port

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvsidecar.client import Blocks, Namespace
-from kvsidecar.operate.commands import find_namespace, open_jobs, waits_for
+from kvsidecar.operate.commands import cancel_drain, find_namespace, open_jobs, waits_for
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import namespace_to_wire
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
@@ -144,8 +147,45 @@ def test_drain_stops_new_work_and_returns_at_once(daemon: DaemonProcess) -> None
     rank.close()
 
 
+def test_a_drain_by_mistake_is_taken_back(daemon: DaemonProcess) -> None:
+    with daemon.client() as client:
+        assert run("drain", "--cancel", "--socket", daemon.socket).stdout == "It was not draining, it is ready.\n"
+        assert "`kvsidecar drain --cancel`" in run("drain", "--socket", daemon.socket).stdout
+        assert daemon.get("/ready")[1]["state"] == "draining"
+        back = run("drain", "--cancel", "--socket", daemon.socket)
+        assert back.returncode == 0
+        assert back.stdout == "Taken back: new work is taken again, and what was stored is still there.\n"
+        assert daemon.get("/ready")[0] == 200
+        assert client.status().readiness.reason == ""
+    assert run("drain", "--cancel", "--wait", "--socket", daemon.socket).returncode == 2
+
+
+def test_what_cannot_be_taken_back_is_said() -> None:
+    class Daemon:
+        cancelled = False
+        readiness = pb.Readiness(state=pb.Readiness.STATE_DRAINING, reason="the daemon is shutting down")
+
+        def cancel_drain(self) -> bool:
+            return self.cancelled
+
+        def status(self) -> pb.StatusReply:
+            return pb.StatusReply(readiness=self.readiness)
+
+    said = Console(record=True, file=io.StringIO())
+    daemon = Daemon()
+    assert not cancel_drain(daemon, said)  # type: ignore[arg-type]
+    assert said.export_text() == "Not taken back: the daemon is shutting down.\n"
+    daemon.cancelled, daemon.readiness = True, pb.Readiness(state=pb.Readiness.STATE_FAILED, reason="no memory")
+    assert cancel_drain(daemon, said)  # type: ignore[arg-type]
+    assert said.export_text() == "Taken back, but it is failed: no memory.\n"
+
+
 def test_drain_waits_for_the_copy_that_runs(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(2.5)") as daemon:
+    began = time.monotonic()
+    run("status", "--socket", str(short_dir / "none.sock"))
+    # Two commands must come while the copy runs, on a machine that is as slow as it has just been.
+    copy = 1.0 + 5 * (time.monotonic() - began)
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2=delay({copy:.1f})") as daemon:
         daemon.wait_ready()
         rank = Rank(daemon, instance="busy")
         rank.fill(0, "a")
