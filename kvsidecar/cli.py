@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvsidecar import __version__
+from kvsidecar import __version__, terminal
 from kvsidecar.config import click_options
 
 if TYPE_CHECKING:
@@ -22,8 +22,10 @@ EXIT_UNAVAILABLE = 69
 """sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
 EXIT_SOCKET = 73
 """sysexits.h EX_CANTCREAT: another daemon serves the socket."""
+EXIT_AGAIN = 75
+"""sysexits.h EX_TEMPFAIL: a port is in use; starting again may help."""
 EXIT_DENIED = 77
-"""sysexits.h EX_NOPERM: the daemon does not do this for this user."""
+"""sysexits.h EX_NOPERM: the daemon does not do this for this user, or its socket is not theirs to open."""
 EXIT_CONFIG = 78
 """sysexits.h EX_CONFIG: a setting is wrong; starting again will not help."""
 
@@ -32,6 +34,7 @@ EXIT_CONFIG = 78
 @click.version_option(__version__, prog_name="kvsidecar")
 def main() -> None:
     """A per-node daemon that keeps LLM engines' KV cache in pinned host memory."""
+    terminal.never_fail_to_encode()
 
 
 def _client(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Client | RemoteClient:
@@ -72,15 +75,18 @@ def _status_of(where: dict[str, str | None], name: str) -> pb.StatusReply:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"kvsidecar: {message}", err=True)
+    try:
+        click.echo(f"kvsidecar: {message}", err=True)
+    except OSError:  # nobody reads it, or the disk is full: the exit code says it all the same
+        sys.stderr = None  # the interpreter would try again at its end, and exit with 120
     sys.exit(code)
 
 
 def _fail_asking(error: Exception) -> NoReturn:
     """End a command that the daemon did not answer, or not as it should."""
-    from kvsidecar.client import RequestDenied
+    from kvsidecar.client import RequestDenied, SocketDenied
 
-    _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied) else EXIT_UNAVAILABLE)
+    _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied | SocketDenied) else EXIT_UNAVAILABLE)
 
 
 def _serve(**flags: str | None) -> None:
@@ -92,9 +98,10 @@ def _serve(**flags: str | None) -> None:
     log_level, store_chunk, drain_timeout, stuck_after and policy come into force, the log names what needs a restart.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
-    use, 74 a copy hangs or its outcome is unknown (start again), 78 a setting is wrong.
+    use, 74 a copy hangs or its outcome is unknown (start again), 75 a port is in use or an address not there yet (starting
+    again may help), 78 a setting is wrong.
     """
-    from kvsidecar.errors import ConfigError, DriverUnusable, PoolRefused, SocketInUse
+    from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
     from kvsidecar.serve import serve
 
     try:
@@ -103,6 +110,8 @@ def _serve(**flags: str | None) -> None:
         _fail(str(error), EXIT_CONFIG)
     except SocketInUse as error:
         _fail(str(error), EXIT_SOCKET)
+    except AddressUnavailable as error:
+        _fail(str(error), EXIT_AGAIN)
     except DriverUnusable as error:
         _fail(str(error), EXIT_UNAVAILABLE)
     except PoolRefused as error:
@@ -252,29 +261,37 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
 @click.option(
     "--timeout", type=click.FloatRange(min=0.0), metavar="SECONDS", help="With --wait: give up. [default: never]"
 )
-def drain(wait: bool, timeout: float | None, **where: str | None) -> None:
+@click.option("--cancel", is_flag=True, help="Take it back: let the daemon take new work again.")
+def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) -> None:
     """Let the daemon take nothing new, and finish what runs.
 
-    Lookups miss and stores are declined from now on, until the daemon is started again; engines go on without
-    offload. The daemon stays alive: SIGTERM ends it.
+    Lookups miss and stores are declined from now on, until --cancel or a restart; engines go on without offload. The
+    daemon stays alive: SIGTERM ends it. What it has stored stays stored.
 
-    Exit codes: 0, 1 jobs still ran after --timeout, 69 no daemon answers, 77 you are no admin.
+    Exit codes: 0, 1 jobs still ran after --timeout or it is shutting down, 69 no daemon answers, 77 you are no admin.
     """
     from rich.console import Console
 
     from kvsidecar.client import ClientError
+    from kvsidecar.operate.commands import cancel_drain
     from kvsidecar.operate.commands import drain as drain_daemon
 
+    if cancel and wait:
+        raise click.UsageError("--cancel has nothing to wait for")
     if timeout is not None and not wait:
         raise click.UsageError("--timeout goes with --wait")
     client = _client(where, "kvsidecar drain")
     try:
-        drained = drain_daemon(client, wait=wait, timeout=timeout, console=Console())
+        console = Console()
+        if cancel:
+            succeeded = cancel_drain(client, console)
+        else:
+            succeeded = drain_daemon(client, wait=wait, timeout=timeout, console=console)
     except ClientError as error:
         _fail_asking(error)
     finally:
         client.close()
-    sys.exit(0 if drained else 1)
+    sys.exit(0 if succeeded else 1)
 
 
 @main.command()

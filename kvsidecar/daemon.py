@@ -177,7 +177,6 @@ class Daemon:
             metrics=self._metrics,
             tasks=self._tasks,
             status=self._report.reply,
-            drain=lambda: self.readiness.drain("an operator asked to drain"),
         )
         self._attach = AttachSocket(
             self._endpoint.attach_path,
@@ -203,7 +202,7 @@ class Daemon:
         """Start, serve until told to stop, shut down. Returns the exit code.
 
         Raises:
-            SocketInUse, ConfigError: the daemon cannot start; nothing is left behind.
+            AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start; nothing is left behind.
         """
         loop = asyncio.get_running_loop()
         self._loop = loop
@@ -408,6 +407,7 @@ class Daemon:
     def _signalled(self, number: int) -> None:
         if self._stop.is_set():
             _log.warning("second signal: exiting at once", signal=signal.Signals(number).name)
+            log.flush()
             os._exit(128 + number)
         _log.info("stopping", signal=signal.Signals(number).name)
         self._stop.set()
@@ -430,7 +430,7 @@ class Daemon:
 
     async def _shut_down(self) -> None:
         deadline = time.monotonic() + self._settings.drain_timeout
-        self.readiness.drain("the daemon is shutting down")
+        self.readiness.shut_down()
         self._notifier.stopping(self._settings.drain_timeout)
         self._stop_pinning.set()
         # Sessions end by themselves once their running jobs are over; their clients see the end of the stream.
@@ -446,7 +446,6 @@ class Daemon:
             await self._remote.stop(grace=0.2)
         await self._rpc.stop(grace=0.2)
         await self._attach.stop()
-        await self._probes.stop()
         await self._tasks.cancel()
         if self._tracing is not None:
             await self._tracing.close(max(0.0, deadline - time.monotonic()))
@@ -461,5 +460,7 @@ class Daemon:
             _log.error("unpinning failed", error=str(error))
         await asyncio.to_thread(self._platform.close)
         self._light_sleep.close()
+        # Until here whoever asks is told. Before the lock is given up: the daemon that waits for it may want this port.
+        await self._probes.stop()
         self._endpoint.release()
         _log.info("stopped")

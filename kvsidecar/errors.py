@@ -24,6 +24,10 @@ class SocketInUse(KVSidecarError):
     """Another daemon serves this socket, or the path holds something that is not ours to remove."""
 
 
+class AddressUnavailable(KVSidecarError):
+    """A TCP address cannot be listened on now, and may be later: another program has the port."""
+
+
 class PoolRefused(KVSidecarError):
     """The pool does not fit a limit; nothing was touched. The text names need and limit."""
 
@@ -132,6 +136,10 @@ class ClientError(KVSidecarError):
 
 class DaemonUnreachable(ClientError):
     """No daemon answers at the socket, or the connection to it is lost."""
+
+
+class SocketDenied(DaemonUnreachable):
+    """There is a daemon, or may be one, whose socket this user may not open. The text says what to change."""
 
 
 class AttachRefused(ClientError):

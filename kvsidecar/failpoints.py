@@ -137,6 +137,7 @@ def _apply(name: str) -> None:
         if rule.action == "delay":
             time.sleep(rule.seconds)
         elif rule.action == "kill":
+            log.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             raise FailpointError(rule.text)

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvsidecar.errors import ConfigError
+from kvsidecar.addresses import cannot_listen
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 
@@ -46,15 +46,13 @@ class Probes:
         """Listen. Returns the port, chosen by the system if ``port`` is 0.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
         """
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
-            raise ConfigError(
-                f"HTTP cannot listen on {host}:{port} ({error.strerror}): set http_host and http_port"
-            ) from error
+            raise cannot_listen("HTTP", f"{host}:{port}", "http_host and http_port", error) from error
         address = self._runner.addresses[0]
         return int(address[1])
 

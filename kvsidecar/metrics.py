@@ -12,7 +12,7 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvsidecar import __version__
+from kvsidecar import __version__, log
 from kvsidecar.types import Direction, Refusal, State
 
 COPY_SECONDS_BUCKETS = (
@@ -193,6 +193,12 @@ class Metrics:
         info = GaugeMetricFamily("kvsidecar_build_info", "Always 1.", labels=["version", "backend"])
         info.add_metric([__version__, self._backend], 1)
         yield info
+        lost = CounterMetricFamily(
+            "kvsidecar_log_lines_lost", "Lines of the log that standard error did not take.", labels=["reason"]
+        )
+        for reason, count in log.lost().items():
+            lost.add_metric([reason], count)
+        yield lost
         if self._gauges is None:
             return
         now = self._gauges()

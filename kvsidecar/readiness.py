@@ -2,9 +2,10 @@
 
 Ready means: the pool is pinned, a self-test copy has come back right, and RPC listens. Transitions::
 
-    starting -> pinning -> ready -> draining
-          \\________\\______________/   (draining from any state)
-           \\________\\-> failed         (failed is left only by draining)
+    starting -> pinning -> ready
+          \\________\\________\\-> failed   (left by a restart only)
+
+Draining hides any of them, and they go on below it: whoever takes a drain back finds the state as it is by then.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from dataclasses import dataclass, replace
 from kvsidecar.types import Refusal, State
 
 _NEXT: dict[State, frozenset[State]] = {
-    State.STARTING: frozenset({State.PINNING, State.DRAINING, State.FAILED}),
-    State.PINNING: frozenset({State.PINNING, State.READY, State.DRAINING, State.FAILED}),
-    State.READY: frozenset({State.DRAINING, State.FAILED}),
-    State.DRAINING: frozenset(),
-    State.FAILED: frozenset({State.DRAINING}),
+    State.STARTING: frozenset({State.PINNING, State.FAILED}),
+    State.PINNING: frozenset({State.PINNING, State.READY, State.FAILED}),
+    State.READY: frozenset({State.FAILED}),
+    State.FAILED: frozenset(),
 }
 
 
@@ -43,7 +43,10 @@ class Readiness:
     """
 
     def __init__(self, pool_bytes: int) -> None:
-        self._now = Snapshot(State.STARTING, pool_bytes, reason="the daemon is starting")
+        self._below = self._now = Snapshot(State.STARTING, pool_bytes, reason="the daemon is starting")
+        self._draining = ""
+        """Why; empty while it does not."""
+        self._ending = False
         self._listeners: dict[object, Callable[[Snapshot], None]] = {}
 
     @property
@@ -70,8 +73,8 @@ class Readiness:
     def pinning(
         self, *, pinned_bytes: int = 0, bytes_per_second: float = 0.0, eta_seconds: float | None = None
     ) -> None:
-        """Pinning has begun, or has come further. Ignored once the daemon drains or has failed."""
-        if State.PINNING in _NEXT[self._now.state]:
+        """Pinning has begun, or has come further. Ignored once the daemon is ready or has failed."""
+        if State.PINNING in _NEXT[self._below.state]:
             self._set(
                 State.PINNING,
                 "the pool is being pinned",
@@ -81,21 +84,44 @@ class Readiness:
             )
 
     def become_ready(self) -> None:
-        """Everything that ready means is true now. Ignored once the daemon drains or has failed."""
-        if State.READY in _NEXT[self._now.state]:
-            self._set(State.READY, "", pinned_bytes=self._now.pool_bytes, eta_seconds=None)
+        """Everything that ready means is true now. Ignored once the daemon has failed."""
+        if State.READY in _NEXT[self._below.state]:
+            self._set(State.READY, "", pinned_bytes=self._below.pool_bytes, eta_seconds=None)
 
     def fail(self, reason: str) -> None:
         """The daemon cannot serve. It stays alive and says why."""
-        if State.FAILED in _NEXT[self._now.state]:
+        if State.FAILED in _NEXT[self._below.state]:
             self._set(State.FAILED, reason, pinned_bytes=0, eta_seconds=None)
 
     def drain(self, reason: str) -> None:
-        """No new work from now on."""
-        if State.DRAINING in _NEXT[self._now.state]:
-            self._set(State.DRAINING, reason, eta_seconds=None)
+        """No new work until `cancel_drain`."""
+        if not self._draining:
+            self._draining = reason
+            self._tell()
+
+    def cancel_drain(self) -> bool:
+        """Take new work again, as far as the state allows. False if there was no drain, or the daemon shuts down."""
+        if not self._draining or self._ending:
+            return False
+        self._draining = ""
+        self._tell()
+        return True
+
+    def shut_down(self) -> None:
+        """No new work any more."""
+        self._ending, self._draining = True, "the daemon is shutting down"
+        self._tell()
 
     def _set(self, state: State, reason: str, **changes: int | float | None) -> None:
-        self._now = replace(self._now, state=state, reason=reason, **changes)  # type: ignore[arg-type]
+        self._below = replace(self._below, state=state, reason=reason, **changes)  # type: ignore[arg-type]
+        self._tell()
+
+    def _tell(self) -> None:
+        now = self._below
+        if self._draining:
+            now = replace(now, state=State.DRAINING, reason=self._draining, eta_seconds=None)
+        if now == self._now:
+            return
+        self._now = now
         for listener in tuple(self._listeners.values()):
-            listener(self._now)
+            listener(now)

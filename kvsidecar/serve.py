@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
-from kvsidecar import failpoints, log, memory_limits
+from kvsidecar import failpoints, log, memory_limits, terminal
 from kvsidecar.config import Settings, load_settings, pool_geometry
 from kvsidecar.daemon import Daemon
 from kvsidecar.device.base import Platform
@@ -30,6 +28,9 @@ if TYPE_CHECKING:
     from kvsidecar.metrics import Metrics
     from kvsidecar.tracing import Tracing
 
+BAR_COLUMNS = 40
+"""Of the bar that shows how much of the pool is pinned."""
+
 
 def serve(flags: Mapping[str, str | None]) -> int:
     """Run a daemon until it is told to stop. Returns the exit code.
@@ -38,7 +39,8 @@ def serve(flags: Mapping[str, str | None]) -> int:
         flags: of the command line by option name; None for one that was not given.
 
     Raises:
-        ConfigError, DriverUnusable, PoolRefused, SocketInUse: it cannot start; the text is one sentence.
+        AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse: it cannot start; the text is one
+            sentence.
     """
     settings = load_settings(flags)
     failpoints.configure_from_environment()
@@ -58,24 +60,24 @@ def serve(flags: Mapping[str, str | None]) -> int:
         memory_check=settings.memory_check,
     )
     pool = HostPool(spec, platform)
-    watched = sys.stderr.isatty() and settings.log_format != "json"
+    watched = terminal.moves(sys.stderr) and settings.log_format != "json"
 
     async def main() -> int:
-        with PinBar(shown=watched) as bar:
-            daemon = Daemon(
-                settings,
-                platform,
-                pool,
-                geometry.slab_bytes,
-                notifier=Notifier.from_environment(),
-                on_state=bar.show,
-                # At a terminal SIGHUP means that the terminal is gone, and the daemon shall go too.
-                read_settings=None if os.isatty(0) else lambda: load_settings(flags),
-                open_tracing=tracing,
-            )
-            # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
-            gc.freeze()
-            return await daemon.run()
+        daemon = Daemon(
+            settings,
+            platform,
+            pool,
+            geometry.slab_bytes,
+            notifier=Notifier.from_environment(),
+            # A line as wide as the terminal would wrap as soon as its cursor stands behind it.
+            on_state=(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1))) if watched else None,
+            # At a terminal SIGHUP means that the terminal is gone, and the daemon shall go too.
+            read_settings=None if os.isatty(0) else lambda: load_settings(flags),
+            open_tracing=tracing,
+        )
+        # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
+        gc.freeze()
+        return await daemon.run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main())
@@ -108,35 +110,15 @@ def _numa_nodes(settings: Settings, platform: Platform) -> tuple[int, ...]:
     return platform.numa_nodes() or tuple(online)
 
 
-class PinBar:
-    """A progress bar on standard error while the pool is pinned; the log goes on above it.
-
-    Args:
-        shown: False for a log that a machine reads.
-    """
-
-    def __init__(self, *, shown: bool) -> None:
-        columns = (TextColumn("[bold]pinning[/]"), BarColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
-        self._task = self._progress.add_task("", visible=False)
-
-    def __enter__(self) -> PinBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def show(self, now: Snapshot) -> None:
-        """Readiness has changed."""
-        if now.state is not State.PINNING:
-            self._progress.stop()
-            return
-        text = f"{format_size(now.pinned_bytes)} of {format_size(now.pool_bytes)}"
-        if now.pin_bytes_per_second:
-            text += f", {format_rate(now.pin_bytes_per_second)}"
-        if now.eta_seconds is not None:
-            text += f", {format_duration(now.eta_seconds)} left"
-        self._progress.start()
-        self._progress.update(
-            self._task, total=now.pool_bytes, completed=now.pinned_bytes, description=text, visible=True
-        )
+def bar(now: Snapshot, columns: int) -> str:
+    """One line for a person who watches the pool being pinned, of so many columns at most; empty at any other time."""
+    if now.state is not State.PINNING:
+        return ""
+    text = f" {format_size(now.pinned_bytes)} of {format_size(now.pool_bytes)}"
+    if now.pin_bytes_per_second:
+        text += f", {format_rate(now.pin_bytes_per_second)}"
+    if now.eta_seconds is not None:
+        text += f", {format_duration(now.eta_seconds)} left"
+    room = max(0, min(BAR_COLUMNS, columns - len("pinning ") - len(text)))
+    filled = now.pinned_bytes * room // now.pool_bytes
+    return f"pinning {'█' * filled}{'░' * (room - filled)}{text}"[:columns]

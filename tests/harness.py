@@ -59,6 +59,7 @@ class DaemonProcess:
         device: ``host`` or ``cuda``.
         under: a command that runs the daemon, such as ``unshare``.
         until: the log line that the constructor waits for.
+        stderr: a descriptor for standard error; the log is not read then, and nothing is waited for.
         variables: environment variables.
     """
 
@@ -69,6 +70,7 @@ class DaemonProcess:
         device: str = DEVICE,
         under: Sequence[str] = (),
         until: str = "listening",
+        stderr: int | None = None,
         **variables: str,
     ) -> None:
         self.socket = str(directory / "kvs.sock")
@@ -81,7 +83,7 @@ class DaemonProcess:
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,  # at a terminal SIGHUP would not reload
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE if stderr is None else stderr,
             text=True,
             env=environment(**variables),
         )
@@ -89,10 +91,11 @@ class DaemonProcess:
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.http = self.wait_log(until).get("http", "")
+        self.http = "" if stderr is not None else self.wait_log(until).get("http", "")
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
+        if self.process.stderr is None:
+            return
         for line in self.process.stderr:
             try:
                 self._news.put(json.loads(line))
@@ -148,8 +151,8 @@ class DaemonProcess:
             self.process.kill()
         self.process.wait()
         self._reader.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
         if error is not None:
             while not self._news.empty():
                 self.log.append(self._news.get() or {})

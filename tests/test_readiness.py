@@ -36,7 +36,7 @@ def test_a_failure_is_never_overwritten_by_late_progress() -> None:
     assert readiness.now.pinned_bytes == 0
 
 
-def test_draining_is_the_end_of_every_state() -> None:
+def test_draining_hides_every_state() -> None:
     for before in ("starting", "pinning", "ready", "failed"):
         readiness = Readiness(1000)
         if before != "starting":
@@ -49,6 +49,42 @@ def test_draining_is_the_end_of_every_state() -> None:
         readiness.become_ready()
         readiness.fail("late")
         assert readiness.now.state is State.DRAINING
+
+
+def test_a_drain_that_is_taken_back_shows_the_state_as_it_is_by_then() -> None:
+    readiness = Readiness(1000)
+    heard: list[State] = []
+    readiness.listen(lambda now: heard.append(now.state))
+    assert not readiness.cancel_drain(), "there was none"
+    readiness.drain("an operator asked to drain")
+    readiness.pinning(pinned_bytes=400, eta_seconds=3.0)
+    assert (readiness.now.state, readiness.now.pinned_bytes, readiness.now.eta_seconds) == (State.DRAINING, 400, None)
+    assert readiness.cancel_drain()
+    assert (readiness.now.state, readiness.now.eta_seconds) == (State.PINNING, 3.0)
+    readiness.drain("again")
+    readiness.become_ready()
+    assert not readiness.ready
+    assert readiness.cancel_drain()
+    assert readiness.ready
+    assert readiness.now.reason == ""
+    readiness.drain("again")
+    readiness.fail("every device is lost")
+    assert readiness.now.reason == "again"
+    assert readiness.cancel_drain()
+    assert (readiness.now.state, readiness.now.reason) == (State.FAILED, "every device is lost")
+    starting = [State.DRAINING, State.DRAINING, State.PINNING, State.DRAINING, State.DRAINING, State.READY]
+    assert heard == [*starting, State.DRAINING, State.DRAINING, State.FAILED]
+
+
+def test_nothing_takes_a_shutdown_back() -> None:
+    readiness = Readiness(1000)
+    readiness.pinning()
+    readiness.become_ready()
+    readiness.drain("an operator asked to drain")
+    readiness.shut_down()
+    assert readiness.now.reason == "the daemon is shutting down"
+    assert not readiness.cancel_drain()
+    assert readiness.refusal is Refusal.DRAINING
 
 
 def test_listeners_hear_every_change_until_they_stop_listening() -> None:

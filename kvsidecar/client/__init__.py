@@ -33,6 +33,7 @@ from kvsidecar.errors import (
     DaemonUnreachable,
     NotExportable,
     RequestDenied,
+    SocketDenied,
 )
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
 from kvsidecar.wire import pack_ids
@@ -72,6 +73,7 @@ __all__ = [
     "Region",
     "RemoteClient",
     "RequestDenied",
+    "SocketDenied",
     "State",
     "Tls",
     "pack_ids",

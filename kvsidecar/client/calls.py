@@ -149,6 +149,11 @@ class OperatorCalls:
         """Tell the daemon to take no new work."""
         self._call("Drain", pb.DrainRequest())
 
+    def cancel_drain(self) -> bool:
+        """Tell it to take new work again. False if it was not draining, or is shutting down."""
+        reply: pb.CancelDrainReply = self._call("CancelDrain", pb.CancelDrainRequest())
+        return reply.cancelled
+
     def _call(self, method: str, request: object) -> Any:
         raise NotImplementedError
 

@@ -405,6 +405,10 @@ class Client:
         """Tell the daemon to take no new work. Raises DaemonUnreachable, RequestDenied."""
         self._operator.drain()
 
+    def cancel_drain(self) -> bool:
+        """Take `drain` back. False if the daemon was not draining, or is shutting down. Raises as that."""
+        return self._operator.cancel_drain()
+
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> bool:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from kvsidecar.errors import AttachRefused, DaemonUnreachable
+from kvsidecar.client.unreachable import unreachable
+from kvsidecar.errors import AttachRefused
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import FRAME_LENGTH
@@ -139,7 +140,8 @@ def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cance
         cancel: a descriptor; when it becomes readable there is nothing to connect for any more.
 
     Raises:
-        DaemonUnreachable: nobody listens at ``path``, or it does not answer in time.
+        DaemonUnreachable: nobody listens at ``path``, or it does not answer in time; `SocketDenied` if it may not be
+            opened.
         AttachRefused: the daemon does not take this client; the text is the daemon's.
     """
     deadline = time.monotonic() + timeout
@@ -163,8 +165,7 @@ def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cance
         if process is not None:
             process.close()
         if isinstance(error, OSError | DecodeError):
-            text = getattr(error, "strerror", None) or str(error)
-            raise DaemonUnreachable(f"no kvsidecar answers at {path} ({text}): is the daemon running?") from error
+            raise unreachable(path, error) from error
         raise
     return Link(connection, process, welcome.token, welcome.epoch, welcome.fast_lane)
 

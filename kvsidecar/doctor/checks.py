@@ -314,7 +314,11 @@ def _daemon(facts: Facts) -> Iterable[Result]:
         if daemon.state is State.READY:
             yield _OK, f"ready: {named}"
         elif daemon.state is State.DRAINING:
-            yield _WARNING, f"draining: {named}", "Start it again: nothing new is taken until then."
+            yield (
+                _WARNING,
+                f"draining: {named}",
+                "kvsidecar drain --cancel, or a restart: nothing new is taken until then.",
+            )
         else:
             yield _WARNING, f"{daemon.state.value}: {named}", "Wait: kvsidecar top shows how far it is."
 

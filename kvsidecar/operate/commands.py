@@ -117,7 +117,7 @@ def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, c
     if STATE_FROM_WIRE[before.readiness.state] is State.DRAINING:
         _say(console, "It was draining already.")
     console.print(
-        "Draining: nothing new is taken until the daemon is started again; engines go on without offload.",
+        "Draining: nothing new is taken until `kvsidecar drain --cancel`, or a restart; engines go on without offload.",
         soft_wrap=True,
     )
     if not wait:
@@ -126,6 +126,27 @@ def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, c
         )
         return True
     return _wait(client, reply, timeout, console)
+
+
+def cancel_drain(client: Client | RemoteClient, console: Console) -> bool:
+    """Tell the daemon to take new work again, and say what came of it. False if it will not.
+
+    Raises:
+        ClientError: no daemon answers.
+    """
+    cancelled = client.cancel_drain()
+    now = client.status().readiness
+    state = STATE_FROM_WIRE[now.state]
+    if state is State.DRAINING and not cancelled:
+        _say(console, f"Not taken back: {now.reason}.")
+        return False
+    if not cancelled:
+        _say(console, f"It was not draining, it is {state.value}.")
+    elif state is State.READY:
+        _say(console, "Taken back: new work is taken again, and what was stored is still there.")
+    else:
+        _say(console, f"Taken back, but it is {state.value}: {now.reason}.")
+    return True
 
 
 def _say(console: Console, text: str) -> None:

@@ -50,7 +50,6 @@ class Handler:
     Args:
         tasks: owns what must go on when a carrier has gone: the ends of sessions.
         status: builds the answer to Status for this caller.
-        drain: called when an operator asks to drain.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class Handler:
         metrics: Metrics,
         tasks: TaskSet,
         status: Callable[[Caller], pb.StatusReply],
-        drain: Callable[[], None],
     ) -> None:
         self._epoch = epoch
         self._instances = instances
@@ -74,7 +72,6 @@ class Handler:
         self._metrics = metrics
         self.tasks = tasks
         self._status = status
-        self._drain = drain
         self._on_dropped: dict[int, Callable[[], object]] = {}
 
     # -- who asks --------------------------------------------------------------------------------------------------
@@ -237,8 +234,16 @@ class Handler:
     def drain(self, _request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
         if not caller.grant.admin:
             raise _not_admin(caller, "drain")
-        self._drain()
+        self._readiness.drain("an operator asked to drain")
+        _log.info("draining", by=str(caller.identity or "whoever may open the socket"))
         return pb.DrainReply()
+
+    def cancel_drain(self, _request: pb.CancelDrainRequest, caller: Caller) -> pb.CancelDrainReply:
+        if not caller.grant.admin:
+            raise _not_admin(caller, "take back a drain")
+        if cancelled := self._readiness.cancel_drain():
+            _log.info("drain taken back", by=str(caller.identity or "whoever may open the socket"))
+        return pb.CancelDrainReply(cancelled=cancelled)
 
     def _permit_clear(self, namespace: Namespace | None, caller: Caller) -> None:
         """An engine that resets its cache clears its own namespace: one that the policy gives to it, or in which it is

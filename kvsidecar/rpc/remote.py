@@ -1,4 +1,4 @@
-"""gRPC over TCP with mTLS: what another host may ask. Only lookups, Status, Clear, Drain, and health.
+"""gRPC over TCP with mTLS: what another host may ask. Only lookups, Status, Clear, Drain, CancelDrain, health.
 
 Attach is not among them: CUDA IPC and memfds end at the host, and so does the attach socket, which says who a client
 is and when it is gone. Nothing here takes a lease, which nobody would end with its client.
@@ -6,13 +6,15 @@ is and when it is gone. Nothing here takes a lease, which nobody would end with 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Hashable
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from kvsidecar.errors import ConfigError, NotPermitted
+from kvsidecar.addresses import bind_error, cannot_listen
+from kvsidecar.errors import NotPermitted
 from kvsidecar.policy import Caller, Identity
 from kvsidecar.rpc.decoding import TolerantRegistrar
 from kvsidecar.rpc.handler import Handler
@@ -94,12 +96,15 @@ class RemoteServer:
         """Bind and serve. Returns the port, chosen by the system if it was 0.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
         """
         try:
             port = self._server.add_secure_port(self._address, self._certificates.credentials())
         except RuntimeError as error:
-            raise ConfigError(f"gRPC cannot listen on tcp_listen={self._address!r}: {error}") from error
+            host, _, number = self._address.rpartition(":")
+            # gRPC does not say why. Whatever it was has passed if we could bind.
+            why = bind_error(host.strip("[]"), int(number)) or OSError(errno.EADDRINUSE, "")
+            raise cannot_listen("gRPC", self._address, "tcp_listen", why) from error
         await self._server.start()
         return port
 

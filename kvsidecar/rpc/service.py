@@ -69,6 +69,7 @@ class Service(pb_grpc.SidecarServicer):
     Status = _unary("status", for_admins=True)
     Clear = _unary("clear", for_admins=True)
     Drain = _unary("drain", for_admins=True)
+    CancelDrain = _unary("cancel_drain", for_admins=True)
 
     def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
         """Who asks this. Raises KVSidecarError: nobody who may."""

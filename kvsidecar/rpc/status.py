@@ -27,12 +27,14 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     # the start: these end the daemon or make it not ready, and reach a client only by mistake
     errors.ConfigError: grpc.StatusCode.INTERNAL,
     errors.SocketInUse: grpc.StatusCode.INTERNAL,
+    errors.AddressUnavailable: grpc.StatusCode.INTERNAL,
     errors.PoolRefused: grpc.StatusCode.UNAVAILABLE,
     errors.PinFailed: grpc.StatusCode.UNAVAILABLE,
     errors.PinStopped: grpc.StatusCode.UNAVAILABLE,
     # the client's side
     errors.ClientError: grpc.StatusCode.INTERNAL,
     errors.DaemonUnreachable: grpc.StatusCode.UNAVAILABLE,
+    errors.SocketDenied: grpc.StatusCode.UNAVAILABLE,
     errors.AttachRefused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RequestDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotExportable: grpc.StatusCode.FAILED_PRECONDITION,

@@ -524,6 +524,16 @@ class DrainReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CancelDrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CancelDrainReply(_message.Message):
+    __slots__ = ("cancelled",)
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    cancelled: bool
+    def __init__(self, cancelled: bool = ...) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ("protocol", "num_fds", "client")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]

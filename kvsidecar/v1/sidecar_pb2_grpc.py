@@ -74,6 +74,11 @@ class SidecarStub(object):
                 request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.CancelDrain = channel.unary_unary(
+                '/kvsidecar.v1.Sidecar/CancelDrain',
+                request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.CancelDrainRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.CancelDrainReply.FromString,
+                _registered_method=True)
 
 
 class SidecarServicer(object):
@@ -132,7 +137,14 @@ class SidecarServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """For operators: take nothing new until the daemon is started again. What runs is finished. For admins only.
+        """For operators: take nothing new until CancelDrain, or a restart. What runs is finished. For admins only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelDrain(self, request, context):
+        """For operators: take back Drain. Engines that are attached go on where they were, others may attach. For admins only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,6 +192,11 @@ def add_SidecarServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.DrainRequest.FromString,
                     response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.DrainReply.SerializeToString,
+            ),
+            'CancelDrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelDrain,
+                    request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.CancelDrainRequest.FromString,
+                    response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.CancelDrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,6 +415,33 @@ class Sidecar(object):
             '/kvsidecar.v1.Sidecar/Drain',
             kvsidecar_dot_v1_dot_sidecar__pb2.DrainRequest.SerializeToString,
             kvsidecar_dot_v1_dot_sidecar__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelDrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.v1.Sidecar/CancelDrain',
+            kvsidecar_dot_v1_dot_sidecar__pb2.CancelDrainRequest.SerializeToString,
+            kvsidecar_dot_v1_dot_sidecar__pb2.CancelDrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -170,7 +170,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("daemon", changed(daemon=Daemon(), socket=SocketFacts(0, True)), NOT_CHECKED, "none runs", ""),
     ("daemon", changed(daemon=Daemon(State.FAILED, "no memory")), PROBLEM, "failed: no memory", "start it again"),
     ("daemon", changed(daemon=Daemon(State.PINNING)), WARNING, "pinning", "kvsidecar top"),
-    ("daemon", changed(daemon=Daemon(State.DRAINING)), WARNING, "draining", "Start it again"),
+    ("daemon", changed(daemon=Daemon(State.DRAINING)), WARNING, "draining", "drain --cancel"),
     ("engine", changed(engine=None), NOT_CHECKED, "--pid", ""),
     ("engine", engine(exists=False), PROBLEM, "no process 77", "PID namespace"),
     ("allocator", engine(environ=None), NOT_CHECKED, "may not read", "root"),

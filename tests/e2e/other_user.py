@@ -40,6 +40,8 @@ def answer(client: Client, socket: str, request: dict[str, Any]) -> object:
             return client.clear()
         case "drain":
             return client.drain()
+        case "cancel drain":
+            return client.cancel_drain()
         case _:
             status = client.status()
             models = [each.namespace.model for each in status.namespaces]

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -164,6 +164,19 @@ class Systemd:
     def path(self, path: str) -> Path:
         """A path as systemd sees it."""
         return Path(f"/proc/{self._inside()}/root{path}")
+
+    @contextlib.contextmanager
+    def container(self, directory: str) -> Iterator[Path]:
+        """A mount namespace that a directory is bound into, as into a container; gives the mount as seen from here."""
+        inside = ["nsenter", "-t", str(self._inside()), "--mount", "unshare", "--mount", "sh", "-c"]
+        bound = f"mkdir -p /mnt && mount --bind {directory} /mnt && echo bound && exec sleep infinity"
+        with subprocess.Popen([*inside, bound], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "bound\n"
+                yield Path(f"/proc/{process.pid}/root/mnt")
+            finally:
+                process.kill()
 
     def __enter__(self) -> Systemd:
         return self

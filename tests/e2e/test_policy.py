@@ -124,6 +124,7 @@ def test_only_admins_clear_what_is_not_theirs_and_drain(ruled: DaemonProcess) ->
         assert bob.ask("clear", HERS).startswith("RequestDenied: the policy gives uid 41002")
         assert bob.ask("clear all").startswith("RequestDenied: only admins may clear all namespaces")
         assert bob.ask("drain").startswith("RequestDenied: only admins may drain")
+        assert bob.ask("cancel drain").startswith("RequestDenied: only admins may take back a drain")
         assert ruled.get("/ready")[0] == 200
     assert run("clear", "--all", "--yes", "--socket", ruled.socket).returncode == 0
     assert run("drain", "--socket", ruled.socket).returncode == 0
@@ -181,7 +182,8 @@ def test_without_a_token_a_policy_gives_nothing_and_tells_how(ruled: DaemonProce
     assert denied(ruled, "unidentified") == 1
     with grpc.insecure_channel(f"unix:{ruled.socket}") as channel:
         sidecar = pb_grpc.SidecarStub(channel)
-        for method, message in (("Drain", pb.DrainRequest()), ("Clear", pb.ClearRequest(all=True))):
+        orders = (("Drain", pb.DrainRequest()), ("CancelDrain", pb.CancelDrainRequest()))
+        for method, message in (*orders, ("Clear", pb.ClearRequest(all=True))):
             with pytest.raises(grpc.RpcError) as caught:
                 getattr(sidecar, method)(message, timeout=SECONDS)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -201,6 +203,7 @@ def test_without_a_policy_all_may_use_all_and_operators_are_few(short_dir: Path)
             assert bob.ask("status") == [[], [], 0, 0, {}, True]
             assert bob.ask("clear", HERS).startswith("RequestDenied: only admins may clear a namespace in which")
             assert bob.ask("drain").startswith("RequestDenied")
+            assert bob.ask("cancel drain").startswith("RequestDenied")
             assert bob.ask("attach", HERS) == "attached"
             assert bob.ask("clear", HERS) == 1, "an engine may not reset its own cache"
         rank.close()
@@ -219,6 +222,7 @@ def test_a_member_of_the_admin_group_is_an_admin_and_a_command_says_who_is_not(s
             assert operator.ask("status")[2] == 1
             assert operator.ask("clear all") == 1
             assert operator.ask("drain") is None
+            assert operator.ask("cancel drain") is True
         rank.close()
 
 

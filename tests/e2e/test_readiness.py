@@ -12,8 +12,21 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvsidecar.client import Blocks, LookupMode, Outcome, State
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
+from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, State
+from tests.harness import (
+    LAYERS,
+    NAMESPACE,
+    NUM_BLOCKS,
+    ROW_BYTES,
+    SECONDS,
+    DaemonProcess,
+    Rank,
+    done,
+    environment,
+    hashes,
+    layout,
+    wait_until_ready,
+)
 
 SLOW_PIN = "pool.pin_chunk=delay(0.15)"
 WAITING = "waiting for another daemon to end"
@@ -129,6 +142,24 @@ def test_sigterm_while_pinning_stops_between_chunks(short_dir: Path) -> None:
         assert not Path(daemon.socket).exists()
 
 
+def test_the_probes_answer_until_the_chunk_that_is_being_pinned_at_the_end_is_done(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS="pool.pin_chunk@2=delay(5)") as daemon:
+        daemon.wait_log("failpoint")
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_log("stopping")
+        deadline = time.monotonic() + SECONDS
+        while any(Path(path).exists() for path in (daemon.socket, daemon.socket + ".attach")):
+            assert time.monotonic() < deadline
+        for _ in range(3):
+            code, ready = daemon.get("/ready")
+            assert (code, ready["state"], ready["reason"]) == (503, "draining", "the daemon is shutting down")
+            assert daemon.get("/health") == (200, {"alive": True, "reason": ""})
+            assert daemon.metric('kvsidecar_state{state="draining"}') == 1
+            assert daemon.get("/status")[1]["readiness"]["state"] == "draining"
+        assert daemon.process.poll() is None, "the chunk was pinned before anything was asked"
+        assert daemon.process.wait(SECONDS) == 0
+
+
 def test_a_draining_daemon_takes_no_new_work_and_stays_alive(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     done(rank.store("a"))
@@ -141,6 +172,67 @@ def test_a_draining_daemon_takes_no_new_work_and_stays_alive(daemon: DaemonProce
     assert daemon.get("/health")[0] == 200
     rank.close()
     assert daemon.terminate() == 0
+
+
+def test_a_drain_that_is_taken_back_leaves_everything_as_it_was(daemon: DaemonProcess, carrier: str) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    rank.client.drain()
+    assert rank.store("b").reason == "draining"
+    late = daemon.client(name="late")
+    buffer = HostBuffer(LAYERS * NUM_BLOCKS * ROW_BYTES)
+    kv = {"namespace": NAMESPACE, "buffers": buffer.kv_buffers(), "groups": [layout()]}
+    with pytest.raises(AttachRefused, match="draining"):
+        late.attach(instance="late", **kv)
+    late.close()
+    waiting = daemon.client(name="waiting")
+    waiting.attach(instance="waiting", retry=True, **kv)
+    assert rank.client.cancel_drain()
+
+    assert daemon.get("/ready")[0] == 200
+    assert grpc_health(daemon) == grpc_health(daemon, "") == health_pb2.HealthCheckResponse.SERVING
+    assert daemon.metric('kvsidecar_state{state="ready"}') == 1
+    wait_until_ready(rank.client)
+    assert rank.hits("a") == 1, "what was stored is there"
+    done(rank.load("a", at=[5]))
+    assert rank.holds(5, "a")
+    done(rank.store("b"))
+    wait_until_ready(waiting)
+    assert not rank.client.cancel_drain(), "it was not draining"
+    daemon.wait_log("drain taken back")
+    for client in (waiting, rank.client):
+        client.close()
+    buffer.close()
+
+
+def test_a_drain_of_a_daemon_that_pins_can_be_taken_back(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=SLOW_PIN) as daemon:
+        daemon.wait_log("pinning")
+        with daemon.client() as client:
+            client.drain()
+            assert daemon.get("/ready")[1]["state"] == "draining"
+            daemon.wait_ready()
+            assert daemon.get("/ready")[0] == 503, "the pin ended below the drain"
+            assert client.cancel_drain()
+        assert daemon.get("/ready")[0] == 200
+        assert locked_kib(daemon) == 1024
+
+
+def test_a_shutdown_is_not_taken_back(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(3)") as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        rank.fill(0, "a")
+        job = rank.client.store([Blocks(0, hashes("a"), [0])])
+        daemon.wait_log("failpoint")
+        with daemon.client() as operator:
+            operator.drain()
+            daemon.process.send_signal(signal.SIGTERM)
+            daemon.wait_log("stopping")
+            assert not operator.cancel_drain()
+        done(rank.finish(job))
+        assert daemon.process.wait(SECONDS) == 0
+        rank.close()
 
 
 def test_sigterm_ends_streams_removes_sockets_and_exits_with_0(daemon: DaemonProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,25 @@ from kvsidecar.client import Blocks, Client
 from tests.e2e.systemd_manager import Systemd, unusable
 from tests.e2e.test_faults import FIRST
 from tests.e2e.test_readiness import CHUNKS
-from tests.harness import SECONDS, Rank, done, hashes
+from tests.harness import SECONDS, Rank, done, hashes, wait_until_ready
 
 under_systemd = pytest.mark.skipif(unusable() is not None, reason=unusable() or "")
 SMALL = ("--pool-size", "1MiB")
 
 
-def attach(systemd: Systemd) -> Rank:
-    """An engine from outside: it reaches the socket through the mount namespace of systemd."""
-    client = Client(str(systemd.path("/run/kvsidecar/kvsidecar.sock")), timeout=SECONDS, step_budget=SECONDS)
+def attach(systemd: Systemd, directory: Path | None = None) -> Rank:
+    """An engine from outside: it reaches the socket through the mount namespace of systemd, or of a container."""
+    path = (directory or systemd.path("/run/kvsidecar")) / "kvsidecar.sock"
+    client = Client(str(path), timeout=SECONDS, step_budget=SECONDS)
     return Rank(None, client=client)  # type: ignore[arg-type]
+
+
+def joined_another(rank: Rank, epoch: int) -> int:
+    """Wait until this rank is attached to another daemon than that of ``epoch``; returns its epoch."""
+    with rank.client._changed:
+        assert rank.client._changed.wait_for(lambda: rank.client.epoch not in (0, epoch), SECONDS)
+    wait_until_ready(rank.client)
+    return rank.client.epoch
 
 
 @under_systemd
@@ -37,11 +47,11 @@ def test_pinned_chunks_carry_the_start_beyond_its_timeout_and_the_unit_is_as_doc
         took = int(systemd.show("ActiveEnterTimestampMonotonic")) - int(systemd.show("InactiveExitTimestampMonotonic"))
         assert took > 2_000_000, "nothing had to be extended"
 
-        socket = systemd.path("/run/kvsidecar/kvsidecar.sock")
+        grpc = systemd.path("/run/kvsidecar/kvsidecar.sock")
         line = next(line for line in (short_dir / "etc" / "group").read_text().splitlines() if "kvsidecar:" in line)
         gid = int(line.split(":")[2])
         assert gid not in (group.gr_gid for group in grp.getgrall())
-        for path, mode in ((socket.parent, 0o750), (socket, 0o660), (socket.with_name("kvsidecar.sock.attach"), 0o660)):
+        for path, mode in ((grpc.parent, 0o750), (grpc, 0o660), (grpc.with_name("kvsidecar.sock.attach"), 0o660)):
             assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (gid, mode), path
 
         systemd.systemctl("reload", "kvsidecar")
@@ -50,6 +60,44 @@ def test_pinned_chunks_carry_the_start_beyond_its_timeout_and_the_unit_is_as_doc
         rank = attach(systemd)
         done(rank.store("a"))
         rank.close()
+
+
+@under_systemd
+def test_a_container_that_has_mounted_the_directory_finds_every_later_daemon(short_dir: Path) -> None:
+    with Systemd(short_dir, flags=SMALL) as systemd:
+        systemd.systemctl("start", "kvsidecar")
+        with systemd.container("/run/kvsidecar") as mounted:
+            rank = attach(systemd, mounted)
+            epoch = rank.client.epoch
+            systemd.systemctl("restart", "kvsidecar")
+            epoch = joined_another(rank, epoch)
+            done(rank.store("after a restart"))
+
+            systemd.systemctl("kill", "--kill-whom=main", "--signal=SIGKILL", "kvsidecar")
+            epoch = joined_another(rank, epoch)
+            done(rank.store("after a crash"))
+
+            systemd.systemctl("stop", "kvsidecar")
+            assert [path.name for path in mounted.iterdir()] == ["kvsidecar.sock.lock"], "no stale socket"
+            systemd.systemctl("start", "kvsidecar")
+            joined_another(rank, epoch)
+            done(rank.store("after a stop"))
+            rank.close()
+            late = attach(systemd, mounted)
+            done(late.load("after a stop", at=[3]))
+            late.close()
+
+
+@under_systemd
+def test_a_port_in_use_is_tried_until_it_is_free(short_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with Systemd(short_dir, flags=(*SMALL, "--http-port", str(port))) as systemd:
+            systemd.systemctl("start", "--no-block", "kvsidecar")
+            systemd.wait("NRestarts", "2")
+            assert f"127.0.0.1:{port}" in systemd.log.read_text()
+            other.close()
+            systemd.wait("ActiveState", "active")
 
 
 @under_systemd
@@ -68,7 +116,7 @@ def test_a_stop_drains_for_as_long_as_the_daemon_was_told(short_dir: Path) -> No
         assert systemd.wait("ActiveState", "inactive") == "inactive"
         done(rank.finish(job))
         assert (systemd.show("Result"), systemd.show("ExecMainStatus")) == ("success", "0")
-        assert not systemd.path("/run/kvsidecar").exists()
+        assert [path.name for path in systemd.path("/run/kvsidecar").iterdir()] == ["kvsidecar.sock.lock"]
         rank.close()
 
 

@@ -240,6 +240,20 @@ def test_files_that_cannot_be_used_stop_the_start_in_one_sentence(
     assert said in last
 
 
+def test_a_port_in_use_may_pass(short_dir: Path, pki: Pki) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        serve = ["serve", "--device", "host", "--socket", str(short_dir / "kvs.sock"), "--pool-size", "1MiB"]
+        flags = [*serve, "--http-port", "0", "--log-format", "json", *pki.flags]
+        refused = run(*flags, "--tcp-listen", address)
+        assert refused.returncode == 75, refused.stderr
+        said = refused.stderr.strip().splitlines()[-1]
+        assert said == (
+            f"kvsidecar: gRPC cannot listen on {address} (Address already in use): free it, or set tcp_listen"
+        )
+        assert run(*flags, "--tcp-listen", "no-such-host.invalid:0").returncode in (75, 78)  # as its resolver says
+
+
 def test_a_key_that_its_group_may_read_is_taken(short_dir: Path, pki: Pki) -> None:
     pki.key.chmod(0o640)
     with DaemonProcess(short_dir, *pki.flags) as daemon:
@@ -261,6 +275,7 @@ def test_the_commands_reach_a_daemon_over_tcp(remote: Remote, pki: Pki) -> None:
     assert "far-away" in run("top", "--once", "--interval", "0.1", **variables).stdout
     assert run("clear", "--all", "--yes", **variables).stdout == "1 block forgotten.\n"
     assert run("drain", "--wait", "--timeout", "20", **variables).returncode == 0
+    assert run("drain", "--cancel", **variables).stdout.startswith("Taken back: ")
     missing = run("status", "--connect", remote.address)
     assert missing.returncode == 2
     assert "--connect needs --connect-ca" in missing.stderr

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
+import io
 import json
 import os
-import pty
-import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvsidecar.client import Blocks, Namespace
-from kvsidecar.operate.commands import find_namespace, open_jobs, waits_for
+from kvsidecar.operate.commands import cancel_drain, find_namespace, open_jobs, waits_for
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import namespace_to_wire
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
+from tests.terminal import Terminal
 from tests.test_cli import run
 
 # -- engines -----------------------------------------------------------------------------------------------------
@@ -150,8 +147,45 @@ def test_drain_stops_new_work_and_returns_at_once(daemon: DaemonProcess) -> None
     rank.close()
 
 
+def test_a_drain_by_mistake_is_taken_back(daemon: DaemonProcess) -> None:
+    with daemon.client() as client:
+        assert run("drain", "--cancel", "--socket", daemon.socket).stdout == "It was not draining, it is ready.\n"
+        assert "`kvsidecar drain --cancel`" in run("drain", "--socket", daemon.socket).stdout
+        assert daemon.get("/ready")[1]["state"] == "draining"
+        back = run("drain", "--cancel", "--socket", daemon.socket)
+        assert back.returncode == 0
+        assert back.stdout == "Taken back: new work is taken again, and what was stored is still there.\n"
+        assert daemon.get("/ready")[0] == 200
+        assert client.status().readiness.reason == ""
+    assert run("drain", "--cancel", "--wait", "--socket", daemon.socket).returncode == 2
+
+
+def test_what_cannot_be_taken_back_is_said() -> None:
+    class Daemon:
+        cancelled = False
+        readiness = pb.Readiness(state=pb.Readiness.STATE_DRAINING, reason="the daemon is shutting down")
+
+        def cancel_drain(self) -> bool:
+            return self.cancelled
+
+        def status(self) -> pb.StatusReply:
+            return pb.StatusReply(readiness=self.readiness)
+
+    said = Console(record=True, file=io.StringIO())
+    daemon = Daemon()
+    assert not cancel_drain(daemon, said)  # type: ignore[arg-type]
+    assert said.export_text() == "Not taken back: the daemon is shutting down.\n"
+    daemon.cancelled, daemon.readiness = True, pb.Readiness(state=pb.Readiness.STATE_FAILED, reason="no memory")
+    assert cancel_drain(daemon, said)  # type: ignore[arg-type]
+    assert said.export_text() == "Taken back, but it is failed: no memory.\n"
+
+
 def test_drain_waits_for_the_copy_that_runs(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(2.5)") as daemon:
+    began = time.monotonic()
+    run("status", "--socket", str(short_dir / "none.sock"))
+    # Two commands must come while the copy runs, on a machine that is as slow as it has just been.
+    copy = 1.0 + 5 * (time.monotonic() - began)
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2=delay({copy:.1f})") as daemon:
         daemon.wait_ready()
         rank = Rank(daemon, instance="busy")
         rank.fill(0, "a")
@@ -216,63 +250,10 @@ def test_top_without_a_terminal_asks_for_once() -> None:
     assert "--once" in refused.stderr
 
 
-class Terminal:
-    """`kvsidecar top` in a pseudo-terminal of 80 by 24."""
-
-    def __init__(self, socket: str) -> None:
-        self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-        self.before = termios.tcgetattr(slave)
-        self._slave = slave
-        command = [sys.executable, "-m", "kvsidecar", "top", "--interval", "0.1", "--socket", socket]
-        variables = {
-            name: value for name, value in environment(TERM="xterm").items() if name not in ("COLUMNS", "LINES")
-        }
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=variables, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
-        )  # fmt: skip
-
-    def until(self, wanted: str) -> str:
-        """Everything drawn from now on until this is."""
-        drawn = ""
-        deadline = time.monotonic() + SECONDS
-        while wanted not in drawn:
-            left = deadline - time.monotonic()
-            assert left > 0, f"{wanted!r} was not drawn; this was: {drawn[-2000:]!r}"
-            if select.select([self._master], [], [], left)[0]:
-                drawn += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self._master, 65536).decode(errors="replace"))
-        return drawn
-
-    def press(self, key: bytes) -> None:
-        os.write(self._master, key)
-
-    def end(self) -> int:
-        # A pseudo-terminal that nobody reads would keep the process from writing its last words.
-        deadline = time.monotonic() + SECONDS
-        while self.process.poll() is None and time.monotonic() < deadline:
-            if select.select([self._master], [], [], 0.05)[0]:
-                os.read(self._master, 65536)
-        return self.process.wait(1)
-
-    def restored(self) -> bool:
-        return termios.tcgetattr(self._slave) == self.before
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._master)
-        os.close(self._slave)
-
-
 @contextmanager
 def top(socket: str) -> Iterator[Terminal]:
-    terminal = Terminal(socket)
-    try:
+    with Terminal("top", "--interval", "0.1", "--socket", socket) as terminal:
         yield terminal
-    finally:
-        terminal.close()
 
 
 @pytest.mark.parametrize("way", ["q", "ctrl-c", "sigterm"])

@@ -160,7 +160,6 @@ class World:
             metrics=_metrics(),
             tasks=self.tasks,
             status=lambda _: pb.StatusReply(),
-            drain=lambda: self.readiness.drain("asked to"),
         )
         self.service = Service(self.handler)
         self.wire: deque[tuple[Call, Any]] | None = deque() if rng.random() < 0.5 else None

@@ -1,0 +1,43 @@
+"""TCP addresses that cannot be listened on: what passes by itself, and what only another setting mends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from typing import Final
+
+from kvsidecar.errors import AddressUnavailable, ConfigError, KVSidecarError
+
+_PASSING: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
+"""Another program has the port, or the network is not up yet."""
+
+
+def cannot_listen(who: str, address: str, option: str, error: OSError) -> KVSidecarError:
+    """What ends a daemon that could not bind.
+
+    Args:
+        who: HTTP or gRPC.
+        option: that would change the address.
+        error: of bind() or of getaddrinfo().
+    """
+    if isinstance(error, socket.gaierror):
+        passing, why = error.errno == socket.EAI_AGAIN, error.strerror
+    else:
+        passing, why = error.errno in _PASSING, os.strerror(error.errno) if error.errno else str(error)
+    text = f"{who} cannot listen on {address} ({why})"
+    return AddressUnavailable(f"{text}: free it, or set {option}") if passing else ConfigError(f"{text}: set {option}")
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Why nobody can bind there now, for servers that do not say it."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        return error
+    return None

@@ -1,0 +1,187 @@
+"""Writes lines to standard error from a thread of its own: who logs never waits for a reader, and never fails.
+
+write(2) to a pipe that nobody reads blocks for as long as it likes, and one to a closed pipe or a full disk fails. Both
+are lost lines here, counted by reason and said in the log as soon as it takes lines again. O_NONBLOCK would not do: it
+belongs to the open file, which the shell or the service manager shares.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import io
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Final, TextIO
+
+MAX_WAITING_BYTES: Final = 1 << 20
+"""Lines that wait for a slow reader; a pipe of the kernel takes 64 KiB more."""
+SAY_AGAIN_SECONDS: Final = 1.0
+"""A reader that stays too slow is told of its losses no more often."""
+_CLEAR: Final = "\r\x1b[K"
+
+
+class Loss(StrEnum):
+    """Why a line of the log was lost."""
+
+    CLOSED = "closed"
+    """Nobody has the other end of the pipe or terminal open."""
+    FULL = "full"
+    """The file system has no room, or the file has reached a limit of its size."""
+    BEHIND = "behind"
+    """The reader is slow or stuck, and as much as may wait does."""
+    FAILED = "failed"
+    """It could not be written for another reason."""
+
+
+_LOSSES: Final[Mapping[int, Loss]] = {
+    **dict.fromkeys((errno.EPIPE, errno.EIO, errno.EBADF, errno.ECONNRESET, errno.ENOTCONN), Loss.CLOSED),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Loss.FULL),
+}
+
+
+class LogWriter:
+    """Owns the thread. All methods may be called from any thread, and none raises.
+
+    Args:
+        fd: where lines go.
+        describe: the line, without its end, that says how many were lost.
+        max_waiting: bytes of lines that wait at most; one line may exceed it.
+    """
+
+    def __init__(
+        self, fd: int, describe: Callable[[Mapping[Loss, int]], str], *, max_waiting: int = MAX_WAITING_BYTES
+    ) -> None:
+        self.describe = describe
+        self._fd = fd
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()
+        self._lines: collections.deque[bytes] = collections.deque()
+        self._waiting = 0
+        """Bytes of them, with the one that is being written."""
+        self._lost = dict.fromkeys(Loss, 0)
+        self._said = dict(self._lost)
+        """Of the losses those that the log has said."""
+        self._said_at = -SAY_AGAIN_SECONDS
+        self._torn = False
+        """A part of a line was written, and the rest of it was not."""
+        self._status = self._drawn = b""
+        """What a terminal is to show below the log, and what it shows."""
+        threading.Thread(target=self._run, name="kvsidecar-log", daemon=True).start()
+
+    def write(self, line: bytes) -> None:
+        """Write a line, with its end, or lose it."""
+        with self._changed:
+            if self._waiting and self._waiting + len(line) > self._max_waiting:
+                self._lost[Loss.BEHIND] += 1
+                return
+            self._lines.append(line)
+            self._waiting += len(line)
+            self._changed.notify_all()
+
+    def show(self, status: bytes) -> None:
+        """Keep a line below the log until the next one is shown, an empty one for none. For terminals."""
+        with self._changed:
+            self._status = status
+            self._changed.notify_all()
+
+    def lost(self) -> dict[Loss, int]:
+        """Lines so far, by reason."""
+        with self._changed:
+            return dict(self._lost)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until every line is written or lost. False if that took longer than ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and self._status == self._drawn, timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._status != self._drawn)
+                line = self._lines.popleft() if self._lines else b""
+                status, last = self._status, not self._lines
+            text, told = self._losses(last=last) if line else (b"", None)
+            text += line
+            if status or self._drawn:
+                text = _CLEAR.encode() + text + status
+            loss = self._put(b"\n" + text if self._torn else text)
+            with self._changed:
+                self._drawn = status
+                self._waiting -= len(line)
+                if loss is None:
+                    self._said = told or self._said
+                elif line:
+                    self._lost[loss] += 1
+                self._changed.notify_all()
+
+    def _losses(self, *, last: bool) -> tuple[bytes, dict[Loss, int] | None]:
+        """What is to be said of lost lines before the next line, and how many are said then."""
+        lost = self.lost()
+        new = {reason: count - self._said[reason] for reason, count in lost.items() if count > self._said[reason]}
+        now = time.monotonic()
+        if not new or (not last and now - self._said_at < SAY_AGAIN_SECONDS):
+            return b"", None
+        self._said_at = now
+        return self.describe(new).encode(errors="backslashreplace") + b"\n", lost
+
+    def _put(self, data: bytes) -> Loss | None:
+        """Write all of it. Returns why that was not possible."""
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._fd, left) :]
+            except BlockingIOError:  # somebody who shares the open file has set O_NONBLOCK
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except OSError as error:
+                if written := len(data) - len(left):
+                    self._torn = data[written - 1 : written] != b"\n"
+                return _LOSSES.get(error.errno or 0, Loss.FAILED)
+        self._torn = False
+        return None
+
+
+class LogStream(io.TextIOBase):
+    """Stands in for ``sys.stderr``: what Python itself has to say must not wait for a reader either.
+
+    Args:
+        writer: takes what is written.
+        behind: the stream in whose place this one stands.
+        errors: what is done with characters that its encoding does not have.
+    """
+
+    def __init__(self, writer: LogWriter, behind: TextIO, errors: str) -> None:
+        self.writer = writer
+        self._behind = behind
+        self._errors = errors
+        self._begun = threading.local()
+        """Of each thread the line that it has begun: print() writes the end of a line by itself."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._behind.encoding
+
+    def fileno(self) -> int:
+        return self._behind.fileno()
+
+    def isatty(self) -> bool:
+        return self._behind.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        lines, end, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
+        self._begun.text = rest
+        if end:
+            self.writer.write(self.encode(lines + end))  # whole: lines of other threads shall not come between
+        return len(text)
+
+    def encode(self, text: str) -> bytes:
+        return text.encode(self.encoding, self._errors)

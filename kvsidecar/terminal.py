@@ -1,0 +1,59 @@
+"""What a terminal can show: its width, colors, and characters."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import sys
+from typing import Final, Protocol
+
+PLAIN: Final = "kvsidecar.plain"
+"""Error handler of an encoding: what it cannot say is said with the ASCII character that looks most like it, so that
+bars and tables keep their width."""
+
+_STAND_INS: Final = dict(zip("█░▁▂▃▄▅▆▇━╸╺─│·•…–—×→µ≤≥✓✗�", "#.__--===----|.*~--x>u<>+x?", strict=True))  # noqa: RUF001
+
+
+class Stream(Protocol):
+    """Of a file what is asked here."""
+
+    def fileno(self) -> int: ...
+
+    def isatty(self) -> bool: ...
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_STAND_INS.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(PLAIN, _plain)
+
+
+def never_fail_to_encode() -> None:
+    """Let this process print any text, whatever the encoding of its locale."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=PLAIN)
+
+
+def width(stream: Stream) -> int:
+    """Columns of the terminal behind a stream; 80 if it does not say."""
+    if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def colors(stream: Stream) -> bool:
+    """Whether to color what is written there (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and moves(stream)
+
+
+def moves(stream: Stream) -> bool:
+    """Whether it is a terminal whose lines can be written over."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

@@ -1,0 +1,79 @@
+"""What a person sees in a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+from tests.harness import SECONDS, environment
+
+
+class Terminal:
+    """A command in a pseudo-terminal.
+
+    Args:
+        arguments: of `kvsidecar`.
+        columns: its width; it has 24 lines.
+        variables: of the environment.
+    """
+
+    def __init__(self, *arguments: str, columns: int = 80, **variables: str) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        self.before = termios.tcgetattr(slave)
+        self._slave = slave
+        command = [sys.executable, "-m", "kvsidecar", *arguments]
+        ours = ("COLUMNS", "LINES", "NO_COLOR")
+        inherited = {name: value for name, value in environment().items() if name not in ours}
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env={**inherited, "TERM": "xterm", **variables},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+        )  # fmt: skip
+
+    def until(self, wanted: str, *, raw: bool = False) -> str:
+        """Everything drawn from now on until this is; ``raw``: with what moves the cursor and colors."""
+        drawn = ""
+        deadline = time.monotonic() + SECONDS
+        while wanted not in drawn:
+            left = deadline - time.monotonic()
+            assert left > 0, f"{wanted!r} was not drawn; this was: {drawn[-2000:]!r}"
+            if select.select([self._master], [], [], left)[0]:
+                text = os.read(self._master, 65536).decode(errors="replace")
+                drawn += text if raw else re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+        return drawn
+
+    def press(self, key: bytes) -> None:
+        os.write(self._master, key)
+
+    def end(self) -> int:
+        # A pseudo-terminal that nobody reads would keep the process from writing its last words.
+        deadline = time.monotonic() + SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if select.select([self._master], [], [], 0.05)[0]:
+                os.read(self._master, 65536)
+        return self.process.wait(1)
+
+    def restored(self) -> bool:
+        return termios.tcgetattr(self._slave) == self.before
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+        os.close(self._slave)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
