@@ -98,8 +98,8 @@ def _serve(**flags: str | None) -> None:
     log_level, store_chunk, drain_timeout, stuck_after and policy come into force, the log names what needs a restart.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
-    use, 74 a copy hangs or its outcome is unknown (start again), 75 a port is in use or an address not there yet (starting
-    again may help), 78 a setting is wrong.
+    use, 74 a copy hangs or its outcome is unknown (start again), 75 a port is in use or an address not there yet
+    (starting again may help), 78 a setting is wrong.
     """
     from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
     from kvsidecar.serve import serve
