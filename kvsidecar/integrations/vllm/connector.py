@@ -100,9 +100,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         events = self._vllm_config.kv_events_config
         wants_events = events is not None and events.enable_kv_cache_events
-        self._asking = RankNamespaceClient(
-            self._client(f"{self._instance} scheduler", timeout=self._options.reset_timeout)
-        )
+        self._asking = RankNamespaceClient(self._client(f"{self._instance} scheduler"))
         return SchedulerSide(
             self._options,
             self._namespace(layout="", facts=()),

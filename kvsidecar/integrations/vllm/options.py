@@ -75,7 +75,10 @@ class Options:
     )
     lease_seconds: float = _option(60.0, _seconds, "how long the blocks of a hit are kept from eviction for its load")
     load_timeout: float = _option(30.0, _seconds, "a load that has not started after this long fails")
-    reset_timeout: float = _option(5.0, _seconds, "how long a reset of the cache may wait for the daemon")
+    weights_version: str | None = _option(
+        None, _text, "name of the weights at the start: engines share blocks only if theirs is the same"
+    )
+    weights_version_file: str | None = _option(None, _text, "a file with the name of the weights, read at each reset")
     fast_lane: bool = _option(True, _flag, "talk over the attach socket where the daemon offers that, instead of gRPC")
 
     @classmethod
