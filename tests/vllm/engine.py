@@ -178,6 +178,10 @@ class Engine:
         """Forget the engine's own cache (and the daemon's)."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
+    def update(self, model: str) -> None:
+        """Load the weights of another model of the same shape in place."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+
     def counters(self) -> dict[str, float]:
         """vLLM's own metrics, by name, summed over labels."""
         found: dict[str, float] = {}
@@ -328,6 +332,9 @@ class EngineProcess:
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self._call("reset", connector=connector))
+
+    def update(self, model: str) -> None:
+        self._call("update", model)
 
     def counters(self) -> dict[str, float]:
         return dict(self._call("counters"))

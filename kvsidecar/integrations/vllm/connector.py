@@ -37,7 +37,7 @@ from kvsidecar.integrations.vllm.carriers import Orders, Reports
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
-from kvsidecar.integrations.vllm.namespace import namespace_of
+from kvsidecar.integrations.vllm.namespace import namespace_of, stand_in_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
@@ -103,7 +103,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._asking = RankNamespaceClient(self._client(f"{self._instance} scheduler"))
         return SchedulerSide(
             self._options,
-            self._namespace(layout="", facts=()),
+            stand_in_of(self._vllm_config),
             self._groups,
             self._vllm_config.parallel_config.world_size,
             self._asking,
@@ -118,6 +118,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layout=layout,
             facts=facts,
             fixed_seed=self._fixed_seed,
+            name=self._options.model_name,
         )
 
     @property

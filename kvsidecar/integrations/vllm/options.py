@@ -59,6 +59,11 @@ class Options:
         None, _text, "the daemon's socket; by default $KVSIDECAR_SOCKET, then the daemon's own"
     )
     instance: str = _option("vllm", _text, "name of this engine deployment, as the daemon's log and status show it")
+    model_name: str | None = _option(
+        None,
+        _text,
+        "name of the model in the daemon, for `status` and policies: engines share blocks only if theirs is the same",
+    )
     store_mode: str = _option(
         "eager", _store_mode, "eager: store blocks when their tokens are confirmed; lazy: before the GPU evicts them"
     )
