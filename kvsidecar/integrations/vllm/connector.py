@@ -34,6 +34,7 @@ from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.vllm import memory, ranks, register
 from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.carriers import Orders, Reports
+from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
@@ -70,6 +71,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._export: Callable[[], ranks.RankMemory] | None = None
         self._failed_block_ids: set[int] = set()
+        self._gauges: dict[str, int] = {}
+        """That were not told yet."""
         self._observed: dict[str, list[float]] = {}
         """By histogram: what the scheduler's side has seen since it last told."""
         self._deferred: dict[str, float] = {}
@@ -93,7 +96,9 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
                 policy,
             )
-        if self._fixed_seed is None and "PYTHONHASHSEED" not in os.environ:
+        own_hashes = self._fixed_seed is None and "PYTHONHASHSEED" not in os.environ
+        self._gauges = {OWN_HASHES: int(own_hashes)}
+        if own_hashes:
             _log.warning(
                 "kvsidecar: this engine's block hashes begin with a random seed: no other engine finds its blocks, nor "
                 "does this one after a restart; set PYTHONHASHSEED to the same number for all"
@@ -294,10 +299,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None and (transfers := self._worker.take_transfers()) is not None:
             return SidecarStats.of_transfers(*transfers)
         counted = self._scheduler.counters.take() if self._scheduler is not None else {}
-        if not (self._observed or counted):
+        if not (self._observed or counted or self._gauges):
             return None
         observed, self._observed = self._observed, {}
-        return SidecarStats.of_scheduler(observed, counted)
+        gauges, self._gauges = self._gauges, {}
+        return SidecarStats.of_scheduler(observed, {**counted, **gauges})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SidecarStats:

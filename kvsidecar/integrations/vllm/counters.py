@@ -48,6 +48,11 @@ class Counters:
         return {name: value - then for name, value, then in zip(COUNTED, now, told, strict=True) if value != then}
 
 
+OWN_HASHES = "own_hashes"
+GAUGES = {
+    OWN_HASHES: "1 if this engine's hashes begin with a random seed: no other engine, and no restart, hits its blocks."
+}
+"""Help by name."""
 COUNTED: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Counters) if each.metadata}
 """Help by name."""
 _values = attrgetter(*COUNTED)
