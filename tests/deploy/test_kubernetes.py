@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -248,6 +249,27 @@ def test_every_engine_gives_the_connector_options_that_it_has() -> None:
             assert config["kv_connector_module_path"] == "kvsidecar.integrations.vllm"
             assert config["kv_load_failure_policy"] == "recompute"
             Options.parse(config.get("kv_connector_extra_config", {}))
+
+
+def test_all_engines_hash_alike() -> None:
+    """vLLM 0.26, which the image has, begins its hashes with a random seed else: a restarted engine finds nothing."""
+    seeds = [
+        {each["name"]: each["value"] for each in container["env"]}.get("PYTHONHASHSEED")
+        for _, template in pods(all_built())
+        for container in template["spec"]["containers"]
+        if container["name"] == "vllm"
+    ]
+    assert len(seeds) >= 2
+    assert set(seeds) == {"0"}
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_all_commands_for_engines_do_too(page: Path) -> None:
+    commands = [line for line in page.read_text().splitlines() if re.match(r"(\w+=\S+ )*vllm serve ", line.strip("$ "))]
+    assert all("PYTHONHASHSEED=0 vllm serve" in line for line in commands)
+    assert commands or page.name not in ("README.md", "vllm.md")
 
 
 def test_the_pod_monitor_finds_the_daemons_and_the_port_of_their_metrics() -> None:

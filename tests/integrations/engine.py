@@ -196,8 +196,6 @@ class TinyDaemon:
         self.reason = ""
         """Set: lookups are not answered, for this reason."""
         self.asked: list[Mapping[int, Any]] = []
-        self.cleared = 0
-        self.clear_error: Exception | None = None
         self.closed = False
         self.taken = 0
 
@@ -239,15 +237,6 @@ class TinyDaemon:
     ) -> TinyLease:
         found = self.lookup(namespace, groups, lease_seconds=lease_seconds, timeout=0.0)
         return TinyLease(self, found)
-
-    def clear(self, namespace: Namespace | None = None) -> int:
-        assert namespace == NAMESPACE
-        if self.clear_error is not None:
-            raise self.clear_error
-        self.cleared += 1
-        count = len(self.blocks)
-        self.blocks.clear()
-        return count
 
     def close(self, timeout: float | None = None) -> bool:
         self.closed = True

@@ -274,12 +274,21 @@ def test_hashes_that_nobody_else_makes_are_warned_of(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = vllm_config(daemon.socket)
     config.cache_config.prefix_caching_hash_algo = "xxhash"
-    KVSidecarConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config()).shutdown()
+    assert told_hashes(config) == 1
     assert "set PYTHONHASHSEED" in caplog.text
     caplog.clear()
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    KVSidecarConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config()).shutdown()
+    assert told_hashes(config) == 0
     assert "PYTHONHASHSEED" not in caplog.text
+
+
+def told_hashes(config: Any) -> Any:
+    """What the gauge is set to, by a connector's scheduler side; it is told once."""
+    one = KVSidecarConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+    told = one.get_kv_connector_stats()
+    assert one.get_kv_connector_stats() is None
+    one.shutdown()
+    return told.data["vllm:kvsidecar_own_hashes"]
 
 
 def test_reports_of_ranks_are_merged() -> None:

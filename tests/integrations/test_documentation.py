@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from kvsidecar.integrations.vllm.counters import COUNTED
+from kvsidecar.integrations.vllm.counters import COUNTED, GAUGES
 from kvsidecar.integrations.vllm.options import Options
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -31,3 +31,8 @@ def test_the_table_of_options_is_that_of_the_code() -> None:
 def test_the_table_of_counters_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| `vllm:kvsidecar_(\w+)_total` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
     assert rows == list(COUNTED.items())
+
+
+def test_the_table_of_gauges_is_that_of_the_code() -> None:
+    rows = re.findall(r"^\| `vllm:kvsidecar_(\w+)(?<!_total)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows == list(GAUGES.items())

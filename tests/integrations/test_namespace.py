@@ -115,10 +115,77 @@ def test_a_long_model_path_fits() -> None:
     assert namespace(vllm_config).problem() is None
 
 
-def test_a_checkpoint_written_anew_is_another_one(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"1234")
-    before = checkpoint_of(str(tmp_path), None)
-    assert checkpoint_of(str(tmp_path), None) == before
-    os.utime(weights, ns=(1, 1))
-    assert checkpoint_of(str(tmp_path), None) != before
+def checkpoint(path: Path, weights: bytes = b"weights") -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+def test_two_copies_of_a_checkpoint_are_one_and_other_weights_are_others(tmp_path: Path) -> None:
+    spaces = []
+    for path, weights in (("a/Model", b"weights"), ("b/copy", b"weights"), ("c/Model", b"Weights")):
+        vllm_config = config()
+        vllm_config.model_config.model = str(checkpoint(tmp_path / path, weights))
+        vllm_config.model_config.hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"])
+        os.utime(tmp_path / path / "model.safetensors", ns=(len(spaces), len(spaces)))
+        spaces.append(namespace(vllm_config))
+    assert spaces[0] == spaces[1] != spaces[2]
+    assert str(spaces[0]).startswith("LlamaForCausalLM-")
+    assert spaces[0].model != spaces[2].model, "an operator can tell them apart"
+
+
+def test_the_weights_of_a_draft_model_count(tmp_path: Path) -> None:
+    spaces = []
+    for path, weights in (("a", b"draft"), ("b", b"draft"), ("c", b"other")):
+        vllm_config = config()
+        draft = SimpleNamespace(model=str(checkpoint(tmp_path / path, weights)), hf_config=SimpleNamespace())
+        vllm_config.speculative_config = SimpleNamespace(method="eagle", model=draft.model, draft_model_config=draft)
+        spaces.append(namespace(vllm_config))
+    assert spaces[0] == spaces[1] != spaces[2]
+
+
+def test_a_model_of_the_hub_is_its_commit_also_in_the_hubs_cache(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--org--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for each in checkpoint(tmp_path / "blobs").iterdir():
+        (snapshot / each.name).symlink_to(each)
+    spaces = []
+    for model in ("org/model", str(snapshot)):
+        vllm_config = config()
+        vllm_config.model_config.model = model
+        vllm_config.model_config.hf_config._commit_hash = commit
+        spaces.append(namespace(vllm_config))
+    assert spaces[0] == spaces[1]
+    assert spaces[0].model == "org/model"
+
+
+def test_operators_may_name_the_model(tmp_path: Path) -> None:
+    assert namespace(name="tenant-a/model").model == "tenant-a/model"
+    assert namespace(name="tenant-a/model") != namespace(name="tenant-b/model") != namespace()
+
+
+def test_weights_from_elsewhere_are_known_by_where_the_engine_has_them_from(tmp_path: Path) -> None:
+    """vLLM keeps the texts of an object store's model in a directory, and streams the weights."""
+    directory = checkpoint(tmp_path / "texts")
+    (directory / "model.safetensors").unlink()
+    spaces = []
+    for uri in ("s3://models/one", "s3://models/other"):
+        vllm_config = config()
+        vllm_config.model_config.model, vllm_config.model_config.model_weights = str(directory), uri
+        spaces.append(namespace(vllm_config))
+    assert spaces[0] != spaces[1]
+    before = checkpoint_of(str(directory), None)
+    assert checkpoint_of(str(directory), None) == before
+    os.utime(directory / "config.json", ns=(1, 1))
+    assert checkpoint_of(str(directory), None) != before, "it was written anew"
+
+
+def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    vllm_config = config()
+    vllm_config.model_config.model = str(checkpoint(tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors").symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match="cannot be told from others"):
+        namespace(vllm_config)

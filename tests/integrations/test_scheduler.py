@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvsidecar.client import PendingLease
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
-from kvsidecar.errors import ClientError, DaemonUnreachable
+from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
@@ -546,59 +548,122 @@ def test_lazy_mode_does_not_walk_while_nothing_is_allocated() -> None:
 # -- resets --------------------------------------------------------------------------------------------------------
 
 
-def test_a_reset_clears_the_namespace() -> None:
+def gpu_reset(pool: TinyPool) -> None:
+    for block in pool.blocks:
+        pool.uncache(block)
+
+
+def store_all(made: SchedulerSide, daemon: TinyDaemon, *names: str) -> None:
+    """Let the ranks store what these requests have."""
+    (job,) = made.build_orders(Step(dict.fromkeys(names, 1))).stores
+    daemon.put(0, stored_hashes((job,)))
+    made.take_report(RankReport(stored={job.number: 1}))
+
+
+def test_after_a_reset_nothing_of_before_is_offered_and_others_keep_theirs() -> None:
     daemon = TinyDaemon()
-    made = attached(daemon=daemon)
+    made, other = attached(pool=TinyPool(16), daemon=daemon), attached(pool=TinyPool(16), daemon=daemon)
     request = Request("r", list(range(9)))
     daemon.put(0, request.block_hashes)
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
 
     assert made.reset_cache() is True
-    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert daemon.cleared == 1
+    daemon.put(0, request.block_hashes)  # another engine, which has the old weights still, goes on storing
+    assert made.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (0, False)
+    assert other.get_num_new_matched_tokens(request, 0) == (8, True)
 
 
-def test_a_reset_waits_for_jobs_that_run_and_clears_what_they_stored() -> None:
+def test_what_is_stored_after_a_reset_is_this_engines_alone() -> None:
+    pool, daemon = TinyPool(16), TinyDaemon()
+    made, other = attached(pool=pool, daemon=daemon), attached(pool=TinyPool(16), daemon=daemon)
+    assert made.reset_cache() is True
+    assert other.reset_cache() is True
+    request = Request("r", list(range(9)))
+    blocks = run(made, pool, request, 8)
+    store_all(made, daemon, "r")
+    made.request_finished(request)
+    pool.free_blocks(blocks)
+
+    assert made.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (8, True)
+    assert other.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (0, False)
+    loading = Request("t", list(range(9)))
+    assert made.get_num_new_matched_tokens(loading, 0) == (8, True)
+    made.update_state_after_alloc(loading, Allocated([14, 15, 13]), 8)
+    (load,) = made.build_orders(Step()).loads
+    assert set(daemon.blocks) == {(0, each) for each in load.blocks[0].split()}
+    (lease,) = daemon.leases.values()
+    assert lease == {0: load.blocks[0].hashes}
+
+
+def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+    """The GPU's own cache keeps KV of the old weights then, and requests make more of it."""
     pool, daemon = TinyPool(16), TinyDaemon()
     made = attached(pool=pool, daemon=daemon)
     request = Request("r", list(range(8)))
-    run(made, pool, request, 8)
+    blocks = run(made, pool, request, 8)
     (job,) = made.build_orders(Step({"r": 1})).stores
 
-    assert made.reset_cache() is False
-    assert made.has_pending_push_work()
+    for _ in range(2):
+        assert made.reset_cache() is False
+    assert caplog.text.count("has not reset its prefix cache") == 1
+    assert made.has_pending_push_work()  # vLLM goes on stepping: the job ends, and its blocks are free
+    made.take_report(RankReport(stored={job.number: 1}))
+    assert not made.has_pending_push_work()
+    daemon.put(0, chain(range(8)))
     other = Request("s", list(range(8)))
     run(made, pool, other, 8)
-    assert made.build_orders(Step({"s": 1})).stores == ()  # nothing new is stored meanwhile
-    daemon.put(0, chain(range(8)))
-    assert made.get_num_new_matched_tokens(other, 0) == (0, False)
-    made.take_report(RankReport(stored={job.number: 1}))
-    while made.has_pending_push_work():
-        made.build_orders(Step())
-    assert not daemon.blocks
+    assert made.build_orders(Step({"r": 1, "s": 1})).stores == ()
+    assert made.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (0, False)
+    pool.free_blocks(blocks)
+    assert made.reset_cache() is False  # a request goes on
+
+    made.request_finished(other)
+    pool.free_blocks([block for block in pool.blocks[1:] if block.ref_cnt])
+    assert made.reset_cache() is False  # vLLM could still hit
+    gpu_reset(pool)
     assert made.reset_cache() is True
+    assert (made.counters.resets, made.counters.refused_resets, made.counters.unnamed_resets) == (5, 4, 1)
+    assert made.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (0, False)
+    run(made, pool, Request("u", list(range(8))), 8)
+    assert made.build_orders(Step({"u": 1})).stores != ()
 
 
-def test_a_reset_without_a_daemon_keeps_the_cache_shut_until_one_has_cleared() -> None:
-    daemon, clock = TinyDaemon(), Clock()
-    made = attached(daemon=daemon, clock=clock)
+def test_engines_share_again_when_their_weights_have_the_same_new_name(tmp_path: Path) -> None:
+    daemon, pools, names = TinyDaemon(), [TinyPool(16), TinyPool(16)], [tmp_path / "a", tmp_path / "b"]
+    names[0].write_text("before the start")
+    one, other = (
+        attached(pool=pool, daemon=daemon, weights_version_file=str(name))
+        for pool, name in zip(pools, names, strict=True)
+    )
     request = Request("r", list(range(9)))
-    daemon.put(0, request.block_hashes)
-    daemon.clear_error = DaemonUnreachable("gone")
 
-    assert made.reset_cache() is True
-    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert not made.has_pending_push_work()
-    daemon.clear_error = None
-    made.build_orders(Step())
-    assert daemon.cleared == 0  # not in every step
-    clock.now += 2
-    while not daemon.cleared:
-        made.build_orders(Step())
-    while made.has_pending_push_work():
-        made.build_orders(Step())
-    daemon.put(0, request.block_hashes)
-    assert made.get_num_new_matched_tokens(request, 0) == (8, True)
+    assert one.reset_cache() is True  # nobody has changed the file
+    assert one.counters.unnamed_resets == 1
+    names[0].write_text("step 1\n")
+    assert one.reset_cache() is True
+    assert one.counters.unnamed_resets == 1
+    run(one, pools[0], request, 8)
+    store_all(one, daemon, "r")
+    assert other.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (0, False)
+    names[1].write_text("step 1")
+    assert other.reset_cache() is True
+    assert other.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (8, True)
+
+    assert other.reset_cache() is True  # somebody forgot to change the name
+    assert other.counters.unnamed_resets == 1
+    assert other.get_num_new_matched_tokens(Request("u", list(range(9))), 0) == (0, False)
+
+
+def test_engines_that_are_started_with_another_name_of_their_weights_share_nothing() -> None:
+    daemon = TinyDaemon()
+    named = [attached(pool=TinyPool(16), daemon=daemon, weights_version=name) for name in ("1", "1", "2")]
+    pool, request = TinyPool(16), Request("r", list(range(9)))
+    one = attached(pool=pool, daemon=daemon, weights_version="1")
+    run(one, pool, request, 8)
+    store_all(one, daemon, "r")
+    found = [made.get_num_new_matched_tokens(Request("s", list(range(9))), 0)[0] for made in named]
+    assert found == [8, 8, 0]
+    assert attached(daemon=daemon).get_num_new_matched_tokens(request, 0) == (0, False)
 
 
 def test_a_reset_gives_back_what_was_planned_and_not_sent() -> None:
@@ -608,9 +673,12 @@ def test_a_reset_gives_back_what_was_planned_and_not_sent() -> None:
     blocks = run(made, pool, request, 8)
     made.request_finished(request)
     pool.free_blocks(blocks)
+    assert pool.num_free < 15
 
-    assert made.reset_cache() is True
+    assert made.reset_cache() is False  # vLLM was asked before
     assert pool.num_free == 15
+    gpu_reset(pool)
+    assert made.reset_cache() is True
     assert made.build_orders(Step()).stores == ()
 
 

@@ -1,5 +1,5 @@
 """Engines that do anything in any order: every reference is given back, every lease ends, and no copy reads or writes a
-block that holds something else."""
+block that holds something else, or the same of other weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvsidecar.client.results import NO_ANSWER
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StoreJob
-from kvsidecar.integrations.vllm.resets import State
 from tests.integrations.engine import (
     Block,
     CachedRequests,
@@ -51,6 +50,10 @@ class Job:
     ranks: int
     epoch: int
     """Of the daemon when it was planned."""
+    weights: int
+    """Of the engine when it was planned."""
+    hashes: dict[bytes, bytes]
+    """By the keys that the ranks were told."""
     leased: bool = False
     failed: bool = False
 
@@ -76,6 +79,9 @@ class Engine:
         self.flight: list[tuple[list[tuple[Block, bytes]], list[Job]]] = []
         """Steps that are not executed: what they write, and the jobs that come with them."""
         self.jobs: list[Job] = []
+        self.weights = 0
+        self.refused = False
+        """A reset, since the weights changed: vLLM was told to go on all the same, with KV of both."""
         self.count = 0
         self.attach()
 
@@ -179,6 +185,7 @@ class Engine:
             )
         )
         self.preempted, self.finished = set(), set()
+        assert not (self.refused and (orders.stores or orders.loads))
         self.flight.append((writes, [self.job_of(each) for each in (*orders.stores, *orders.loads)]))
         for state in self.running:
             state.request.num_computed_tokens += scheduled.get(state.request.request_id, 0)
@@ -238,8 +245,11 @@ class Engine:
             return
         writes, jobs = self.flight.pop(0)
         for block, key in writes:
-            block.content = key
+            block.content = self.content(key)
         self.jobs += jobs
+
+    def content(self, key: bytes, weights: int | None = None) -> bytes:
+        return key + (self.weights if weights is None else weights).to_bytes(2)
 
     def report(self, choice: int, sure: bool = False) -> None:
         """One rank says that a job is over: its copy has used the blocks until now."""
@@ -271,9 +281,10 @@ class Engine:
         for each in job.job.blocks:
             for key, block_id in zip(hashes_of(each), each.ids(), strict=True):
                 content = self.pool.blocks[block_id].content
-                assert content == key + each.group.to_bytes(4, "big"), "a store read another block's content"
+                name = job.hashes[key] + each.group.to_bytes(4, "big")
+                assert content == self.content(name, job.weights), "a store read another block's content"
                 if not job.failed:
-                    self.daemon.blocks[each.group, key] = key
+                    self.daemon.blocks[each.group, key] = content
 
     def loaded(self, job: Job, load: LoadJob) -> None:
         (state,) = (each for each in self.loading if each.request.request_id == load.request_id)
@@ -285,7 +296,7 @@ class Engine:
                 for key, block_id in zip(hashes_of(each), each.ids(), strict=True):
                     block = self.pool.blocks[block_id]
                     assert block.block_hash is None, "a load wrote to a block that is cached"
-                    block.content = key + each.group.to_bytes(4, "big")
+                    block.content = self.daemon.blocks[each.group, key]
                     written.add(block_id)
         if state.aborted or job.failed:
             self.free(state)
@@ -295,7 +306,11 @@ class Engine:
         for each, table in zip(self.groups, state.tables, strict=True):
             for i in range(each.first_needed(state.loading), state.loading // 4):
                 block = table[i]
-                assert block.content == self.key(each, request, i), "vLLM goes on with a block that was not loaded"
+                if block.block_id in written:
+                    assert block.content == self.content(self.key(each, request, i), job.weights), "wrong KV was loaded"
+                else:
+                    assert block.content is not None, "vLLM goes on with a block that was not loaded"
+                    assert block.content[:-2] == self.key(each, request, i), "vLLM goes on with another block"
                 self.pool.cache(block, self.key(each, request, i))
         request.num_computed_tokens = state.loading
         self.running.append(state)
@@ -353,19 +368,29 @@ class Engine:
         if name not in leased:
             del self.daemon.blocks[name]
 
+    def another_engine(self, choice: int) -> None:
+        """It shares the namespace, has the weights of the start, and goes on storing."""
+        request = Request("theirs", [choice % 2] * (7 + choice // 2 % 16))
+        for each in self.groups:
+            for index in range(len(request.block_hashes)):
+                key = self.key(each, request, index)
+                self.daemon.blocks[each.index, key[:32]] = self.content(key, 0)
+
     def reset(self, choice: int) -> None:
-        if choice % 2:  # vLLM's own cache is not reset while requests run
-            if self.side.reset_cache():
-                assert not self.daemon.blocks
-            return
-        while self.running:
+        """The weights are changed, behind the steps in flight, and vLLM empties its cache if no block is in use."""
+        while choice % 2 and self.running:
             self.preempt(0)
-        for key in list(self.pool.cached_block_hash_to_block.blocks):
-            for block in list(self.pool.cached_block_hash_to_block.blocks[key]):
+        while self.flight:
+            self.execute()
+        self.weights += 1
+        empty = self.pool.num_free == self.pool.num_gpu_blocks - 1
+        if empty:
+            for block in self.pool.blocks:
                 self.pool.uncache(block)
-        jobs = self.jobs or any(jobs for _, jobs in self.flight) or self.loading
-        assert self.side.reset_cache() is not bool(jobs)
-        assert jobs or not self.daemon.blocks
+        done = self.side.reset_cache()
+        assert done or not empty
+        assert not done or all(each.block_hash is None and not each.ref_cnt for each in self.pool.blocks[1:])
+        self.refused = not done
 
     def time_passes(self, choice: int) -> None:
         self.clock.now += (0.01, 0.2, 2.0)[choice % 3]
@@ -382,7 +407,9 @@ class Engine:
         return counts
 
     def job_of(self, job: StoreJob | LoadJob) -> Job:
-        made = Job(job, self.world_size, self.daemon.epoch)
+        keys = [key for each in job.blocks for key in hashes_of(each)]
+        hashes = {key: self.side._generations.keys(key) for key in keys}  # a mask twice is none
+        made = Job(job, self.world_size, self.daemon.epoch, self.weights, hashes)
         made.leased = isinstance(job, LoadJob) and made.packed in self.daemon.leases.values()
         return made
 
@@ -416,7 +443,6 @@ class Engine:
             while self.running:
                 self.finish(0)
         assert not self.side.has_pending_push_work(), "an idle engine never comes to rest"
-        assert self.side._reset.state is not State.DRAINING
         assert self.pool.num_free == self.pool.num_gpu_blocks - 1
         assert not self.daemon.leases
 
@@ -438,7 +464,8 @@ OPERATIONS = (
     Engine.preempt,
     Engine.daemon_is,
     Engine.evict,
-    Engine.reset,
+    *(Engine.reset,) * 2,
+    Engine.another_engine,
     Engine.time_passes,
 )
 

@@ -22,7 +22,7 @@ LABELS = ["model_name", "engine"]
 def _no_other_series() -> Iterator[None]:
     """An engine that ran in this process before leaves its own behind."""
     registry = prometheus_client.REGISTRY
-    ours = {*stats.COUNTERS, *stats.OWN_COUNTERS, *stats.HISTOGRAMS}
+    ours = {*stats.COUNTERS, *stats.OWN_COUNTERS, *stats.OWN_GAUGES, *stats.HISTOGRAMS}
     others = {registry._names_to_collectors[name] for name in ours if name in registry._names_to_collectors}
     for each in others:
         registry.unregister(each)
@@ -82,6 +82,16 @@ def test_what_the_schedulers_side_has_counted_is_served_under_names_of_its_own()
     assert value("vllm:kvsidecar_loads_total") == 3
     assert value("vllm:kvsidecar_loaded_tokens_total") == 32
     assert value("vllm:kv_offload_lookup_sync_delay_seconds_count") == 1
+
+
+def test_what_is_true_is_told_as_it_is_not_summed() -> None:
+    seen = SidecarStats.of_scheduler({}, {"own_hashes": 1})
+    metrics = prom()
+    metrics.observe(SidecarStats(dict(seen.data)).aggregate(seen).data)
+    metrics.observe(seen.data)
+    assert value("vllm:kvsidecar_own_hashes") == 1
+    metrics.observe(SidecarStats.of_scheduler({}, {"own_hashes": 0}).data)
+    assert value("vllm:kvsidecar_own_hashes") == 0
 
 
 def test_series_that_exist_already_are_shared() -> None:

@@ -178,6 +178,10 @@ class Engine:
         """Forget the engine's own cache (and the daemon's)."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
+    def update(self, model: str) -> None:
+        """Load the weights of another model of the same shape in place."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+
     def counters(self) -> dict[str, float]:
         """vLLM's own metrics, by name, summed over labels."""
         found: dict[str, float] = {}
@@ -245,9 +249,10 @@ def answer_of(output: Any) -> Answer:
 
 
 def _step_aside() -> None:
-    """Let other sessions run before this one. Ranks that spin for each other on two cores keep every other process of
-    the machine waiting for up to 90 s (measured with a process that only sleeps), also the daemon, until its jobs'
-    deadlines are over. The scheduler of Linux weighs sessions first, so nice(2) does not help."""
+    """Let other sessions run before this one, of several processes. Ranks that spin for each other on two cores keep
+    every other process of the machine waiting for up to 90 s (measured with a process that only sleeps), also the
+    daemon, until its jobs' deadlines are over. The scheduler of Linux weighs sessions first, so nice(2) does not help.
+    An engine of one process spins for nobody, and on a busy machine would not start in time."""
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("19")
 
@@ -270,6 +275,7 @@ class EngineProcess:
         **options: Any,
     ) -> None:
         command = [sys.executable, "-m", self.module, json.dumps([model, transfer, options])]
+        several = {**ENVIRONMENT, **(variables or {})}["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -277,7 +283,7 @@ class EngineProcess:
             text=True,
             env=environment(**{**ENVIRONMENT, **(variables or {})}),
             start_new_session=True,
-            preexec_fn=_step_aside,
+            preexec_fn=_step_aside if several else None,
         )
         self._replies: SimpleQueue[str | None] = SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -328,6 +334,9 @@ class EngineProcess:
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self._call("reset", connector=connector))
+
+    def update(self, model: str) -> None:
+        self._call("update", model)
 
     def counters(self) -> dict[str, float]:
         return dict(self._call("counters"))

@@ -47,9 +47,5 @@ class RankNamespaceClient:
             return PendingLease(None)
         return self._client.lease(self.namespace, groups, lease_seconds)
 
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """0 while nothing can have been stored."""
-        return 0 if self.namespace is None else self._client.clear(self.namespace)
-
     def close(self, timeout: float | None = None) -> bool:
         return self._client.close(timeout)

@@ -34,10 +34,11 @@ from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.vllm import memory, ranks, register
 from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.carriers import Orders, Reports
+from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
-from kvsidecar.integrations.vllm.namespace import namespace_of
+from kvsidecar.integrations.vllm.namespace import namespace_of, stand_in_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
@@ -70,6 +71,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._export: Callable[[], ranks.RankMemory] | None = None
         self._failed_block_ids: set[int] = set()
+        self._gauges: dict[str, int] = {}
+        """That were not told yet."""
         self._observed: dict[str, list[float]] = {}
         """By histogram: what the scheduler's side has seen since it last told."""
         self._deferred: dict[str, float] = {}
@@ -93,19 +96,19 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
                 policy,
             )
-        if self._fixed_seed is None and "PYTHONHASHSEED" not in os.environ:
+        own_hashes = self._fixed_seed is None and "PYTHONHASHSEED" not in os.environ
+        self._gauges = {OWN_HASHES: int(own_hashes)}
+        if own_hashes:
             _log.warning(
                 "kvsidecar: this engine's block hashes begin with a random seed: no other engine finds its blocks, nor "
                 "does this one after a restart; set PYTHONHASHSEED to the same number for all"
             )
         events = self._vllm_config.kv_events_config
         wants_events = events is not None and events.enable_kv_cache_events
-        self._asking = RankNamespaceClient(
-            self._client(f"{self._instance} scheduler", timeout=self._options.reset_timeout)
-        )
+        self._asking = RankNamespaceClient(self._client(f"{self._instance} scheduler"))
         return SchedulerSide(
             self._options,
-            self._namespace(layout="", facts=()),
+            stand_in_of(self._vllm_config),
             self._groups,
             self._vllm_config.parallel_config.world_size,
             self._asking,
@@ -120,6 +123,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layout=layout,
             facts=facts,
             fixed_seed=self._fixed_seed,
+            name=self._options.model_name,
         )
 
     @property
@@ -295,10 +299,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None and (transfers := self._worker.take_transfers()) is not None:
             return SidecarStats.of_transfers(*transfers)
         counted = self._scheduler.counters.take() if self._scheduler is not None else {}
-        if not (self._observed or counted):
+        if not (self._observed or counted or self._gauges):
             return None
         observed, self._observed = self._observed, {}
-        return SidecarStats.of_scheduler(observed, counted)
+        gauges, self._gauges = self._gauges, {}
+        return SidecarStats.of_scheduler(observed, {**counted, **gauges})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SidecarStats:

@@ -31,6 +31,12 @@ class Counters:
     failed_stores: int = _counted("Store jobs that some rank did not store whole: declined or failed.")
     held_back_stores: int = _counted("Times that stores waited, since those before them hold half of the GPU's blocks.")
     resets: int = _counted("Resets of the prefix cache.")
+    refused_resets: int = _counted(
+        "Resets that vLLM refused, for requests or stores had blocks; nothing is offloaded until one succeeds."
+    )
+    unnamed_resets: int = _counted(
+        "Resets without a new name of the weights; the engine shares its blocks with no other from then on."
+    )
     _told: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def take(self) -> dict[str, int]:
@@ -42,6 +48,11 @@ class Counters:
         return {name: value - then for name, value, then in zip(COUNTED, now, told, strict=True) if value != then}
 
 
+OWN_HASHES = "own_hashes"
+GAUGES = {
+    OWN_HASHES: "1 if this engine's hashes begin with a random seed: no other engine, and no restart, hits its blocks."
+}
+"""Help by name."""
 COUNTED: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Counters) if each.metadata}
 """Help by name."""
 _values = attrgetter(*COUNTED)

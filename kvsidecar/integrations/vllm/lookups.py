@@ -45,17 +45,14 @@ class Asked(Protocol):
     def lookup(
         self,
         namespace: Namespace,
-        groups: Mapping[int, bytes | Sequence[bytes]],
+        groups: Mapping[int, bytes],
         *,
         mode: LookupMode = LookupMode.PREFIX,
         lease_seconds: float = 0.0,
         timeout: float | None = None,
     ) -> LookupResult: ...
 
-    def lease(
-        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
-    ) -> Lease: ...
-    def clear(self, namespace: Namespace | None = None) -> int: ...
+    def lease(self, namespace: Namespace, groups: Mapping[int, bytes], lease_seconds: float) -> Lease: ...
     def close(self, timeout: float | None = None) -> bool: ...
 
 

@@ -59,6 +59,11 @@ class Options:
         None, _text, "the daemon's socket; by default $KVSIDECAR_SOCKET, then the daemon's own"
     )
     instance: str = _option("vllm", _text, "name of this engine deployment, as the daemon's log and status show it")
+    model_name: str | None = _option(
+        None,
+        _text,
+        "name of the model in the daemon, for `status` and policies: engines share blocks only if theirs is the same",
+    )
     store_mode: str = _option(
         "eager", _store_mode, "eager: store blocks when their tokens are confirmed; lazy: before the GPU evicts them"
     )
@@ -75,7 +80,10 @@ class Options:
     )
     lease_seconds: float = _option(60.0, _seconds, "how long the blocks of a hit are kept from eviction for its load")
     load_timeout: float = _option(30.0, _seconds, "a load that has not started after this long fails")
-    reset_timeout: float = _option(5.0, _seconds, "how long a reset of the cache may wait for the daemon")
+    weights_version: str | None = _option(
+        None, _text, "name of the weights at the start: engines share blocks only if theirs is the same"
+    )
+    weights_version_file: str | None = _option(None, _text, "a file with the name of the weights, read at each reset")
     fast_lane: bool = _option(True, _flag, "talk over the attach socket where the daemon offers that, instead of gRPC")
 
     @classmethod

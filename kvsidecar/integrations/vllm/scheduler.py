@@ -6,22 +6,26 @@ Named as vLLM's hooks, which `kvsidecar.integrations.vllm.connector` forwards. A
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvsidecar.integrations.generations import Generations, read_name
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
+from kvsidecar.integrations.vllm.keyed import KeyedClient, keyed
 from kvsidecar.integrations.vllm.known import Known
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Asked, Lookups
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.integrations.vllm.resets import Reset, State
 from kvsidecar.integrations.vllm.stores import Progress, Stores
 from kvsidecar.integrations.vllm.storing import Pool
 from kvsidecar.types import Namespace
+
+_log = logging.getLogger("kvsidecar.vllm")
 
 
 class SchedulerSide:
@@ -30,7 +34,7 @@ class SchedulerSide:
     Args:
         groups: as `groups_of` says, the same as on the workers.
         world_size: ranks that attach and report.
-        client: only looks up; closed by `shutdown`. Its ``timeout`` is that of a reset.
+        client: only looks up; closed by `shutdown`.
         events: collects KV cache events, if vLLM wants them.
         step_tokens: the most that one step computes (``max_num_batched_tokens``).
         clock: seconds, monotonic.
@@ -49,7 +53,11 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
-        self._options, self._world_size, self._client, self._clock = options, world_size, client, clock
+        self._options, self._world_size, self._clock = options, world_size, clock
+        # A file that is there already was written for weights that this engine does not have: it was just started.
+        had = read_name(options.weights_version_file)
+        self._generations = Generations(namespace.hash_bytes, options.weights_version, had=[had] if had else [])
+        self._client = client = KeyedClient(client, self._generations)
         self._alignment = groups[0].alignment
         self._known, self._events = Known(), events
         numbers = itertools.count(1)
@@ -64,7 +72,8 @@ class SchedulerSide:
             numbers,
         )
         self._stores = Stores(options, groups, world_size, self._known, self.counters, events, numbers, step_tokens)
-        self._reset = Reset(lambda: client.clear(namespace), clock=clock)
+        self._shut = False
+        """vLLM has refused a reset, so the GPU may hold KV of other weights than those of now."""
         self._null_block = 0
         self._ranks: dict[int, int] = {}
         self._epoch = 0
@@ -81,7 +90,7 @@ class SchedulerSide:
 
     @property
     def _open(self) -> bool:
-        return self._epoch != 0 and self._reset.state is State.OPEN
+        return self._epoch != 0 and not self._shut
 
     # -- hits ------------------------------------------------------------------------------------------------------
 
@@ -120,13 +129,11 @@ class SchedulerSide:
     def build_orders(self, scheduler_output: Any) -> StepOrders:
         """What the ranks are to do in this step."""
         self._lookups.new_step()
-        if self._reset.state is not State.OPEN:
-            self._reset.step(drained=not self._jobs_outstanding, attached=self.attached)
         if self._open:
             self._stores.step(self._requests, scheduler_output, self._clock())
         return StepOrders(
-            self._stores.take_jobs(),
-            self._loads.take_jobs(),
+            keyed(self._stores.take_jobs(), self._generations),
+            keyed(self._loads.take_jobs(), self._generations),
             idle=not scheduler_output.total_num_scheduled_tokens,
         )
 
@@ -159,7 +166,7 @@ class SchedulerSide:
 
     def has_pending_push_work(self) -> bool:
         """Whether there is something to tell the ranks, or to hear from them: an idle engine must go on stepping."""
-        return self._jobs_outstanding or self._reset.state in (State.DRAINING, State.CLEARING)
+        return self._jobs_outstanding
 
     def has_pending_block_frees(self) -> bool:
         """Whether GPU blocks become free soon without a preemption: those that only stores still hold."""
@@ -188,9 +195,11 @@ class SchedulerSide:
         self._stores.bind(pool)
 
     def reset_cache(self) -> bool | None:
-        """What is stored now must not be hit any more, in no engine that shares it.
+        """The weights may be others from now on: what was stored until now is not hit any more. Other engines, which
+        may have the old weights still, are left what they share. Asks nobody.
 
-        False: jobs still run; the daemon is told to forget when they are over. Until then nothing is hit or stored.
+        False: vLLM has refused to empty the GPU's own cache, where blocks are in use by requests or stores. It must be
+        asked again. Until it has succeeded nothing is hit or stored, since nobody could say of which weights.
         """
         self.counters.resets += 1
         self._known.clear()
@@ -199,7 +208,26 @@ class SchedulerSide:
         # taken up again when they get blocks.
         self._requests.clear()
         self._stores.drop_planned()
-        return self._reset.begin(drained=not self._jobs_outstanding, timeout=self._options.reset_timeout)
+        if self._jobs_outstanding or not self._stores.gpu_is_empty():
+            self.counters.refused_resets += 1
+            if not self._shut:
+                _log.warning(
+                    "kvsidecar: vLLM has not reset its prefix cache, whose blocks are in use: nothing is offloaded "
+                    "until a reset with reset_connector succeeds"
+                )
+            self._shut = True
+            return False
+        self._shut = False
+        name = read_name(self._options.weights_version_file)
+        if self._generations.next(name):
+            _log.info("kvsidecar: reset: blocks are shared with engines whose weights are named %r", name)
+        else:
+            self.counters.unnamed_resets += 1
+            _log.warning(
+                "kvsidecar: reset without a new name of the weights: this engine shares its blocks with no other until "
+                "it is told one (weights_version_file) or restarted"
+            )
+        return True
 
     def take_events(self) -> Sequence[Any]:
         """vLLM's KV cache events since the last call."""

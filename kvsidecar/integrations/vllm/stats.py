@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvsidecar.integrations.vllm.counters import COUNTED
+from kvsidecar.integrations.vllm.counters import COUNTED, GAUGES
 
 if TYPE_CHECKING:
     from kvsidecar.integrations.vllm.worker import Transfers
@@ -37,6 +37,7 @@ COUNTERS = {
 OWN = "vllm:kvsidecar_"
 OWN_COUNTERS = {f"{OWN}{name}": text for name, text in COUNTED.items()}
 """What vLLM has no name for, named as it names what its other connectors count."""
+OWN_GAUGES = {f"{OWN}{name}": text for name, text in GAUGES.items()}
 _SIZES = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 _SECONDS = (1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1)
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
@@ -76,7 +77,7 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
 
         Args:
             observed: by the names of histograms.
-            counted: by the names of `Counters`.
+            counted: by the names of `Counters`, what was added; by those of `GAUGES`, what is.
         """
         return cls({**observed, **{f"{OWN}{name}": value for name, value in counted.items()}})
 
@@ -85,7 +86,7 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> SidecarStats:
         for name, value in other.data.items():
-            self.data[name] = self.data.get(name, type(value)()) + value
+            self.data[name] = value if name in OWN_GAUGES else self.data.get(name, type(value)()) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -115,6 +116,8 @@ class SidecarPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             if isinstance(value, list):
                 for each in value:
                     metric.observe(each)
+            elif name in OWN_GAUGES:
+                metric.set(value)
             else:
                 metric.inc(value)
 
@@ -127,5 +130,9 @@ class SidecarPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def _made(self, name: str) -> Any:
         if (counter := COUNTERS.get(name) or OWN_COUNTERS.get(name)) is not None:
             return self._counter_cls(name=name, documentation=counter, labelnames=self._labelnames)
+        if (gauge := OWN_GAUGES.get(name)) is not None:
+            return self._gauge_cls(
+                name=name, documentation=gauge, labelnames=self._labelnames, multiprocess_mode="mostrecent"
+            )
         text, buckets = HISTOGRAMS[name]
         return self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=self._labelnames)

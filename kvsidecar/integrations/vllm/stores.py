@@ -113,6 +113,14 @@ class Stores:
         """Whether references are held."""
         return bool(self._running or self._planned)
 
+    def gpu_is_empty(self) -> bool:
+        """Whether no block of the GPU is in use or can be hit: nothing of before goes into what is stored from now on.
+
+        Takes a look at every block.
+        """
+        blocks = () if self._pool is None else self._pool.blocks
+        return not any((block.ref_cnt or block.block_hash is not None) and not block.is_null for block in blocks)
+
     def frees_soon(self) -> bool:
         """Whether blocks become free when jobs end: those that nobody else holds."""
         selections = (self._planned, *(store.selection for store in self._running.values()))

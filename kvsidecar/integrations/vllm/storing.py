@@ -31,6 +31,7 @@ class Pool(Protocol):
     ``block_hash`` and ``is_null``."""
 
     num_gpu_blocks: int
+    blocks: Sequence[Any]
     cached_block_hash_to_block: Any
     free_block_queue: Any
     null_block: Any

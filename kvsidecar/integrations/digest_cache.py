@@ -1,0 +1,111 @@
+"""What was found in files that were read before, in a small file of the user's. It is trusted as far as the user is: a
+wrong digest would be wrong KV."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+_log = logging.getLogger("kvsidecar")
+
+VERSION = 1
+"""Of how digests are made, too: others are forgotten."""
+MAX_ENTRIES = 8192
+MAX_BYTES = 4 << 20
+SETTLED_SECONDS = 2.0
+"""A file that was written to so shortly before may be written to once more without another time."""
+
+
+def default_path() -> Path | None:
+    """None where the user has no place for caches."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "kvsidecar" / "weights.json"
+    except RuntimeError:
+        return None
+
+
+class DigestCache:
+    """Digests by device, inode, size and times of a file. May be used by several threads.
+
+    Neither a file that cannot be read nor one that cannot be written is an error: digests are made again.
+
+    Args:
+        path: None: nothing is kept.
+    """
+
+    def __init__(self, path: Path | None, *, settled_seconds: float = SETTLED_SECONDS) -> None:
+        self._path, self._settled_seconds = path, settled_seconds
+        self._lock = threading.Lock()
+        self._digests = _read(path)
+        self._new: dict[str, str] = {}
+
+    def get(self, of: os.stat_result) -> str | None:
+        return self._digests.get(_key(of))
+
+    def put(self, of: os.stat_result, digest: str) -> None:
+        if time.time() - max(of.st_mtime, of.st_ctime) >= self._settled_seconds:
+            with self._lock:
+                self._new[_key(of)] = digest
+
+    def save(self) -> None:
+        """Write what is new, beside what others have written meanwhile; the oldest are forgotten."""
+        if self._path is None or not self._new:
+            return
+        digests = {**_read(self._path), **self._new}
+        kept = dict(list(digests.items())[-MAX_ENTRIES:])
+        name = None
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Whole or not at all: another process may read it, or write its own, at any instant.
+            fd, name = tempfile.mkstemp(dir=self._path.parent, prefix=".weights-")  # mode 0600
+            with os.fdopen(fd, "w") as file:
+                json.dump({"version": VERSION, "digests": kept}, file)
+            os.replace(name, self._path)
+        except OSError as error:
+            _log.info("kvsidecar: what was found in the weights is not kept for the next start: %s", error)
+            if name is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+            return
+        self._digests, self._new = kept, {}
+
+
+def _key(of: os.stat_result) -> str:
+    # The time of the inode too: a tool may set that of the content, nobody sets this one.
+    return f"{of.st_dev}:{of.st_ino}:{of.st_size}:{of.st_mtime_ns}:{of.st_ctime_ns}"
+
+
+def _read(path: Path | None) -> dict[str, str]:
+    """Nothing, unless it is a whole file that only this user can have written."""
+    if path is None:
+        return {}
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            return {}
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            _log.warning("kvsidecar: %s is not this user's alone: it is not used", path)
+            return {}
+        content = json.loads(os.pread(fd, MAX_BYTES, 0))
+    except (OSError, ValueError):
+        return {}
+    finally:
+        os.close(fd)
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        return {}
+    digests = content.get("digests")
+    if not isinstance(digests, dict):
+        return {}
+    return {key: each for key, each in digests.items() if isinstance(each, str) and len(each) == 64}

@@ -1,0 +1,172 @@
+"""Which weights a directory or file holds, by what is in it: two copies of one download are the same. Knows no engine.
+
+To read all of it would take as long as to load it. So of every tensor some places are read: a fine-tune, or an adapter
+merged into a tensor, changes nearly all of its bytes. What changes a few rows of one tensor alone may go unnoticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvsidecar.integrations.digest_cache import DigestCache, default_path
+
+PIECE = 4096
+"""Bytes that are read at one place."""
+PIECES = 8
+"""Places in a tensor. One of less than so many pieces is read whole."""
+STRIDE = 1 << 20
+"""Bytes from place to place in a file whose tensors are not known."""
+TAIL = 1 << 20
+"""Bytes at the end of such a file that are read whole: a torch checkpoint has its list of tensors there, with their
+checksums."""
+CHUNK = 1 << 20
+MAX_HEADER = 100_000_000
+"""Bytes of a safetensors header; its own limit."""
+MAX_TEXT = 16 << 20
+"""Longer texts are read in places."""
+READERS = 8
+"""Files that are read at the same time: a disk, or a file server, answers several at once."""
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz")
+TEXTS = (".json", ".py", ".yaml", ".yml")
+"""Read whole: configuration and code of the model. All other files are read in places."""
+IGNORED_NAMES = (
+    "tokenizer", "tekken", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template",
+    "generation_config", "readme", "license", "notice",
+)  # fmt: skip
+IGNORED_SUFFIXES = (
+    ".md", ".txt", ".jinja", ".tiktoken", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".html", ".lock",
+)  # fmt: skip
+"""What makes no KV. Hashes are made of token ids, so how these are made of text does not matter."""
+
+
+def digest_of(model: str | Path, cache: DigestCache | None = None) -> str | None:
+    """The weights and configuration in a directory, or in a single file, as a hexadecimal digest.
+
+    Args:
+        cache: of files that were read before; by default the user's.
+
+    Returns:
+        None: there are no weights of a known format: the engine has them from somewhere else.
+
+    Raises:
+        OSError: a file cannot be read, or was written to meanwhile.
+    """
+    files = files_of(Path(model))
+    if Path(model).is_dir() and not any(each.suffix in WEIGHTS for each in files):
+        return None
+    cache = DigestCache(default_path()) if cache is None else cache
+    with ThreadPoolExecutor(READERS, thread_name_prefix="kvsidecar-weights") as readers:
+        digests = list(readers.map(lambda file: _digest_of_file(file, cache), files))
+    cache.save()
+    names = [each.name for each in files] if Path(model).is_dir() else ["weights"]
+    return _hash(json.dumps([PIECE, PIECES, STRIDE, TAIL, *zip(names, digests, strict=True)]).encode())
+
+
+def files_of(model: Path) -> list[Path]:
+    """What of a directory is looked at, by name; the file itself, if it is one."""
+    if not model.is_dir():
+        return [model]
+    return sorted(
+        each
+        for each in model.iterdir()
+        if each.is_file()
+        and not each.name.startswith(".")
+        and not each.name.lower().startswith(IGNORED_NAMES)
+        and each.suffix.lower() not in IGNORED_SUFFIXES
+    )
+
+
+def hub_snapshot(model: str | Path) -> tuple[str, str] | None:
+    """Name and commit of a hub's model, if this is its directory in the hub's local cache: links to files which that
+    never changes."""
+    directory = Path(os.path.abspath(model))
+    snapshots, root = directory.parent, directory.parent.parent
+    if snapshots.name != "snapshots" or not root.name.startswith("models--"):
+        return None
+    commit = directory.name
+    if len(commit) != 40 or set(commit) - set("0123456789abcdef") or not directory.is_dir():
+        return None
+    if not all(each.is_symlink() for each in files_of(directory)):
+        return None
+    return root.name.removeprefix("models--").replace("--", "/"), commit
+
+
+def _digest_of_file(path: Path, cache: DigestCache) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        before = os.fstat(fd)
+        text = path.suffix in TEXTS and before.st_size <= MAX_TEXT
+        digest = None if text else cache.get(before)
+        if digest is None:
+            if not text:
+                # Else each place would be read with the pages around it.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            spans = iter([(0, before.st_size)]) if text else _places(fd, before.st_size, path)
+            digest = _digest_of_spans(fd, before.st_size, spans)
+            after = os.fstat(fd)
+            if (after.st_size, after.st_mtime_ns, after.st_ctime_ns) != (
+                before.st_size,
+                before.st_mtime_ns,
+                before.st_ctime_ns,
+            ):
+                raise OSError(f"{path} was written to while it was read")
+            if not text:
+                cache.put(before, digest)
+        return digest
+    finally:
+        os.close(fd)
+
+
+def _digest_of_spans(fd: int, size: int, spans: Iterator[tuple[int, int]]) -> str:
+    found = hashlib.blake2b(str(size).encode(), digest_size=32)
+    for offset, length in spans:
+        while length > 0:
+            data = os.pread(fd, min(length, CHUNK), offset)
+            if not data:
+                break  # it was cut short: its times tell
+            found.update(data)
+            offset, length = offset + len(data), length - len(data)
+    return found.hexdigest()
+
+
+def _places(fd: int, size: int, path: Path) -> Iterator[tuple[int, int]]:
+    """Offsets and lengths of what is read of a file."""
+    tensors = _tensors(fd, size) if path.suffix == ".safetensors" else None
+    if tensors is None:
+        yield from ((offset, PIECE) for offset in range(0, max(0, size - TAIL), STRIDE))
+        yield max(0, size - TAIL), min(size, TAIL)
+        return
+    header, spans = tensors
+    yield 0, header
+    for begin, end in spans:
+        if end - begin <= PIECE * PIECES:
+            yield header + begin, end - begin
+            continue
+        for i in range(PIECES):
+            yield header + begin + (end - begin - PIECE) * i // (PIECES - 1), PIECE
+
+
+def _tensors(fd: int, size: int) -> tuple[int, list[tuple[int, int]]] | None:
+    """Bytes of a safetensors file before its data, and where the tensors are in that; None if it is not one."""
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER):
+        return None
+    try:
+        entries = json.loads(os.pread(fd, length, 8))
+        entries.pop("__metadata__", None)
+        spans = sorted((begin, end) for begin, end in (each["data_offsets"] for each in entries.values()))
+        if any(not 0 <= begin <= end <= size - 8 - length for begin, end in spans):
+            return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return 8 + length, spans
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()

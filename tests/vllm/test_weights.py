@@ -1,0 +1,102 @@
+"""Engines whose weights are updated in place, one after the other, and engines that were started from copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.harness import DaemonProcess
+from tests.vllm import models
+from tests.vllm.conftest import Truth
+from tests.vllm.engine import Engine, EngineProcess, Prompt, join, kvsidecar, prompt, running
+
+LONG = prompt("long", 700)
+WHOLE = 672
+
+
+def computed(engine: Engine, asked: Prompt, salt: str) -> tuple[int, ...]:
+    """The tokens that the engine's weights give, without any cache."""
+    (answer,) = engine.generate(Prompt(asked.ids, salt))
+    assert answer.cached == 0
+    engine.drain()
+    return answer.tokens
+
+
+def test_an_updated_engine_is_not_offered_kv_of_the_old_weights_and_shares_again_by_name(
+    model: str, daemon: DaemonProcess, truth: Truth, tmp_path: Path
+) -> None:
+    new, name = models.save("other", tmp_path), tmp_path / "name"
+    name.write_text("another run's")
+    transfer = kvsidecar(daemon.socket, weights_version_file=str(name))
+    with EngineProcess(model, transfer) as other, running(model, transfer) as engine:
+        other.wait_started()
+        join(engine, daemon)
+        join(other, daemon)
+        engine.update(new)
+        assert engine.reset(connector=True)
+        wanted = computed(engine, LONG, "cold")
+        assert [wanted] != truth(LONG)
+
+        # The other replica has the old weights still, and stores.
+        other.generate(LONG)
+        other.drain()
+        (cold,) = engine.generate(LONG)
+        assert (cold.cached, cold.tokens) == (0, wanted)
+        engine.drain()
+        assert other.reset()
+        (theirs,) = other.generate(LONG)
+        assert theirs.cached == WHOLE, "they keep what they share"
+        assert [theirs.tokens] == truth(LONG)
+        other.drain()
+        assert engine.reset()
+        (mine,) = engine.generate(LONG)
+        assert (mine.cached, mine.tokens) == (WHOLE, wanted), "an engine that is alone still has its own"
+        engine.drain()
+        assert engine.counters()["vllm:kvsidecar_unnamed_resets"] == 1
+
+        name.write_text("step 1")
+        other.update(new)
+        assert other.reset(connector=True)
+        assert engine.reset(connector=True)
+        (cold,) = other.generate(LONG)
+        assert (cold.cached, cold.tokens) == (0, wanted)
+        other.drain()
+        (shared,) = engine.generate(LONG)
+        assert (shared.cached, shared.tokens) == (WHOLE, wanted)
+        engine.drain()
+
+        # Nobody has changed the name, so nobody has said what the weights are.
+        assert engine.reset(connector=True)
+        assert engine.generate(LONG)[0].cached == 0
+        engine.drain()
+        assert engine.counters()["vllm:kvsidecar_unnamed_resets"] == 2
+
+
+def test_a_reset_that_is_refused_must_be_asked_for_again(
+    model: str, daemon: DaemonProcess, truth: Truth, tmp_path: Path
+) -> None:
+    """Requests run: the GPU keeps their KV, which nobody may share."""
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(LONG)
+        engine.drain()
+        assert engine.reset()
+        engine.add(prompt("runs", 300), tokens=30)
+        engine.step_until(lambda: engine.scheduler.running, "a request runs")
+        stored = daemon.get("/status")[1]["jobs"]["stores_done"]
+        assert not engine.reset(connector=True)
+        engine.run()
+        engine.drain()
+        assert daemon.get("/status")[1]["jobs"]["stores_done"] - stored <= 1, "what was under way, and nothing since"
+        assert engine.generate(LONG)[0].cached == 0
+        engine.drain()
+        assert engine.reset(connector=True)
+        (cold,) = engine.generate(LONG)
+        engine.drain()
+        assert engine.reset()
+        (hit,) = engine.generate(LONG)
+        assert (cold.cached, hit.cached) == (0, WHOLE)
+        assert [cold.tokens] == [hit.tokens] == truth(LONG)
+        engine.drain()
+        counters = engine.counters()
+        assert counters["vllm:kvsidecar_resets"] == 2
+        assert counters["vllm:kvsidecar_refused_resets"] == 1
