@@ -16,7 +16,7 @@ from kvsidecar.wire import MAX_MESSAGE_BYTES
 
 MAX_HALF_READ_BYTES = 16 * MAX_MESSAGE_BYTES
 """Of one user, in messages of which the end has not arrived."""
-MESSAGE_SECONDS = 30.0
+MESSAGE_SECONDS = 10.0
 """From the first byte of a message to its last."""
 
 
@@ -61,7 +61,13 @@ class HalfRead:
             on_late: told why the connection must end. The message is still to be ended.
         """
         message = HalfMessage(user, nbytes, on_room)
-        message.timer = asyncio.get_running_loop().call_later(self._seconds, lambda: on_late(self._why(message)))
+        loop, half = asyncio.get_running_loop(), self._seconds / 2
+
+        def half_time() -> None:
+            message.timer = loop.call_later(half, lambda: on_late(self._why(message)))
+
+        # In two halves: a daemon that was itself stopped for a while finds its timers due before it reads what has come.
+        message.timer = loop.call_later(half, half_time)
         of_user = self._users.setdefault(user, _OfUser())
         of_user.waiting.append(message)
         self._give_room(of_user)
