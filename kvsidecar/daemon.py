@@ -40,6 +40,7 @@ from kvsidecar.readiness import Readiness, Snapshot
 from kvsidecar.reload import Reloader
 from kvsidecar.rpc.attach_socket import AttachSocket
 from kvsidecar.rpc.endpoint import Endpoint, group_id
+from kvsidecar.rpc.half_read import HalfRead
 from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.lane import Lane
 from kvsidecar.rpc.remote import RemoteServer
@@ -185,11 +186,11 @@ class Daemon:
             epoch=self.epoch,
             instances=self._instances,
             on_gone=self._peer_gone,
-            lane=partial(Lane, self._handler) if settings.fast_lane else None,
+            lane=partial(Lane, self._handler, HalfRead()) if settings.fast_lane else None,
             refuse=self._metrics.refuse,
             tasks=self._tasks,
         )
-        self._rpc = RpcServer(self._endpoint, Service(self._handler), self.readiness, self._tasks)
+        self._rpc = RpcServer(self._endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse)
         self._remote = self._remote_server(settings)
         self._probes = Probes(
             readiness=self.readiness, metrics=self._metrics, stuck=self._stuck, status=self._report.json

@@ -115,6 +115,10 @@ class LimitExceeded(KVSidecarError):
     """The client asks for more than one client may have at once."""
 
 
+class Unfinished(KVSidecarError):
+    """The client did not send the rest of what it had begun, in the time there is for that."""
+
+
 class Unavailable(KVSidecarError):
     """The daemon does not take this request in its present state.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvsidecar.addresses import cannot_listen
+from kvsidecar.http_connection import Connections, HttpConnection, note_arrival
 from kvsidecar.metrics import Metrics
 from kvsidecar.readiness import Readiness
 
@@ -35,12 +37,14 @@ class Probes:
         self._metrics = metrics
         self._stuck = stuck
         self._status = status
-        application = web.Application()
+        application = web.Application(middlewares=[note_arrival])
         application.router.add_get("/health", self._health)
         application.router.add_get("/ready", self._ready)
         application.router.add_get("/metrics", self._scrape)
         application.router.add_get("/status", self._show_status)
         self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
+        self._connections = Connections(metrics.refuse)
+        self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen. Returns the port, chosen by the system if ``port`` is 0.
@@ -49,14 +53,19 @@ class Probes:
             AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
         """
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: HttpConnection(server, self._connections), host, port
+            )
         except OSError as error:
             raise cannot_listen("HTTP", f"{host}:{port}", "http_host and http_port", error) from error
-        address = self._runner.addresses[0]
-        return int(address[1])
+        return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
 
     async def _health(self, _request: web.Request) -> web.Response:

@@ -264,6 +264,13 @@ class Instances:
         peer = self._peers.get(token)  # type: ignore[call-overload]
         return None if peer is None else peer.uid
 
+    def may_use_lease(self, lease: int, uid: int | None) -> bool:
+        """Whether a lease is this user's, as far as anybody knows: to others it is one that never was."""
+        if self._access.policy is None:
+            return True
+        found = self._cache.lease(lease, self._clock())
+        return found is None or found.owner is None or self.uid_of(found.owner) == uid
+
     def remove_peer(self, peer: Peer) -> tuple[Session, ...]:
         """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
         if self._peers.pop(peer.token, None) is not None:
@@ -464,11 +471,16 @@ def permit(caller: Caller, namespace: Namespace) -> None:
     if caller.grant.may_use(namespace):
         return
     if caller.identity is None:
-        raise UnknownPeer(
-            "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
-            f"answered in the metadata {TOKEN_METADATA}"
-        )
+        raise unidentified()
     raise NotPermitted(f"the policy gives {caller.identity} no namespace {str(namespace)!r}")
+
+
+def unidentified() -> UnknownPeer:
+    """The refusal of who asks a daemon with a policy, and does not say who it is."""
+    return UnknownPeer(
+        "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
+        f"answered in the metadata {TOKEN_METADATA}"
+    )
 
 
 async def _close_events(events: Sequence[DeviceEvent]) -> None:

@@ -121,11 +121,6 @@ class Lookups:
             space = self._nobodys.get(width) or self._nobodys.setdefault(width, self._cache.empty_space(width))
         return space
 
-    def owner(self, lease: int) -> object | None:
-        """The peer with whose end this lease ends; None if there is none, or no such lease."""
-        found = self._cache.lease(lease, self._clock())
-        return None if found is None else found.owner
-
     def release(self, lease: int) -> bool:
         """End a lease. False if it had ended before."""
         return self._cache.release(lease)

@@ -91,6 +91,10 @@ class Refusal(StrEnum):
     """The caller sent no token, or one of no live connection, where it has to say who it is."""
     LIMIT = "limit"
     """One user would have had more than one may have at once."""
+    UNFINISHED = "unfinished"
+    """A client began a message, a request or a stream, and did not go on in the time there is for that."""
+    CLIENT_GONE = "client_gone"
+    """Nobody was there any more for an answer."""
 
 
 class Outcome(StrEnum):

@@ -16,7 +16,7 @@ from kvsidecar.client.connection import Connection, open_channel
 from kvsidecar.client.keeper import Keeper
 from kvsidecar.client.leases import PendingLease
 from kvsidecar.client.link import Link, connect
-from kvsidecar.client.messages import CarrierError, lookup_request, lookup_result, no_hits
+from kvsidecar.client.messages import CarrierError, lookup_request, lookup_result, milliseconds, no_hits
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
 from kvsidecar.paths import attach_path
@@ -88,7 +88,9 @@ class Lookups:
         return reply.released
 
     def renew(self, lease: int, lease_seconds: float, timeout: float | None) -> float:
-        request = pb.LaneRequest(renew=pb.RenewRequest(lease=lease, lease_ms=int(lease_seconds * 1000)))
+        request = pb.LaneRequest(
+            renew=pb.RenewRequest(lease=lease, lease_ms=milliseconds("lease_seconds", lease_seconds))
+        )
         try:
             reply: pb.RenewReply = self._ask(lambda _: request, timeout)
         except NoAnswer:
@@ -210,7 +212,7 @@ def operator_error(error: grpc.RpcError, where: str) -> ClientError:
     """What a refused or unanswered request of an operator raises."""
     text = error.details() or error.code().name
     match error.code():
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.CANCELLED:
             return DaemonUnreachable(f"no kvsidecar answers at {where}: {text}")
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return RequestDenied(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -455,6 +456,8 @@ class Client:
     ) -> int:
         number = self._jobs.number()
         seconds = self._job_timeout if isinstance(timeout, Default) else timeout
+        if seconds is not None and math.isnan(seconds):
+            raise ValueError("timeout is nan: it must be a number of seconds, or None")
         with self._jobs.lock:
             session = self._keeper.session
             if session is None or self._closed:

@@ -134,7 +134,10 @@ class Connection:
             ask, message = self._unary(request)
             return ask(message, timeout=seconds, metadata=self.metadata)
         except grpc.RpcError as error:
-            raise _carrier_error(error) from error
+            refused = _carrier_error(error)
+            if refused.code is grpc.StatusCode.CANCELLED:  # by a daemon that goes down, or by `close`
+                raise CarrierError(grpc.StatusCode.UNAVAILABLE, refused.text) from error
+            raise refused from error
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 

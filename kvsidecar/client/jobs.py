@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
-from kvsidecar.client.messages import FIELDS_BYTES
+from kvsidecar.client.messages import FIELDS_BYTES, milliseconds
 from kvsidecar.client.results import Blocks, JobDone
 from kvsidecar.client.waiting import NAP_SECONDS
 from kvsidecar.types import Direction, Outcome
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
     from kvsidecar.client.session import Session
 
 
+MAX_UNPOLLED = 1 << 16
+"""Ends of jobs that are kept until somebody asks for them: about 15 MB. Of more the older half is forgotten."""
 LIGHT_SECONDS = 0.05
 """A wait that takes longer is for something slow, and not worth a tenth of a core."""
+
+
+_log = logging.getLogger("kvsidecar.client")
 
 
 class Completion(Protocol):
@@ -77,7 +83,7 @@ class Job:
         request.job = self.number
         if self.deadline is not None:
             # 0 on the wire means no deadline, and a deadline that is over was answered before.
-            request.deadline_ms = max(1, int((self.deadline - now) * 1000))
+            request.deadline_ms = max(1, milliseconds("timeout", self.deadline - now))
         nbytes = FIELDS_BYTES
         if self.traceparent:
             request.traceparent = self.traceparent
@@ -107,6 +113,7 @@ class Jobs:
         self._new = 0
         """Jobs that were added since the last poll."""
         self._finished: dict[int, JobDone] = {}  # an empty one may be seen without the lock
+        self._forgets = False
         self._session: Session | None = None
         """Of the newest job: the others are read by their own threads alone."""
 
@@ -141,8 +148,7 @@ class Jobs:
             if job is None:
                 return False
             job.session.job_over(job)
-            self._finished[done.job] = done
-            self.changed.notify_all()
+            self._keep(done)
             return True
 
     def hold(self, done: JobDone) -> None:
@@ -157,8 +163,18 @@ class Jobs:
     def decline(self, number: int, reason: str, error: str = "") -> None:
         """Answer a job that was never outstanding."""
         with self.changed:
-            self._finished[number] = JobDone(number, Outcome.DECLINED, reason, error)
-            self.changed.notify_all()
+            self._keep(JobDone(number, Outcome.DECLINED, reason, error))
+
+    def _keep(self, done: JobDone) -> None:
+        """Until it is polled, or waited for. With the lock held."""
+        self._finished[done.job] = done
+        if len(self._finished) > MAX_UNPOLLED:
+            for number in tuple(itertools.islice(self._finished, MAX_UNPOLLED // 2)):
+                del self._finished[number]
+            if not self._forgets:
+                self._forgets = True
+                _log.warning("the ends of %d jobs were never asked for: the oldest are forgotten", MAX_UNPOLLED)
+        self.changed.notify_all()
 
     def has_outstanding(self, session: Session) -> bool:
         with self.changed:
@@ -209,7 +225,8 @@ class Jobs:
 
     def wait(self, numbers: Iterable[int], timeout: float) -> dict[int, JobDone]:
         wanted = tuple(numbers)
-        self.wait_until(lambda: all(number in self._finished for number in wanted), time.monotonic() + timeout)
+        # Not until they are among the finished: an end that somebody has had, or that was forgotten, never will be.
+        self.wait_until(lambda: not any(number in self._outstanding for number in wanted), time.monotonic() + timeout)
         with self.changed:
             return {number: self._finished.pop(number) for number in wanted if number in self._finished}
 

@@ -129,7 +129,7 @@ class LaneCalls:
         fd = connection.fileno()
         while True:
             while (reply := self._arrived.next()) is not None:
-                if reply.call == self._number:
+                if reply.call == self._number and reply.WhichOneof("message") is not None:
                     return reply
                 self._take_posted(reply)
             if not (wait_lightly(fd, min(LIGHT_SECONDS, _left(deadline))) or wait_readable(fd, _left(deadline))):
@@ -148,12 +148,15 @@ class LaneCalls:
         self._arrived.feed(data)
 
     def _take_posted(self, reply: pb.LaneReply) -> None:
-        """Or the late answer to a call that was given up, which nobody wants any more."""
+        """Or the late answer to a call that was given up, which nobody wants any more, or what is of a kind that only a
+        newer daemon's client knows."""
+        kind = reply.WhichOneof("message")
+        if kind is None:
+            return
         if not reply.call:
             raise ConnectionError(reply.error.text)
         if (posted := self._posted.pop(reply.call, None)) is not None:
             method, then = posted
-            kind = reply.WhichOneof("message")
             if kind not in (method, "error"):
                 raise ConnectionError(f"the daemon answered a {method} with {kind}")
             self._answers.append((then, error_of(reply.error) if kind == "error" else getattr(reply, method)))

@@ -30,6 +30,24 @@ MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Without what a carrier adds. A larger message would cost the whole stream, with every job on it."""
 
 
+MAX_MILLISECONDS = 2**32 - 1
+"""Of a time on the wire: 49 days."""
+
+
+def milliseconds(name: str, seconds: float) -> int:
+    """As the wire has it; what is too long for that is as long as that may be.
+
+    Args:
+        name: of the argument, for the error.
+
+    Raises:
+        ValueError: it is negative, or no number.
+    """
+    if not seconds >= 0:
+        raise ValueError(f"{name} is {seconds}: it must be a number of seconds that is not negative")
+    return int(min(seconds * 1000, MAX_MILLISECONDS))
+
+
 class CarrierError(Exception):
     """A message was refused or not answered; the same for gRPC and the fast lane."""
 
@@ -89,8 +107,11 @@ def lookup_request(
 
     Raises:
         ClientError: it is longer than the daemon takes.
+        ValueError: the lease is for no such time.
     """
-    start = _without_groups(namespace, mode, int(lease_seconds * 1000), token if lease_seconds else b"")
+    start = _without_groups(
+        namespace, mode, milliseconds("lease_seconds", lease_seconds), token if lease_seconds else b""
+    )
     message = pb.LaneRequest.FromString(start)
     add, size = message.lookup.groups.add, len(start)  # to ask the message itself takes as long as to serialize it
     for group, hashes in groups.items():

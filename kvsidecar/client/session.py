@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.jobs import Job, Jobs, Phase
-from kvsidecar.client.messages import MAX_REQUEST_BYTES, CarrierError, job_done_from, readiness_from
+from kvsidecar.client.messages import MAX_REQUEST_BYTES, CarrierError, job_done_from, milliseconds, readiness_from
 from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.results import JobDone, Readiness
 from kvsidecar.types import Direction, Outcome, Refusal, State
@@ -77,7 +77,7 @@ class Session:
         """Send a Flush; the answer appears in `flushed`. The jobs were sent before. With the lock held."""
         self.flushed[number] = None
         mode = pb.Flush.MODE_CANCEL if cancel else pb.Flush.MODE_FINISH
-        message = pb.Flush(flush=number, jobs=jobs, timeout_ms=max(1, int(timeout * 1000)), mode=mode)
+        message = pb.Flush(flush=number, jobs=jobs, timeout_ms=max(1, milliseconds("timeout", timeout)), mode=mode)
         self._stream.put(pb.AttachRequest(flush=message))
 
     def forget_flush(self, number: int) -> None:

@@ -128,11 +128,17 @@ class AttachSocket:
             try:
                 self._connections_of.take(uid)
             except LimitExceeded as error:
-                self._refuse(Refusal.LIMIT)
-                _turn_away(connection, self._welcome_error(str(error)))
+                with connection:  # without a line of log each: nobody shall fill that with them
+                    self._refuse(Refusal.LIMIT)
+                    _send_at_once(connection, self._welcome_error(str(error)))
                 continue
             self._connections[connection] = None
             self._tasks.spawn(self._serve(connection, pid, uid, gid), name="attach-connection")
+
+    def _turn_away(self, connection: socket.socket, reason: Refusal, text: str) -> None:
+        self._refuse(reason)
+        _log.warning("attach connection refused", error=text)
+        _send_at_once(connection, self._welcome_error(text))
 
     def _welcome_error(self, text: str) -> pb.Welcome:
         return pb.Welcome(epoch=self._epoch, error=text)
@@ -143,10 +149,11 @@ class AttachSocket:
         try:
             try:
                 hello, fds = await asyncio.wait_for(_receive_hello(connection), HELLO_SECONDS)
-            except (InvalidRequest, TimeoutError, OSError) as error:
-                if not isinstance(error, OSError) or isinstance(error, TimeoutError):
-                    self._refuse(Refusal.INVALID_REQUEST)
-                _log.warning("attach connection refused", error=str(error) or type(error).__name__)
+            except TimeoutError:
+                self._turn_away(connection, Refusal.UNFINISHED, f"no Hello was complete within {HELLO_SECONDS:g} s")
+                return
+            except InvalidRequest as error:
+                self._turn_away(connection, Refusal.INVALID_REQUEST, str(error))
                 return
             if refused := self._hello_problem(hello, fds, uid):
                 _close_all(fds)
@@ -312,9 +319,9 @@ def _close_all(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-def _turn_away(connection: socket.socket, message: pb.Welcome) -> None:
-    """Answer before anything is asked, as far as that goes without waiting, and close."""
-    with connection, contextlib.suppress(OSError):
+def _send_at_once(connection: socket.socket, message: pb.Welcome) -> None:
+    """As far as that goes without waiting."""
+    with contextlib.suppress(OSError):
         connection.send(_framed(message))
 
 

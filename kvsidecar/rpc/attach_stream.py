@@ -20,6 +20,8 @@ MAX_JOBS = 8192
 MAX_OUTSTANDING_BLOCKS = 1 << 21
 """Of one rank's jobs that are not over; each has about 50 bytes here until then."""
 
+NO_LEASE = -1
+"""An id that no lease ever has. Another user's is answered like it, whatever else is wrong with the load."""
 MAX_FLUSHES = 1024
 """Of one rank that wait; one more is answered at once, with what is pending then."""
 
@@ -136,7 +138,10 @@ class AttachStream:
             return _answered(self._transfers.invalid(Direction.LOAD, error))
         if not (count := self._take(blocks)):
             return _answered(self._transfers.declined(Direction.LOAD, Refusal.LIMIT))
-        load = self._transfers.load(self._session, blocks, message.lease or None, control, message.traceparent)
+        lease = message.lease or None
+        if lease is not None and not self._instances.may_use_lease(lease, self._session.peer.uid):
+            lease = NO_LEASE
+        load = self._transfers.load(self._session, blocks, lease, control, message.traceparent)
         return self._counted(count, load)
 
     async def _counted(self, count: int, running: Coroutine[Any, Any, JobResult]) -> JobResult:

@@ -15,10 +15,11 @@ from kvsidecar.errors import (
     NotPermitted,
     ProtocolMismatch,
     Unavailable,
+    Unfinished,
     UnknownPeer,
 )
 from kvsidecar.hashes import PackedHashes
-from kvsidecar.instances import Instances, Session, permit
+from kvsidecar.instances import Instances, Session, permit, unidentified
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
 from kvsidecar.policy import Access, Caller
@@ -37,6 +38,7 @@ REASONS: Mapping[type[KVSidecarError], Refusal] = {
     NotPermitted: Refusal.DENIED,
     UnknownPeer: Refusal.UNIDENTIFIED,
     LimitExceeded: Refusal.LIMIT,
+    Unfinished: Refusal.UNFINISHED,
     InvalidRequest: Refusal.INVALID_REQUEST,
 }
 """As what a refused request is counted. (A registration that is refused for another reason has its own.)"""
@@ -79,6 +81,10 @@ class Handler:
     def caller(self, token: bytes) -> Caller:
         """Who has this token; without one nobody knows. Raises UnknownPeer if it is of no live connection."""
         return self._instances.peer(token).caller if token else self._instances.access.anonymous
+
+    def uid_of(self, token: bytes) -> int | None:
+        """The user whose live connection has this token; None if there is none."""
+        return self._instances.uid_of(token)
 
     @property
     def access(self) -> Access:
@@ -200,18 +206,20 @@ class Handler:
         return reply
 
     def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseReply:
-        return pb.ReleaseReply(released=self._has(caller, request.lease) and self._lookups.release(request.lease))
+        self._identify(caller)
+        mine = self._instances.may_use_lease(request.lease, caller.uid)
+        return pb.ReleaseReply(released=mine and self._lookups.release(request.lease))
 
     def renew(self, request: pb.RenewRequest, caller: Caller) -> pb.RenewReply:
-        granted = self._lookups.renew(request.lease, request.lease_ms / 1000) if self._has(caller, request.lease) else 0
+        self._identify(caller)
+        mine = self._instances.may_use_lease(request.lease, caller.uid)
+        granted = self._lookups.renew(request.lease, request.lease_ms / 1000) if mine else 0
         return pb.RenewReply(renewed=granted > 0, lease_ms=int(granted * 1000))
 
-    def _has(self, caller: Caller, lease: int) -> bool:
-        """Whether a lease is this user's, as far as anybody knows: to others it is one that never was."""
-        if self.open_to_all:
-            return True
-        owner = self._lookups.owner(lease)
-        return owner is None or self._instances.uid_of(owner) == caller.uid
+    def _identify(self, caller: Caller) -> None:
+        """Raises UnknownPeer: a daemon with a policy wants to know who asks for leases."""
+        if caller.identity is None and not self.open_to_all:
+            raise unidentified()
 
     # -- operators -------------------------------------------------------------------------------------------------
 

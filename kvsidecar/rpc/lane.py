@@ -16,6 +16,7 @@ from kvsidecar import log
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Unavailable, UnknownPeer
 from kvsidecar.instances import Peer, Session
 from kvsidecar.rpc.attach_stream import AttachStream
+from kvsidecar.rpc.half_read import HalfMessage, HalfRead
 from kvsidecar.rpc.handler import INTERNAL, Handler
 from kvsidecar.rpc.status import code_of
 from kvsidecar.types import Refusal
@@ -38,14 +39,18 @@ class Lane(asyncio.Protocol):
     """One client's connection after its Welcome. Used from the event loop.
 
     Args:
+        half_read: of all lanes.
         peer: who it is. The owner of the connection drops its sessions when `closed` is done.
     """
 
-    def __init__(self, handler: Handler, peer: Peer) -> None:
+    def __init__(self, handler: Handler, half_read: HalfRead, peer: Peer) -> None:
         self._handler = handler
+        self._half_read = half_read
         self._peer = peer
         self._transport: asyncio.Transport
         self._buffer = bytearray()
+        self._half: HalfMessage | None = None
+        """The message at the start of the buffer, while its end has not come."""
         self._refused: KVSidecarError | None = None
         self._registering: asyncio.Task[None] | None = None
         self._early: list[pb.AttachRequest] = []
@@ -71,6 +76,7 @@ class Lane(asyncio.Protocol):
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._close_stream()
+        self._forget_buffer()
         self._set_closed()
 
     def _set_closed(self) -> None:
@@ -99,7 +105,11 @@ class Lane(asyncio.Protocol):
                 break
             first = start + FRAME_LENGTH.size
             if end - first < length:
+                self._wait_for_rest(length)
                 break
+            if self._half is not None:
+                self._half_read.end(self._half)
+                self._half = None
             start = first + length
             self._take(bytes(memoryview(buffer)[first:start]))
         else:
@@ -108,7 +118,29 @@ class Lane(asyncio.Protocol):
             self._transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._next_turn)
             return
-        del buffer[:start]
+        if self._refused is not None:
+            self._forget_buffer()
+        else:
+            del buffer[:start]
+
+    def _wait_for_rest(self, length: int) -> None:
+        """The message at the end of what has arrived is not complete."""
+        if self._half is None:
+            self._half = self._half_read.begin(
+                self._peer.uid, length, on_room=self._go_on_reading, on_late=self._refuse
+            )
+            if not self._half.has_room:
+                self._transport.pause_reading()
+
+    def _go_on_reading(self) -> None:
+        if self._refused is None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _forget_buffer(self) -> None:
+        self._buffer.clear()
+        if self._half is not None:
+            self._half_read.end(self._half)
+            self._half = None
 
     def _next_turn(self) -> None:
         if self._refused is None and not self._transport.is_closing():
@@ -232,6 +264,7 @@ class Lane(asyncio.Protocol):
         if self._refused is None and not self._transport.is_closing():
             self._refused = error
             self._transport.pause_reading()
+            self._forget_buffer()
             self._handler.tasks.spawn(self._finish(error), name="lane-end")
 
     async def _finish(self, error: KVSidecarError) -> None:

@@ -32,6 +32,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 8192),
     ("grpc.max_concurrent_streams", 64),  # of one connection
+    ("grpc.http2.bdp_probe", 0),  # as for the Unix socket
     ("grpc.so_reuseport", 0),
     # A peer that is not there any more costs a descriptor until somebody notices.
     ("grpc.keepalive_time_ms", 30_000),
@@ -75,6 +76,9 @@ class RemoteService(Service):
             raise NotPermitted("the certificate has neither a subject alternative name nor a common name")
         who = Identity(certificate=names)
         return Caller(who, self._handler.access.grant(who))
+
+    def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
+        return names_of(context.auth_context())
 
     def _stream_holder(self, context: Context) -> Hashable:
         return names_of(context.auth_context())

@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 import grpc
 
 from kvsidecar import log
-from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, UnknownPeer
 from kvsidecar.instances import Session
 from kvsidecar.policy import Caller
 from kvsidecar.quota import Quota
 from kvsidecar.rpc.attach_stream import AttachStream
 from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.status import code_of
+from kvsidecar.rpc.turns import Turns
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
@@ -25,6 +26,8 @@ _log = log.get("rpc")
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_LOOKUP_STREAMS = 128
 """Of one user, and of all together who sent no token."""
+LARGE_LOOKUP_BYTES = 128 * 1024
+"""Of hashes: about a millisecond. A lookup of more than that waits for its user's turn."""
 FIRST_MESSAGE_SECONDS = 5.0
 """An Attach stream that says nothing for this long is ended."""
 MAX_UNREAD = 8192
@@ -56,14 +59,29 @@ def token_of(request: Any, context: Context) -> bytes:
     return request.token if isinstance(request, pb.LookupRequest) else b""
 
 
+def _is_large(request: pb.LookupRequest) -> bool:
+    return sum([len(group.hashes) for group in request.groups]) > LARGE_LOOKUP_BYTES
+
+
 class Service(pb_grpc.SidecarServicer):
     """One RPC per method, and the two streams."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._streams_of = Quota(MAX_LOOKUP_STREAMS, "streams of lookups")
+        self._turns = Turns()
 
-    Lookup = _unary("lookup")
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
+        try:
+            return await self._lookup(request, context)
+        except KVSidecarError as error:
+            await self._refuse(context, error)
+
+    async def _lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:
+        if _is_large(request):
+            await self._turns.wait(self._user(request, context))
+        return self._handler.lookup(request, self._caller(request, context))
+
     Release = _unary("release")
     Renew = _unary("renew")
     Status = _unary("status", for_admins=True)
@@ -75,6 +93,10 @@ class Service(pb_grpc.SidecarServicer):
         """Who asks this. Raises KVSidecarError: nobody who may."""
         anyone = self._handler.open_to_all and not for_admins
         return self._handler.caller(b"" if anyone else token_of(request, context))
+
+    def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
+        """With whom it takes turns: who sends no token, with the others who do not."""
+        return self._handler.uid_of(token_of(request, context))
 
     def _stream_holder(self, context: Context) -> Hashable:
         """With whom a stream of lookups is counted. Raises KVSidecarError."""
@@ -94,22 +116,17 @@ class Service(pb_grpc.SidecarServicer):
         except KVSidecarError as error:
             await self._refuse(context, error)
         try:
-            async for reply in self._lookups(requests, context):
-                yield reply
-        finally:
-            self._streams_of.give_back(holder)
-
-    async def _lookups(
-        self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
-    ) -> AsyncIterator[pb.LookupReply]:
-        async for request in requests:
-            try:
+            # One after the other: the next request is read when the reply to the last one has been written, which gRPC
+            # lets happen no sooner than there is room for it in what the client has said that it takes.
+            async for request in requests:
                 if isinstance(request, InvalidRequest):  # it did not parse
                     raise request
                 # Each time: a connection to the attach socket that has ended gives nothing any more.
-                yield self._handler.lookup(request, self._caller(request, context))
-            except KVSidecarError as error:
-                await self._refuse(context, error)
+                yield await self._lookup(request, context)
+        except KVSidecarError as error:
+            await self._refuse(context, error)
+        finally:
+            self._streams_of.give_back(holder)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
         try:
@@ -143,24 +160,31 @@ class _Attached:
         self._context = context
         # One reply per job, and some of readiness: bounded by MAX_UNREAD, beyond which the stream is ended.
         self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
+        self._dropped = False
+        """The session has ended, because its connection to the attach socket has."""
 
     async def serve(self) -> None:
         """Until the stream is over, and the session with it."""
         task = asyncio.current_task()
         assert task is not None
-        stream = self._handler.open(self._session, self._outbox.put_nowait, task.cancel)
+
+        def dropped() -> None:
+            self._dropped = True
+            task.cancel()
+
+        stream = self._handler.open(self._session, self._outbox.put_nowait, dropped)
         writer = self._handler.tasks.spawn(self._write(), name="attach-writer")
         refused: KVSidecarError | None = None
         gone = True
         try:
             refused = await self._read(stream)
-            gone = False
+            gone = self._dropped
         finally:
             stream.close()
             if gone:
                 writer.cancel()  # nobody reads any more what is owed
             await self._end(gone=gone)
-        if isinstance(refused, LimitExceeded):
+        if isinstance(refused, LimitExceeded | UnknownPeer):
             writer.cancel()  # what is owed would wait for a client that does not read
         else:
             self._outbox.put_nowait(None)
@@ -175,6 +199,8 @@ class _Attached:
         Raises:
             CancelledError: the client has gone.
         """
+        task = asyncio.current_task()
+        assert task is not None
         try:
             while (message := await self._context.read()) is not grpc.aio.EOF:
                 if isinstance(message, InvalidRequest):  # it did not parse
@@ -187,6 +213,11 @@ class _Attached:
                 stream.take(message)
         except KVSidecarError as error:
             return error
+        except asyncio.CancelledError:
+            if not self._dropped:
+                raise
+            task.uncancel()
+            return UnknownPeer("the connection to the attach socket whose token this rank registered with has ended")
         return None
 
     async def _end(self, *, gone: bool) -> None:

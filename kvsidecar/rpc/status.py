@@ -16,6 +16,7 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unfinished: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     # devices
     errors.DeviceError: grpc.StatusCode.INTERNAL,

@@ -389,6 +389,7 @@ def test_40_silent_connections_do_not_keep_engines_out(daemon: DaemonProcess) ->
     rank.close()
     for connection in silent:
         connection.settimeout(SECONDS)
+        assert b"no Hello was complete" in connection.recv(1000)
         assert connection.recv(1) == b"", "a silent connection may stay for ever"
         connection.close()
     deadline = time.monotonic() + SECONDS

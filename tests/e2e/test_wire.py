@@ -222,6 +222,9 @@ def test_garbage_on_the_attach_socket_costs_nothing(daemon: DaemonProcess, messa
     before = open_fds(daemon)
     with hello(daemon, message or b"\0", [buffer.fd]) as connection:
         connection.shutdown(socket.SHUT_WR)
+        answer = welcome(connection)
+        assert answer.error
+        assert not answer.token
         with suppress(ConnectionResetError):  # what it had not read when it closed
             assert connection.recv(100) == b""
     deadline = time.monotonic() + SECONDS

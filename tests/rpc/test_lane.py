@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.rpc.half_read import HalfRead
 from kvsidecar.rpc.handler import INTERNAL
 from kvsidecar.rpc.lane import FRAMES_PER_TURN, MAX_EARLY_BYTES, Lane
 from kvsidecar.tasks import TaskSet
@@ -75,7 +76,7 @@ class Handler:
 
 def made() -> tuple[Lane, Transport, Handler]:
     transport, handler = Transport(), Handler()
-    lane = Lane(handler, SimpleNamespace(token=b"t", client="c", caller=None))  # type: ignore[arg-type]
+    lane = Lane(handler, HalfRead(), SimpleNamespace(token=b"t", client="c", caller=None))  # type: ignore[arg-type]
     lane.connection_made(transport)  # type: ignore[arg-type]
     return lane, transport, handler
 

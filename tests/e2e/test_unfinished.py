@@ -1,0 +1,232 @@
+"""Clients that begin and do not go on: what they began costs little, and not for long; who is only slow is unharmed."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from kvsidecar import http_connection
+from kvsidecar.client import HostBuffer
+from kvsidecar.rpc.half_read import MAX_HALF_READ_BYTES
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import MAX_MESSAGE_BYTES, namespace_to_wire
+from tests.e2e.test_lane import frame, raw_lane
+from tests.e2e.test_limits import rss_mib, wait_for
+from tests.e2e.test_wire import framed, hello, welcome
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done
+
+MIB = 1 << 20
+ONE_READ = 256 * 1024
+"""The most that the event loop reads from a socket at a time."""
+
+
+def refusals(daemon: DaemonProcess, reason: str) -> float:
+    return daemon.metric(f'kvsidecar_refusals_total{{reason="{reason}"}}')
+
+
+def open_fds(daemon: DaemonProcess) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def send_what_goes(connection: socket.socket, data: bytes) -> None:
+    """Until all has gone, or the daemon takes no more: it has not read the last bytes, and the socket's buffer is full.
+
+    That it has stopped cannot be seen at this end but by waiting.
+    """
+    connection.settimeout(0.5)
+    with suppress(TimeoutError):
+        connection.sendall(data)
+    connection.settimeout(SECONDS)
+
+
+def big_lookup(nbytes: int = MAX_MESSAGE_BYTES - 1024) -> bytes:
+    request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
+    request.groups.add(group=0, hashes=bytes(nbytes // 32 * 32))
+    return frame(pb.LaneRequest(call=7, lookup=request).SerializeToString())
+
+
+def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProcess) -> None:
+    whole = big_lookup()
+    fit = MAX_HALF_READ_BYTES // len(whole)
+    many = 6 * fit
+    rank = Rank(daemon)
+    assert rank.hits("a") == 0
+    fds, start = open_fds(daemon), rss_mib(daemon)
+    with ExitStack() as stack:
+        lanes = [stack.enter_context(raw_lane(daemon)) for _ in range(many)]
+        for lane in lanes[:fit]:
+            lane.connection.sendall(whole[:-1])
+        done(rank.store("a"))  # a turn of the loop: what was sent before has been read
+        with_fit = rss_mib(daemon) - start
+        for lane in lanes[fit:]:
+            lane.connection.setblocking(False)
+            with suppress(BlockingIOError):
+                lane.connection.send(whole[:-1])
+            lane.connection.settimeout(SECONDS)
+        assert rank.hits("a") == 1, "another connection of the same user is held up"
+        with_many = rss_mib(daemon) - start
+        assert with_fit > 0.9 * fit * len(whole) / MIB, "the messages are not where they are looked for"
+        print(f"{fit} unfinished messages take {with_fit:.0f} MiB, {many} take {with_many:.0f} MiB")
+        assert with_many < with_fit + (many - fit) * ONE_READ / MIB + 0.2 * with_fit
+        for lane in lanes:
+            text = lane.error(0)[1]
+            assert re.search(r"was not complete 10 s after|there was no room", text), text
+            assert lane.closed()
+        assert refusals(daemon, "unfinished") >= fit
+        assert refusals(daemon, "unfinished") + refusals(daemon, "limit") == many
+        assert rss_mib(daemon) - start < 0.5 * with_fit, "what was read is kept"
+    wait_for(lambda: open_fds(daemon) <= fds)
+    done(rank.store("b"))
+    rank.close()
+
+
+def test_a_slow_client_is_served_beside_those_that_do_not_go_on(daemon: DaemonProcess) -> None:
+    """Its message finds no room at first, and comes in many pieces."""
+    whole = big_lookup()
+    fit = MAX_HALF_READ_BYTES // len(whole)
+    with ExitStack() as stack:
+        bad = [stack.enter_context(raw_lane(daemon)) for _ in range(fit)]
+        for lane in bad:
+            lane.connection.sendall(whole[:-1])
+        slow = stack.enter_context(raw_lane(daemon))
+        send_what_goes(slow.connection, whole[: MIB // 16])
+        for lane in bad[: fit // 2]:  # these were slow as well
+            lane.connection.sendall(whole[-1:])
+            assert lane.receive().lookup.ready
+        step = len(whole) // 50
+        for start in range(MIB // 16, len(whole), step):
+            slow.connection.sendall(whole[start : start + step])
+        reply = slow.receive()
+        assert (reply.call, reply.lookup.ready) == (7, True)
+        for lane in bad[fit // 2 :]:
+            assert "was not complete" in lane.error(0)[1]
+    assert refusals(daemon, "unfinished") == fit - fit // 2
+    assert refusals(daemon, "limit") == 0
+
+
+def test_a_hello_without_its_end_is_told_so(daemon: DaemonProcess) -> None:
+    with hello(daemon, framed(pb.Hello(protocol=PROTOCOL))[:-1], []) as connection:
+        assert "no Hello was complete within 5 s" in welcome(connection).error
+        assert connection.recv(1) == b""
+    assert refusals(daemon, "unfinished") == 1
+
+
+@pytest.mark.parametrize(("announced", "sent"), [(0, 2), (2, 0), (1, 2), (3, 1)])
+def test_a_hello_with_other_descriptors_than_it_says_is_told_so(
+    daemon: DaemonProcess, announced: int, sent: int
+) -> None:
+    buffer = HostBuffer(4096)
+    before = open_fds(daemon)
+    with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=announced)), [buffer.fd] * sent) as connection:
+        reply = welcome(connection)
+        assert f"announces {announced} descriptors, {sent} arrived" in reply.error
+        assert not reply.token
+        assert connection.recv(1) == b""
+    wait_for(lambda: open_fds(daemon) <= before)
+    assert refusals(daemon, "invalid_request") == 1
+    buffer.close()
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def http(daemon: DaemonProcess, data: bytes = b"") -> Iterator[socket.socket]:
+    host, port = daemon.http.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), SECONDS) as connection:
+        connection.sendall(data)
+        yield connection
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    data = b""
+    with suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            data += chunk
+    return data
+
+
+def test_half_a_request_is_ended_and_a_slow_one_is_answered(daemon: DaemonProcess) -> None:
+    halves = (b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n")
+    with ExitStack() as stack:
+        hanging = [stack.enter_context(http(daemon, half)) for half in halves]
+        # One whole request, and then half of one.
+        kept = stack.enter_context(http(daemon, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
+        assert b"200 OK" in kept.recv(65536)
+        kept.sendall(halves[1])
+        slow = stack.enter_context(http(daemon))
+        for piece in (b"GET /hea", b"lth HTTP/1.1\r\n", b"Host: x\r\nConnection: close\r\n", b"\r\n"):
+            slow.sendall(piece)
+            assert daemon.get("/health")[0] == 200  # in between the daemon has read it
+        assert b"200 OK" in until_closed(slow)
+        began = time.monotonic()
+        for connection in (*hanging, kept):
+            assert b"408" in until_closed(connection)
+        assert time.monotonic() - began < SECONDS
+    assert refusals(daemon, "unfinished") == 4
+
+
+def test_connections_that_are_held_keep_no_probe_out(daemon: DaemonProcess) -> None:
+    before = open_fds(daemon)
+    with ExitStack() as stack:
+        for _ in range(3 * http_connection.MAX_CONNECTIONS):
+            stack.enter_context(http(daemon, b"GET /ready HTTP/1.1\r\n"))
+        assert daemon.get("/health")[0] == 200
+        assert daemon.get("/ready")[0] == 200
+        assert open_fds(daemon) <= before + http_connection.MAX_CONNECTIONS + 1
+        assert refusals(daemon, "limit") >= 2 * http_connection.MAX_CONNECTIONS
+    wait_for(lambda: open_fds(daemon) <= before + 1)
+
+
+def test_a_connection_that_is_used_outlives_those_that_only_hold(daemon: DaemonProcess) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with ExitStack() as stack:
+        used = stack.enter_context(http(daemon, request))
+        assert b"200 OK" in used.recv(65536)
+        for _ in range(3):
+            for _ in range(http_connection.MAX_CONNECTIONS - 2):
+                stack.enter_context(http(daemon, b"G"))
+            used.sendall(request)
+            assert b"200 OK" in used.recv(65536)
+
+
+def test_an_answer_that_nobody_reads_is_ended(daemon: DaemonProcess) -> None:
+    """What does not fit into the socket's buffer waits in the daemon."""
+    with http(daemon) as connection:
+        connection.setblocking(False)
+        requests = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20
+        deadline = time.monotonic() + SECONDS
+        while refusals(daemon, "unfinished") < 1:
+            with suppress(BlockingIOError):
+                connection.send(requests)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        connection.setblocking(True)
+        until_closed(connection)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"G\x01T / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nbad\r\n\r\n",
+    ],
+    ids=["a long URL", "no method", "no header"],
+)
+def test_a_bad_request_is_counted_and_one_quiet_line_of_the_log(daemon: DaemonProcess, request_: bytes) -> None:
+    with http(daemon, request_) as connection:
+        assert b"400" in until_closed(connection)
+    assert refusals(daemon, "invalid_request") == 1
+    assert daemon.terminate() == 0
+    line = daemon.wait_log("a request is refused")
+    daemon.wait_log("stopped")
+    assert line["level"] == "debug"
+    assert not [each for each in daemon.log if each.get("level") == "error" or each["event"] == "stderr"], daemon.log
