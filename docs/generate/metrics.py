@@ -32,7 +32,17 @@ OPEN = {
 """Labels whose values depend on the machine."""
 
 GROUPS = {
-    "State": ("build_info", "ready", "state", "pin_", "attached_ranks", "devices_lost", "imported_gpu", "event_loop", "log_"),
+    "State": (
+        "build_info",
+        "ready",
+        "state",
+        "pin_",
+        "attached_ranks",
+        "devices_lost",
+        "imported_gpu",
+        "event_loop",
+        "log_",
+    ),
     "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "lookup_"),
     "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
     "Refusals": ("refusals",),
