@@ -253,7 +253,6 @@ class Settings(BaseSettings):
     drain_timeout: _Seconds = Field(
         10.0, ge=0, description="Seconds to wait for running copies at shutdown; must lie inside the grace period."
     )
-    # Longer than the drain_timeout of the daemon that ends, which finishes its copies and unpins before it gives way.
     light_sleep: _Seconds = Field(
         0.001,
         ge=0,
@@ -261,6 +260,7 @@ class Settings(BaseSettings):
         description="Seconds after a job during which the daemon's threads sleep so lightly that they wake up at once, "
         "for a tenth of two cores; 0: never, as with fewer than four cores.",
     )
+    # Longer than the drain_timeout of the daemon that ends, which finishes its copies and unpins before it gives way.
     lock_wait: _Seconds = Field(
         15.0, ge=0, description="Seconds to wait at start for another daemon on the same socket to end; 0: do not wait."
     )

@@ -32,7 +32,17 @@ OPEN = {
 """Labels whose values depend on the machine."""
 
 GROUPS = {
-    "State": ("build_info", "ready", "state", "pin_", "attached_ranks", "devices_lost", "imported_gpu", "event_loop"),
+    "State": (
+        "build_info",
+        "ready",
+        "state",
+        "pin_",
+        "attached_ranks",
+        "devices_lost",
+        "imported_gpu",
+        "event_loop",
+        "log_",
+    ),
     "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "lookup_"),
     "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
     "Refusals": ("refusals",),
@@ -111,7 +121,7 @@ def _labels(family: Metric) -> Iterator[str]:
     for name, values in found.items():
         if name in OPEN:
             yield f"`{name}`: {OPEN[name]}"
-        elif name == "reason":
+        elif family.name == "kvsidecar_refusals":
             yield f"`{name}`: [below](#reasons-of-refusals)"
         else:
             yield f"`{name}`: " + ", ".join(map(code, values))

@@ -216,5 +216,7 @@ def operator_error(error: grpc.RpcError, where: str) -> ClientError:
             return DaemonUnreachable(f"no kvsidecar answers at {where}: {text}")
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return RequestDenied(text)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return ClientError(f"the daemon at {where} is of another release and does not know this request ({text})")
         case _:
             return ClientError(text)

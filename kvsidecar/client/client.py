@@ -374,9 +374,10 @@ class Client:
         """
         return self._lookups.lease(namespace, groups, lease_seconds)
 
-    def release(self, lease: int, *, timeout: float | None = None) -> bool:
-        """End a lease. False if it had ended before, or the daemon did not answer: then it ends by time."""
-        return self._lookups.release(lease, timeout)
+    def release(self, lease: int | None, *, timeout: float | None = None) -> bool:
+        """End a lease. False if it had ended before, or the daemon did not answer: then it ends by time; or if it is
+        that of a lookup without hits, which is none."""
+        return lease is not None and self._lookups.release(lease, timeout)
 
     def renew(self, lease: int, lease_seconds: float, *, timeout: float | None = None) -> float:
         """Let a lease live for this long from now. Returns the seconds granted; 0 if it had ended before, or nobody

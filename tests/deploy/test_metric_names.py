@@ -22,6 +22,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_copy_size_bytes": "for a question that a panel raises",
     "kvsidecar_evicted_blocks": "its bytes are on a panel",
     "kvsidecar_pin_register_seconds": "for a question that a panel raises",
+    "kvsidecar_log_lines_lost": "the log says it, when it can",
     "kvsidecar_malformed_traceparents": "an engine's mistake, and of tracing alone",
     "kvsidecar_spans": "of the tracing, which is off by default",
 }

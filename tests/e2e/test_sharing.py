@@ -397,3 +397,12 @@ def test_an_engine_whose_forked_child_lives_on_is_unmapped_all_the_same(daemon: 
     assert Path(f"/proc/{child}").exists(), "the child must outlive the test's claim"
     os.kill(child, signal.SIGKILL)
     engine.communicate()
+
+
+def test_what_a_lookup_without_hits_gives_can_be_released_and_loaded(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    found = rank.client.lookup(NAMESPACE, {0: hashes("nobody stored this")}, lease_seconds=5)
+    assert found.lease is None
+    assert rank.client.release(found.lease) is False
+    assert rank.load("nobody stored this", at=[0], lease=found.lease).reason == "not_found"
+    rank.close()

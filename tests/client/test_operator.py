@@ -1,0 +1,34 @@
+"""What an operator's call raises."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvsidecar.client.calls import Operator
+from kvsidecar.client.link import connect
+from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
+
+
+def test_a_daemon_that_does_not_know_the_request_is_of_another_release(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_link(*_: object, **__: object) -> None:
+        raise AttachRefused("nobody needs one here")
+
+    monkeypatch.setattr(f"{Operator.__module__}.{connect.__name__}", no_link)
+    socket = str(short_dir / "kvs.sock")
+    server = grpc.server(ThreadPoolExecutor(1))  # knows no request at all
+    server.add_insecure_port(f"unix:{socket}")
+    server.start()
+    operator = Operator(socket, timeout=30.0)
+    try:
+        with pytest.raises(ClientError, match=f"the daemon at {socket} is of another release") as raised:
+            operator.cancel_drain()
+        assert not isinstance(raised.value, DaemonUnreachable | RequestDenied)
+    finally:
+        operator.close()
+        server.stop(None)
