@@ -57,16 +57,18 @@ async def test_a_copy_of_unknown_outcome_is_said_everywhere_and_ends_the_process
     daemon = Daemon(settings, platform, pool, MiB, notifier=Notifier(NotifySocket(None), None))
     daemon.readiness.listen(lambda now: said.set() if now.state is State.READY else None)
     running = asyncio.create_task(daemon.run())
-    await said.wait()
-    assert (await asyncio.to_thread(get, ports[0], "/health"))[0] == 200
-    daemon._end_soon("a load may still run")
-    daemon._end_soon("so may another one")
-    code, health = await asyncio.to_thread(get, ports[0], "/health")
-    assert (code, health["alive"]) == (503, False)
-    assert "a load may still run: the daemon ends" in str(health["reason"])
-    code, ready = await asyncio.to_thread(get, ports[0], "/ready")
-    assert (code, ready["state"], ready["reason"]) == (503, "failed", health["reason"])
-    await exited.wait()
-    daemon._stop.set()
-    await running
+    try:
+        await said.wait()
+        assert (await asyncio.to_thread(get, ports[0], "/health"))[0] == 200
+        daemon._end_soon("a load may still run")
+        daemon._end_soon("so may another one")
+        code, health = await asyncio.to_thread(get, ports[0], "/health")
+        assert (code, health["alive"]) == (503, False)
+        assert "a load may still run: the daemon ends" in str(health["reason"])
+        code, ready = await asyncio.to_thread(get, ports[0], "/ready")
+        assert (code, ready["state"], ready["reason"]) == (503, "failed", health["reason"])
+        await exited.wait()
+    finally:
+        daemon._stop.set()
+        await running
     assert exits == [EXIT_UNSETTLED] * 2, "once by itself, and once by the stop that would have unpinned"
