@@ -24,6 +24,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_pin_register_seconds": "for a question that a panel raises",
     "kvsidecar_malformed_traceparents": "an engine's mistake, and of tracing alone",
     "kvsidecar_spans": "of the tracing, which is off by default",
+    "kvsidecar_unsettled_copies": "the daemon that counts one ends itself; its restart is alarmed on",
 }
 
 
