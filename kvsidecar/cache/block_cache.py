@@ -180,7 +180,8 @@ class BlockCache:
     def begin_store(self, parts: Sequence[ShardPart], node: int | None = None) -> StoreGrant | Refusal:
         """Reserve a slot for every block of which this shard is neither sealed nor being filled.
 
-        All or nothing: `Refusal.POOL_FULL` if not every slot can be had, and then nothing was evicted or changed.
+        All or nothing: `Refusal.POOL_FULL` or ``POOL_FRAGMENTED`` if not every slot can be had, and then nothing was
+        evicted or changed.
 
         Args:
             parts: what to store; a hash may come twice.
@@ -211,7 +212,7 @@ class BlockCache:
         if not table.slots.can_allocate(needs) and not self._make_room(needs, grant):
             for part in reversed(grant.parts):
                 table.unclaim(part)
-            return Refusal.POOL_FULL
+            return Refusal.POOL_FRAGMENTED if table.slots.is_fragmented(needs) else Refusal.POOL_FULL
         if node is not None and not table.slots.can_prefer(node, needs):
             node = None  # opening a slab there might take it from another size class of this request: any slot will do
         # The larger size classes first, as `Supply` counted.

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Space
 from kvsidecar.cache.block_index import BlockIndex, Keys
-from kvsidecar.cache.slots import NOBODY, SlotAllocator, SlotState
+from kvsidecar.cache.slots import LEVELS, NOBODY, SlotAllocator, SlotState
 
 if TYPE_CHECKING:
     from kvsidecar.cache.block_cache import BlockCache
@@ -110,7 +110,9 @@ def _check_lists(allocator: SlotAllocator) -> None:
         for size in node.partial.keys() | node.free_slots.keys() | {int(slabs.size[slab]) for slab in here} - {0}:
             cut = [slab for slab in here if slabs.size[slab] == size]
             partial = {slab for slab in cut if slabs.used[slab] < slabs.capacity[slab]}
-            assert set(node.partial.get(size, ())) == partial, f"slabs with free slots of {size} are {partial}"
+            filed = {slab: level for level, filed in enumerate(node.partial.get(size, ())) for slab in filed}
+            levels = {slab: int(slabs.used[slab] * LEVELS // slabs.capacity[slab]) for slab in partial}
+            assert filed == levels, f"slabs with free slots of {size} are {levels}, filed as {filed}"
             free = sum(int(slabs.capacity[slab] - slabs.used[slab]) for slab in cut)
             assert node.free_slots[size] == free, f"node {number} has {free} free slots of {size}"
 

@@ -19,6 +19,10 @@ SLOT_ALIGN = 4096
 """Slots are multiples of this many bytes and start at one: a page (and so a cache line) holds bytes of one slot only,
 which keeps two DMAs from sharing a line, and sizes that differ by a few bytes share a class."""
 
+LEVELS = 4
+"""Groups of partly used slabs by how full they are. New blocks go into the fullest: a slab that is nearly empty can so
+become whole, for another size class, and a few blocks that must stay do not spread over many slabs."""
+
 NOBODY = -1
 """Owner of a slot that is free or quarantined."""
 
@@ -80,10 +84,17 @@ class _Node:
     def __init__(self) -> None:
         self.whole: deque[int] = deque()
         """Uncut slabs. A short one stays at the left end: it is taken last, and only by slots that fit it."""
-        self.partial: dict[int, dict[int, None]] = {}
-        """Size class -> cut slabs with a free slot, in the order in which they got one."""
+        self.partial: dict[int, tuple[dict[int, None], ...]] = {}
+        """Size class -> by level, the cut slabs with a free slot, in the order in which they came to it."""
         self.free_slots: Counter[int] = Counter()
         """Size class -> free slots in ``partial``."""
+
+    def fullest(self, size: int) -> int | None:
+        """A cut slab with a free slot, of those that are the fullest."""
+        for level in reversed(self.partial.get(size, ())):
+            if level:
+                return next(reversed(level))
+        return None
 
 
 class SlotAllocator:
@@ -219,6 +230,15 @@ class SlotAllocator:
             return True
         free_slots = {size: self.free_slots(size, node) for size in needs}
         return Supply(self, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
+
+    def is_fragmented(self, needs: Mapping[int, int]) -> bool:
+        """Whether there are bytes enough for these needs, free or evictable, but in slabs of other size classes that
+        slots which must stay keep from being cut anew. O(slabs)."""
+        spare = self.total_bytes - self.busy_bytes - self.wasted_bytes
+        if sum(size * need for size, need in needs.items()) > spare or all(size in needs for size in self._cut_slabs):
+            return False
+        slabs = self.slabs
+        return bool(((slabs.used > slabs.evictable) & ~np.isin(slabs.size, list(needs))).any())
 
     def reclaimable(self, other_than: int) -> Ints:
         """Slabs of other size classes whose used slots are all evictable, the longest unused first. O(slabs)."""
@@ -395,13 +415,13 @@ class SlotAllocator:
         """Slabs that are cut to ``size`` and have a free slot. Whole ones are cut when it is their turn."""
         home = self._nodes.get(node) if node is not None else None
         if home is not None:
-            while partial := home.partial.get(size):
-                yield next(reversed(partial))  # who asks for the next one has filled this one
+            while (slab := home.fullest(size)) is not None:
+                yield slab  # who asks for the next one has filled this one
             while (slab := self._cut(home, size)) is not None:
                 yield slab
         for other in self._nodes.values():
-            while partial := other.partial.get(size):
-                yield next(reversed(partial))
+            while (slab := other.fullest(size)) is not None:
+                yield slab
         while True:
             # A short slab is the left end of its node, and of all nodes it comes last.
             homes = [home for home in self._nodes.values() if home.whole]
@@ -450,23 +470,33 @@ class SlotAllocator:
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         size, used = slabs.size.item(slab), slabs.used.item(slab) + count
         slabs.lowest_free[slab] = lowest_free
-        slabs.used[slab] = used
+        self._use(home, slab, used)
         self._bytes[_FREE] -= size * count
         self._bytes[_RESERVED] += size * count
         home.free_slots[size] -= count
-        if used == slabs.capacity.item(slab):
-            del home.partial[size][slab]
 
     def _give_back(self, slab: int, count: int, lowest: int) -> None:
         """So many slots of the slab have become free."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         size, used = slabs.size.item(slab), slabs.used.item(slab) - count
-        slabs.used[slab] = used
+        self._use(home, slab, used)
         slabs.lowest_free[slab] = min(lowest, slabs.lowest_free.item(slab))
         home.free_slots[size] += count
-        home.partial.setdefault(size, {})[slab] = None
         if not used:
             self._join(slab)
+
+    def _use(self, home: _Node, slab: int, used: int) -> None:
+        """Set how many slots of a slab are used, and file it under the level that this makes."""
+        slabs = self.slabs
+        capacity = slabs.capacity.item(slab)
+        before, after = slabs.used.item(slab) * LEVELS // capacity, used * LEVELS // capacity
+        slabs.used[slab] = used
+        if before != after:
+            levels = home.partial[slabs.size.item(slab)]
+            if before < LEVELS:  # else it was full
+                del levels[before][slab]
+            if after < LEVELS:
+                levels[after][slab] = None
 
     def _cut(self, home: _Node, size: int) -> int | None:
         """Cut a whole slab of this node, if it has one that is large enough."""
@@ -480,7 +510,9 @@ class SlotAllocator:
         slabs.first[slab] = first = self._new_columns(capacity)
         self._states[first : first + capacity] = _FREE
         self._owners[first : first + capacity] = NOBODY
-        home.partial.setdefault(size, {})[slab] = None
+        if size not in home.partial:
+            home.partial[size] = tuple({} for _ in range(LEVELS))
+        home.partial[size][0][slab] = None
         home.free_slots[size] += capacity
         self._waste(int(slabs.nbytes[slab]) - capacity * size)
         return slab
@@ -489,7 +521,7 @@ class SlotAllocator:
         """All slots of the slab are free: make it whole, for any class to cut."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         size, capacity = int(slabs.size[slab]), int(slabs.capacity[slab])
-        del home.partial[size][slab]
+        del home.partial[size][0][slab]
         home.free_slots[size] -= capacity
         self._cut_slabs[size] -= 1
         if not self._cut_slabs[size]:

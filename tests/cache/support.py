@@ -78,7 +78,7 @@ def eviction_order(space: Space) -> list[bytes]:
 
 
 def refused(cache: BlockCache, space: Space, *names: int | str) -> bool:
-    return cache.begin_store([(space, 0, keys(*names))]) is Refusal.POOL_FULL
+    return cache.begin_store([(space, 0, keys(*names))]) in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED)
 
 
 def readable(cache: BlockCache, space: Space, *names: int | str) -> list[bool]:

@@ -161,10 +161,13 @@ class CacheMachine(RuleBasedStateMachine):
         grant = self.cache.begin_store(request, node)
 
         need = sum(self.shards[space][shard] for space, shard, _ in missing)
-        if grant is Refusal.POOL_FULL:
+        if grant in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED):
             assert self.contents() == before, "a refused store changed something"
             if self.one_class:
                 assert free + sum(victims.values()) < need, "there was room"
+            if grant is Refusal.POOL_FRAGMENTED:
+                assert not self.one_class, "there is no slab of another class"
+                assert self.cache.stats().free_bytes // PAGE + sum(self.evictable_pages(set()).values()) >= need
             return
         assert isinstance(grant, StoreGrant)
         assert (grant.present, grant.in_flight) == (present, in_flight)

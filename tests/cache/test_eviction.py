@@ -245,6 +245,23 @@ def test_what_a_whole_slab_made_needless_is_not_evicted() -> None:
     cache.check_integrity()
 
 
+def test_leased_blocks_of_another_size_that_hold_every_slab_are_named_as_the_reason() -> None:
+    cache = new_cache(8, 4)
+    small, large = open_space(cache, "small"), open_space(cache, "large", shards=(4,))
+    store(cache, small, 1, 2, 3, 4, 5, 6, 7, 8)
+    held = [lease(cache, small, name) for name in (1, 5)]  # one in each slab
+    assert cache.begin_store([(large, 0, keys("x"))]) == "pool_fragmented"
+    assert cache.begin_store([(large, 0, keys("x", "y"))]) == "pool_full", "the bytes are not enough either"
+    assert all(readable(cache, small, *range(1, 9)))
+    cache.release(held[0])
+    store(cache, large, "x")
+    assert names_readable(cache, small, *range(1, 9)) == [5, 6, 7, 8]
+    # What is of this size itself is no fragment.
+    assert isinstance(lease(cache, large, "x"), int)
+    assert cache.begin_store([(small, 0, keys(*range(11, 16)))]) == "pool_full"
+    cache.check_integrity()
+
+
 def test_one_request_with_two_classes_is_granted_or_refused_as_a_whole() -> None:
     cache = new_cache(8, 4)
     small, large = open_space(cache, group=0), open_space(cache, group=1, shards=(2,))

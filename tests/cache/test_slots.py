@@ -69,6 +69,22 @@ def test_no_slot_straddles_two_slabs() -> None:
     assert slots.free_bytes == 0
 
 
+@pytest.mark.parametrize("order", [(0, 4, 8, 12), (12, 8, 4, 0), (8, 0, 12, 4)])
+def test_the_fullest_slab_with_room_is_taken_first_so_that_the_others_become_whole(order: tuple[int, ...]) -> None:
+    """Whatever the order in which their slots became free."""
+    slots = allocator(20, 4)
+    take_all(slots, 1)
+    left = {0: 2, 4: 1, 8: 3, 12: 4}  # of slabs that begin there; the last one is full
+    for first in order:
+        for page in range(first + left[first], first + 4):
+            slots.free(at(page))
+    check_slots(slots)
+    assert take_many(slots, 1, 2) == [2, 11], "the one free slot of the fullest, then one of the next"
+    slots.free(at(4))
+    assert slots.supply({4 * PAGE: 1}).unmet() is None, "the emptiest slab was used, and is not whole"
+    check_slots(slots)
+
+
 def test_a_freed_slot_can_be_taken_again() -> None:
     slots = allocator(4, 4)
     taken = take_all(slots, 1)

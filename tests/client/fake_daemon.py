@@ -44,6 +44,11 @@ class Stream:
     def done(self, job: int, outcome: int = pb.JobDone.OUTCOME_DONE) -> None:
         self.answers.put(pb.AttachReply(done=pb.JobDone(job=job, outcome=outcome)))
 
+    def unsettled(self, job: int, error: str) -> None:
+        """It has failed, and may still run."""
+        done = pb.JobDone(job=job, outcome=pb.JobDone.OUTCOME_FAILED, error=error, unsettled=True)
+        self.answers.put(pb.AttachReply(done=done))
+
     def wait_issued(self, event: int) -> None:
         self.answers.put(pb.AttachReply(wait_issued=pb.WaitIssued(event=event)))
 

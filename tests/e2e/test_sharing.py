@@ -406,3 +406,30 @@ def test_what_a_lookup_without_hits_gives_can_be_released_and_loaded(daemon: Dae
     assert rank.client.release(found.lease) is False
     assert rank.load("nobody stored this", at=[0], lease=found.lease).reason == "not_found"
     rank.close()
+
+
+def test_a_few_leased_blocks_of_another_size_are_named_as_what_keeps_a_store_out(short_dir: Path) -> None:
+    """Each of them keeps a slab from being cut anew. When they are released, or have expired, it is."""
+    sizes = [
+        text
+        for flag, size in (("pool", "2MiB"), ("slab", "1MiB"), ("chunk", "1MiB"))
+        for text in (f"--{flag}-size", size)
+    ]
+    small_layout, large_layout = layout(layers=1, num_blocks=512), layout(layers=16)
+    with DaemonProcess(short_dir, *sizes) as daemon:
+        small = Rank(daemon.wait_ready(), groups=small_layout)
+        large = Rank(daemon, groups=large_layout, namespace=dataclasses.replace(NAMESPACE, model="large"))
+        names = list(range(512))
+        done(small.store(*names))
+        leases = [small.client.lookup(NAMESPACE, {0: hashes(name)}, lease_seconds=30).lease or 0 for name in (0, 511)]
+        refused = large.store("x")
+        assert (refused.outcome, refused.reason) == (Outcome.DECLINED, "pool_fragmented")
+        assert small.hits(*names) == len(names), "a declined store evicted something"
+        assert daemon.metric('kvsidecar_refusals_total{reason="pool_fragmented"}') == 1
+        assert small.client.release(leases[0])
+        done(large.store("x"))
+        done(large.load("x", at=[3]))
+        assert large.holds(3, "x")
+        assert small.client.lookup(NAMESPACE, {0: hashes(511)}).groups[0].hits == 1
+        small.close()
+        large.close()

@@ -50,7 +50,7 @@ class Transfers:
     """Stores for which the pool had no room."""
 
     def add(self, done: JobDone) -> None:
-        if done.reason == Refusal.POOL_FULL:
+        if done.reason in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED):
             self.declined += 1
         if done.nbytes:
             self.nbytes += done.nbytes
