@@ -103,7 +103,6 @@ def allocated(of: KVSidecarConnector) -> dict[str, torch.Tensor]:
 
 def step(worker: KVSidecarConnector, orders: StepOrders) -> tuple[set[str], set[str], Reports | None]:
     """One step with vLLM's hooks. Requests that are done, those that failed, and the report."""
-    worker.handle_preemptions(Orders(orders))
     worker.bind_connector_metadata(Orders(orders))
     worker.start_load_kv(None)
     worker.wait_for_save()

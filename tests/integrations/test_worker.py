@@ -54,7 +54,6 @@ class Worker:
     def step(self, *stores: StoreJob, loads: tuple[LoadJob, ...] = (), saves: bool = True) -> None:
         """One step of the engine, in the order of vLLM's hooks."""
         orders = StepOrders(tuple(stores), loads)
-        self.side.flush(orders)
         self.side.bind(orders)
         self.side.submit_loads()
         if saves:
@@ -314,7 +313,6 @@ class StubClient:
     def __init__(self) -> None:
         self.ended: list[JobDone] = []
         self.jobs = 0
-        self.flushed: list[list[int]] = []
         self.traceparents: list[str | None] = []
         self.unmapped = True
 
@@ -332,10 +330,6 @@ class StubClient:
     def poll(self) -> list[JobDone]:
         ended, self.ended = self.ended, []
         return ended
-
-    def flush(self, jobs: list[int], **_: object) -> frozenset[int]:
-        self.flushed.append(jobs)
-        return frozenset()
 
     def close(self, timeout: float) -> bool:
         return self.unmapped
@@ -387,13 +381,3 @@ def test_the_end_of_a_registration_that_may_still_write_reports_loads_when_its_d
     worker.step()
     assert worker.report.not_loaded == {2}
     assert worker.results.failed == {"r"}
-
-
-def test_a_flush_waits_for_the_stores_it_names_alone() -> None:
-    worker, client = stubbed()
-    worker.step(store(11, "a", at=[0]), store(12, "b", at=[1]), store(13, "c", at=[2]))
-    worker.side.flush(StepOrders(flush=(13, 11)))
-    assert client.flushed == [[1, 3]]
-    worker.side.flush(StepOrders())
-    worker.side.flush(StepOrders(flush=(99,)))
-    assert len(client.flushed) == 1

@@ -219,10 +219,6 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except KVSidecarError as error:
             _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._worker is not None:
-            self._worker.flush(kv_connector_metadata.step)
-
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
