@@ -190,6 +190,7 @@ class TinyDaemon:
 
     def __init__(self) -> None:
         self.epoch = EPOCH
+        self.hangs = False
         self.blocks: dict[tuple[int, bytes], bytes] = {}
         """Contents, by group and hash."""
         self.leases: dict[int, dict[int, bytes]] = {}
@@ -286,6 +287,7 @@ def side(
     daemon: TinyDaemon | None = None,
     clock: Clock | None = None,
     events: Any = None,
+    longest_blocks: int = 0,
     **extra: Any,
 ) -> SchedulerSide:
     """With the given pool bound, not attached yet."""
@@ -299,6 +301,7 @@ def side(
         clock=clock or Clock(),
         events=events,
         step_tokens=16,
+        longest_blocks=longest_blocks,
     )
     if pool is not None:
         made.bind_block_pool(pool)

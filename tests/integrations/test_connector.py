@@ -39,7 +39,12 @@ def vllm_config(socket: str, **changed: Any) -> Any:
             kv_connector="KVSidecarConnector", kv_role="kv_both", engine_id="e", kv_connector_extra_config=extra
         ),
         "model_config": SimpleNamespace(
-            model="org/model", dtype=torch.float32, seed=0, hf_config=SimpleNamespace(), use_mla=False
+            model="org/model",
+            dtype=torch.float32,
+            seed=0,
+            hf_config=SimpleNamespace(),
+            use_mla=False,
+            max_model_len=64,
         ),
         "cache_config": SimpleNamespace(
             enable_prefix_caching=True,

@@ -9,6 +9,7 @@ from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.stores import HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
 from tests.integrations.engine import (
     EPOCH,
     Allocated,
@@ -474,6 +475,72 @@ def test_another_run_of_the_daemon_gets_everything_again() -> None:
     made.take_report(RankReport(attached={0: 8}))
 
     assert stored_hashes(made.build_orders(Step({"r": 1})).stores) == request.block_hashes
+
+
+@pytest.mark.parametrize(
+    ("longest", "most"),
+    [
+        (0, 8),
+        (8, 8),
+        (9, 7),  # the longest request fits beside them
+        (13, 3),
+        (16, 2),  # it does not: stores are made all the same, an eighth of the blocks at a time
+    ],
+)
+def test_stores_that_are_not_over_leave_the_engine_room_for_its_longest_request(longest: int, most: int) -> None:
+    pool = TinyPool(17)
+    made = attached(pool=pool, longest_blocks=longest)
+    request = Request("r", list(range(64)))
+    run(made, pool, request, 64)
+    (job,) = made.build_orders(Step({"r": 1})).stores
+    assert len(stored_hashes((job,))) == most
+
+
+def test_no_block_is_waited_for_that_a_daemon_does_not_give_back_soon() -> None:
+    pool, clock, daemon = TinyPool(32), Clock(), TinyDaemon()
+    made = attached(pool=pool, clock=clock, daemon=daemon)
+    requests = [Request(f"r{i}", list(range(100 * i, 100 * i + 14))) for i in range(3)]
+    tables = [run(made, pool, each, 14) for each in requests[:2]]
+    (job,) = made.build_orders(Step({"r0": 1})).stores
+    pool.free_blocks(tables[0])
+    assert made.has_pending_block_frees()
+    for _ in range(REPORT_STEPS - 1):
+        clock.now += HUNG_SECONDS  # steps take as long as they take: the end of a store is known only after some
+        made.build_orders(Step())
+        assert made.has_pending_block_frees()
+    made.build_orders(Step())
+    assert not made.has_pending_block_frees()
+
+    # Nor is it given more of them, by no way of storing.
+    before = made.counters.held_back_stores
+    assert made.build_orders(Step({"r1": 1})).stores == ()
+    made.request_finished(requests[1])
+    assert made.build_orders(Step()).stores == ()
+    assert made.counters.held_back_stores > before
+    assert made.has_pending_push_work(), "the engine goes on asking whether it has come back"
+
+    made.take_report(RankReport(stored={job.number: 1}))
+    assert not made.has_pending_push_work()
+    blocks = run(made, pool, requests[2], 14)
+    assert made.build_orders(Step({"r2": 1})).stores
+    pool.free_blocks(blocks)
+    assert made.has_pending_block_frees()
+    daemon.hangs = True
+    assert not made.has_pending_block_frees(), "lookups have found out already"
+
+
+def test_a_reset_does_not_make_the_engine_wait_for_a_daemon_that_hangs() -> None:
+    pool, clock = TinyPool(32), Clock()
+    made = attached(pool=pool, clock=clock)
+    request = Request("r", list(range(14)))
+    blocks = run(made, pool, request, 14)
+    made.build_orders(Step({"r": 1}))
+    pool.free_blocks(blocks)
+    assert made.reset_cache() is False
+    for _ in range(REPORT_STEPS):
+        clock.now += SOON_SECONDS
+        made.build_orders(Step())
+    assert not made.has_pending_block_frees()
 
 
 def test_stores_that_are_not_over_leave_the_engine_half_of_its_blocks() -> None:

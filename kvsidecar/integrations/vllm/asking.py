@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvsidecar.client import Client, LookupMode, LookupResult, Namespace, PendingLease
+from kvsidecar.client import BreakerState, Client, LookupMode, LookupResult, Namespace, PendingLease
 from kvsidecar.client.results import NO_ANSWER
 
 
@@ -22,6 +22,11 @@ class RankNamespaceClient:
     @property
     def epoch(self) -> int:
         return self._client.epoch
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the daemon has left the last questions without an answer."""
+        return self._client.breaker_state is not BreakerState.CLOSED
 
     def connect(self, timeout: float) -> None:
         """Begin to connect, and wait for that: the first request finds a connection then."""

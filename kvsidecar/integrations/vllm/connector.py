@@ -35,7 +35,7 @@ from kvsidecar.integrations.vllm import memory, ranks, register
 from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.carriers import Orders, Reports
 from kvsidecar.integrations.vllm.events import Events
-from kvsidecar.integrations.vllm.groups import groups_of
+from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.namespace import namespace_of
 from kvsidecar.integrations.vllm.options import Options
@@ -111,6 +111,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._asking,
             events=Events(self._groups) if wants_events else None,
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
         )
 
     def _namespace(self, *, layout: str, facts: Sequence[str]) -> Namespace:

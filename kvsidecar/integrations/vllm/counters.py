@@ -29,7 +29,9 @@ class Counters:
     stores: int = _counted("Store jobs.")
     stored_blocks: int = _counted("Blocks that the ranks were told to store.")
     failed_stores: int = _counted("Store jobs that some rank did not store whole: declined or failed.")
-    held_back_stores: int = _counted("Times that stores waited, since those before them hold half of the GPU's blocks.")
+    held_back_stores: int = _counted(
+        "Times that stores waited: those before them hold as many of the GPU's blocks as they may, or run for too long."
+    )
     resets: int = _counted("Resets of the prefix cache.")
     _told: tuple[int, ...] = field(default=(), init=False, repr=False)
 

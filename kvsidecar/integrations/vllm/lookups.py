@@ -37,10 +37,12 @@ class Lease(Protocol):
 
 
 class Asked(Protocol):
-    """What is used of `kvsidecar.client.Client`."""
+    """`kvsidecar.integrations.vllm.asking.RankNamespaceClient` is one."""
 
     @property
     def epoch(self) -> int: ...
+    @property
+    def hangs(self) -> bool: ...
 
     def lookup(
         self,

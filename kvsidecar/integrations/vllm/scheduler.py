@@ -33,6 +33,7 @@ class SchedulerSide:
         client: only looks up; closed by `shutdown`. Its ``timeout`` is that of a reset.
         events: collects KV cache events, if vLLM wants them.
         step_tokens: the most that one step computes (``max_num_batched_tokens``).
+        longest_blocks: the most that one request needs: stores leave it so many of the GPU's.
         clock: seconds, monotonic.
     """
 
@@ -46,6 +47,7 @@ class SchedulerSide:
         *,
         events: Events | None = None,
         step_tokens: int = 8192,
+        longest_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
@@ -63,7 +65,17 @@ class SchedulerSide:
             self.counters,
             numbers,
         )
-        self._stores = Stores(options, groups, world_size, self._known, self.counters, events, numbers, step_tokens)
+        self._stores = Stores(
+            options,
+            groups,
+            world_size,
+            self._known,
+            self.counters,
+            events,
+            numbers,
+            step_tokens,
+            longest_blocks,
+        )
         self._reset = Reset(lambda: client.clear(namespace), clock=clock)
         self._null_block = 0
         self._ranks: dict[int, int] = {}
@@ -120,10 +132,11 @@ class SchedulerSide:
     def build_orders(self, scheduler_output: Any) -> StepOrders:
         """What the ranks are to do in this step."""
         self._lookups.new_step()
+        self._stores.new_step(self._clock())
         if self._reset.state is not State.OPEN:
             self._reset.step(drained=not self._jobs_outstanding, attached=self.attached)
         if self._open:
-            self._stores.step(self._requests, scheduler_output, self._clock())
+            self._stores.step(self._requests, scheduler_output)
         return StepOrders(
             self._stores.take_jobs(),
             self._loads.take_jobs(),
@@ -162,8 +175,11 @@ class SchedulerSide:
         return self._jobs_outstanding or self._reset.state in (State.DRAINING, State.CLEARING)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether GPU blocks become free soon without a preemption: those that only stores still hold."""
-        return self._stores.frees_soon()
+        """Whether GPU blocks become free soon without a preemption: those that only stores still hold.
+
+        vLLM waits instead of preempting as long as this says so: never for a daemon that does not answer.
+        """
+        return not self._client.hangs and self._stores.frees_soon(self._clock())
 
     # -- requests --------------------------------------------------------------------------------------------------
 
