@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.integrations.vllm import KVSidecarConnector, connector, ranks, register
 from kvsidecar.integrations.vllm.carriers import Orders, Reports
@@ -242,6 +243,26 @@ def test_without_prefix_caching_it_does_nothing_and_says_so(short_dir: Path, cap
         assert one.reset_cache() is None
         one.shutdown()
     assert "prefix caching" in caplog.text
+
+
+def test_where_vllm_takes_failed_loads_of_one_group_only_it_does_nothing_for_several_and_says_so(
+    short_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.26."""
+    monkeypatch.delitem(KVConnectorOutput.__dataclass_fields__, "failed_recving", raising=False)
+    config = kv_cache_config()
+    one_group = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config)
+    assert one_group._scheduler is not None
+    one_group.shutdown()
+    assert "no offload" not in caplog.text
+    config.kv_cache_groups.append(KVCacheGroupSpec(["another"], SPEC))
+    several = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config)
+    assert several._scheduler is None
+    assert several.build_connector_meta(SimpleNamespace()) == Orders(StepOrders())
+    (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
+    assert "no offload" in said
+    assert "this one has 2" in said
+    several.shutdown()
 
 
 def test_a_bad_option_stops_the_start(short_dir: Path) -> None:

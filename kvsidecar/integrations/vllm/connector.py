@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
@@ -77,6 +78,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._asking: RankNamespaceClient | None = None
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
+            _check_failed_loads(kv_cache_config)
         except ValueError as error:
             self._groups = ()
             _log.error("kvsidecar: no offload: %s", error)
@@ -401,6 +403,17 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         return None if self._scheduler is None else self._scheduler.reset_cache()
+
+
+def _check_failed_loads(kv_cache_config: Any) -> None:
+    """Raises ValueError: a load that fails would end the engine."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    # vLLM 0.26 is told of a failed load by the ids of its blocks, and takes them for those of the only group.
+    if groups > 1 and "failed_recving" not in KVConnectorOutput.__dataclass_fields__:
+        raise ValueError(
+            f"this vLLM takes failed loads of models with one KV cache group only, and this one has {groups}: use a "
+            "later version, or --disable-hybrid-kv-cache-manager"
+        )
 
 
 # A MultiConnector finds the class of statistics by its name, in the process that serves them too. Where the package is
