@@ -20,12 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvsidecar.integrations.vllm import KVSidecarConnector, connector, ranks, register
+from kvsidecar.client import Blocks
+from kvsidecar.integrations.vllm import KVSidecarConnector, connector, memory, ranks, register
 from kvsidecar.integrations.vllm.carriers import Orders, Reports
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.ranks import Place
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess
-from tests.integrations.test_worker import load, store
+from kvsidecar.types import Outcome
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes
+from tests.integrations.test_worker import LateKernels, load, store
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 BLOCKS = 8
@@ -152,6 +154,33 @@ def test_memory_of_the_hook_is_stored_and_loaded(worker: KVSidecarConnector) -> 
     assert stats is not None
     assert stats.data["vllm:kv_offload_load_bytes"] == 2 * len(LAYERS) * SPEC.page_size_bytes
     worker.shutdown()
+
+
+def test_stores_come_after_the_kernels_that_the_engines_stream_was_given(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = LateKernels()
+    monkeypatch.setattr(memory, "device_order_of", lambda _: kernels)
+    one = made(KVConnectorRole.WORKER, daemon.socket)
+    kv = allocated(one)
+    one.register_kv_caches(kv)
+    assert one._worker is not None
+    assert one._worker.wait_attached(SECONDS)
+    client = one._worker._client
+    assert client is not None
+    client.wait_ready(SECONDS)
+    step(one, StepOrders(stores=(store(1, "a", at=[1]),)))
+    later = client.store([Blocks(0, hashes("b"), [2])])
+    assert client.wait([later], SECONDS)[later].outcome is Outcome.DONE
+    for layer in LAYERS:
+        kv[layer][1] = 7
+    kernels.run()
+    assert not until(one, lambda report: report.stored).not_stored
+    step(one, StepOrders(loads=(load(2, "a", at=[5]),)))
+    kernels.run()
+    assert not until(one, lambda report: report.loaded).not_loaded
+    assert [bool((kv[layer][5] == 7).all()) for layer in LAYERS] == [True, True]
+    one.shutdown()
 
 
 def test_the_report_that_a_rank_is_attached_names_its_namespace(worker: KVSidecarConnector) -> None:
