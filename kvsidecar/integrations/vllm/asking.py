@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvsidecar.client import BreakerState, Client, LookupMode, LookupResult, Namespace, PendingLease
+from kvsidecar.client import BreakerState, Client, KeptLease, LookupMode, LookupResult, Namespace
 from kvsidecar.client.results import NO_ANSWER
 
 
@@ -45,12 +45,11 @@ class RankNamespaceClient:
             return LookupResult(False, reason=NO_ANSWER)
         return self._client.lookup(self.namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
 
-    def lease(
-        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
-    ) -> PendingLease:
-        if self.namespace is None:
-            return PendingLease(None)
-        return self._client.lease(self.namespace, groups, lease_seconds)
+    def keep(self, lease: int, lease_seconds: float) -> KeptLease:
+        return self._client.keep(lease, lease_seconds)
+
+    def drop(self, lease: int) -> None:
+        self._client.drop(lease)
 
     def clear(self, namespace: Namespace | None = None) -> int:
         """0 while nothing can have been stored."""

@@ -84,7 +84,7 @@ class SchedulerSide:
         self._last_epoch = 0
         self._requests: dict[str, Progress] = {}
         self._failed: set[str] = set()
-        """Requests with a load that failed: they are computed, for the next load might fail as well, and so on."""
+        """Requests whose load has failed, until they are computed: the next load might fail as well, and so on."""
 
     @property
     def attached(self) -> bool:
@@ -100,7 +100,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind ``num_computed_tokens`` that can be loaded, and whether that is done beside the steps.
 
-        None: not known yet, ask again in the next step. No side effects but a memo.
+        None: not known yet, ask again in the next step. No side effects but a memo, and a lease that ends by itself.
         """
         if (
             not self._open
@@ -119,9 +119,11 @@ class SchedulerSide:
         if progress is None:
             progress = self._requests[request_id] = Progress(request)
         progress.tables = getattr(blocks, "blocks", ())
-        offer = self._lookups.take(request_id)
         if num_external_tokens <= 0:
+            self._lookups.forget(request_id)
+            self._failed.discard(request_id)  # it is computed now; when it is preempted it may load again
             return
+        offer = self._lookups.take(request_id)
         if offer is None:
             raise RuntimeError(f"vLLM loads {num_external_tokens} tokens of {request_id}, which were not offered")
         block_ids = blocks.get_block_ids()
