@@ -104,7 +104,6 @@ class Rank:
 
     def step(self, orders: StepOrders) -> RankReport | None:
         """What vLLM's hooks call in a step."""
-        self.side.flush(orders)
         self.side.bind(orders)
         self.side.submit_loads()
         self.side.submit_stores()

@@ -30,7 +30,7 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     # Indent, owner, name, what it does.
     (0, SchedulerSide, "update_state_after_alloc", "a hit was taken"),
     (1, Loads, "plan", "plan its load"),
-    (2, Client, "lease", "ask for its lease"),
+    (2, Client, "keep", "renew its lease"),
     (3, Connection, "post", "send that"),
     (0, SchedulerSide, "build_orders", "the step's orders"),
     (1, stores.Stores, "_consider", "which blocks are new"),

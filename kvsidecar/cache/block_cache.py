@@ -167,10 +167,6 @@ class BlockCache:
         """End the leases whose time is over, and return them."""
         return self._end_leases(self._leases.pop_expired(now))
 
-    def next_expiry(self) -> float | None:
-        """`expire` need not be called before this time; None while there is nothing to expire."""
-        return self._leases.next_expiry()
-
     def drop_owner(self, owner: Hashable) -> list[Lease]:
         """End all leases of an owner that has gone, and return them."""
         return self._end_leases(self._leases.pop_owner(owner))

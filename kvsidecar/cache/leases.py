@@ -108,10 +108,6 @@ class LeaseTable:
             self.pop(lease.id)
         return leases
 
-    def next_expiry(self) -> float | None:
-        """No lease ends before this time; None if there is none. A renewed one may end later."""
-        return self._expiries[0][0] if self._expiries else None
-
     def check_integrity(self) -> None:
         """Raise AssertionError if the three views differ."""
         by_owner = {lease_id: lease for leases in self._by_owner.values() for lease_id, lease in leases.items()}

@@ -10,7 +10,7 @@ from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.client import Client
 from kvsidecar.client.jobs import Completion
-from kvsidecar.client.leases import PendingLease
+from kvsidecar.client.leases import KeptLease
 from kvsidecar.client.ordering import DEVICE, EventRing
 from kvsidecar.client.remote import RemoteClient, Tls
 from kvsidecar.client.results import (
@@ -63,12 +63,12 @@ __all__ = [
     "HostBuffer",
     "JobDone",
     "KVBuffers",
+    "KeptLease",
     "LookupMode",
     "LookupResult",
     "Namespace",
     "NotExportable",
     "Outcome",
-    "PendingLease",
     "Readiness",
     "Region",
     "RemoteClient",

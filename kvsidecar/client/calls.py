@@ -14,9 +14,9 @@ import grpc
 from kvsidecar.client.breaker import CircuitBreaker
 from kvsidecar.client.connection import Connection, open_channel
 from kvsidecar.client.keeper import Keeper
-from kvsidecar.client.leases import PendingLease
+from kvsidecar.client.leases import KeptLease, release_request, renew_request
 from kvsidecar.client.link import Link, connect
-from kvsidecar.client.messages import CarrierError, lookup_request, lookup_result, milliseconds, no_hits
+from kvsidecar.client.messages import CarrierError, lookup_request, lookup_result, no_hits
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
 from kvsidecar.paths import attach_path
@@ -65,22 +65,20 @@ class Lookups:
         except NoAnswer as missing:
             return no_hits(namespace, groups, mode, missing.reason)
 
-    def lease(
-        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
-    ) -> PendingLease:
+    def keep(self, lease: int, lease_seconds: float) -> KeptLease:
         connection = self._keeper.connection
         if connection is None or not self._breaker.allows:
-            return PendingLease(None)
-        try:
-            request = lookup_request(namespace, groups, LookupMode.PREFIX, lease_seconds, connection.token)
-        except ClientError as error:
-            _log.warning("no lease: %s", error)
-            return PendingLease(None)
-        pending = PendingLease(connection)
-        return pending if connection.post(request, pending.answered) else PendingLease(None)
+            return KeptLease(None)
+        kept = KeptLease(connection, lease)
+        return kept if connection.post(renew_request(lease, lease_seconds), kept.answered) else KeptLease(None)
+
+    def drop(self, lease: int) -> None:
+        connection = self._keeper.connection
+        if connection is not None and self._breaker.allows:
+            connection.post(release_request(lease), None)
 
     def release(self, lease: int, timeout: float | None) -> bool:
-        request = pb.LaneRequest(release=pb.ReleaseRequest(lease=lease))
+        request = release_request(lease)
         try:
             reply: pb.ReleaseReply = self._ask(lambda _: request, timeout)
         except NoAnswer:
@@ -88,9 +86,7 @@ class Lookups:
         return reply.released
 
     def renew(self, lease: int, lease_seconds: float, timeout: float | None) -> float:
-        request = pb.LaneRequest(
-            renew=pb.RenewRequest(lease=lease, lease_ms=milliseconds("lease_seconds", lease_seconds))
-        )
+        request = renew_request(lease, lease_seconds)
         try:
             reply: pb.RenewReply = self._ask(lambda _: request, timeout)
         except NoAnswer:

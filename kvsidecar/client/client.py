@@ -14,7 +14,7 @@ from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.calls import Lookups, Operator
 from kvsidecar.client.jobs import Completion, Job, Jobs
 from kvsidecar.client.keeper import Keeper
-from kvsidecar.client.leases import PendingLease
+from kvsidecar.client.leases import KeptLease
 from kvsidecar.client.messages import Registration
 from kvsidecar.client.ordering import EventRing, HostOrder, Order
 from kvsidecar.client.results import (
@@ -361,18 +361,13 @@ class Client:
         """
         return self._lookups.lookup(namespace, groups, mode, lease_seconds, timeout)
 
-    def lease(
-        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
-    ) -> PendingLease:
-        """Forbid the eviction of these blocks, as far as they are there, and wait for no answer.
+    def keep(self, lease: int, lease_seconds: float) -> KeptLease:
+        """What `renew` does, for a step that cannot wait: it is asked for, and not answered."""
+        return self._lookups.keep(lease, lease_seconds)
 
-        What `lookup` with ``lease_seconds`` does, for a step that cannot wait and has looked up before.
-
-        Args:
-            groups: as in `lookup`.
-            lease_seconds: the lease ends after this long, released or not.
-        """
-        return self._lookups.lease(namespace, groups, lease_seconds)
+    def drop(self, lease: int) -> None:
+        """What `release` does, for a step that cannot wait; while the daemon does not answer the lease ends by time."""
+        self._lookups.drop(lease)
 
     def release(self, lease: int | None, *, timeout: float | None = None) -> bool:
         """End a lease. False if it had ended before, or the daemon did not answer: then it ends by time; or if it is

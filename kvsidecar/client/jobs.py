@@ -176,10 +176,6 @@ class Jobs:
                 _log.warning("the ends of %d jobs were never asked for: the oldest are forgotten", MAX_UNPOLLED)
         self.changed.notify_all()
 
-    def has_outstanding(self, session: Session) -> bool:
-        with self.changed:
-            return bool(self.outstanding(session))
-
     def end_waiting(self, session: Session, reason: str) -> None:
         """Report the jobs whose events were not over in the time there was."""
         self._end(session, reason, "", lambda job: job.phase is Phase.WAITING)

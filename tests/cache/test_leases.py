@@ -89,13 +89,3 @@ def test_leases_that_never_expire_leave_nothing_behind_when_released() -> None:
         table.pop(table.add("o", [], math.inf).id)
     assert len(table._expiries) < 200
     assert table.pop_expired(50.0) == [kept]
-
-
-def test_next_expiry_is_never_too_late() -> None:
-    table = LeaseTable()
-    assert table.next_expiry() is None
-    lease = table.add("o", [], 10.0)
-    table.add("o", [], 30.0)
-    assert table.next_expiry() == 10.0
-    table.pop(lease.id)
-    assert (table.next_expiry() or 0) <= 30.0

@@ -77,6 +77,7 @@ class FakeDaemon(pb_grpc.SidecarServicer):
         self.streams: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.status = pb.StatusReply(epoch=epoch, session_ended=True)
         self.on_lookup: Callable[[pb.LookupRequest], pb.LookupReply] = lambda _: pb.LookupReply(ready=True)
+        self.on_renew: Callable[[pb.RenewRequest], pb.RenewReply] = lambda _: pb.RenewReply(renewed=True)
         self._links: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.socket + ".attach")
@@ -144,6 +145,8 @@ class FakeDaemon(pb_grpc.SidecarServicer):
                         break
                     case "lookup":
                         send(link, call=request.call, lookup=self.on_lookup(request.lookup))
+                    case "renew":
+                        send(link, call=request.call, renew=self.on_renew(request.renew))
                     case "release":
                         send(link, call=request.call, release=pb.ReleaseReply())
         if stream is not None:
@@ -179,6 +182,9 @@ class FakeDaemon(pb_grpc.SidecarServicer):
 
     def Lookup(self, request: pb.LookupRequest, _context: Any) -> pb.LookupReply:  # noqa: N802
         return self.on_lookup(request)
+
+    def Renew(self, request: pb.RenewRequest, _context: Any) -> pb.RenewReply:  # noqa: N802
+        return self.on_renew(request)
 
     def Release(self, _request: Any, _context: Any) -> pb.ReleaseReply:  # noqa: N802
         return pb.ReleaseReply(released=False)

@@ -431,29 +431,36 @@ def test_a_request_that_is_too_long_is_refused_before_it_costs_the_connection(da
 
 
 @pytest.mark.usefixtures("carrier")
-def test_a_lease_that_nobody_waits_for_keeps_its_blocks_until_it_is_released(daemon: DaemonProcess) -> None:
+def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> None:
     def leases_become(count: int) -> None:
         until(lambda: daemon.metric("kvsidecar_leases") == count)
 
     rank, scheduler = Rank(daemon), Client(daemon.socket)
     done(rank.store("a", "b"))
-    assert scheduler.lookup(NAMESPACE, {0: hashes("a", "b")}).groups[0].hits == 2
-    kept = [scheduler.lease(NAMESPACE, {0: hashes("a", "b", "c")}, 60.0) for _ in range(2)]
+
+    def lease(seconds: float) -> int:
+        found = scheduler.lookup(NAMESPACE, {0: hashes("a", "b")}, lease_seconds=seconds).lease
+        assert found is not None
+        return found
+
+    long, short, lapsed = lease(60.0), lease(2.0), lease(0.01)
+    kept = scheduler.keep(short, 60.0)
     leases_become(2)
-    kept[0].release()
+    gone = scheduler.keep(lapsed, 60.0)
+    scheduler.lookup(NAMESPACE, {0: hashes("a")})  # with the lane, their answers come with another's
+    until(lambda: (kept.kept, gone.kept) == (True, False))
+    scheduler.drop(long)
     leases_become(1)
-    assert scheduler.lookup(NAMESPACE, {0: hashes("a")}).ready  # with the lane, its answers come with another's
-    until(lambda: [each.hits for each in kept] == [{0: 2}, {0: 2}])
-    kept[1].release()
+    kept.release()
     leases_become(0)
-    early = scheduler.lease(NAMESPACE, {0: hashes("a")}, 60.0)
-    early.release()
-    scheduler.lookup(NAMESPACE, {0: hashes("a")})
+    long = lease(60.0)
+    scheduler.drop(long)
     leases_become(0)
     scheduler.close()
-    late = scheduler.lease(NAMESPACE, {0: hashes("a")}, 60.0)
+    late = scheduler.keep(long, 60.0)
     late.release()
-    assert late.hits is None
+    scheduler.drop(long)
+    assert (late.asked, late.kept) == (False, None)
     rank.close()
 
 

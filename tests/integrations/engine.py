@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from kvsidecar.client.results import GroupHits, LookupResult
@@ -190,9 +191,13 @@ class TinyDaemon:
 
     def __init__(self) -> None:
         self.epoch = EPOCH
+        self.hangs = False
         self.blocks: dict[tuple[int, bytes], bytes] = {}
         """Contents, by group and hash."""
         self.leases: dict[int, dict[int, bytes]] = {}
+        """By lease and group: the blocks that it keeps."""
+        self.kept: set[int] = set()
+        """Leases that were renewed: the others are short."""
         self.reason = ""
         """Set: lookups are not answered, for this reason."""
         self.asked: list[Mapping[int, Any]] = []
@@ -226,36 +231,46 @@ class TinyDaemon:
             else:
                 answers[index] = GroupHits(sum(found), found)
         lease = None
-        if lease_seconds:
+        hits = {index: _found(packed, answers[index]) for index, packed in groups.items()} if lease_seconds else {}
+        if any(hits.values()):
             self.taken += 1
             lease = self.taken
-            self.leases[lease] = {index: bytes(packed) for index, packed in groups.items()}
+            self.leases[lease] = hits
         return LookupResult(True, answers, lease, lease_seconds)
 
-    def lease(
-        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
-    ) -> TinyLease:
-        found = self.lookup(namespace, groups, lease_seconds=lease_seconds, timeout=0.0)
-        return TinyLease(self, found)
+    def keep(self, lease: int, lease_seconds: float) -> TinyLease:
+        kept = lease in self.leases
+        if kept and not self.reason:
+            self.kept.add(lease)
+        return TinyLease(self, lease, None if self.reason else kept)
+
+    def drop(self, lease: int) -> None:
+        self.leases.pop(lease, None)
+
+    def expire(self) -> None:
+        """Short leases end by time."""
+        self.leases = {lease: hits for lease, hits in self.leases.items() if lease in self.kept}
 
     def close(self, timeout: float | None = None) -> bool:
         self.closed = True
         return True
 
 
+def _found(packed: bytes | Sequence[bytes], answer: GroupHits) -> bytes:
+    """The hashes that were found."""
+    assert isinstance(packed, bytes)
+    each = [packed[i : i + 32] for i in range(0, len(packed), 32)]
+    return b"".join(compress(each, answer.found) if answer.found else each[: answer.hits])
+
+
 class TinyLease:
     asked = True
 
-    def __init__(self, daemon: TinyDaemon, found: LookupResult) -> None:
-        self._daemon, self._found = daemon, found
-
-    @property
-    def hits(self) -> Mapping[int, int] | None:
-        return None if self._found.reason else {index: each.hits for index, each in self._found.groups.items()}
+    def __init__(self, daemon: TinyDaemon, lease: int, kept: bool | None) -> None:
+        self._daemon, self._lease, self.kept = daemon, lease, kept
 
     def release(self) -> None:
-        if self._found.lease is not None:
-            self._daemon.leases.pop(self._found.lease, None)
+        self._daemon.drop(self._lease)
 
 
 class Clock:
@@ -275,6 +290,7 @@ def side(
     daemon: TinyDaemon | None = None,
     clock: Clock | None = None,
     events: Any = None,
+    longest_blocks: int = 0,
     **extra: Any,
 ) -> SchedulerSide:
     """With the given pool bound, not attached yet."""
@@ -288,6 +304,7 @@ def side(
         clock=clock or Clock(),
         events=events,
         step_tokens=16,
+        longest_blocks=longest_blocks,
     )
     if pool is not None:
         made.bind_block_pool(pool)

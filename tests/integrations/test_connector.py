@@ -18,13 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
 
-from kvsidecar.integrations.vllm import KVSidecarConnector, connector, ranks, register
+from kvsidecar.client import Blocks
+from kvsidecar.integrations.vllm import KVSidecarConnector, connector, memory, ranks, register
 from kvsidecar.integrations.vllm.carriers import Orders, Reports
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.ranks import Place
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess
-from tests.integrations.test_worker import load, store
+from kvsidecar.types import Outcome
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes
+from tests.integrations.test_worker import LateKernels, load, store
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 BLOCKS = 8
@@ -39,7 +42,12 @@ def vllm_config(socket: str, **changed: Any) -> Any:
             kv_connector="KVSidecarConnector", kv_role="kv_both", engine_id="e", kv_connector_extra_config=extra
         ),
         "model_config": SimpleNamespace(
-            model="org/model", dtype=torch.float32, seed=0, hf_config=SimpleNamespace(), use_mla=False
+            model="org/model",
+            dtype=torch.float32,
+            seed=0,
+            hf_config=SimpleNamespace(),
+            use_mla=False,
+            max_model_len=64,
         ),
         "cache_config": SimpleNamespace(
             enable_prefix_caching=True,
@@ -103,7 +111,6 @@ def allocated(of: KVSidecarConnector) -> dict[str, torch.Tensor]:
 
 def step(worker: KVSidecarConnector, orders: StepOrders) -> tuple[set[str], set[str], Reports | None]:
     """One step with vLLM's hooks. Requests that are done, those that failed, and the report."""
-    worker.handle_preemptions(Orders(orders))
     worker.bind_connector_metadata(Orders(orders))
     worker.start_load_kv(None)
     worker.wait_for_save()
@@ -147,6 +154,33 @@ def test_memory_of_the_hook_is_stored_and_loaded(worker: KVSidecarConnector) -> 
     assert stats is not None
     assert stats.data["vllm:kv_offload_load_bytes"] == 2 * len(LAYERS) * SPEC.page_size_bytes
     worker.shutdown()
+
+
+def test_stores_come_after_the_kernels_that_the_engines_stream_was_given(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = LateKernels()
+    monkeypatch.setattr(memory, "device_order_of", lambda _: kernels)
+    one = made(KVConnectorRole.WORKER, daemon.socket)
+    kv = allocated(one)
+    one.register_kv_caches(kv)
+    assert one._worker is not None
+    assert one._worker.wait_attached(SECONDS)
+    client = one._worker._client
+    assert client is not None
+    client.wait_ready(SECONDS)
+    step(one, StepOrders(stores=(store(1, "a", at=[1]),)))
+    later = client.store([Blocks(0, hashes("b"), [2])])
+    assert client.wait([later], SECONDS)[later].outcome is Outcome.DONE
+    for layer in LAYERS:
+        kv[layer][1] = 7
+    kernels.run()
+    assert not until(one, lambda report: report.stored).not_stored
+    step(one, StepOrders(loads=(load(2, "a", at=[5]),)))
+    kernels.run()
+    assert not until(one, lambda report: report.loaded).not_loaded
+    assert [bool((kv[layer][5] == 7).all()) for layer in LAYERS] == [True, True]
+    one.shutdown()
 
 
 def test_the_report_that_a_rank_is_attached_names_its_namespace(worker: KVSidecarConnector) -> None:
@@ -238,6 +272,26 @@ def test_without_prefix_caching_it_does_nothing_and_says_so(short_dir: Path, cap
         assert one.reset_cache() is None
         one.shutdown()
     assert "prefix caching" in caplog.text
+
+
+def test_where_vllm_takes_failed_loads_of_one_group_only_it_does_nothing_for_several_and_says_so(
+    short_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.26."""
+    monkeypatch.delitem(KVConnectorOutput.__dataclass_fields__, "failed_recving", raising=False)
+    config = kv_cache_config()
+    one_group = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config)
+    assert one_group._scheduler is not None
+    one_group.shutdown()
+    assert "no offload" not in caplog.text
+    config.kv_cache_groups.append(KVCacheGroupSpec(["another"], SPEC))
+    several = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config)
+    assert several._scheduler is None
+    assert several.build_connector_meta(SimpleNamespace()) == Orders(StepOrders())
+    (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
+    assert "no offload" in said
+    assert "this one has 2" in said
+    several.shutdown()
 
 
 def test_a_bad_option_stops_the_start(short_dir: Path) -> None:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvsidecar.client import PendingLease
+from kvsidecar.client import KeptLease
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.lookups import FRESH_SECONDS, UNTAKEN_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.stores import HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
 from tests.integrations.engine import (
     EPOCH,
     Allocated,
@@ -65,14 +68,14 @@ def test_a_hit_is_offered_loaded_under_a_lease_and_the_lease_released_when_every
     daemon.put(0, request.block_hashes)
 
     assert made.get_num_new_matched_tokens(request, 4) == (8, True)
-    assert not daemon.leases  # no side effect yet
+    assert (list(daemon.leases), daemon.kept) == ([1], set())  # a short one
     made.update_state_after_alloc(request, Allocated([5, 9, 3, 8]), 8)
     (load,) = made.build_orders(Step()).loads
 
     (blocks,) = load.blocks
     assert (load.request_id, blocks.hashes) == ("r", b"".join(request.block_hashes[1:3]))
     assert blocks.ids() == [9, 3]
-    assert list(daemon.leases.values()) == [{0: blocks.hashes}]
+    assert (daemon.leases, daemon.kept) == ({1: {0: blocks.hashes}}, {1})
     assert made.has_pending_push_work()
 
     made.take_report(RankReport(loaded={load.number: 1}))
@@ -196,7 +199,11 @@ def test_a_request_whose_load_failed_is_computed() -> None:
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
     assert made.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (8, True)
     assert made.counters.failed_loads == 1
-    assert not daemon.leases
+    assert not daemon.kept & daemon.leases.keys()
+
+    # It is computed; if it is preempted it has nothing against loads any more.
+    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 0)
+    assert made.get_num_new_matched_tokens(request, 0) == (8, True)
 
 
 def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None:
@@ -206,12 +213,13 @@ def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None
     daemon.put(0, request.block_hashes)
     made.get_num_new_matched_tokens(request, 0)
     daemon.blocks.clear()
+    daemon.expire()
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
 
     (load,) = made.build_orders(Step()).loads
     assert [len(each) for each in load.blocks] == [2]
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
-    assert made.counters.gone_loads == 1
+    assert (made.counters.failed_loads, made.counters.gone_loads) == (1, 1)
 
 
 def test_a_hit_that_cannot_be_leased_at_once_is_loaded_all_the_same_and_counted(
@@ -222,12 +230,60 @@ def test_a_hit_that_cannot_be_leased_at_once_is_loaded_all_the_same_and_counted(
     request = Request("r", list(range(9)))
     daemon.put(0, request.block_hashes)
     made.get_num_new_matched_tokens(request, 0)
-    monkeypatch.setattr(daemon, "lease", lambda *_: PendingLease(None))
+    monkeypatch.setattr(daemon, "keep", lambda *_: KeptLease(None))
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
 
     (load,) = made.build_orders(Step()).loads
     made.take_report(RankReport(loaded={load.number: 1}))
     assert (made.counters.unleased_loads, made.counters.gone_loads, made.counters.failed_loads) == (1, 0, 0)
+
+
+def test_a_load_without_a_lease_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon gives a user only so many."""
+    daemon = TinyDaemon()
+    made = attached(daemon=daemon)
+    request = Request("r", list(range(9)))
+    daemon.put(0, request.block_hashes)
+    lookup = daemon.lookup
+    monkeypatch.setattr(daemon, "lookup", lambda *a, **k: replace(lookup(*a, **k), lease=None))
+    assert made.get_num_new_matched_tokens(request, 0) == (8, True)
+    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
+    (load,) = made.build_orders(Step()).loads
+    made.take_report(RankReport(loaded={load.number: 1}))
+    assert (made.counters.unleased_loads, made.counters.failed_loads) == (1, 0)
+
+
+def test_an_offer_that_is_not_taken_holds_nothing_for_long() -> None:
+    daemon, clock = TinyDaemon(), Clock()
+    made = attached(daemon=daemon, clock=clock)
+    requests = [Request(name, list(range(9))) for name in "abc"]
+    daemon.put(0, requests[0].block_hashes)
+
+    # One lease for a request, however often vLLM asks for it, and it changes hands without a gap.
+    for _ in range(20):
+        assert made.get_num_new_matched_tokens(requests[0], 0) == (8, True)
+        assert len(daemon.leases) == 1
+        made.build_orders(Step())
+        clock.now += FRESH_SECONDS
+    assert made.get_num_new_matched_tokens(requests[0], 4) == (4, True)
+    assert list(daemon.leases.values()) == [{0: requests[0].block_hashes[1]}]
+    # It was computed instead, has ended, or others go first.
+    made.update_state_after_alloc(requests[0], Allocated([1, 2, 3]), 0)
+    assert not daemon.leases
+    made.get_num_new_matched_tokens(requests[1], 0)
+    made.request_finished(requests[1])
+    assert not daemon.leases
+    made.get_num_new_matched_tokens(requests[2], 0)
+    clock.now += UNTAKEN_SECONDS / 2
+    made.get_num_new_matched_tokens(requests[0], 0)
+    clock.now += UNTAKEN_SECONDS / 2
+    made.build_orders(Step())
+    assert len(daemon.leases) == 1
+    # It is not lost: what is taken late is loaded, and the daemon says whether it is still there.
+    made.update_state_after_alloc(requests[2], Allocated([1, 2, 3]), 8)
+    assert made.counters.unleased_loads == 1
+    made.reset_cache()
+    assert not daemon.leases
 
 
 def test_fewer_tokens_than_offered_are_loaded_if_vllm_takes_fewer() -> None:
@@ -292,7 +348,7 @@ def test_a_load_whose_needed_block_is_null_fails_instead_of_going_on_without_it(
     (state,) = (each for each in load.blocks if each.group == 2)
     assert state.hashes == bytes(32)  # which nobody has
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
-    assert made.counters.gone_loads == 1
+    assert (made.counters.failed_loads, made.counters.gone_loads) == (1, 0)
 
 
 # -- stores --------------------------------------------------------------------------------------------------------
@@ -478,6 +534,72 @@ def test_another_run_of_the_daemon_gets_everything_again() -> None:
     assert stored_hashes(made.build_orders(Step({"r": 1})).stores) == request.block_hashes
 
 
+@pytest.mark.parametrize(
+    ("longest", "most"),
+    [
+        (0, 8),
+        (8, 8),
+        (9, 7),  # the longest request fits beside them
+        (13, 3),
+        (16, 2),  # it does not: stores are made all the same, an eighth of the blocks at a time
+    ],
+)
+def test_stores_that_are_not_over_leave_the_engine_room_for_its_longest_request(longest: int, most: int) -> None:
+    pool = TinyPool(17)
+    made = attached(pool=pool, longest_blocks=longest)
+    request = Request("r", list(range(64)))
+    run(made, pool, request, 64)
+    (job,) = made.build_orders(Step({"r": 1})).stores
+    assert len(stored_hashes((job,))) == most
+
+
+def test_no_block_is_waited_for_that_a_daemon_does_not_give_back_soon() -> None:
+    pool, clock, daemon = TinyPool(32), Clock(), TinyDaemon()
+    made = attached(pool=pool, clock=clock, daemon=daemon)
+    requests = [Request(f"r{i}", list(range(100 * i, 100 * i + 14))) for i in range(3)]
+    tables = [run(made, pool, each, 14) for each in requests[:2]]
+    (job,) = made.build_orders(Step({"r0": 1})).stores
+    pool.free_blocks(tables[0])
+    assert made.has_pending_block_frees()
+    for _ in range(REPORT_STEPS - 1):
+        clock.now += HUNG_SECONDS  # steps take as long as they take: the end of a store is known only after some
+        made.build_orders(Step())
+        assert made.has_pending_block_frees()
+    made.build_orders(Step())
+    assert not made.has_pending_block_frees()
+
+    # Nor is it given more of them, by no way of storing.
+    before = made.counters.held_back_stores
+    assert made.build_orders(Step({"r1": 1})).stores == ()
+    made.request_finished(requests[1])
+    assert made.build_orders(Step()).stores == ()
+    assert made.counters.held_back_stores > before
+    assert made.has_pending_push_work(), "the engine goes on asking whether it has come back"
+
+    made.take_report(RankReport(stored={job.number: 1}))
+    assert not made.has_pending_push_work()
+    blocks = run(made, pool, requests[2], 14)
+    assert made.build_orders(Step({"r2": 1})).stores
+    pool.free_blocks(blocks)
+    assert made.has_pending_block_frees()
+    daemon.hangs = True
+    assert not made.has_pending_block_frees(), "lookups have found out already"
+
+
+def test_a_reset_does_not_make_the_engine_wait_for_a_daemon_that_hangs() -> None:
+    pool, clock = TinyPool(32), Clock()
+    made = attached(pool=pool, clock=clock)
+    request = Request("r", list(range(14)))
+    blocks = run(made, pool, request, 14)
+    made.build_orders(Step({"r": 1}))
+    pool.free_blocks(blocks)
+    assert made.reset_cache() is False
+    for _ in range(REPORT_STEPS):
+        clock.now += SOON_SECONDS
+        made.build_orders(Step())
+    assert not made.has_pending_block_frees()
+
+
 def test_stores_that_are_not_over_leave_the_engine_half_of_its_blocks() -> None:
     pool = TinyPool(9)
     made = attached(pool=pool)
@@ -591,8 +713,8 @@ def test_what_is_stored_after_a_reset_is_this_engines_alone() -> None:
     made.update_state_after_alloc(loading, Allocated([14, 15, 13]), 8)
     (load,) = made.build_orders(Step()).loads
     assert set(daemon.blocks) == {(0, each) for each in load.blocks[0].split()}
-    (lease,) = daemon.leases.values()
-    assert lease == {0: load.blocks[0].hashes}
+    (lease,) = daemon.kept
+    assert daemon.leases[lease] == {0: load.blocks[0].hashes}
 
 
 def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@ block that holds something else, or the same of other weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvsidecar.client.results import NO_ANSWER
 from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.lookups import OFFER_SECONDS
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StoreJob
 from tests.integrations.engine import (
     Block,
@@ -58,8 +60,8 @@ class Job:
     failed: bool = False
 
     @property
-    def packed(self) -> dict[int, bytes]:
-        return {each.group: each.hashes for each in self.job.blocks}
+    def blocks(self) -> set[tuple[int, bytes]]:
+        return {(each.group, one) for each in self.job.blocks for one in each.split()}
 
 
 class Engine:
@@ -359,14 +361,17 @@ class Engine:
         if not self.daemon.blocks:
             return
         name = list(self.daemon.blocks)[index % len(self.daemon.blocks)]
-        leased = {
+        if name not in self.leased(self.daemon.leases):
+            del self.daemon.blocks[name]
+
+    def leased(self, leases: Iterable[int]) -> set[tuple[int, bytes]]:
+        """Blocks that one of these keeps."""
+        return {
             (each, packed[i : i + 32])
-            for lease in self.daemon.leases.values()
-            for each, packed in lease.items()
+            for lease in leases
+            for each, packed in self.daemon.leases.get(lease, {}).items()
             for i in range(0, len(packed), 32)
         }
-        if name not in leased:
-            del self.daemon.blocks[name]
 
     def another_engine(self, choice: int) -> None:
         """It shares the namespace, has the weights of the start, and goes on storing."""
@@ -393,7 +398,10 @@ class Engine:
         self.refused = not done
 
     def time_passes(self, choice: int) -> None:
-        self.clock.now += (0.01, 0.2, 2.0)[choice % 3]
+        passed = (0.01, 0.2, 2 * OFFER_SECONDS)[choice % 3]
+        self.clock.now += passed
+        if passed > OFFER_SECONDS:
+            self.daemon.expire()
 
     # -- what must hold --------------------------------------------------------------------------------------------
 
@@ -410,7 +418,7 @@ class Engine:
         keys = [key for each in job.blocks for key in hashes_of(each)]
         hashes = {key: self.side._generations.keys(key) for key in keys}  # a mask twice is none
         made = Job(job, self.world_size, self.daemon.epoch, self.weights, hashes)
-        made.leased = isinstance(job, LoadJob) and made.packed in self.daemon.leases.values()
+        made.leased = isinstance(job, LoadJob) and made.blocks <= self.leased(self.daemon.kept)
         return made
 
     def check(self) -> None:
@@ -418,14 +426,18 @@ class Engine:
         held = {block.block_id for block in self.pool.blocks[1:] if block.ref_cnt > owners.get(block.block_id, 0)}
         assert all(block.ref_cnt >= owners.get(block.block_id, 0) for block in self.pool.blocks)
         assert len(held) <= 7
+        loads = 0
         for job in (*self.jobs, *(job for _, jobs in self.flight for job in jobs)):
+            loads += isinstance(job.job, LoadJob)
             if isinstance(job.job, StoreJob):
                 assert {each for blocks in job.job.blocks for each in blocks.ids()} <= held
             elif job.leased and job.epoch == self.daemon.epoch:
-                assert job.packed in self.daemon.leases.values()
+                assert job.blocks <= self.leased(self.daemon.kept)
+        short = self.daemon.leases.keys() - self.daemon.kept
+        assert len(short) <= len(self.waiting) + loads, "leases of offers pile up"
         if not self.side.has_pending_push_work():
             assert not held
-            assert not self.daemon.leases
+            assert not self.daemon.leases.keys() & self.daemon.kept
 
     def come_to_rest(self) -> None:
         self.daemon.reason = ""
@@ -444,6 +456,7 @@ class Engine:
                 self.finish(0)
         assert not self.side.has_pending_push_work(), "an idle engine never comes to rest"
         assert self.pool.num_free == self.pool.num_gpu_blocks - 1
+        self.daemon.expire()
         assert not self.daemon.leases
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, pack_ids
+from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, pack_ids
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
-from kvsidecar.integrations.vllm.worker import LoadResults, WorkerSide
+from kvsidecar.integrations.vllm.worker import LoadResults, Order, WorkerSide
 from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, hashes, layout
 
 
@@ -42,8 +42,8 @@ class Worker:
         self.report = RankReport()
         self.results = LoadResults()
 
-    def register(self, *, attached: bool = True) -> Worker:
-        self.side.register(RankMemory(self.buffer.kv_buffers(), tuple(self.layouts)))
+    def register(self, *, attached: bool = True, order: Order | None = None) -> Worker:
+        self.side.register(RankMemory(self.buffer.kv_buffers(), tuple(self.layouts)), order)
         if attached:
             assert self.side.wait_attached(SECONDS)
             client = self.side._client
@@ -54,7 +54,6 @@ class Worker:
     def step(self, *stores: StoreJob, loads: tuple[LoadJob, ...] = (), saves: bool = True) -> None:
         """One step of the engine, in the order of vLLM's hooks."""
         orders = StepOrders(tuple(stores), loads)
-        self.side.flush(orders)
         self.side.bind(orders)
         self.side.submit_loads()
         if saves:
@@ -304,6 +303,54 @@ def test_a_store_comes_after_what_the_stream_was_given_before_where_events_canno
     worker.close()
 
 
+class LateKernels:
+    """A device order with a ring, for a device whose events nobody can share: the client waits for `mark`. What the
+    engine's stream was given writes ``block`` of ``kv`` when `run` says so, and not before."""
+
+    def __init__(self) -> None:
+        self.handles = [bytes(64)]
+        self.marked: list[Mark] = []
+
+    @property
+    def ring(self) -> LateKernels:
+        return self
+
+    def record(self, index: int) -> None:
+        raise AssertionError("the daemon waits on no event of this device")
+
+    def mark(self) -> Mark:
+        self.marked.append(Mark())
+        return self.marked[-1]
+
+    def run(self) -> None:
+        for each in self.marked:
+            each.over.set()
+
+
+def test_a_store_copies_what_kernels_before_it_write_late(daemon: DaemonProcess) -> None:
+    """On a device with a ring of events, as an engine on a GPU has one."""
+    kernels = LateKernels()
+    worker = Worker(daemon.socket).register(order=kernels)
+    worker.kv[...] = 1
+    worker.step(store(1, "a", at=[0]))
+    # A store that waits for nothing, and was sent later, is over: this one would be, too.
+    client = worker.side._client
+    assert client is not None
+    later = client.store([Blocks(0, hashes("b"), [1])])
+    assert client.wait([later], SECONDS)[later].outcome is Outcome.DONE
+    worker.step()
+    assert not worker.report.stored
+    worker.kv[:, :, 0] = 4
+    kernels.run()
+    worker.until(lambda w: w.report.stored)
+    assert not worker.report.not_stored
+    worker.step(loads=(load(2, "a", at=[5]),))
+    kernels.run()
+    worker.until(lambda w: w.report.loaded)
+    assert (worker.kv[:, :, 5] == 4).all()
+    worker.close()
+
+
 class StubClient:
     """A client whose jobs end as a test says."""
 
@@ -314,7 +361,6 @@ class StubClient:
     def __init__(self) -> None:
         self.ended: list[JobDone] = []
         self.jobs = 0
-        self.flushed: list[list[int]] = []
         self.traceparents: list[str | None] = []
         self.released = True
         self.successors: list[int] = []
@@ -333,10 +379,6 @@ class StubClient:
     def poll(self) -> list[JobDone]:
         ended, self.ended = self.ended, []
         return ended
-
-    def flush(self, jobs: list[int], **_: object) -> frozenset[int]:
-        self.flushed.append(jobs)
-        return frozenset()
 
     def close(self, timeout: float) -> bool:
         return self.released
@@ -380,13 +422,3 @@ def test_the_end_of_a_registration_that_may_still_write_reports_loads_when_its_d
     worker.step()
     assert worker.report.not_loaded == {2}
     assert worker.results.failed == {"r"}
-
-
-def test_a_flush_waits_for_the_stores_it_names_alone() -> None:
-    worker, client = stubbed()
-    worker.step(store(11, "a", at=[0]), store(12, "b", at=[1]), store(13, "c", at=[2]))
-    worker.side.flush(StepOrders(flush=(13, 11)))
-    assert client.flushed == [[1, 3]]
-    worker.side.flush(StepOrders())
-    worker.side.flush(StepOrders(flush=(99,)))
-    assert len(client.flushed) == 1

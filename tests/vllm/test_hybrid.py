@@ -93,6 +93,31 @@ def test_a_load_that_fails_is_computed_instead(
             assert (again.cached, again.tokens) == (0 if "kill" in rule else WHOLE, right["long"])
 
 
+def test_where_a_failed_load_cannot_be_told_the_engine_serves_without_offload(
+    hybrid: str,
+    short_dir: Path,
+    right: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in vLLM 0.26: what a connector says of failed loads are blocks, which only models with one group have."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kvsidecar.integrations.vllm import KVSidecarConnector
+
+    monkeypatch.delitem(KVConnectorOutput.__dataclass_fields__, "failed_recving")
+    monkeypatch.delattr(KVSidecarConnector, "get_transfer_results")
+    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="load.before_copy@0=raise(planned)") as daemon:
+        daemon.wait_ready()
+        with running(hybrid, kvsidecar(daemon.socket)) as engine:
+            for _ in range(2):
+                assert tokens(engine.generate(LONG)) == [right["long"]]
+                engine.drain()
+                assert engine.reset()
+        assert daemon.get("/status")[1]["ranks"] == []
+    assert "one KV cache group only, and this one has" in caplog.text
+
+
 def test_preempted_requests_continue_from_what_the_daemon_holds(hybrid: str, daemon: DaemonProcess) -> None:
     prompts: list[Prompt] = [prompt(f"preempted {i}", 100) for i in range(6)]
     with running(hybrid, enable_prefix_caching=False) as engine:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness import DaemonProcess
+from kvsidecar.integrations.vllm.stores import Stores
+from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import Truth
-from tests.vllm.engine import blocks, join, kvsidecar, prompt, running
+from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
 
 
@@ -27,6 +30,64 @@ def test_preempted_requests_continue_from_what_the_daemon_holds(
         assert [each.tokens for each in answers] == truth(*prompts, tokens=200)
         engine.drain()
         assert engine.reset()  # and no block is held for ever
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_daemon_that_hangs_leaves_an_engine_under_pressure_going(
+    model: str, daemon: DaemonProcess, mode: str
+) -> None:
+    """Six requests that need 60 blocks with decoding, on 24; then one that needs 16, the most that one may have."""
+    prompts = [prompt(f"hang {mode} {i}", 100) for i in range(6)]
+    longest = prompt(f"hang {mode}", 500)
+    with running(model, enable_prefix_caching=False) as engine:
+        expected = [engine.generate(each, tokens=200)[0].tokens for each in prompts]
+        expected.append(engine.generate(longest, tokens=12)[0].tokens)
+    transfer = kvsidecar(daemon.socket, lookup_budget="50ms", lookup_patience="100ms", store_mode=mode)
+    with running(model, transfer, num_gpu_blocks_override=24, max_model_len=512) as engine:
+        stores = _stores_of(engine)
+        _warm_up(engine, daemon)
+        free, before = engine.free_blocks, engine.counters()["vllm:num_preemptions"]
+        names = [engine.add(each, tokens=200) for each in prompts]
+        engine.step_until(lambda: len(engine.scheduler.running) > 3, "requests that decode")
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            answers = engine.run()
+            assert engine.counters()["vllm:num_preemptions"] > before
+            names.append(engine.add(longest, tokens=12))
+            answers |= engine.run()
+            held = [block for each in stores._running.values() for block in each.selection]
+            assert held, "nothing was stored when the daemon stopped: nothing was held"
+            assert all(block.ref_cnt > 0 for block in held), "the daemon may read these blocks when it goes on"
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        given = [answers[name.partition("-")[0]].tokens for name in names]  # vLLM makes names its own
+        assert given == expected
+        engine.drain()
+        assert engine.free_blocks == free
+        # What the daemon has stored late is what these blocks held: the answers go on as they did.
+        hit = 0
+        for each, tokens in zip(prompts, given, strict=False):
+            assert engine.reset()
+            (again,) = engine.generate(each + tokens[:190], tokens=10)
+            assert again.tokens == tokens[190:]
+            hit += again.cached
+            engine.drain()
+        assert hit or mode == "lazy"
+
+
+def _stores_of(engine: Engine) -> Stores:
+    stores = engine.connector._scheduler._stores
+    assert isinstance(stores, Stores)
+    return stores
+
+
+def _warm_up(engine: Engine, daemon: DaemonProcess) -> None:
+    """Until the engine stores into this daemon, also in lazy mode: there what it evicts next."""
+    deadline = time.monotonic() + SECONDS
+    while not blocks(daemon):
+        assert time.monotonic() < deadline, "the engine does not use the daemon"
+        engine.generate(prompt(time.monotonic_ns(), 400), tokens=1)
+        engine.drain()
 
 
 def test_lazy_mode_stores_what_the_engine_is_about_to_evict(model: str, daemon: DaemonProcess, truth: Truth) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvsidecar.client import Client, LookupMode, LookupResult, Namespace, PendingLease
+from kvsidecar.client import BreakerState, Client, KeptLease, LookupMode, LookupResult, Namespace
 from kvsidecar.client.results import NO_ANSWER
 
 
@@ -23,6 +23,11 @@ class RankNamespaceClient:
     def epoch(self) -> int:
         return self._client.epoch
 
+    @property
+    def hangs(self) -> bool:
+        """Whether the daemon has left the last questions without an answer."""
+        return self._client.breaker_state is not BreakerState.CLOSED
+
     def connect(self, timeout: float) -> None:
         """Begin to connect, and wait for that: the first request finds a connection then."""
         self._client.renew(0, 1.0, timeout=timeout)
@@ -40,12 +45,11 @@ class RankNamespaceClient:
             return LookupResult(False, reason=NO_ANSWER)
         return self._client.lookup(self.namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
 
-    def lease(
-        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], lease_seconds: float
-    ) -> PendingLease:
-        if self.namespace is None:
-            return PendingLease(None)
-        return self._client.lease(self.namespace, groups, lease_seconds)
+    def keep(self, lease: int, lease_seconds: float) -> KeptLease:
+        return self._client.keep(lease, lease_seconds)
+
+    def drop(self, lease: int) -> None:
+        self._client.drop(lease)
 
     def close(self, timeout: float | None = None) -> bool:
         return self._client.close(timeout)

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
@@ -36,7 +37,7 @@ from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.carriers import Orders, Reports
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
-from kvsidecar.integrations.vllm.groups import groups_of
+from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.namespace import namespace_of, stand_in_of
 from kvsidecar.integrations.vllm.options import Options
@@ -80,6 +81,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._asking: RankNamespaceClient | None = None
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
+            _check_failed_loads(kv_cache_config)
         except ValueError as error:
             self._groups = ()
             _log.error("kvsidecar: no offload: %s", error)
@@ -114,6 +116,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._asking,
             events=Events(self._groups) if wants_events else None,
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
         )
 
     def _namespace(self, *, layout: str, facts: Sequence[str]) -> Namespace:
@@ -222,10 +225,6 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.register(self._export())
         except KVSidecarError as error:
             _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
-
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._worker is not None:
-            self._worker.flush(kv_connector_metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -409,6 +408,17 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         return None if self._scheduler is None else self._scheduler.reset_cache()
+
+
+def _check_failed_loads(kv_cache_config: Any) -> None:
+    """Raises ValueError: a load that fails would end the engine."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    # vLLM 0.26 is told of a failed load by the ids of its blocks, and takes them for those of the only group.
+    if groups > 1 and "failed_recving" not in KVConnectorOutput.__dataclass_fields__:
+        raise ValueError(
+            f"this vLLM takes failed loads of models with one KV cache group only, and this one has {groups}: use a "
+            "later version, or --disable-hybrid-kv-cache-manager"
+        )
 
 
 # A MultiConnector finds the class of statistics by its name, in the process that serves them too. Where the package is

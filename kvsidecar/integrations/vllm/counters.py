@@ -23,13 +23,15 @@ class Counters:
     offered_tokens: int = _counted("Tokens of the hits that vLLM was offered, each time.")
     loads: int = _counted("Loads: hits that vLLM took.")
     loaded_tokens: int = _counted("Tokens of the hits that vLLM took.")
-    unleased_loads: int = _counted("Loads without a lease, for the daemon could not be asked for one at once.")
-    gone_loads: int = _counted("Loads whose blocks were evicted between the offer and the allocation; they fail.")
+    unleased_loads: int = _counted("Loads without a lease: the daemon gave none, or could not be asked at once.")
+    gone_loads: int = _counted("Loads that failed and whose lease had ended before they were allocated.")
     failed_loads: int = _counted("Loads that some rank did not load whole; their requests are computed.")
     stores: int = _counted("Store jobs.")
     stored_blocks: int = _counted("Blocks that the ranks were told to store.")
     failed_stores: int = _counted("Store jobs that some rank did not store whole: declined or failed.")
-    held_back_stores: int = _counted("Times that stores waited, since those before them hold half of the GPU's blocks.")
+    held_back_stores: int = _counted(
+        "Times that stores waited: those before them hold as many of the GPU's blocks as they may, or run for too long."
+    )
     resets: int = _counted("Resets of the prefix cache.")
     refused_resets: int = _counted(
         "Resets that vLLM refused, for requests or stores had blocks; nothing is offloaded until one succeeds."

@@ -146,6 +146,12 @@ def groups_of(
     return tuple(found)
 
 
+def blocks_of_longest(kv_cache_config: Any, vllm_config: Any) -> int:
+    """Blocks of all groups together that one request of the greatest length may need at a time."""
+    specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups]
+    return sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
+
+
 def _drafts(vllm_config: Any) -> tuple[bool, int]:
     """Whether a draft model works on the target's hidden states, and how many tokens it is ahead."""
     speculative = getattr(vllm_config, "speculative_config", None)

@@ -24,6 +24,10 @@ class KeyedClient:
     def epoch(self) -> int:
         return self._client.epoch
 
+    @property
+    def hangs(self) -> bool:
+        return self._client.hangs
+
     def lookup(
         self,
         namespace: Namespace,
@@ -36,8 +40,11 @@ class KeyedClient:
         keys = self._keys(groups)
         return self._client.lookup(namespace, keys, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
 
-    def lease(self, namespace: Namespace, groups: Mapping[int, bytes], lease_seconds: float) -> Lease:
-        return self._client.lease(namespace, self._keys(groups), lease_seconds)
+    def keep(self, lease: int, lease_seconds: float) -> Lease:
+        return self._client.keep(lease, lease_seconds)
+
+    def drop(self, lease: int) -> None:
+        self._client.drop(lease)
 
     def _keys(self, groups: Mapping[int, bytes]) -> Mapping[int, bytes]:
         return {index: self._generations.keys(hashes) for index, hashes in groups.items()}

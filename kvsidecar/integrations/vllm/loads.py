@@ -20,14 +20,14 @@ class _Load:
     blocks: tuple[GroupBlocks, ...]
     ranks: int
     """That have not reported."""
-    lease: Lease
+    lease: Lease | None
     failed: bool = False
 
 
 class Loads:
     """Plans one load job for each hit that vLLM takes. A job outlives its request: ranks may still be writing.
 
-    A lease is asked for when vLLM has allocated the blocks of a hit, and released when the load is over. Neither is
+    The lease of the hit is renewed when vLLM has allocated its blocks, and released when the load is over. Neither is
     waited for: a load pins its blocks itself when it starts.
 
     Args:
@@ -72,7 +72,7 @@ class Loads:
             if hashes:
                 packed.append(GroupBlocks(group.index, hashes, pack_ids(ids)))
         number = next(self._numbers)
-        lease = self._lookups.lease({each.group: each.hashes for each in packed})
+        lease = self._lookups.keep(offer)
         load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
         self._planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))
         self._counters.loads += 1
@@ -80,11 +80,11 @@ class Loads:
         return sum(map(len, packed))
 
     def _release(self, load: _Load) -> None:
+        if load.lease is None:
+            return
         load.lease.release()
-        hits = load.lease.hits
-        if hits is not None and any(hits.get(each.group, 0) < len(each) for each in load.blocks):
-            # The load was sent all the same: the daemon declined it, and that is what every failed load looks like.
-            self._counters.gone_loads += 1
+        # What became of the renewal is known by now, for the load's own end came behind it.
+        self._counters.gone_loads += load.failed and load.lease.kept is False
 
     def _blocks(
         self,

@@ -23,24 +23,30 @@ REFUSED = "refused"
 """The daemon takes the question for wrong; it is logged once."""
 FRESH_SECONDS = 0.1
 """How long an answer is good for. vLLM asks again in every step for a request that waits for room."""
+OFFER_SECONDS = 2.0
+"""How long the daemon keeps the blocks of a hit for an engine that never says what became of it."""
+UNTAKEN_SECONDS = 0.5
+"""Those of a request that vLLM does not ask for any more, because others go first, are given up after this long."""
 
 
 class Lease(Protocol):
-    """What is used of `kvsidecar.client.PendingLease`."""
+    """What is used of `kvsidecar.client.KeptLease`."""
 
     @property
     def asked(self) -> bool: ...
     @property
-    def hits(self) -> Mapping[int, int] | None: ...
+    def kept(self) -> bool | None: ...
 
     def release(self) -> None: ...
 
 
 class Asked(Protocol):
-    """What is used of `kvsidecar.client.Client`."""
+    """`kvsidecar.integrations.vllm.asking.RankNamespaceClient` is one."""
 
     @property
     def epoch(self) -> int: ...
+    @property
+    def hangs(self) -> bool: ...
 
     def lookup(
         self,
@@ -52,7 +58,8 @@ class Asked(Protocol):
         timeout: float | None = None,
     ) -> LookupResult: ...
 
-    def lease(self, namespace: Namespace, groups: Mapping[int, bytes], lease_seconds: float) -> Lease: ...
+    def keep(self, lease: int, lease_seconds: float) -> Lease: ...
+    def drop(self, lease: int) -> None: ...
     def close(self, timeout: float | None = None) -> bool: ...
 
 
@@ -68,10 +75,16 @@ class Offer:
     """By group: the hashes that were asked for, from the first block behind ``local`` on, joined."""
     answered: float | None = None
     waiting_since: float | None = None
+    lease: int | None = None
+    """Keeps these blocks from being evicted for a moment."""
 
 
 class Lookups:
-    """What the daemon has for requests. All calls of one step together wait at most ``lookup_budget`` seconds."""
+    """What the daemon has for requests. All calls of one step together wait at most ``lookup_budget`` seconds.
+
+    What is offered stays in the daemon until vLLM has allocated, by a short lease: one for each request that vLLM asks
+    for, and no longer than it asks.
+    """
 
     def __init__(
         self,
@@ -89,22 +102,43 @@ class Lookups:
         self._events, self._clock = events, clock
         self._mode = LookupMode.PREFIX if all(g.kind is Kind.FULL for g in groups) else LookupMode.BITMAP
         self._offers: dict[str, Offer] = {}
+        self._leased: dict[str, float] = {}
+        """Requests whose offers have leases, and since when; the oldest first."""
         self._spent = 0.0
         self._refused = False
 
     def new_step(self) -> None:
         """The budget is full again."""
         self._spent = 0.0
+        while self._leased:
+            request_id, since = next(iter(self._leased.items()))
+            if self._clock() - since < UNTAKEN_SECONDS:
+                break
+            self._give_up(request_id)
 
     def forget(self, request_id: str) -> None:
+        self._give_up(request_id)
         self._offers.pop(request_id, None)
 
     def forget_all(self) -> None:
+        for request_id in tuple(self._leased):
+            self._give_up(request_id)
         self._offers.clear()
 
     def take(self, request_id: str) -> Offer | None:
-        """What `hit` said last of this request, once: it is over with the request's allocation."""
+        """What `hit` said last of this request, once: it is over with the request's allocation. Its lease is the
+        caller's: `keep` it."""
+        self._leased.pop(request_id, None)
         return self._offers.pop(request_id, None)
+
+    def _give_up(self, request_id: str) -> None:
+        """The lease of an offer, if it has one."""
+        if self._leased.pop(request_id, None) is None:
+            return
+        offer = self._offers[request_id]
+        lease, offer.lease = offer.lease, None
+        if lease is not None:
+            self._client.drop(lease)
 
     def hit(self, request: Any, local: int, epoch: int) -> int | None:
         """Tokens behind the first ``local`` ones that can be loaded; None: not known yet.
@@ -115,6 +149,7 @@ class Lookups:
         now = self._clock()
         offer = self._offers.get(request.request_id)
         if offer is None or offer.local != local:
+            self._give_up(request.request_id)
             offer = self._offers[request.request_id] = Offer(local, 0)
         elif offer.answered is not None and now - offer.answered < FRESH_SECONDS:
             return offer.tokens
@@ -129,16 +164,21 @@ class Lookups:
         if self._spent >= self._options.lookup_budget:
             return None  # this step has waited long enough; the next one asks
         packed = {index: b"".join(each) for index, each in hashes.items()}
-        result = self._ask(packed, self._mode)
+        result = self._ask(packed, self._mode, OFFER_SECONDS)
         if result.reason == NO_ANSWER:
             if offer.waiting_since is None:
                 offer.waiting_since = now
             if self._clock() - offer.waiting_since < self._options.lookup_patience:
                 return None
+        self._give_up(request.request_id)  # behind the lookup: blocks that were kept are kept by its lease
         offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
         if not result.reason and result.ready and self._client.epoch == epoch:
             offer.tokens = self._longest(result, hashes, local, most)
             offer.asked = packed if offer.tokens else {}
+        if result.lease is not None:
+            offer.lease, self._leased[request.request_id] = result.lease, offer.answered
+            if not offer.tokens:
+                self._give_up(request.request_id)
         return offer.tokens
 
     def _longest(self, result: LookupResult, hashes: Mapping[int, Sequence[bytes]], local: int, most: int) -> int:
@@ -163,22 +203,24 @@ class Lookups:
         self._counters.offered_tokens += tokens
         return tokens
 
-    def lease(self, packed: Mapping[int, bytes]) -> Lease:
-        """Keep these blocks from being evicted, as far as they are there. Waits for nothing."""
-        lease = self._client.lease(self._namespace, packed, self._options.lease_seconds)
-        self._counters.unleased_loads += not lease.asked
+    def keep(self, offer: Offer) -> Lease | None:
+        """Let the lease of an offer that was taken live as long as a load may. Waits for nothing. None: it has none."""
+        lease = None if offer.lease is None else self._client.keep(offer.lease, self._options.lease_seconds)
+        self._counters.unleased_loads += lease is None or not lease.asked
         return lease
 
     def connect(self) -> None:
         """A client that only looks up connects with its first question: let it be this one."""
-        self._ask({}, LookupMode.PREFIX)
+        self._ask({}, LookupMode.PREFIX, 0.0)
 
-    def _ask(self, packed: Mapping[int, bytes], mode: LookupMode) -> LookupResult:
+    def _ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float) -> LookupResult:
         """One question. Never raises, never waits longer than what is left of this step's budget."""
         began = self._clock()
         timeout = max(0.001, self._options.lookup_budget - self._spent)
         try:
-            result = self._client.lookup(self._namespace, packed, mode=mode, timeout=timeout)
+            result = self._client.lookup(
+                self._namespace, packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout
+            )
         except ClientError as error:
             if not self._refused:
                 _log.error("the daemon refuses lookups, so nothing is loaded: %s", error)

@@ -72,9 +72,6 @@ class StepOrders:
 
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
-    flush: tuple[int, ...] = ()
-    """Store jobs whose blocks are not held by a reference and may be overwritten in this step: they must no longer
-    be read when the step begins."""
     idle: bool = False
     """Nothing is scheduled in this step: stores may use the whole link."""
 

@@ -37,6 +37,7 @@ class SchedulerSide:
         client: only looks up; closed by `shutdown`.
         events: collects KV cache events, if vLLM wants them.
         step_tokens: the most that one step computes (``max_num_batched_tokens``).
+        longest_blocks: the most that one request needs: stores leave it so many of the GPU's.
         clock: seconds, monotonic.
     """
 
@@ -50,6 +51,7 @@ class SchedulerSide:
         *,
         events: Events | None = None,
         step_tokens: int = 8192,
+        longest_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
@@ -71,7 +73,17 @@ class SchedulerSide:
             self.counters,
             numbers,
         )
-        self._stores = Stores(options, groups, world_size, self._known, self.counters, events, numbers, step_tokens)
+        self._stores = Stores(
+            options,
+            groups,
+            world_size,
+            self._known,
+            self.counters,
+            events,
+            numbers,
+            step_tokens,
+            longest_blocks,
+        )
         self._shut = False
         """vLLM has refused a reset, so the GPU may hold KV of other weights than those of now."""
         self._null_block = 0
@@ -81,7 +93,7 @@ class SchedulerSide:
         self._last_epoch = 0
         self._requests: dict[str, Progress] = {}
         self._failed: set[str] = set()
-        """Requests with a load that failed: they are computed, for the next load might fail as well, and so on."""
+        """Requests whose load has failed, until they are computed: the next load might fail as well, and so on."""
 
     @property
     def attached(self) -> bool:
@@ -97,7 +109,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind ``num_computed_tokens`` that can be loaded, and whether that is done beside the steps.
 
-        None: not known yet, ask again in the next step. No side effects but a memo.
+        None: not known yet, ask again in the next step. No side effects but a memo, and a lease that ends by itself.
         """
         if (
             not self._open
@@ -116,9 +128,11 @@ class SchedulerSide:
         if progress is None:
             progress = self._requests[request_id] = Progress(request)
         progress.tables = getattr(blocks, "blocks", ())
-        offer = self._lookups.take(request_id)
         if num_external_tokens <= 0:
+            self._lookups.forget(request_id)
+            self._failed.discard(request_id)  # it is computed now; when it is preempted it may load again
             return
+        offer = self._lookups.take(request_id)
         if offer is None:
             raise RuntimeError(f"vLLM loads {num_external_tokens} tokens of {request_id}, which were not offered")
         block_ids = blocks.get_block_ids()
@@ -129,8 +143,9 @@ class SchedulerSide:
     def build_orders(self, scheduler_output: Any) -> StepOrders:
         """What the ranks are to do in this step."""
         self._lookups.new_step()
+        self._stores.new_step(self._clock())
         if self._open:
-            self._stores.step(self._requests, scheduler_output, self._clock())
+            self._stores.step(self._requests, scheduler_output)
         return StepOrders(
             keyed(self._stores.take_jobs(), self._generations),
             keyed(self._loads.take_jobs(), self._generations),
@@ -169,8 +184,11 @@ class SchedulerSide:
         return self._jobs_outstanding
 
     def has_pending_block_frees(self) -> bool:
-        """Whether GPU blocks become free soon without a preemption: those that only stores still hold."""
-        return self._stores.frees_soon()
+        """Whether GPU blocks become free soon without a preemption: those that only stores still hold.
+
+        vLLM waits instead of preempting as long as this says so: never for a daemon that does not answer.
+        """
+        return not self._client.hangs and self._stores.frees_soon(self._clock())
 
     # -- requests --------------------------------------------------------------------------------------------------
 

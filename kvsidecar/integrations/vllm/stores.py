@@ -28,6 +28,13 @@ from kvsidecar.integrations.vllm.storing import (
 
 STEP_BLOCKS = 2048
 """About as many blocks as one step plans to store; the next step goes on. It bounds what a step costs."""
+SOON_SECONDS = 0.1
+"""A store that runs for longer does not end soon: it waits for others, or its daemon hangs."""
+HUNG_SECONDS = 1.0
+"""No store is planned beside one that runs for longer: its daemon hangs, and would keep those blocks as well."""
+REPORT_STEPS = 4
+"""The end of a store that took no time is known after so many steps, however long they are: the ranks see it in the
+step after its own, and the scheduler's side hears of it when two more may be planned already."""
 
 
 @dataclass(slots=True)
@@ -51,16 +58,21 @@ class _Store:
     blocks: tuple[GroupBlocks, ...]
     ranks: int
     """That have not reported."""
+    begun: tuple[float, int]
+    """Monotonic seconds and number of the step in which the ranks were told."""
     failed: bool = False
 
 
 class Stores:
     """Plans store jobs. Each block of a plan is held by a reference from then until every rank has reported the job:
-    vLLM does not give it to anybody else, whatever becomes of its request.
+    vLLM does not give it to anybody else, whatever becomes of its request. That holds for a daemon that hangs, too: it
+    may go on at any time, and what it reads then becomes readable under the hashes of the job. So it is bounded how
+    many blocks stores hold, and who waits for them.
 
     Args:
         numbers: of the jobs.
         step_tokens: the most that one step computes.
+        longest_blocks: the most that one request needs.
     """
 
     def __init__(
@@ -73,6 +85,7 @@ class Stores:
         events: Events | None,
         numbers: Iterator[int],
         step_tokens: int,
+        longest_blocks: int = 0,
     ) -> None:
         self._groups, self._by_index = tuple(groups), {group.index: group for group in groups}
         self._world_size, self._known, self._counters, self._events = world_size, known, counters, events
@@ -91,6 +104,9 @@ class Stores:
         self._watermark = options.lazy_watermark or default_watermark(groups, step_tokens)
         self._allocated = self._watermark
         """Blocks that vLLM has taken from the free queue since the last walk, at least."""
+        self._longest = longest_blocks
+        self._now, self._step = 0.0, 0
+        """Monotonic seconds and number of the last step."""
         self._pool: Pool | None = None
         self._keys_of: KeysOf
         self._most_held = 0
@@ -103,8 +119,10 @@ class Stores:
 
     def bind(self, pool: Pool) -> None:
         self._pool, self._keys_of = pool, keys_reader(pool)
-        # A daemon that is slow, or hangs until its jobs time out, must leave the engine blocks to work with.
-        self._most_held = pool.num_gpu_blocks // 2
+        # While the daemon hangs the engine goes on with the rest, one request after the other if it must. Requests
+        # that need nearly all blocks must not forbid all stores: they alone may then wait for such a daemon.
+        usable = pool.num_gpu_blocks - 1
+        self._most_held = min(usable // 2, max(usable - self._longest, usable // 8))
         # There are no more blocks to walk: a watermark above that would only make the walks rarer.
         self._watermark = self._allocated = min(self._watermark, pool.num_gpu_blocks)
 
@@ -121,20 +139,30 @@ class Stores:
         blocks = () if self._pool is None else self._pool.blocks
         return not any((block.ref_cnt or block.block_hash is not None) and not block.is_null for block in blocks)
 
-    def frees_soon(self) -> bool:
-        """Whether blocks become free when jobs end: those that nobody else holds."""
+    def frees_soon(self, now: float) -> bool:
+        """Whether blocks become free when jobs end, and that is soon: those that nobody else holds.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if self._oldest_runs_for(SOON_SECONDS, now):
+            return False
         selections = (self._planned, *(store.selection for store in self._running.values()))
         return any(block.ref_cnt == 1 for each in selections for block in each)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def step(self, requests: Mapping[str, Progress], scheduler_output: Any, now: float) -> None:
-        """Plan what became due: in eager mode the confirmed full blocks of the requests that run, in lazy mode the
-        blocks that are evicted next.
+    def new_step(self, now: float) -> None:
+        """A step begins, whether or not anything is stored in it.
 
         Args:
             now: monotonic seconds.
         """
+        self._now, self._step = now, self._step + 1
+
+    def step(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
+        """Plan what became due: in eager mode the confirmed full blocks of the requests that run, in lazy mode the
+        blocks that are evicted next."""
         if self._pool is None:
             return
         if self._lazy:
@@ -146,7 +174,7 @@ class Stores:
                 self.rest(progress)
                 # What vLLM gave to others in this very step was not found; it is computed again, or hit.
                 progress.done = done
-        if now < self._next:
+        if self._now < self._next:
             return  # a block a step and request would be as many small jobs; a request that ends is not waited for
         lag, alignment = self._lag, self._alignment
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -158,7 +186,7 @@ class Stores:
             tokens = request.num_computed_tokens - request.num_output_placeholders - lag
             if tokens >= progress.done + alignment:
                 self._consider(progress, tokens)
-                self._next = now + self._interval
+                self._next = self._now + self._interval
         self._plan()
 
     def rest(self, progress: Progress) -> None:
@@ -214,9 +242,19 @@ class Stores:
 
     def _room(self) -> int:
         """Blocks that may be considered still in this step."""
+        if self._oldest_runs_for(HUNG_SECONDS, self._now):
+            self._counters.held_back_stores += 1
+            return 0
         if self._held >= self._most_held:
             self._counters.held_back_stores += 1
         return min(STEP_BLOCKS - len(self._planned), self._most_held - self._held) - self._considered
+
+    def _oldest_runs_for(self, seconds: float, now: float) -> bool:
+        """Whether a store has not ended after this long, and after enough steps to hear of its end."""
+        if not self._running:
+            return False
+        began, step = next(iter(self._running.values())).begun
+        return now - began >= seconds and self._step - step >= REPORT_STEPS
 
     def _plan(self) -> None:
         """Choose of what was considered. All requests' at once: one call for each would be most of what it costs."""
@@ -261,7 +299,7 @@ class Stores:
             return ()
         planned, self._planned = self._planned, Selection()
         number, blocks = next(self._numbers), planned.packed()
-        self._running[number] = _Store(planned, blocks, self._world_size)
+        self._running[number] = _Store(planned, blocks, self._world_size, (self._now, self._step))
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
         return (StoreJob(number, blocks, planned.traceparent),)

@@ -1,7 +1,7 @@
 """The workers' side: registration, the jobs of each step, and what became of them. Knows neither vLLM nor torch.
 
-One per worker process, used by the engine's thread alone. Nothing here waits for the daemon but `register` (which only
-starts a thread), `flush`, and the end of a registration.
+One per worker process, used by the engine's thread alone. Nothing here waits for the daemon but the end of a
+registration; `register` only starts a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvsidecar.types import Refusal
 
 _log = logging.getLogger("kvsidecar.vllm")
 
-FLUSH_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 
 
@@ -164,20 +163,6 @@ class WorkerSide:
         return client is not None and (client.attached or (not client.lost_reason and client.wait_attached(timeout)))
 
     # -- a step ----------------------------------------------------------------------------------------------------
-
-    def flush(self, orders: StepOrders) -> None:
-        """Wait until stores whose blocks this step may overwrite no longer read them. Before the step's kernels."""
-        client = self._client
-        if not orders.flush or client is None:
-            return
-        numbers = set(orders.flush)
-        jobs = [job for job, store in self._stores.items() if store.number in numbers]
-        if jobs and (reading := client.flush(jobs, timeout=FLUSH_SECONDS, cancel=True)):
-            _log.error(
-                "kvsidecar: %d stores still read blocks that this step may overwrite after %g s",
-                len(reading),
-                FLUSH_SECONDS,
-            )
 
     def bind(self, orders: StepOrders) -> None:
         """The orders of this step. Before its forward pass is enqueued."""

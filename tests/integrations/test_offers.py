@@ -1,0 +1,147 @@
+"""What is offered stays in the daemon until vLLM has allocated: both sides of the connector with a real daemon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvsidecar.client import Blocks, Client, Outcome
+from kvsidecar.integrations.vllm import lookups
+from kvsidecar.integrations.vllm.asking import RankNamespaceClient
+from kvsidecar.integrations.vllm.lookups import UNTAKEN_SECONDS
+from kvsidecar.integrations.vllm.metadata import RankReport
+from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank
+from tests.integrations.engine import Allocated, Clock, Request, Step, TinyPool, side
+from tests.integrations.test_worker import Worker
+
+
+class Engine:
+    """Both sides of a connector, and another engine that stores into the same pool."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon, self.clock = daemon, Clock()
+        self.worker, self.other = Worker(daemon.socket).register(), Rank(daemon, instance="other")
+        asking = RankNamespaceClient(Client(daemon.socket, step_budget=SECONDS))
+        asking.namespace = NAMESPACE
+        pool = TinyPool(NUM_BLOCKS)
+        self.side = side(pool=pool, daemon=asking, clock=self.clock, lookup_budget=SECONDS)  # type: ignore[arg-type]
+        self.until(lambda: self.side.attached)
+        self.others = 0
+
+    def step(self) -> None:
+        orders = self.side.build_orders(Step())
+        self.worker.step(*orders.stores, loads=orders.loads)
+        report, self.worker.report = self.worker.report, RankReport()
+        self.side.take_report(report)
+
+    def until(self, over: Callable[[], object]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not over():
+            assert time.monotonic() < deadline, (self.side.counters, self.daemon.get("/status")[1]["pool"])
+            self.step()
+
+    def stores(self, request: Request) -> None:
+        """Two blocks of 5s, for the first tokens of a request."""
+        self.worker.kv[...] = 5
+        client = self.worker.side._client
+        assert client is not None
+        job = client.store([Blocks(0, request.block_hashes[:2], [0, 1])])
+        assert client.wait([job], SECONDS)[job].outcome is Outcome.DONE
+        self.worker.kv[...] = 0
+
+    def press(self) -> None:
+        """Store five times what the pool holds: all goes that may."""
+        evicted = self.daemon.metric("kvsidecar_evicted_blocks_total")
+        enough = evicted + 4 * int(self.daemon.get("/status")[1]["pool"]["blocks"] or 1)
+        rounds = 0
+        while rounds < 100 or self.daemon.metric("kvsidecar_evicted_blocks_total") < enough:
+            self.others += NUM_BLOCKS
+            self.other.store(*range(self.others, self.others + NUM_BLOCKS))
+            rounds += 1
+
+    def leases(self) -> float:
+        return self.daemon.metric("kvsidecar_leases")
+
+    def expired(self) -> float:
+        return self.daemon.metric('kvsidecar_refusals_total{reason="lease_expired"}')
+
+    def close(self) -> None:
+        self.side.shutdown()
+        self.worker.close()
+        self.other.close()
+
+
+@pytest.fixture
+def engine(daemon: DaemonProcess) -> Iterator[Engine]:
+    made = Engine(daemon)
+    yield made
+    made.close()
+
+
+def test_an_offer_is_loaded_though_the_pool_was_short_before_it_was_taken(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "OFFER_SECONDS", 2 * SECONDS)  # a busy machine is slow to press
+    request = Request("r", list(range(9)))
+    engine.stores(request)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    engine.press()
+    engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 8)
+    engine.until(lambda: engine.worker.results.finished)
+    assert not engine.worker.results.failed
+    assert (engine.worker.kv[:, :, [4, 5]] == 5).all()
+    counters = engine.side.counters
+    assert (counters.loads, counters.failed_loads, counters.gone_loads, counters.unleased_loads) == (1, 0, 0, 0)
+    engine.until(lambda: engine.leases() == 0)
+    engine.press()
+    assert engine.side.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (0, False)
+
+
+def test_an_offer_that_vllm_asks_for_no_more_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "OFFER_SECONDS", 2 * SECONDS)
+    request = Request("r", list(range(9)))
+    engine.stores(request)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    assert engine.leases() == 1
+    engine.clock.now += UNTAKEN_SECONDS
+    engine.step()
+    _wait(lambda: engine.leases() == 0)
+    assert engine.expired() == 0
+
+
+def test_an_offer_of_an_engine_that_stands_still_ends_by_itself(engine: Engine) -> None:
+    request = Request("r", list(range(9)))
+    engine.stores(request)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    _wait(lambda: engine.expired() == 1)
+    assert engine.leases() == 0
+
+
+def test_a_request_whose_offer_has_gone_is_computed_and_loads_again_when_it_was_preempted(engine: Engine) -> None:
+    request = Request("r", list(range(9)))
+    engine.stores(request)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    _wait(lambda: engine.leases() == 0)
+    engine.press()
+    engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 8)
+    engine.until(lambda: engine.side.counters.failed_loads)
+    assert engine.worker.results.failed == {"r"}
+    assert engine.side.counters.gone_loads == 1
+    engine.stores(request)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (0, False)
+    engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 0)  # it is computed, and then preempted
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    engine.worker.results = type(engine.worker.results)()
+    engine.side.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
+    engine.until(lambda: engine.worker.results.finished)
+    assert not engine.worker.results.failed
+    assert (engine.worker.kv[:, :, [1, 2]] == 5).all()
+
+
+def _wait(over: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not over():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # nothing announces the end of a lease
