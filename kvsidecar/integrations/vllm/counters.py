@@ -30,6 +30,9 @@ class Counters:
     stored_blocks: int = _counted("Blocks that the ranks were told to store.")
     failed_stores: int = _counted("Store jobs that some rank did not store whole: declined or failed.")
     held_back_stores: int = _counted("Times that stores waited, since those before them hold half of the GPU's blocks.")
+    given_up_blocks: int = _counted(
+        "Blocks that were due to be stored and never are: the GPU evicted them first, or too many were due."
+    )
     resets: int = _counted("Resets of the prefix cache.")
     _told: tuple[int, ...] = field(default=(), init=False, repr=False)
 

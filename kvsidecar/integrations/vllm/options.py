@@ -60,7 +60,10 @@ class Options:
     )
     instance: str = _option("vllm", _text, "name of this engine deployment, as the daemon's log and status show it")
     store_mode: str = _option(
-        "eager", _store_mode, "eager: store blocks when their tokens are confirmed; lazy: before the GPU evicts them"
+        "eager",
+        _store_mode,
+        "eager: store blocks when their tokens are confirmed; lazy: when they are hit, when the engine idles, or before "
+        "the GPU evicts them",
     )
     store_interval: float = _option(
         0.05, _seconds, "eager mode: blocks of running requests wait at most this long to be stored together"

@@ -149,6 +149,7 @@ class SchedulerSide:
         self._last_epoch = self._epoch
         self._known.clear()
         self._lookups.forget_all()
+        self._stores.new_run()
         for progress in self._requests.values():
             progress.done = 0
         self._lookups.connect()
@@ -159,7 +160,11 @@ class SchedulerSide:
 
     def has_pending_push_work(self) -> bool:
         """Whether there is something to tell the ranks, or to hear from them: an idle engine must go on stepping."""
-        return self._jobs_outstanding or self._reset.state in (State.DRAINING, State.CLEARING)
+        return (
+            self._jobs_outstanding
+            or self._reset.state in (State.DRAINING, State.CLEARING)
+            or (self._open and self._stores.is_due(self._clock()))
+        )
 
     def has_pending_block_frees(self) -> bool:
         """Whether GPU blocks become free soon without a preemption: those that only stores still hold."""
@@ -176,8 +181,8 @@ class SchedulerSide:
         self._lookups.forget(request_id)
         self._failed.discard(request_id)
         progress = self._requests.pop(request_id, None)
-        if progress is not None and self._open:
-            self._stores.rest(progress)
+        if progress is not None:
+            self._stores.rest(progress, self._open)
         return False, None
 
     # -- the engine ------------------------------------------------------------------------------------------------
@@ -198,7 +203,7 @@ class SchedulerSide:
         # Requests that run go on with KV of before the reset: it is not stored. Those that vLLM has preempted are
         # taken up again when they get blocks.
         self._requests.clear()
-        self._stores.drop_planned()
+        self._stores.reset()
         return self._reset.begin(drained=not self._jobs_outstanding, timeout=self._options.reset_timeout)
 
     def take_events(self) -> Sequence[Any]:

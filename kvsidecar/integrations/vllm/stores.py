@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.due import Due, Part
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.known import Known, tags_of
@@ -28,6 +29,9 @@ from kvsidecar.integrations.vllm.storing import (
 
 STEP_BLOCKS = 2048
 """About as many blocks as one step plans to store; the next step goes on. It bounds what a step costs."""
+RETRY_SECONDS = 1.0
+"""How long after a store that failed its blocks are tried again; twice as long after each that follows it."""
+MOST_RETRY_SECONDS = 8.0
 
 
 @dataclass(slots=True)
@@ -52,11 +56,17 @@ class _Store:
     ranks: int
     """That have not reported."""
     failed: bool = False
+    again: bool = True
+    """If it fails, its blocks are stored later."""
 
 
 class Stores:
     """Plans store jobs. Each block of a plan is held by a reference from then until every rank has reported the job:
     vLLM does not give it to anybody else, whatever becomes of its request.
+
+    What could not be stored with its request, for there was no room, no daemon, or the daemon declined it, is due: it is
+    stored later, if it is still in the GPU's own prefix cache then. In lazy mode so is all that requests leave there,
+    for the time when the engine has nothing else to do.
 
     Args:
         numbers: of the jobs.
@@ -83,8 +93,8 @@ class Stores:
         """Of all groups together, in as many tokens as the alignment."""
         self._extra_blocks = sum(group.eagle for group in groups)
         self._lag = max(group.lag_tokens for group in self._groups)
-        self._prompt_only = options.store_prompt_only
         self._lazy = options.store_mode == "lazy"
+        self._prompt_only = options.store_prompt_only and not self._lazy
         self._interval = options.store_interval
         self._next = 0.0
         """When the blocks of running requests are looked through again."""
@@ -100,11 +110,21 @@ class Stores:
         """Of this call."""
         self._planned = Selection()
         self._running: dict[int, _Store] = {}
+        self._due = Due(0)
+        self._most_held_due = 0
+        self._now = 0.0
+        """Of the last step."""
+        self._pause = RETRY_SECONDS
+        self._retry = 0.0
+        """Nothing that is due is tried before."""
 
     def bind(self, pool: Pool) -> None:
         self._pool, self._keys_of = pool, keys_reader(pool)
         # A daemon that is slow, or hangs until its jobs time out, must leave the engine blocks to work with.
         self._most_held = pool.num_gpu_blocks // 2
+        # What is due can wait. A request that comes meanwhile must find room.
+        self._most_held_due = max(1, pool.num_gpu_blocks // 8)
+        self._due = Due(pool.num_gpu_blocks)  # the GPU cannot have more
         # There are no more blocks to walk: a watermark above that would only make the walks rarer.
         self._watermark = self._allocated = min(self._watermark, pool.num_gpu_blocks)
 
@@ -112,6 +132,10 @@ class Stores:
     def outstanding(self) -> bool:
         """Whether references are held."""
         return bool(self._running or self._planned)
+
+    def is_due(self, now: float) -> bool:
+        """Whether there is something that an idle engine should step for."""
+        return bool(self._due) and now >= self._retry
 
     def frees_soon(self) -> bool:
         """Whether blocks become free when jobs end: those that nobody else holds."""
@@ -121,24 +145,30 @@ class Stores:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def step(self, requests: Mapping[str, Progress], scheduler_output: Any, now: float) -> None:
-        """Plan what became due: in eager mode the confirmed full blocks of the requests that run, in lazy mode the
-        blocks that are evicted next.
+        """Plan what is to be stored next: in eager mode the confirmed full blocks of the requests that run, in lazy
+        mode those that a new request has hit, and the blocks that are evicted next.
 
         Args:
             now: monotonic seconds.
         """
         if self._pool is None:
             return
+        self._now = now
         if self._lazy:
-            self._step_lazy(scheduler_output)
-            return
+            self._step_lazy(requests, scheduler_output)
+        else:
+            self._step_eager(requests, scheduler_output)
+        if self._due and now >= self._retry and not (self._lazy and scheduler_output.total_num_scheduled_tokens):
+            self._plan_due()
+
+    def _step_eager(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
         for request_id in scheduler_output.preempted_req_ids or ():
             if (progress := requests.get(request_id)) is not None:
                 done = progress.done
                 self.rest(progress)
                 # What vLLM gave to others in this very step was not found; it is computed again, or hit.
                 progress.done = done
-        if now < self._next:
+        if self._now < self._next:
             return  # a block a step and request would be as many small jobs; a request that ends is not waited for
         lag, alignment = self._lag, self._alignment
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -150,26 +180,48 @@ class Stores:
             tokens = request.num_computed_tokens - request.num_output_placeholders - lag
             if tokens >= progress.done + alignment:
                 self._consider(progress, tokens)
-                self._next = now + self._interval
+                self._next = self._now + self._interval
         self._plan()
 
-    def rest(self, progress: Progress) -> None:
-        """A request gives its blocks up: plan all that are left. vLLM's cache knows which are computed."""
-        if self._pool is not None and not self._lazy:
-            self._consider(progress, len(progress.request.block_hashes) * self._hash_tokens)
+    def rest(self, progress: Progress, store: bool = True) -> None:
+        """A request gives its blocks up: plan all that are left, and what there is no room for later. vLLM's cache
+        knows which are computed.
+
+        Args:
+            store: whether there is a daemon now.
+        """
+        if self._pool is None:
+            return
+        tokens = len(progress.request.block_hashes) * self._hash_tokens
+        if store and not self._lazy:
+            self._consider(progress, tokens)
             self._plan()
+        aligned, end = self._bounds(progress, tokens)
+        if aligned > progress.done:
+            self._put_off(progress, aligned, end)
 
     def allocated(self, blocks: int) -> None:
         """vLLM has allocated blocks that no step's output names."""
         self._allocated += blocks
 
-    def _consider(self, progress: Progress, tokens: int) -> None:
-        """Those of a request's blocks that were not considered yet, up to ``tokens``; as many as there is room for."""
-        request, hashes = progress.request, progress.request.block_hashes
+    def new_run(self) -> None:
+        """All ranks are attached to another run of the daemon: nobody knows which one a job's end is of."""
+        for store in self._running.values():
+            store.failed = True
+        self._retry, self._pause = 0.0, RETRY_SECONDS
+
+    def _bounds(self, progress: Progress, tokens: int) -> tuple[int, int]:
+        """Up to where a request's blocks can be stored, of its first ``tokens`` tokens: the last multiple of the
+        alignment, and of the hashes."""
+        request = progress.request
         if self._prompt_only:
             tokens = min(tokens, request.num_prompt_tokens)
-        end = min(tokens, len(hashes) * self._hash_tokens)
-        aligned = end // self._alignment * self._alignment
+        end = min(tokens, len(request.block_hashes) * self._hash_tokens)
+        return end // self._alignment * self._alignment, end
+
+    def _consider(self, progress: Progress, tokens: int) -> None:
+        """Those of a request's blocks that were not considered yet, up to ``tokens``; as many as there is room for."""
+        aligned, end = self._bounds(progress, tokens)
         if aligned <= progress.done:
             return
         room = self._room()
@@ -181,28 +233,84 @@ class Stores:
             return
         aligned = min(aligned, progress.done + units * self._alignment)
         for group in self._groups:
-            indices = block_range(group, progress.done, aligned, end)
-            asked = group.hashes(hashes, indices.start, indices.stop)
-            self._candidates[group.index].add(request, indices.start, asked, progress.table(group.index))
-            self._considered += len(asked)
+            self._considered += self._add(self._candidates[group.index], group, progress, aligned, end)
         progress.done = aligned
 
-    def _step_lazy(self, scheduler_output: Any) -> None:
-        assert self._pool is not None
+    def _add(self, candidates: Candidates, group: Group, progress: Progress, aligned: int, end: int) -> int:
+        """Returns how many blocks."""
+        request, indices = progress.request, block_range(group, progress.done, aligned, end)
+        asked = group.hashes(request.block_hashes, indices.start, indices.stop)
+        candidates.add(request, indices.start, asked, progress.table(group.index))
+        return len(asked)
+
+    def _step_lazy(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
         cached = scheduler_output.scheduled_cached_reqs.new_block_ids
         fresh = (each.block_ids for each in scheduler_output.scheduled_new_reqs)
         self._allocated += sum(len(ids) for groups in (*cached, *fresh) if groups for ids in groups if ids)
+        for each in scheduler_output.scheduled_new_reqs:
+            # What is asked for again is worth the most, and never comes near its eviction.
+            if each.num_computed_tokens and (progress := requests.get(each.req_id)) is not None:
+                self._consider(progress, each.num_computed_tokens - self._lag)
+        self._plan()
         # Blocks reach the end of the walk before they reach the front: a walk need not be made for every block.
-        if self._allocated < max(1, self._watermark // 4) or (room := self._room()) <= 0:
-            return
+        if self._allocated >= max(1, self._watermark // 4) and (room := self._room()) > 0:
+            self._walk(room)
+
+    def _walk(self, room: int) -> None:
+        assert self._pool is not None
         self._allocated = 0
         found = walk(self._pool, self._known, self._by_index, self._watermark)
         if len(found) > room:
             self._allocated = self._watermark  # go on in the next step
-        for index, each, block in found[:room]:
+        for index, each, block in reversed(found[:room]):  # as of a request, whose end is evicted first
             self._candidates[index].hashes.append(each)
             self._candidates[index].blocks.append(block)
         self._plan()
+
+    # -- later -----------------------------------------------------------------------------------------------------
+
+    def _put_off(self, progress: Progress, aligned: int, end: int) -> None:
+        """What the GPU has of a request's blocks is due."""
+        assert self._pool is not None
+        for group in self._groups:
+            candidates = Candidates()
+            self._add(candidates, group, progress, aligned, end)
+            chosen = choose(self._pool, self._keys_of, self._known, group, candidates)
+            if chosen is None:
+                continue
+            if self._events is not None:
+                (span,) = candidates.spans
+                for i in chosen.places:
+                    self._events.note(span.request, group, span.first + i, candidates.hashes[i])
+            self._add_due(Part(group.index, chosen.packed.hashes, chosen.tags))
+        progress.done = aligned
+
+    def _add_due(self, part: Part) -> None:
+        for each in self._due.add(part):
+            if unknown := each.only(~self._known.find(each.tags)):
+                self._give_up(unknown.group, unknown.split())
+
+    def _give_up(self, group: int, hashes: Sequence[bytes]) -> None:
+        self._counters.given_up_blocks += len(hashes)
+        if self._events is not None:
+            self._events.not_stored(group, hashes)
+
+    def _plan_due(self) -> None:
+        room = min(STEP_BLOCKS - len(self._planned), self._most_held_due - self._held)
+        asked: dict[int, dict[bytes, None]] = {}
+        # Those that became due first are freed, and so evicted, first again.
+        for part in reversed(self._due.take(room)):
+            unknown = part.only(~self._known.find(part.tags))
+            asked.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
+        for index, hashes in asked.items():
+            self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
+        self._plan()
+        for index, hashes in asked.items():
+            tags = tags_of(index, b"".join(hashes), len(hashes))
+            if evicted := [
+                each for each, flag in zip(hashes, self._known.find(tags).tolist(), strict=True) if not flag
+            ]:
+                self._give_up(index, evicted)
 
     def _room(self) -> int:
         """Blocks that may be considered still in this step."""
@@ -267,22 +375,35 @@ class Stores:
             store.ranks -= count
             if store.ranks <= 0:
                 del self._running[number]
-                self._end(store.selection, store.blocks, store.failed)
+                self._end(store.selection, store.blocks, store.failed, store.again)
 
-    def drop_planned(self) -> None:
-        """What is planned, but not sent, is not stored."""
+    def reset(self) -> None:
+        """What is not stored yet never is."""
         planned, self._planned = self._planned, Selection()
         if planned:
-            self._end(planned, planned.packed(), failed=True)
+            self._end(planned, planned.packed(), failed=True, again=False)
+        for store in self._running.values():
+            store.again = False
+        for part in self._due.take(len(self._due)):
+            if self._events is not None:
+                self._events.not_stored(part.group, part.split())
 
-    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool) -> None:
+    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, again: bool) -> None:
         assert self._pool is not None
         self._held -= len(selection)
         self._pool.free_blocks(selection.in_order_of_eviction())
-        if failed:
-            self._counters.failed_stores += 1
-            for each in blocks:
-                self._known.discard(tags_of(each.group, each.hashes, len(each)))  # they may be stored again
-        if self._events is not None:
-            for each in blocks:
-                (self._events.not_stored if failed else self._events.stored)(each.group, each.split())
+        if not failed:
+            self._pause, self._retry = RETRY_SECONDS, min(self._retry, self._now + RETRY_SECONDS)
+            if self._events is not None:
+                for each in blocks:
+                    self._events.stored(each.group, each.split())
+            return
+        self._counters.failed_stores += 1
+        self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MOST_RETRY_SECONDS)
+        for each in blocks:
+            tags = tags_of(each.group, each.hashes, len(each))
+            self._known.discard(tags)
+            if again:
+                self._add_due(Part(each.group, each.hashes, tags))
+            elif self._events is not None:
+                self._events.not_stored(each.group, each.split())
