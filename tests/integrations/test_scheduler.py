@@ -678,6 +678,9 @@ def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:
         def stored(self, index: int, hashes: list[bytes]) -> None:
             told.extend(("stored", index, each) for each in hashes)
 
+        def all_removed(self) -> None:
+            pass
+
     pool = TinyPool(20)
     made = attached(pool=pool, events=Told())
     first, second = Request("a", [1] * 4 + [2] * 8), Request("b", [1] * 4 + [3] * 8)

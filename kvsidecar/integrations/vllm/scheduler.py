@@ -150,6 +150,8 @@ class SchedulerSide:
         self._known.clear()
         self._lookups.forget_all()
         self._stores.new_run()
+        if self._events is not None:
+            self._events.all_removed()
         for progress in self._requests.values():
             progress.done = 0
         self._lookups.connect()
@@ -164,6 +166,7 @@ class SchedulerSide:
             self._jobs_outstanding
             or self._reset.state in (State.DRAINING, State.CLEARING)
             or (self._open and self._stores.is_due(self._clock()))
+            or (self._events is not None and self._events.pending)
         )
 
     def has_pending_block_frees(self) -> bool:
@@ -204,6 +207,8 @@ class SchedulerSide:
         # taken up again when they get blocks.
         self._requests.clear()
         self._stores.reset()
+        if self._events is not None:
+            self._events.all_removed()
         return self._reset.begin(drained=not self._jobs_outstanding, timeout=self._options.reset_timeout)
 
     def take_events(self) -> Sequence[Any]:

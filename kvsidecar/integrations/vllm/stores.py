@@ -64,9 +64,9 @@ class Stores:
     """Plans store jobs. Each block of a plan is held by a reference from then until every rank has reported the job:
     vLLM does not give it to anybody else, whatever becomes of its request.
 
-    What could not be stored with its request, for there was no room, no daemon, or the daemon declined it, is due: it is
-    stored later, if it is still in the GPU's own prefix cache then. In lazy mode so is all that requests leave there,
-    for the time when the engine has nothing else to do.
+    What could not be stored with its request, for there was no room, no daemon, or the daemon declined it, is due: it
+    is stored later, if it is still in the GPU's own prefix cache then. In lazy mode so is all that requests leave
+    there, for the time when the engine has nothing else to do.
 
     Args:
         numbers: of the jobs.
