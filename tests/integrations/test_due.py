@@ -84,7 +84,7 @@ def test_each_block_is_due_once_and_the_first_ones_are_taken_or_pushed_out_first
             count = max(0, len(model) - most)
             expected, model = model[:count], model[count:]
             assert names(due.add(part(group, [hashes[i] for i in numbers]))) == expected
-        assert len(due) == len(model)
+        assert due.count == len(model)
 
 
 # -- eager ---------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_what_no_step_comes_to_is_bounded_by_what_the_gpu_has_and_counted() -> N
     for number in range(5):
         request = Request(f"r{number}", list(range(100 * number, 100 * number + 16)))
         ends(made, pool, request, run(made, pool, request, 16))
-    assert len(made._stores._due) == 9
+    assert made._stores._due.count == 9
     assert made.counters.given_up_blocks == 11
 
     made.take_report(ATTACHED)

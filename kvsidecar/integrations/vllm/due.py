@@ -43,12 +43,10 @@ class Due:
     def __init__(self, most: int) -> None:
         self._most = most
         self._parts: deque[Part] = deque()
-        self._count = 0
+        self.count = 0
+        """Blocks."""
         # The same prefix may become due with every request that has it.
         self._there = Known()
-
-    def __len__(self) -> int:
-        return self._count
 
     def add(self, part: Part) -> list[Part]:
         """Those that are not due already. Returns what they push out."""
@@ -59,8 +57,8 @@ class Due:
             return []
         self._there.add(part.tags)
         self._parts.append(part)
-        self._count += len(part)
-        return self.take(self._count - self._most)
+        self.count += len(part)
+        return self.take(self.count - self._most)
 
     def take(self, most: int) -> list[Part]:
         """Up to so many blocks, which are not due any more."""
@@ -72,7 +70,7 @@ class Due:
             if len(part) > most:
                 self._parts.appendleft(part.only(slice(most, None)))
                 part = part.only(slice(most))
-            self._count -= len(part)
+            self.count -= len(part)
             most -= len(part)
             self._there.discard(part.tags)
             yield part

@@ -165,7 +165,7 @@ class SchedulerSide:
         return (
             self._jobs_outstanding
             or self._reset.state in (State.DRAINING, State.CLEARING)
-            or (self._open and self._stores.is_due(self._clock()))
+            or (self._open and self._stores.is_due(self._clock))
             or (self._events is not None and self._events.pending)
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,9 +133,9 @@ class Stores:
         """Whether references are held."""
         return bool(self._running or self._planned)
 
-    def is_due(self, now: float) -> bool:
+    def is_due(self, clock: Callable[[], float]) -> bool:
         """Whether there is something that an idle engine should step for."""
-        return bool(self._due) and now >= self._retry
+        return self._due.count > 0 and clock() >= self._retry
 
     def frees_soon(self) -> bool:
         """Whether blocks become free when jobs end: those that nobody else holds."""
@@ -158,7 +158,7 @@ class Stores:
             self._step_lazy(requests, scheduler_output)
         else:
             self._step_eager(requests, scheduler_output)
-        if self._due and now >= self._retry and not (self._lazy and scheduler_output.total_num_scheduled_tokens):
+        if self._due.count and now >= self._retry and not (self._lazy and scheduler_output.total_num_scheduled_tokens):
             self._plan_due()
 
     def _step_eager(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
@@ -384,7 +384,7 @@ class Stores:
             self._end(planned, planned.packed(), failed=True, again=False)
         for store in self._running.values():
             store.again = False
-        for part in self._due.take(len(self._due)):
+        for part in self._due.take(self._due.count):
             if self._events is not None:
                 self._events.not_stored(part.group, part.split())
 
