@@ -29,6 +29,8 @@ from kvsidecar.integrations.vllm.storing import (
 
 STEP_BLOCKS = 2048
 """About as many blocks as one step plans to store; the next step goes on. It bounds what a step costs."""
+DUE_BLOCKS = 512
+"""Of these, as many as are taken from what is due: each is looked for in the GPU's cache, which takes longest."""
 RETRY_SECONDS = 1.0
 """How long after a store that failed its blocks are tried again; twice as long after each that follows it."""
 MOST_RETRY_SECONDS = 8.0
@@ -296,7 +298,7 @@ class Stores:
             self._events.not_stored(group, hashes)
 
     def _plan_due(self) -> None:
-        room = min(STEP_BLOCKS - len(self._planned), self._most_held_due - self._held)
+        room = min(DUE_BLOCKS, STEP_BLOCKS - len(self._planned), self._most_held_due - self._held)
         asked: dict[int, dict[bytes, None]] = {}
         # Those that became due first are freed, and so evicted, first again.
         for part in reversed(self._due.take(room)):
@@ -304,12 +306,10 @@ class Stores:
             asked.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
         for index, hashes in asked.items():
             self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
-        self._plan()
+        planned = self._plan()
         for index, hashes in asked.items():
-            tags = tags_of(index, b"".join(hashes), len(hashes))
-            if evicted := [
-                each for each, flag in zip(hashes, self._known.find(tags).tolist(), strict=True) if not flag
-            ]:
+            places = set(planned[index].places) if index in planned else set()
+            if evicted := [each for i, each in enumerate(hashes) if i not in places]:
                 self._give_up(index, evicted)
 
     def _room(self) -> int:
@@ -318,10 +318,14 @@ class Stores:
             self._counters.held_back_stores += 1
         return min(STEP_BLOCKS - len(self._planned), self._most_held - self._held) - self._considered
 
-    def _plan(self) -> None:
-        """Choose of what was considered. All requests' at once: one call for each would be most of what it costs."""
+    def _plan(self) -> dict[int, Chosen]:
+        """Choose of what was considered. All requests' at once: one call for each would be most of what it costs.
+
+        Returns:
+            By group, if anything was chosen.
+        """
         assert self._pool is not None
-        self._considered = 0
+        self._considered, planned = 0, {}
         for group in self._groups:
             candidates = self._candidates[group.index]
             if not candidates.hashes:
@@ -336,6 +340,8 @@ class Stores:
             # At once, not when the job is sent: vLLM may free and give away these blocks in between.
             self._pool.touch(chosen.blocks)
             self._note(group, candidates, chosen)
+            planned[group.index] = chosen
+        return planned
 
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
         """Whose blocks these are, for the trace and the events."""
