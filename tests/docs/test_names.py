@@ -20,6 +20,7 @@ OF_OTHERS = {
     "--layouts": "benchmarks.peers",
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",
+    "--shutdown-timeout": "vLLM",
     "--tiny": "benchmarks.vllm",
     "--otlp-traces-endpoint": "vLLM",
 }

@@ -163,6 +163,7 @@ class LiveTables:
 class NewRequest:
     req_id: str
     block_ids: tuple[list[int], ...]
+    num_computed_tokens: int = 0
 
 
 @dataclass

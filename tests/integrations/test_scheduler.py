@@ -577,6 +577,9 @@ def test_no_block_is_waited_for_that_a_daemon_does_not_give_back_soon() -> None:
     assert made.has_pending_push_work(), "the engine goes on asking whether it has come back"
 
     made.take_report(RankReport(stored={job.number: 1}))
+    (late,) = made.build_orders(Step()).stores
+    assert stored_hashes((late,)) == requests[1].block_hashes[:3], "what was due meanwhile is stored"
+    made.take_report(RankReport(stored={late.number: 1}))
     assert not made.has_pending_push_work()
     blocks = run(made, pool, requests[2], 14)
     assert made.build_orders(Step({"r2": 1})).stores
@@ -867,6 +870,9 @@ def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:
 
         def stored(self, index: int, hashes: list[bytes]) -> None:
             told.extend(("stored", index, each) for each in hashes)
+
+        def all_removed(self) -> None:
+            pass
 
     pool = TinyPool(20)
     made = attached(pool=pool, events=Told())

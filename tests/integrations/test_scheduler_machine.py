@@ -65,10 +65,14 @@ class Job:
 
 
 class Engine:
-    """Each operation takes a number, from which it makes its choices; one that makes no sense now does nothing."""
+    """Each operation takes a number, from which it makes its choices; one that makes no sense now does nothing.
 
-    def __init__(self, groups: tuple[Group, ...], lazy: bool, world_size: int) -> None:
-        self.groups, self.lazy = groups, lazy
+    Args:
+        forgets: whether the daemon loses blocks, or is told to. If not, all that the GPU has in the end is stored.
+    """
+
+    def __init__(self, groups: tuple[Group, ...], lazy: bool, world_size: int, forgets: bool) -> None:
+        self.groups, self.lazy, self.forgets = groups, lazy, forgets
         self.pool, self.daemon, self.clock = TinyPool(14), TinyDaemon(), Clock()
         extra: dict[str, Any] = {"store_mode": "lazy", "lazy_watermark": 10} if self.lazy else {}
         self.side = side(self.groups, self.pool, world_size=world_size, daemon=self.daemon, clock=self.clock, **extra)
@@ -182,7 +186,7 @@ class Engine:
                 scheduled,
                 self.preempted,
                 self.finished,
-                [NewRequest(new.request.request_id, tuple([b.block_id for b in t] for t in new.tables))] if new else [],
+                [self.new_request(new)] if new else [],
                 cached,
             )
         )
@@ -191,6 +195,10 @@ class Engine:
         self.flight.append((writes, [self.job_of(each) for each in (*orders.stores, *orders.loads)]))
         for state in self.running:
             state.request.num_computed_tokens += scheduled.get(state.request.request_id, 0)
+
+    def new_request(self, state: Running) -> NewRequest:
+        tables = tuple([block.block_id for block in table] for table in state.tables)
+        return NewRequest(state.request.request_id, tables, state.request.num_computed_tokens)
 
     def step(self, choice: int) -> None:
         """Every request that runs gets some tokens computed, if there are blocks for them."""
@@ -351,6 +359,8 @@ class Engine:
         elif what == "lose":
             self.side.take_report(RankReport(attached={0: 0}))
         elif what == "restart":
+            if not self.forgets:
+                return
             self.daemon.epoch += 1
             self.daemon.blocks.clear()
             self.daemon.leases.clear()
@@ -358,7 +368,7 @@ class Engine:
             self.daemon.reason = NO_ANSWER if what == "hang" else ""
 
     def evict(self, index: int) -> None:
-        if not self.daemon.blocks:
+        if not self.daemon.blocks or not self.forgets:
             return
         name = list(self.daemon.blocks)[index % len(self.daemon.blocks)]
         if name not in self.leased(self.daemon.leases):
@@ -383,6 +393,8 @@ class Engine:
 
     def reset(self, choice: int) -> None:
         """The weights are changed, behind the steps in flight, and vLLM empties its cache if no block is in use."""
+        if not self.forgets:
+            return
         while choice % 2 and self.running:
             self.preempt(0)
         while self.flight:
@@ -441,9 +453,14 @@ class Engine:
 
     def come_to_rest(self) -> None:
         self.daemon.reason = ""
+        self.attach()
+        self.clock.now += 10  # what was declined is tried again
+        for request in self.waiting:
+            self.side.request_finished(request)
         self.waiting.clear()
         while self.running:
             self.finish(0)
+        self.schedule({})
         for _ in range(1000):
             if not (self.side.has_pending_push_work() or self.flight or self.jobs or self.loading):
                 break
@@ -458,6 +475,9 @@ class Engine:
         assert self.pool.num_free == self.pool.num_gpu_blocks - 1
         self.daemon.expire()
         assert not self.daemon.leases
+        if not self.forgets and not self.side.counters.given_up_blocks:
+            cached = {block.block_hash for block in self.pool.blocks if block.block_hash is not None}
+            assert {(int.from_bytes(key[-4:], "big"), key[:-4]) for key in cached} <= set(self.daemon.blocks)
 
 
 def hashes_of(blocks: GroupBlocks) -> list[bytes]:
@@ -488,10 +508,13 @@ OPERATIONS = (
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(
     world_size=st.integers(1, 2),
+    forgets=st.booleans(),
     script=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 1000)), min_size=60, max_size=120),
 )
-def test_whatever_order_things_happen_in(name: str, lazy: bool, world_size: int, script: list[Any]) -> None:
-    engine = Engine(GROUPS[name], lazy, world_size)
+def test_whatever_order_things_happen_in(
+    name: str, lazy: bool, world_size: int, forgets: bool, script: list[Any]
+) -> None:
+    engine = Engine(GROUPS[name], lazy, world_size, forgets)
     for operation, choice in script:
         operation(engine, choice)
         engine.check()

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from kvsidecar.integrations.vllm import events as vllm_events
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
@@ -342,3 +343,76 @@ def test_salted_requests_do_not_share() -> None:
     assert engine.side.get_num_new_matched_tokens(engine.request("b", tokens), 0) == (0, False)
     again = Request("c", tokens, SamplingParams(max_tokens=5), None, block_hasher=engine.hasher, cache_salt="x")
     assert engine.side.get_num_new_matched_tokens(again, 0) == (32, True)
+
+
+def test_blocks_that_wait_to_be_stored_are_told_with_their_tokens() -> None:
+    daemon = TinyDaemon()
+    engine = Engine(MODELS["full"], daemon, events=True)
+    engine.side.take_report(RankReport(attached={0: 0}))
+    engine.compute(engine.request("a", list(range(40))), 1000)
+    assert engine.side.take_events() == []
+
+    engine.side.take_report(RankReport(attached={0: EPOCH}))
+    engine.finish_stores(engine.step({}))
+
+    first, second = engine.side.take_events()
+    assert (first.token_ids, second.token_ids) == (list(range(16)), list(range(16, 32)))
+    assert second.parent_block_hash == first.block_hashes[0]
+
+
+@pytest.mark.parametrize("loss", ["restart", "reset"])
+def test_routers_are_told_over_the_steps_what_the_daemon_has_lost(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_events, "TAKEN_BACK", 3)
+    daemon = TinyDaemon()
+    engine = Engine(MODELS["full"], daemon, events=True)
+    engine.compute(engine.request("a", list(range(16 * 8))), 1000)
+    announced = [block for each in engine.side.take_events() for block in each.block_hashes]
+    assert len(announced) == 8
+    assert not engine.side.has_pending_push_work()
+
+    if loss == "restart":
+        daemon.epoch += 1
+        daemon.blocks.clear()
+        engine.side.take_report(RankReport(attached={0: daemon.epoch}))
+    else:
+        assert engine.side.reset_cache()
+    sizes, removed = [], []
+    while engine.side.has_pending_push_work():
+        for each in engine.side.take_events():
+            assert (type(each).__name__, each.medium, each.group_idx) == ("BlockRemoved", "CPU", 0)
+            sizes.append(len(each.block_hashes))
+            removed += each.block_hashes
+    assert sizes == [3, 3, 2]
+    assert sorted(removed) == sorted(announced)
+    assert engine.side.take_events() == []
+
+
+def test_what_the_next_daemon_has_got_already_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_events, "TAKEN_BACK", 1)
+    daemon = TinyDaemon()
+    engine = Engine(MODELS["full"], daemon, events=True)
+    engine.compute(engine.request("a", list(range(32))), 1000)
+    engine.side.take_events()
+    daemon.epoch += 1
+    engine.side.take_report(RankReport(attached={0: daemon.epoch}))
+    engine.compute(engine.request("b", list(range(32))), 1000)
+
+    known: set[Any] = set()
+    for each in engine.side.take_events():
+        known = known.union(each.block_hashes) if hasattr(each, "token_ids") else known.difference(each.block_hashes)
+    assert len(known) == 2
+    assert not engine.side.has_pending_push_work()
+
+
+def test_only_so_many_announced_blocks_are_remembered_and_those_before_them_are_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_events, "MOST_ANNOUNCED", 4)
+    engine = Engine(MODELS["full"], TinyDaemon())
+    events, hashes = Events(engine.groups), engine.request("a", list(range(16 * 6))).block_hashes
+    events.stored(0, hashes)
+
+    told = events.take()
+    stored = [block for each in told if hasattr(each, "token_ids") for block in each.block_hashes]
+    removed = [block for each in told if not hasattr(each, "token_ids") for block in each.block_hashes]
+    assert sorted(removed) == sorted(stored[:2])

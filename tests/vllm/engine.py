@@ -191,6 +191,18 @@ class Engine:
                 found[metric.name] = found.get(metric.name, 0.0) + value
         return found
 
+    def begin(self, ids: Sequence[int], tokens: int) -> None:
+        """Run a request, and return with its first token; it goes on where the engine's core has a process of its
+        own."""
+        self.add(Prompt(tuple(ids)), tokens)
+        deadline = time.monotonic() + START
+        while not self.step():
+            assert time.monotonic() < deadline, "no token"
+
+    def end(self) -> None:
+        """As an operator does who lets the engine end what it has begun."""
+        self.engine.engine_core.shutdown(timeout=START)
+
     def shutdown(self) -> None:
         self.engine.engine_core.shutdown()
         del self.llm, self.engine
@@ -340,6 +352,12 @@ class EngineProcess:
 
     def counters(self) -> dict[str, float]:
         return dict(self._call("counters"))
+
+    def begin(self, prompt: Prompt, tokens: int) -> None:
+        self._call("begin", prompt.ids, tokens)
+
+    def end(self) -> None:
+        self._call("end")
 
     def kill(self) -> None:
         """SIGKILL to the engine and to all processes it started."""

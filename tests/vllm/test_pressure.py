@@ -107,12 +107,13 @@ def test_lazy_mode_stores_what_the_engine_is_about_to_evict(model: str, daemon: 
         assert engine.reset()
 
 
-def test_lazy_mode_does_not_store_what_fits(model: str, daemon: DaemonProcess) -> None:
+def test_lazy_mode_does_not_store_what_fits_while_it_is_busy(model: str, daemon: DaemonProcess) -> None:
     with running(model, kvsidecar(daemon.socket, store_mode="lazy", lazy_watermark=100)) as engine:
         for i in range(5):
             engine.generate(prompt(f"fits {i}", 200))
-            engine.drain()
         assert blocks(daemon) == 0
+        engine.drain()
+        assert blocks(daemon) == 5 * 6
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])

@@ -32,6 +32,9 @@ class Counters:
     held_back_stores: int = _counted(
         "Times that stores waited: those before them hold as many of the GPU's blocks as they may, or run for too long."
     )
+    given_up_blocks: int = _counted(
+        "Blocks that were due to be stored and never are: the GPU evicted them first, or too many were due."
+    )
     resets: int = _counted("Resets of the prefix cache.")
     refused_resets: int = _counted(
         "Resets that vLLM refused, for requests or stores had blocks; nothing is offloaded until one succeeds."

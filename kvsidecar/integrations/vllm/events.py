@@ -1,13 +1,14 @@
 """KV cache events of vLLM, with the medium that says "host memory of this node", for routers that follow them.
 
-A block is announced when every rank has stored it, and taken back when a lookup no longer finds it: the daemon does
-not tell what it evicts.
+A block is announced when every rank has stored it, and taken back when a lookup no longer finds it, for the daemon does
+not tell what it evicts, or when the daemon has lost all: another run has the socket, or the cache was reset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
@@ -19,6 +20,12 @@ _SPEC_KINDS = {
     Kind.STATE: "mamba",
 }
 """As vLLM's ``KVCacheSpecKind`` says."""
+
+MOST_ANNOUNCED = 1 << 19
+"""Blocks that can be taken back one day, at 110 bytes each. Those before them are taken back early: a router that does
+not know of a block sends some requests elsewhere, one that believes in a lost block sends all of them to a miss."""
+TAKEN_BACK = 1024
+"""Blocks of one group that one step takes back when all are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,11 @@ class Events:
         # vLLM tags the keys that it hashes, and takes the tags off for events, since 0.32.
         self._event_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
         self._noted: dict[tuple[int, bytes], _Noted] = {}
+        self._most = max(1, MOST_ANNOUNCED // len(self._groups))
+        # By group; in the order of their announcement.
+        self._announced: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
+        self._lost: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
+        """Announced, and to be taken back."""
         self._events: list[Any] = []
 
     def note(self, request: Any, group: Group, index: int, block_hash: bytes) -> None:
@@ -62,8 +74,10 @@ class Events:
 
     def stored(self, index: int, hashes: Iterable[bytes]) -> None:
         """Blocks of the group with this index."""
-        group = self._groups[index]
+        group, announced, lost = self._groups[index], self._announced[index], self._lost[index]
         for each in hashes:
+            announced[each] = None
+            lost.pop(each, None)
             noted = self._noted.pop((index, each), None)
             self._events.append(
                 self._stored(
@@ -81,19 +95,48 @@ class Events:
                     locality="LOCAL",
                 )
             )
+        if len(announced) > self._most:
+            # Many at once: to find the first place of a dict that is not empty takes longer with each that is.
+            for each in list(islice(announced, len(announced) - self._most + self._most // 64)):
+                del announced[each]
+                lost[each] = None
 
     def not_stored(self, index: int, hashes: Iterable[bytes]) -> None:
         for each in hashes:
             self._noted.pop((index, each), None)
 
     def removed(self, index: int, hashes: Iterable[bytes]) -> None:
+        """These are not there any more, if they ever were."""
+        announced = self._announced[index]
         for each in hashes:
-            self._events.append(
-                self._removed(
-                    block_hashes=[self._external(each)], medium=self._medium, group_idx=index, locality="LOCAL"
-                )
-            )
+            if each in announced:
+                del announced[each]
+                self._take_back(index, [each])
+
+    def all_removed(self) -> None:
+        """Nothing that was announced is there any more. It is taken back over the next steps."""
+        for index, announced in self._announced.items():
+            announced |= self._lost[index]
+            self._lost[index], self._announced[index] = announced, {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether more is to be taken back."""
+        return any(self._lost.values())
 
     def take(self) -> list[Any]:
+        for index, lost in self._lost.items():
+            if lost:
+                self._take_back(index, [lost.popitem()[0] for _ in range(min(len(lost), TAKEN_BACK))])
         events, self._events = self._events, []
         return events
+
+    def _take_back(self, index: int, hashes: Iterable[bytes]) -> None:
+        self._events.append(
+            self._removed(
+                block_hashes=[self._external(each) for each in hashes],
+                medium=self._medium,
+                group_idx=index,
+                locality="LOCAL",
+            )
+        )

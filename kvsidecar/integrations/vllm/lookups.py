@@ -194,11 +194,9 @@ class Lookups:
                 missing = [each for each, flag in zip(asked, answer.found, strict=True) if not flag]
             if missing:
                 # The daemon evicted them, or never had them: they are stored again.
-                gone = self._known.discard(tags_of(group.index, b"".join(missing), len(missing)))
+                self._known.discard(tags_of(group.index, b"".join(missing), len(missing)))
                 if self._events is not None:
-                    self._events.removed(
-                        group.index, [each for each, was in zip(missing, gone.tolist(), strict=True) if was]
-                    )
+                    self._events.removed(group.index, missing)
         tokens = hits.longest_hit(self._groups, found, local, most)
         self._counters.offered_tokens += tokens
         return tokens

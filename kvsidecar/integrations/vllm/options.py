@@ -65,7 +65,10 @@ class Options:
         "name of the model in the daemon, for `status` and policies: engines share blocks only if theirs is the same",
     )
     store_mode: str = _option(
-        "eager", _store_mode, "eager: store blocks when their tokens are confirmed; lazy: before the GPU evicts them"
+        "eager",
+        _store_mode,
+        "eager: store blocks when their tokens are confirmed; lazy: when they are hit, the engine idles, or the GPU is "
+        "about to evict them",
     )
     store_interval: float = _option(
         0.05, _seconds, "eager mode: blocks of running requests wait at most this long to be stored together"

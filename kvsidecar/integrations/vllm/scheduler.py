@@ -171,6 +171,9 @@ class SchedulerSide:
         self._last_epoch = self._epoch
         self._known.clear()
         self._lookups.forget_all()
+        self._stores.new_run()
+        if self._events is not None:
+            self._events.all_removed()
         for progress in self._requests.values():
             progress.done = 0
         self._lookups.connect()
@@ -181,7 +184,11 @@ class SchedulerSide:
 
     def has_pending_push_work(self) -> bool:
         """Whether there is something to tell the ranks, or to hear from them: an idle engine must go on stepping."""
-        return self._jobs_outstanding
+        return (
+            self._jobs_outstanding
+            or (self._open and self._stores.is_due(self._clock))
+            or (self._events is not None and self._events.pending)
+        )
 
     def has_pending_block_frees(self) -> bool:
         """Whether GPU blocks become free soon without a preemption: those that only stores still hold.
@@ -201,8 +208,8 @@ class SchedulerSide:
         self._lookups.forget(request_id)
         self._failed.discard(request_id)
         progress = self._requests.pop(request_id, None)
-        if progress is not None and self._open:
-            self._stores.rest(progress)
+        if progress is not None:
+            self._stores.rest(progress, self._open)
         return False, None
 
     # -- the engine ------------------------------------------------------------------------------------------------
@@ -225,7 +232,9 @@ class SchedulerSide:
         # Requests that run go on with KV of before the reset: it is not stored. Those that vLLM has preempted are
         # taken up again when they get blocks.
         self._requests.clear()
-        self._stores.drop_planned()
+        self._stores.reset()
+        if self._events is not None:
+            self._events.all_removed()
         if self._jobs_outstanding or not self._stores.gpu_is_empty():
             self.counters.refused_resets += 1
             if not self._shut:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.due import Due, Part
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.known import Known, tags_of
@@ -35,6 +36,11 @@ HUNG_SECONDS = 1.0
 REPORT_STEPS = 4
 """The end of a store that took no time is known after so many steps, however long they are: the ranks see it in the
 step after its own, and the scheduler's side hears of it when two more may be planned already."""
+DUE_BLOCKS = 512
+"""Of these, as many as are taken from what is due: each is looked for in the GPU's cache, which takes longest."""
+RETRY_SECONDS = 1.0
+"""How long after a store that failed its blocks are tried again; twice as long after each that follows it."""
+MOST_RETRY_SECONDS = 8.0
 
 
 @dataclass(slots=True)
@@ -61,6 +67,8 @@ class _Store:
     begun: tuple[float, int]
     """Monotonic seconds and number of the step in which the ranks were told."""
     failed: bool = False
+    again: bool = True
+    """If it fails, its blocks are stored later."""
 
 
 class Stores:
@@ -68,6 +76,10 @@ class Stores:
     vLLM does not give it to anybody else, whatever becomes of its request. That holds for a daemon that hangs, too: it
     may go on at any time, and what it reads then becomes readable under the hashes of the job. So it is bounded how
     many blocks stores hold, and who waits for them.
+
+    What could not be stored with its request, for there was no room, no daemon, or the daemon declined it, is due: it
+    is stored later, if it is still in the GPU's own prefix cache then. In lazy mode so is all that requests leave
+    there, for the time when the engine has nothing else to do.
 
     Args:
         numbers: of the jobs.
@@ -96,8 +108,8 @@ class Stores:
         """Of all groups together, in as many tokens as the alignment."""
         self._extra_blocks = sum(group.eagle for group in groups)
         self._lag = max(group.lag_tokens for group in self._groups)
-        self._prompt_only = options.store_prompt_only
         self._lazy = options.store_mode == "lazy"
+        self._prompt_only = options.store_prompt_only and not self._lazy
         self._interval = options.store_interval
         self._next = 0.0
         """When the blocks of running requests are looked through again."""
@@ -116,6 +128,11 @@ class Stores:
         """Of this call."""
         self._planned = Selection()
         self._running: dict[int, _Store] = {}
+        self._due = Due(0)
+        self._most_held_due = 0
+        self._pause = RETRY_SECONDS
+        self._retry = 0.0
+        """Nothing that is due is tried before."""
 
     def bind(self, pool: Pool) -> None:
         self._pool, self._keys_of = pool, keys_reader(pool)
@@ -123,6 +140,9 @@ class Stores:
         # that need nearly all blocks must not forbid all stores: they alone may then wait for such a daemon.
         usable = pool.num_gpu_blocks - 1
         self._most_held = min(usable // 2, max(usable - self._longest, usable // 8))
+        # What is due can wait. A request that comes meanwhile must find room.
+        self._most_held_due = min(self._most_held, max(1, usable // 8))
+        self._due = Due(pool.num_gpu_blocks)  # the GPU cannot have more
         # There are no more blocks to walk: a watermark above that would only make the walks rarer.
         self._watermark = self._allocated = min(self._watermark, pool.num_gpu_blocks)
 
@@ -138,6 +158,10 @@ class Stores:
         """
         blocks = () if self._pool is None else self._pool.blocks
         return not any((block.ref_cnt or block.block_hash is not None) and not block.is_null for block in blocks)
+
+    def is_due(self, clock: Callable[[], float]) -> bool:
+        """Whether there is something that an idle engine should step for."""
+        return self._due.count > 0 and clock() >= self._retry
 
     def frees_soon(self, now: float) -> bool:
         """Whether blocks become free when jobs end, and that is soon: those that nobody else holds.
@@ -161,13 +185,19 @@ class Stores:
         self._now, self._step = now, self._step + 1
 
     def step(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
-        """Plan what became due: in eager mode the confirmed full blocks of the requests that run, in lazy mode the
-        blocks that are evicted next."""
+        """Plan what is to be stored next: in eager mode the confirmed full blocks of the requests that run, in lazy
+        mode those that a new request has hit, and the blocks that are evicted next."""
         if self._pool is None:
             return
         if self._lazy:
-            self._step_lazy(scheduler_output)
-            return
+            self._step_lazy(requests, scheduler_output)
+        else:
+            self._step_eager(requests, scheduler_output)
+        may_plan_due = self._due.count and self._now >= self._retry
+        if may_plan_due and not (self._lazy and scheduler_output.total_num_scheduled_tokens):
+            self._plan_due()
+
+    def _step_eager(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
         for request_id in scheduler_output.preempted_req_ids or ():
             if (progress := requests.get(request_id)) is not None:
                 done = progress.done
@@ -189,23 +219,45 @@ class Stores:
                 self._next = self._now + self._interval
         self._plan()
 
-    def rest(self, progress: Progress) -> None:
-        """A request gives its blocks up: plan all that are left. vLLM's cache knows which are computed."""
-        if self._pool is not None and not self._lazy:
-            self._consider(progress, len(progress.request.block_hashes) * self._hash_tokens)
+    def rest(self, progress: Progress, store: bool = True) -> None:
+        """A request gives its blocks up: plan all that are left, and what there is no room for later. vLLM's cache
+        knows which are computed.
+
+        Args:
+            store: whether there is a daemon now.
+        """
+        if self._pool is None:
+            return
+        tokens = len(progress.request.block_hashes) * self._hash_tokens
+        if store and not self._lazy:
+            self._consider(progress, tokens)
             self._plan()
+        aligned, end = self._bounds(progress, tokens)
+        if aligned > progress.done:
+            self._put_off(progress, aligned, end)
 
     def allocated(self, blocks: int) -> None:
         """vLLM has allocated blocks that no step's output names."""
         self._allocated += blocks
 
-    def _consider(self, progress: Progress, tokens: int) -> None:
-        """Those of a request's blocks that were not considered yet, up to ``tokens``; as many as there is room for."""
-        request, hashes = progress.request, progress.request.block_hashes
+    def new_run(self) -> None:
+        """All ranks are attached to another run of the daemon: nobody knows which one a job's end is of."""
+        for store in self._running.values():
+            store.failed = True
+        self._retry, self._pause = 0.0, RETRY_SECONDS
+
+    def _bounds(self, progress: Progress, tokens: int) -> tuple[int, int]:
+        """Up to where a request's blocks can be stored, of its first ``tokens`` tokens: the last multiple of the
+        alignment, and of the hashes."""
+        request = progress.request
         if self._prompt_only:
             tokens = min(tokens, request.num_prompt_tokens)
-        end = min(tokens, len(hashes) * self._hash_tokens)
-        aligned = end // self._alignment * self._alignment
+        end = min(tokens, len(request.block_hashes) * self._hash_tokens)
+        return end // self._alignment * self._alignment, end
+
+    def _consider(self, progress: Progress, tokens: int) -> None:
+        """Those of a request's blocks that were not considered yet, up to ``tokens``; as many as there is room for."""
+        aligned, end = self._bounds(progress, tokens)
         if aligned <= progress.done:
             return
         room = self._room()
@@ -217,28 +269,84 @@ class Stores:
             return
         aligned = min(aligned, progress.done + units * self._alignment)
         for group in self._groups:
-            indices = block_range(group, progress.done, aligned, end)
-            asked = group.hashes(hashes, indices.start, indices.stop)
-            self._candidates[group.index].add(request, indices.start, asked, progress.table(group.index))
-            self._considered += len(asked)
+            self._considered += self._add(self._candidates[group.index], group, progress, aligned, end)
         progress.done = aligned
 
-    def _step_lazy(self, scheduler_output: Any) -> None:
-        assert self._pool is not None
+    def _add(self, candidates: Candidates, group: Group, progress: Progress, aligned: int, end: int) -> int:
+        """Returns how many blocks."""
+        request, indices = progress.request, block_range(group, progress.done, aligned, end)
+        asked = group.hashes(request.block_hashes, indices.start, indices.stop)
+        candidates.add(request, indices.start, asked, progress.table(group.index))
+        return len(asked)
+
+    def _step_lazy(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
         cached = scheduler_output.scheduled_cached_reqs.new_block_ids
         fresh = (each.block_ids for each in scheduler_output.scheduled_new_reqs)
         self._allocated += sum(len(ids) for groups in (*cached, *fresh) if groups for ids in groups if ids)
+        for each in scheduler_output.scheduled_new_reqs:
+            # What is asked for again is worth the most, and never comes near its eviction.
+            if each.num_computed_tokens and (progress := requests.get(each.req_id)) is not None:
+                self._consider(progress, each.num_computed_tokens - self._lag)
+        self._plan()
         # Blocks reach the end of the walk before they reach the front: a walk need not be made for every block.
-        if self._allocated < max(1, self._watermark // 4) or (room := self._room()) <= 0:
-            return
+        if self._allocated >= max(1, self._watermark // 4) and (room := self._room()) > 0:
+            self._walk(room)
+
+    def _walk(self, room: int) -> None:
+        assert self._pool is not None
         self._allocated = 0
         found = walk(self._pool, self._known, self._by_index, self._watermark)
         if len(found) > room:
             self._allocated = self._watermark  # go on in the next step
-        for index, each, block in found[:room]:
+        for index, each, block in reversed(found[:room]):  # as of a request, whose end is evicted first
             self._candidates[index].hashes.append(each)
             self._candidates[index].blocks.append(block)
         self._plan()
+
+    # -- later -----------------------------------------------------------------------------------------------------
+
+    def _put_off(self, progress: Progress, aligned: int, end: int) -> None:
+        """What the GPU has of a request's blocks is due."""
+        assert self._pool is not None
+        for group in self._groups:
+            candidates = Candidates()
+            self._add(candidates, group, progress, aligned, end)
+            chosen = choose(self._pool, self._keys_of, self._known, group, candidates)
+            if chosen is None:
+                continue
+            if self._events is not None:
+                (span,) = candidates.spans
+                for i in chosen.places:
+                    self._events.note(span.request, group, span.first + i, candidates.hashes[i])
+            self._add_due(Part(group.index, chosen.packed.hashes, chosen.tags))
+        progress.done = aligned
+
+    def _add_due(self, part: Part) -> None:
+        for each in self._due.add(part):
+            if unknown := each.only(~self._known.find(each.tags)):
+                self._give_up(unknown.group, unknown.split())
+
+    def _give_up(self, group: int, hashes: Sequence[bytes]) -> None:
+        self._counters.given_up_blocks += len(hashes)
+        if self._events is not None:
+            self._events.not_stored(group, hashes)
+
+    def _plan_due(self) -> None:
+        if self._oldest_runs_for(HUNG_SECONDS, self._now):
+            return
+        room = min(DUE_BLOCKS, STEP_BLOCKS - len(self._planned), self._most_held_due - self._held)
+        asked: dict[int, dict[bytes, None]] = {}
+        # Those that became due first are freed, and so evicted, first again.
+        for part in reversed(self._due.take(room)):
+            unknown = part.only(~self._known.find(part.tags))
+            asked.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
+        for index, hashes in asked.items():
+            self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
+        planned = self._plan()
+        for index, hashes in asked.items():
+            places = set(planned[index].places) if index in planned else set()
+            if evicted := [each for i, each in enumerate(hashes) if i not in places]:
+                self._give_up(index, evicted)
 
     def _room(self) -> int:
         """Blocks that may be considered still in this step."""
@@ -256,10 +364,14 @@ class Stores:
         began, step = next(iter(self._running.values())).begun
         return now - began >= seconds and self._step - step >= REPORT_STEPS
 
-    def _plan(self) -> None:
-        """Choose of what was considered. All requests' at once: one call for each would be most of what it costs."""
+    def _plan(self) -> dict[int, Chosen]:
+        """Choose of what was considered. All requests' at once: one call for each would be most of what it costs.
+
+        Returns:
+            By group, if anything was chosen.
+        """
         assert self._pool is not None
-        self._considered = 0
+        self._considered, planned = 0, {}
         for group in self._groups:
             candidates = self._candidates[group.index]
             if not candidates.hashes:
@@ -274,6 +386,8 @@ class Stores:
             # At once, not when the job is sent: vLLM may free and give away these blocks in between.
             self._pool.touch(chosen.blocks)
             self._note(group, candidates, chosen)
+            planned[group.index] = chosen
+        return planned
 
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
         """Whose blocks these are, for the trace and the events."""
@@ -313,22 +427,35 @@ class Stores:
             store.ranks -= count
             if store.ranks <= 0:
                 del self._running[number]
-                self._end(store.selection, store.blocks, store.failed)
+                self._end(store.selection, store.blocks, store.failed, store.again)
 
-    def drop_planned(self) -> None:
-        """What is planned, but not sent, is not stored."""
+    def reset(self) -> None:
+        """What is not stored yet never is."""
         planned, self._planned = self._planned, Selection()
         if planned:
-            self._end(planned, planned.packed(), failed=True)
+            self._end(planned, planned.packed(), failed=True, again=False)
+        for store in self._running.values():
+            store.again = False
+        for part in self._due.take(self._due.count):
+            if self._events is not None:
+                self._events.not_stored(part.group, part.split())
 
-    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool) -> None:
+    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, again: bool) -> None:
         assert self._pool is not None
         self._held -= len(selection)
         self._pool.free_blocks(selection.in_order_of_eviction())
-        if failed:
-            self._counters.failed_stores += 1
-            for each in blocks:
-                self._known.discard(tags_of(each.group, each.hashes, len(each)))  # they may be stored again
-        if self._events is not None:
-            for each in blocks:
-                (self._events.not_stored if failed else self._events.stored)(each.group, each.split())
+        if not failed:
+            self._pause, self._retry = RETRY_SECONDS, min(self._retry, self._now + RETRY_SECONDS)
+            if self._events is not None:
+                for each in blocks:
+                    self._events.stored(each.group, each.split())
+            return
+        self._counters.failed_stores += 1
+        self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MOST_RETRY_SECONDS)
+        for each in blocks:
+            tags = tags_of(each.group, each.hashes, len(each))
+            self._known.discard(tags)
+            if again:
+                self._add_due(Part(each.group, each.hashes, tags))
+            elif self._events is not None:
+                self._events.not_stored(each.group, each.split())

@@ -1,0 +1,76 @@
+"""Blocks that are to be stored later, by their hashes. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvsidecar.integrations.vllm.known import Known, Mask, Tags
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks of one group: their hashes, one after the other."""
+
+    group: int
+    hashes: bytes
+    tags: Tags
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    def split(self) -> list[bytes]:
+        """The hashes."""
+        width = len(self.hashes) // max(1, len(self))
+        return [self.hashes[i : i + width] for i in range(0, len(self.hashes), width)] if width else []
+
+    def only(self, which: Mask | slice) -> Part:
+        """These of them. A copy, so that the others' memory is given back."""
+        rows = np.frombuffer(self.hashes, np.uint8).reshape(len(self), -1)
+        return Part(self.group, rows[which].tobytes(), self.tags[which].copy())
+
+
+class Due:
+    """What became due first is taken first.
+
+    Args:
+        most: blocks; more push out those that became due first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._parts: deque[Part] = deque()
+        self.count = 0
+        """Blocks."""
+        # The same prefix may become due with every request that has it.
+        self._there = Known()
+
+    def add(self, part: Part) -> list[Part]:
+        """Those that are not due already. Returns what they push out."""
+        new = ~self._there.find(part.tags)
+        if not new.all():
+            part = part.only(new)
+        if not part:
+            return []
+        self._there.add(part.tags)
+        self._parts.append(part)
+        self.count += len(part)
+        return self.take(self.count - self._most)
+
+    def take(self, most: int) -> list[Part]:
+        """Up to so many blocks, which are not due any more."""
+        return list(self._taken(most))
+
+    def _taken(self, most: int) -> Iterator[Part]:
+        while most > 0 and self._parts:
+            part = self._parts.popleft()
+            if len(part) > most:
+                self._parts.appendleft(part.only(slice(most, None)))
+                part = part.only(slice(most))
+            self.count -= len(part)
+            most -= len(part)
+            self._there.discard(part.tags)
+            yield part

@@ -1,0 +1,161 @@
+"""What is stored later than its request: what lazy mode leaves, what a step had no room for, what a daemon declined."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsidecar.integrations.vllm import stores
+from tests.harness import SECONDS, DaemonProcess
+from tests.vllm.conftest import POOL, Truth
+from tests.vllm.engine import Engine, EngineProcess, blocks, join, kvsidecar, prompt, running
+from tests.vllm.models import BLOCK
+
+LONG = prompt("long", 700)
+WHOLE = 672
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""The engine's core, as it is by default: it steps for as long as the connector says that there is something to do."""
+
+
+def lazy(daemon: DaemonProcess) -> dict[str, Any]:
+    """Next to nothing is stored because it is about to be evicted."""
+    return kvsidecar(daemon.socket, store_mode="lazy", lazy_watermark=1)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
+        time.sleep(0.01)
+
+
+def another_engine_hits(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        assert [hit.tokens] == truth(LONG)
+
+
+def test_lazy_mode_stores_what_is_hit_again(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    with running(model, lazy(daemon)) as engine:
+        join(engine, daemon)
+        before = blocks(daemon)
+        assert engine.generate(LONG)[0].cached == 0
+        assert blocks(daemon) == before, "it has no other step than those of the request"
+        assert engine.generate(LONG)[0].cached == WHOLE
+        until(lambda: blocks(daemon) == before + WHOLE // BLOCK, "what was hit is stored")
+    another_engine_hits(model, daemon, truth)
+
+
+def test_an_idle_engine_in_lazy_mode_has_stored_all_when_it_is_killed(
+    model: str, daemon: DaemonProcess, truth: Truth
+) -> None:
+    with EngineProcess(model, lazy(daemon), OWN_PROCESS) as engine:
+        engine.wait_started()
+        join(engine, daemon)
+        before = blocks(daemon)
+        engine.generate(LONG)
+        until(lambda: blocks(daemon) >= before + WHOLE // BLOCK, "an idle engine stores what it has")
+        engine.kill()
+    another_engine_hits(model, daemon, truth)
+
+
+def test_an_engine_in_lazy_mode_that_is_ended_while_it_is_busy_stores_what_it_has(
+    model: str, daemon: DaemonProcess, truth: Truth
+) -> None:
+    with EngineProcess(model, lazy(daemon), OWN_PROCESS) as engine:
+        engine.wait_started()
+        join(engine, daemon)
+        before = blocks(daemon)
+        engine.begin(LONG, tokens=300)
+        engine.end()
+        assert blocks(daemon) >= before + WHOLE // BLOCK
+    another_engine_hits(model, daemon, truth)
+
+
+def test_more_than_one_step_may_plan_is_stored_in_the_end(
+    model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "STEP_BLOCKS", 4)
+    with running(model, kvsidecar(daemon.socket, store_interval="1h")) as engine:
+        join(engine, daemon)
+        before = blocks(daemon)
+        engine.generate(LONG)
+        engine.drain()
+        assert blocks(daemon) == before + 22
+        assert engine.reset()
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        assert [hit.tokens] == truth(LONG)
+        assert "vllm:kvsidecar_given_up_blocks" not in engine.counters()
+
+
+def test_what_was_computed_while_the_pool_was_pinned_is_stored_when_it_is(
+    model: str, short_dir: Path, truth: Truth
+) -> None:
+    with (
+        running(model, kvsidecar(str(short_dir / "kvs.sock"))) as engine,
+        DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(8)") as daemon,
+    ):
+        daemon.wait_log("rank attached")
+        first, second = prompt("before it is known", 300), prompt("declined", 300)
+        engine.generate(first)  # the scheduler hears of the daemon with its first step
+        engine.generate(second)
+        engine.drain()
+        assert daemon.get("/status")[1]["readiness"]["state"] == "pinning"
+        assert engine.counters()["vllm:kvsidecar_failed_stores"] > 0
+        daemon.wait_ready()
+        until(lambda: _has_both(engine, daemon), "both are stored")
+        assert engine.reset()
+        answers = engine.generate(first, second)
+        assert [each.cached for each in answers] == [288, 288]
+        assert [each.tokens for each in answers] == truth(first, second)
+
+
+def _has_both(engine: Engine, daemon: DaemonProcess) -> bool:
+    """An engine that sleeps goes on with its next request."""
+    engine.generate(prompt("too short for a block", 20), tokens=1)
+    engine.drain()
+    return blocks(daemon) >= 18
+
+
+def test_routers_are_told_what_a_restarted_daemon_does_not_have(
+    model: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVEventsConfig
+
+    told: list[Any] = []
+
+    def of_the_daemon(kind: str) -> list[Any]:
+        return [
+            block
+            for each in told
+            if type(each).__name__ == kind and each.medium == "CPU"
+            for block in each.block_hashes
+        ]
+
+    with DaemonProcess(short_dir, *POOL) as first:
+        first.wait_ready()
+        events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        with running(model, kvsidecar(first.socket), kv_events_config=events_config) as engine:
+            monkeypatch.setattr(
+                engine.scheduler.kv_event_publisher, "publish", lambda batch: told.extend(batch.events), raising=True
+            )
+            join(engine, first)
+            engine.generate(LONG)
+            engine.drain()
+            announced = of_the_daemon("BlockStored")
+            assert len(announced) == blocks(first)
+            assert of_the_daemon("BlockRemoved") == []
+            first.process.kill()
+            first.process.wait(SECONDS)
+            with DaemonProcess(short_dir, *POOL) as next_one:
+                join(engine, next_one.wait_ready())
+                engine.drain()
+                assert sorted(of_the_daemon("BlockRemoved")) == sorted(announced)
+                assert len(of_the_daemon("BlockStored")) - len(announced) == blocks(next_one)
