@@ -16,6 +16,7 @@ from tests.docs.pages import PAGES, commands, spans, text
 metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' generators need the extra docs")
 
 OF_OTHERS = {
+    "--disable-hybrid-kv-cache-manager": "vLLM",
     "--kv-transfer-config": "vLLM",
     "--layouts": "benchmarks.peers",
     "--logs": "benchmarks.peers",

@@ -85,5 +85,13 @@ def _mla() -> Any:
     )
 
 
-_MODELS = {"full": _full, "hybrid": _hybrid, "mla": _mla, "other": _full}
+def _wide() -> Any:
+    """One group, and so much to compute that a GPU is behind its engine for tens of milliseconds at a prompt."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {**_COMMON, "num_attention_heads": 8, "head_dim": 128, "initializer_range": 0.05}
+    return LlamaForCausalLM(LlamaConfig(**sizes, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8))
+
+
+_MODELS = {"full": _full, "hybrid": _hybrid, "mla": _mla, "other": _full, "wide": _wide}
 """``other`` has the shape of ``full`` and other weights."""
