@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvsidecar.integrations.digest_cache import DigestCache, default_path
+from kvsidecar.integrations.digest_cache import VERSION, DigestCache, default_path
 
 PIECE = 4096
 """Bytes that are read at one place."""
 PIECES = 8
 """Places in a tensor. One of less than so many pieces is read whole."""
+MANY_TENSORS = 4096
+PIECES_OF_MANY = 2
+"""Places in a tensor of a file that has more than ``MANY_TENSORS``: experts would take seconds."""
 STRIDE = 1 << 20
 """Bytes from place to place in a file whose tensors are not known."""
 TAIL = 1 << 20
@@ -65,7 +68,7 @@ def digest_of(model: str | Path, cache: DigestCache | None = None) -> str | None
         digests = list(readers.map(lambda file: _digest_of_file(file, cache), files))
     cache.save()
     names = [each.name for each in files] if Path(model).is_dir() else ["weights"]
-    return _hash(json.dumps([PIECE, PIECES, STRIDE, TAIL, *zip(names, digests, strict=True)]).encode())
+    return _hash(json.dumps([VERSION, *zip(names, digests, strict=True)]).encode())
 
 
 def files_of(model: Path) -> list[Path]:
@@ -144,12 +147,13 @@ def _places(fd: int, size: int, path: Path) -> Iterator[tuple[int, int]]:
         return
     header, spans = tensors
     yield 0, header
+    pieces = PIECES if len(spans) <= MANY_TENSORS else PIECES_OF_MANY
     for begin, end in spans:
-        if end - begin <= PIECE * PIECES:
+        if end - begin <= PIECE * pieces:
             yield header + begin, end - begin
             continue
-        for i in range(PIECES):
-            yield header + begin + (end - begin - PIECE) * i // (PIECES - 1), PIECE
+        for i in range(pieces):
+            yield header + begin + (end - begin - PIECE) * i // (pieces - 1), PIECE
 
 
 def _tensors(fd: int, size: int) -> tuple[int, list[tuple[int, int]]] | None:

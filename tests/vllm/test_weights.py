@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
+
+import pytest
 
 from tests.harness import DaemonProcess
 from tests.vllm import models
@@ -11,6 +15,8 @@ from tests.vllm.engine import Engine, EngineProcess, Prompt, join, kvsidecar, pr
 
 LONG = prompt("long", 700)
 WHOLE = 672
+
+safetensors = pytest.importorskip("safetensors.torch")
 
 
 def computed(engine: Engine, asked: Prompt, salt: str) -> tuple[int, ...]:
@@ -100,3 +106,40 @@ def test_a_reset_that_is_refused_must_be_asked_for_again(
         counters = engine.counters()
         assert counters["vllm:kvsidecar_resets"] == 2
         assert counters["vllm:kvsidecar_refused_resets"] == 1
+
+
+def test_two_copies_of_the_same_weights_share(model: str, daemon: DaemonProcess, truth: Truth, tmp_path: Path) -> None:
+    """As two pods have them that downloaded a model each: another directory, other times."""
+    copy = tmp_path / "downloaded later"
+    shutil.copytree(model, copy, copy_function=shutil.copyfile)
+    for number, each in enumerate(copy.iterdir()):
+        os.utime(each, (number, number))
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(LONG)
+        engine.drain()
+    with running(str(copy), kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        (hit,) = engine.generate(LONG)
+        assert hit.cached == WHOLE
+        assert [hit.tokens] == truth(LONG)
+        (space,) = daemon.get("/status")[1]["namespaces"]
+        assert space["namespace"]["model"].startswith("LlamaForCausalLM-")
+
+
+def test_a_copy_in_which_an_adapter_was_merged_into_one_tensor_hits_nothing(
+    model: str, daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    merged = tmp_path / "merged"
+    shutil.copytree(model, merged)
+    (weights,) = merged.glob("*.safetensors")
+    tensors = safetensors.load_file(weights)
+    tensors["model.layers.0.self_attn.k_proj.weight"] *= 1.01
+    safetensors.save_file(tensors, weights, {"format": "pt"})
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        engine.generate(LONG)
+        engine.drain()
+    with running(str(merged), kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        assert engine.generate(LONG)[0].cached == 0
