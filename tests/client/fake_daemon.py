@@ -72,6 +72,8 @@ class FakeDaemon(pb_grpc.SidecarServicer):
         self.streams: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.status = pb.StatusReply(epoch=epoch, session_ended=True)
         self.on_lookup: Callable[[pb.LookupRequest], pb.LookupReply] = lambda _: pb.LookupReply(ready=True)
+        self.before_answer = b""
+        """Goes before every answer to a lookup on the lane."""
         self._links: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.socket + ".attach")
@@ -138,6 +140,7 @@ class FakeDaemon(pb_grpc.SidecarServicer):
                     case "detach":
                         break
                     case "lookup":
+                        link.sendall(self.before_answer)
                         send(link, call=request.call, lookup=self.on_lookup(request.lookup))
                     case "release":
                         send(link, call=request.call, release=pb.ReleaseReply())
