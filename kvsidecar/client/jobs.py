@@ -244,7 +244,7 @@ class Jobs:
                     return
                 session = self._session if self._outstanding else None
                 if session is None or now >= light_until:
-                    self.changed.wait(deadline - now)
+                    self.changed.wait(min(deadline - now, threading.TIMEOUT_MAX))
                     continue
             if session.wait_readable(min(NAP_SECONDS, deadline - now)):
                 session.read_now()

@@ -66,7 +66,7 @@ class HalfRead:
         def half_time() -> None:
             message.timer = loop.call_later(half, lambda: on_late(self._why(message)))
 
-        # In two halves: a daemon that was itself stopped for a while finds its timers due before it reads what has come.
+        # In two halves: a daemon that was itself stopped finds its timers due before it reads what has come meanwhile.
         message.timer = loop.call_later(half, half_time)
         of_user = self._users.setdefault(user, _OfUser())
         of_user.waiting.append(message)

@@ -26,10 +26,12 @@ _log = log.get("rpc")
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_LOOKUP_STREAMS = 128
 """Of one user, and of all together who sent no token."""
-LARGE_LOOKUP_BYTES = 128 * 1024
-"""Of hashes: about a millisecond. A lookup of more than that waits for its user's turn."""
+LARGE_LOOKUP_BYTES = 16 * 1024
+"""Of hashes. A lookup of more than that waits for its user's turn, as all do on streams."""
 FIRST_MESSAGE_SECONDS = 5.0
 """An Attach stream that says nothing for this long is ended."""
+LAST_WORDS_SECONDS = 5.0
+"""A client whose attach connection has ended has this long to read the answers that it is owed."""
 MAX_UNREAD = 8192
 """Answers kept for a client that does not read its stream; each is about 100 bytes."""
 
@@ -73,14 +75,11 @@ class Service(pb_grpc.SidecarServicer):
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
         try:
-            return await self._lookup(request, context)
+            if _is_large(request):
+                await self._turns.wait(self._user(request, context))
+            return self._handler.lookup(request, self._caller(request, context))
         except KVSidecarError as error:
             await self._refuse(context, error)
-
-    async def _lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:
-        if _is_large(request):
-            await self._turns.wait(self._user(request, context))
-        return self._handler.lookup(request, self._caller(request, context))
 
     Release = _unary("release")
     Renew = _unary("renew")
@@ -121,8 +120,9 @@ class Service(pb_grpc.SidecarServicer):
             async for request in requests:
                 if isinstance(request, InvalidRequest):  # it did not parse
                     raise request
+                await self._turns.wait(holder)
                 # Each time: a connection to the attach socket that has ended gives nothing any more.
-                yield await self._lookup(request, context)
+                yield self._handler.lookup(request, self._caller(request, context))
         except KVSidecarError as error:
             await self._refuse(context, error)
         finally:
@@ -178,17 +178,19 @@ class _Attached:
         gone = True
         try:
             refused = await self._read(stream)
-            gone = self._dropped
+            gone = False
         finally:
             stream.close()
             if gone:
                 writer.cancel()  # nobody reads any more what is owed
             await self._end(gone=gone)
-        if isinstance(refused, LimitExceeded | UnknownPeer):
+        if isinstance(refused, LimitExceeded):
             writer.cancel()  # what is owed would wait for a client that does not read
         else:
             self._outbox.put_nowait(None)
-            await writer
+            # Whose attach connection has ended has mostly gone as a whole, or else need not be reading.
+            await asyncio.wait([writer], timeout=LAST_WORDS_SECONDS if self._dropped else None)
+            writer.cancel()
         if refused is not None:
             self._handler.refused(refused)
             await abort(self._context, refused)

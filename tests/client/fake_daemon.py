@@ -78,6 +78,8 @@ class FakeDaemon(pb_grpc.SidecarServicer):
         self.status = pb.StatusReply(epoch=epoch, session_ended=True)
         self.on_lookup: Callable[[pb.LookupRequest], pb.LookupReply] = lambda _: pb.LookupReply(ready=True)
         self.on_renew: Callable[[pb.RenewRequest], pb.RenewReply] = lambda _: pb.RenewReply(renewed=True)
+        self.before_answer = b""
+        """Goes before every answer to a lookup on the lane."""
         self._links: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.socket + ".attach")
@@ -144,6 +146,7 @@ class FakeDaemon(pb_grpc.SidecarServicer):
                     case "detach":
                         break
                     case "lookup":
+                        link.sendall(self.before_answer)
                         send(link, call=request.call, lookup=self.on_lookup(request.lookup))
                     case "renew":
                         send(link, call=request.call, renew=self.on_renew(request.renew))

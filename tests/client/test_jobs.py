@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvsidecar.client import Blocks, Client, HostBuffer
-from kvsidecar.client.jobs import Job, Jobs
-from kvsidecar.client.results import JobDone
+from kvsidecar.client.jobs import MAX_UNPOLLED, Job, Jobs
+from kvsidecar.client.results import NOT_ATTACHED, JobDone
 from kvsidecar.types import Direction, Outcome
 from tests import harness
 from tests.client.fake_daemon import FakeDaemon
@@ -74,3 +75,26 @@ def test_a_job_whose_copy_may_still_run_is_not_over_whatever_its_daemon_says_whi
         assert not client.unmapped()
         assert client.poll() == []
     buffer.close()
+
+
+def test_ends_that_nobody_asks_for_are_kept_up_to_a_limit(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A client that stores into the void, and never polls."""
+    with Client(str(short_dir / "nobody.sock")) as client:
+        numbers = [client.store([]) for _ in range(3 * MAX_UNPOLLED)]
+        waited = client.wait([numbers[0], numbers[-1]], SECONDS)  # one was forgotten, and is not waited for
+        assert [done.reason for done in waited.values()] == [NOT_ATTACHED]
+        assert list(waited) == [numbers[-1]]
+        kept = [done.job for done in client.poll()]
+        assert MAX_UNPOLLED // 2 <= len(kept) <= MAX_UNPOLLED
+        assert kept == numbers[-1 - len(kept) : -1], "not the newest are kept"
+        assert client.poll() == []
+    assert caplog.text.count("the oldest are forgotten") == 1
+
+
+def test_waiting_for_a_job_that_was_reported_does_not_wait() -> None:
+    jobs = Jobs(10)
+    jobs.decline(1, "pool_full")
+    assert jobs.poll()
+    began = time.monotonic()
+    assert jobs.wait([1], 10 * SECONDS) == {}
+    assert time.monotonic() - began < SECONDS

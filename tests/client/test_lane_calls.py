@@ -20,7 +20,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import FRAME_LENGTH
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.fake_link import FakeLink, found, lookup_reply
-from tests.harness import SECONDS, hashes
+from tests.harness import NAMESPACE, SECONDS, hashes
 
 LOOKUP = pb.LaneRequest(lookup=pb.LookupRequest())
 RELEASE = pb.LaneRequest(release=pb.ReleaseRequest(lease=7))
@@ -256,3 +256,32 @@ def test_schedulers_of_many_threads_get_their_own_answers(short_dir: Path) -> No
         assert client.fast_lane
         assert not wrong
         client.close()
+
+
+def unknown_kind(call: int) -> bytes:
+    """A reply with a field that only a newer daemon's client knows, in the place of its message."""
+    payload = pb.LaneReply(call=call).SerializeToString() + b"\x82\x7d\x03abc"
+    return FRAME_LENGTH.pack(len(payload)) + payload
+
+
+def test_replies_of_an_unknown_kind_are_skipped(calls: LaneCalls, links: list[FakeLink]) -> None:
+    got: list[Any] = []
+    answer(links, unknown_kind(0) + unknown_kind(1) + lookup_reply(1, 5))
+    assert ask(calls) == 5
+    assert calls.post(LOOKUP, got.append)
+    links[0].far.sendall(unknown_kind(0) + unknown_kind(2) + lookup_reply(2, 22) + unknown_kind(0))
+    calls.collect()
+    assert [each.groups[0].hits for each in got] == [22]
+    links[0].far.sendall(lookup_reply(3, 33))
+    assert ask(calls) == 33
+    assert len(links) == 1, "it is no reason to connect again"
+
+
+def test_a_newer_daemon_that_says_more_is_asked_as_before(short_dir: Path) -> None:
+    with FakeDaemon(short_dir) as daemon:
+        daemon.before_answer = unknown_kind(0)
+        with Client(daemon.socket, step_budget=SECONDS) as client:
+            for hits in (1, 2):
+                daemon.on_lookup = lambda _, hits=hits: found(hits)  # type: ignore[misc]
+                result = client.lookup(NAMESPACE, {0: hashes("a", "b")})
+                assert (result.ready, result.reason, result.groups[0].hits) == (True, "", hits)

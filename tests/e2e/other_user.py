@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client import Client, HostBuffer
+from kvsidecar.client import Blocks, Client, HostBuffer
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.types import Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -32,6 +32,20 @@ def answer(client: Client, socket: str, request: dict[str, Any]) -> object:
             with grpc.insecure_channel(f"unix:{socket}") as channel:
                 request = pb.LookupRequest(namespace=namespace_to_wire(namespace), mode=pb.LookupRequest.MODE_PREFIX)
                 return pb_grpc.SidecarStub(channel).Lookup(request, timeout=30).ready
+        case "raw release":
+            with grpc.insecure_channel(f"unix:{socket}") as channel:
+                return (
+                    pb_grpc.SidecarStub(channel).Release(pb.ReleaseRequest(lease=request["lease"]), timeout=30).released
+                )
+        case "raw renew":
+            with grpc.insecure_channel(f"unix:{socket}") as channel:
+                renewal = pb.RenewRequest(lease=request["lease"], lease_ms=1000)
+                return pb_grpc.SidecarStub(channel).Renew(renewal, timeout=30).renewed
+        case "store" | "load":
+            blocks = [Blocks(0, hashes(request["name"]), [0])]
+            job = client.store(blocks) if request["what"] == "store" else client.load(blocks, lease=request["lease"])
+            done = client.wait([job], 30)[job]
+            return done.outcome.value, done.reason, done.error
         case "release":
             return client.release(request["lease"])
         case "clear":

@@ -143,6 +143,14 @@ def test_a_lease_is_of_its_user(ruled: DaemonProcess) -> None:
         assert hits == 1
         assert lease
         assert bob.ask("release", lease=lease) is False
+        assert "policy" in bob.ask("raw release", lease=lease)
+        assert "policy" in bob.ask("raw renew", lease=lease)
+        # Another's lease and one that never was: the same words, also where the block is there.
+        bob.ask("attach", HIS)
+        assert bob.ask("store", HIS, "b")[0] == "done"
+        for name in ("a", "b"):
+            assert bob.ask("load", HIS, name, lease=lease) == bob.ask("load", HIS, name, lease=2**47 + 1)
+            assert bob.ask("load", HIS, name, lease=lease)[:2] == ["declined", "stale_lease"]
         assert alice.ask("release", lease=lease) is True
     rank.close()
 

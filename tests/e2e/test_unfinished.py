@@ -191,8 +191,9 @@ def test_a_connection_that_is_used_outlives_those_that_only_hold(daemon: DaemonP
         used = stack.enter_context(http(daemon, request))
         assert b"200 OK" in used.recv(65536)
         for _ in range(3):
-            for _ in range(http_connection.MAX_CONNECTIONS - 2):
+            for _ in range(http_connection.MAX_CONNECTIONS - 3):
                 stack.enter_context(http(daemon, b"G"))
+            assert daemon.get("/health")[0] == 200  # which was accepted behind them
             used.sendall(request)
             assert b"200 OK" in used.recv(65536)
 

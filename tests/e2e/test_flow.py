@@ -1,0 +1,207 @@
+"""Streams that are written and not read, or whose other half has gone: nothing piles up, nobody waits in vain."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvsidecar.client import HostBuffer, LookupMode
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import namespace_to_wire, pack_ids
+from tests import harness
+from tests.e2e.test_limits import rss_mib, wait_for
+from tests.e2e.test_wire import framed, hello, register, stub, welcome
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, environment, hashes
+
+HASHES = 20_000
+FLOODED = 3000
+"""Lookups that the daemon has answered before its memory is looked at."""
+
+_FLOOD = f"""
+import sys, grpc
+from tests.harness import NAMESPACE
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import namespace_to_wire
+socket, streams = sys.argv[1], int(sys.argv[2])
+request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
+request.groups.add(group=0, hashes=bytes(32 * {HASHES}))
+packed = request.SerializeToString()
+def flood():
+    while True:
+        yield packed
+channel = grpc.insecure_channel(f"unix:{{socket}}")
+calls = [channel.stream_stream("/kvsidecar.v1.Sidecar/LookupStream")(flood()) for _ in range(streams)]
+print("flooding", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def flood(daemon: DaemonProcess, streams: int) -> Iterator[None]:
+    """A process that sends lookups on so many streams, as fast as they go, and reads no answer."""
+    command = [sys.executable, "-c", _FLOOD, daemon.socket, str(streams)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "flooding\n"
+        yield
+        process.kill()
+
+
+def looked_up(daemon: DaemonProcess) -> float:
+    """Large lookups that were answered."""
+    return daemon.metric('kvsidecar_lookup_blocks_total{result="miss"}') / HASHES
+
+
+def test_lookups_on_many_streams_that_nobody_reads_are_not_read_ahead(daemon: DaemonProcess) -> None:
+    streams = 128
+    message_mib = HASHES * 32 / 2**20
+    small = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
+    small.groups.add(group=0, hashes=bytes(32))
+    with stub(daemon) as other:
+        assert other.Lookup(small, timeout=SECONDS).ready
+        before = rss_mib(daemon)
+        with flood(daemon, streams):
+            wait_for(lambda: looked_up(daemon) >= streams)
+            waited = []
+            while looked_up(daemon) < FLOODED:
+                done = looked_up(daemon)
+                assert other.Lookup(small, timeout=SECONDS).ready
+                waited.append(looked_up(daemon) - done)
+            grown = rss_mib(daemon) - before
+    print(f"grown by {grown:.0f} MiB; another client's lookup had {sorted(waited)} lookups of the streams before it")
+    # Of each stream one message that is being looked up, and one that is being read.
+    assert grown < 2.5 * streams * message_mib
+    # Once the streams are there. (Each of them was a call that came before this one's.)
+    assert sorted(waited)[len(waited) // 2] < streams / 2, "another client waits for the lookups of all streams"
+
+
+class RankStream:
+    """A rank that registered over gRPC; its attach connection and its stream are the test's."""
+
+    def __init__(self, sidecar: Any, connection: Any, buffer: HostBuffer) -> None:
+        self._requests: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self._replies = sidecar.Attach(iter(self._requests.get, None), timeout=SECONDS)
+        self.token = welcome(connection).token
+        self._requests.put(pb.AttachRequest(register=register(self.token, buffer)))
+        assert next(self._replies).registered.session
+
+    def store(self, job: int) -> None:
+        blocks = [pb.Blocks(group=0, hashes=hashes(job)[0], block_ids=pack_ids([job]))]
+        self._requests.put(pb.AttachRequest(store=pb.Store(job=job, blocks=blocks)))
+
+    def done(self) -> tuple[int, int, str]:
+        done = next(self._replies).done
+        return done.job, done.outcome, done.reason
+
+    def end(self) -> grpc.RpcError:
+        """How the stream ends; the next that comes is its end."""
+        with pytest.raises(grpc.RpcError) as caught:
+            print("instead of the end:", next(self._replies))
+        self._requests.put(None)
+        return caught.value
+
+
+def test_a_stream_whose_attach_connection_has_ended_ends_with_a_status(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(1 << 20)
+    with (
+        hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection,
+        stub(daemon) as sidecar,
+    ):
+        rank = RankStream(sidecar, connection, buffer)
+        connection.close()
+        end = rank.end()
+    assert end.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    assert "the connection to the attach socket" in end.details()  # type: ignore[attr-defined]
+    buffer.close()
+
+
+def test_what_is_asked_on_a_stream_whose_attach_connection_has_ended_is_answered(short_dir: Path) -> None:
+    """A copy runs when it ends: what comes meanwhile is declined, and the end comes behind the copy."""
+    buffer = HostBuffer(1 << 20)
+    with (
+        DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(4)") as daemon,
+        hello(daemon.wait_ready(), framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection,
+        stub(daemon) as sidecar,
+    ):
+        rank = RankStream(sidecar, connection, buffer)
+        rank.store(1)
+        daemon.wait_log("failpoint")
+        connection.close()
+        wait_for(lambda: not _is_known(sidecar, rank.token))
+        rank.store(2)
+        assert rank.done() == (2, pb.JobDone.OUTCOME_DECLINED, "draining")
+        assert rank.done() == (1, pb.JobDone.OUTCOME_DONE, "")
+        assert rank.end().code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    buffer.close()
+
+
+def _is_known(sidecar: Any, token: bytes) -> bool:
+    request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX, token=token)
+    try:
+        sidecar.Lookup(request, timeout=SECONDS)
+    except grpc.RpcError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("attached", [False, True], ids=["a scheduler", "a rank"])
+def test_without_the_fast_lane_no_call_raises_when_the_daemon_goes(
+    short_dir: Path, number: signal.Signals, attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "fast_lane", False)
+    raised: list[BaseException] = []
+    going = threading.Event()
+    over = threading.Event()
+    after = threading.Semaphore(0)
+    with DaemonProcess(short_dir) as daemon:
+        client = daemon.wait_ready().client()
+        rank = Rank(daemon, client=client) if attached else None
+        calls = (
+            lambda: client.lookup(NAMESPACE, {0: bytes(32 * 5000)}, mode=LookupMode.BITMAP, lease_seconds=1).ready,
+            lambda: client.release(5),
+            lambda: client.renew(5, 1.0),
+        )
+        assert calls[0]()
+
+        def ask(call: Any) -> None:
+            while not over.is_set():
+                try:
+                    call()
+                except Exception as error:  # noqa: BLE001 - none may come
+                    raised.append(error)
+                if going.is_set():
+                    after.release()
+
+        threads = [threading.Thread(target=ask, args=(call,)) for call in calls * 3]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: looked_up(daemon) > 0.25 * 20)
+        daemon.process.send_signal(number)
+        daemon.process.wait(SECONDS)
+        going.set()
+        for _ in range(200):  # calls that ended after the daemon was gone
+            assert after.acquire(timeout=SECONDS)
+        over.set()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert not raised, raised[:5]
+        result = client.lookup(NAMESPACE, {0: hashes("a")})
+        assert (result.ready, result.reason) == (False, "daemon_lost")
+        assert (client.release(5), client.renew(5, 1.0)) == (False, 0.0)
+        if rank is not None:
+            rank.close()
+        client.close()
