@@ -5,7 +5,7 @@ Off by default, and then a hit is one truth test of an empty dict. On with, for 
     KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(0.05);pool.pin_chunk@3=raise(out of memory)"
 
 Rules are separated by ``;``. ``name@N`` means the N-th hit of that name only, counted from 0 since `configure`; without
-it every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``hold(path)`` (wait for one byte from the named pipe at this
+it every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``hold(path)`` (wait for a byte from the named pipe at this
 path), ``kill`` (SIGKILL to the own process: nothing is flushed, no handler runs, as when the kernel's OOM killer
 strikes). All rules that match a hit apply, in the order written.
 

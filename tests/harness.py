@@ -160,7 +160,7 @@ class DaemonProcess:
 
 
 class Gate:
-    """Holds whatever passes a failpoint until the test lets it go on: ``KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}"``.
+    """Holds whatever passes a failpoint until the test lets it go on: ``f"store.in_flight@2={gate}"``.
 
     Each hit takes one pass; passes may be given before they are asked for.
     """
