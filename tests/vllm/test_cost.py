@@ -10,7 +10,7 @@ MOST = {
     "a step with nothing to do, 256 requests": 0.85,
     "a step with one store and one load of 512 blocks": 14.0,
 }
-"""Of a loop of Python taken between the steps: half more than they cost, so that one that costs twice as much is seen."""
+"""Of a loop of Python taken between the steps: half more than they cost, so that twice as much is seen."""
 ATTEMPTS = 12
 
 
