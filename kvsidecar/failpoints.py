@@ -5,13 +5,15 @@ Off by default, and then a hit is one truth test of an empty dict. On with, for 
     KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(0.05);pool.pin_chunk@3=raise(out of memory)"
 
 Rules are separated by ``;``. ``name@N`` means the N-th hit of that name only, counted from 0 since `configure`; without
-it every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``kill`` (SIGKILL to the own process: nothing is flushed,
-no handler runs, as when the kernel's OOM killer strikes). All rules that match a hit apply, in the order written.
+it every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``hold(path)`` (wait for a byte from the named pipe at this
+path), ``kill`` (SIGKILL to the own process: nothing is flushed, no handler runs, as when the kernel's OOM killer
+strikes). All rules that match a hit apply, in the order written.
 
 Every rule that applies is said in the log before it does what it does: nobody shall look for the cause of a fault that
 was ordered, and a test knows from the line that the point is reached.
 
-A ``delay`` sleeps in the thread that hits the point. In a point that the event loop passes it stops the whole loop.
+A ``delay`` or a ``hold`` sleeps in the thread that hits the point. In a point that the event loop passes it stops the
+whole loop.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -57,7 +60,7 @@ class FailpointError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class _Rule:
     only_hit: int | None
-    action: Literal["raise", "delay", "kill"]
+    action: Literal["raise", "delay", "hold", "kill"]
     text: str
     seconds: float
 
@@ -136,6 +139,9 @@ def _apply(name: str) -> None:
         _log.warning("failpoint", name=name, hit=number, action=rule.action)
         if rule.action == "delay":
             time.sleep(rule.seconds)
+        elif rule.action == "hold":
+            with open(rule.text, "rb", buffering=0) as pipe:
+                pipe.read(1)
         elif rule.action == "kill":
             log.flush()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -162,9 +168,19 @@ def _parse(part: str) -> tuple[str, _Rule]:
         return name, _Rule(only_hit, "kill", "", 0.0)
     if found["action"] == "raise":
         return name, _Rule(only_hit, "raise", found["argument"], 0.0)
+    if found["action"] == "hold" and stat.S_ISFIFO(_mode(found["argument"])):
+        return name, _Rule(only_hit, "hold", found["argument"], 0.0)
     if found["action"] == "delay" and re.fullmatch(r"\d+(\.\d+)?", found["argument"]):
         return name, _Rule(only_hit, "delay", "", float(found["argument"]))
     raise ConfigError(f"{VARIABLE}: {part.strip()!r} has no known action: {_ACTIONS}")
 
 
-_ACTIONS = "actions are raise(text), delay(seconds) and kill"
+def _mode(path: str) -> int:
+    """Type and permissions of a file; 0 if there is none."""
+    try:
+        return os.stat(path).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+_ACTIONS = "actions are raise(text), delay(seconds), hold(path of a named pipe) and kill"

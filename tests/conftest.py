@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from tests import harness
-from tests.harness import DaemonProcess
+from tests.harness import DaemonProcess, Gate
 
 # A busy machine makes any example slow once.
 hypothesis.settings.register_profile("kvsidecar", deadline=None)
@@ -27,6 +27,14 @@ def short_dir() -> Iterator[Path]:
     directory = tempfile.mkdtemp(prefix="kvs-")
     yield Path(directory)
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def gate(short_dir: Path) -> Iterator[Gate]:
+    """For a daemon that runs inside of the test, or of a fixture that asks for this one first."""
+    gate = Gate(short_dir)
+    yield gate
+    gate.close()
 
 
 @pytest.fixture

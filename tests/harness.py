@@ -26,8 +26,11 @@ import numpy.typing as npt
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Namespace, Outcome, Region, State
 
-SECONDS = 30.0
-"""Nothing here takes this long; a test that waits for it has failed."""
+SECONDS = 60.0
+"""Nothing here takes this long, also on a machine that is slow and busy; a test that waits for it has failed."""
+
+NO_WAIT = SECONDS / 2
+"""Seconds: what took less has not waited for an answer that does not come, where that is waited for `SECONDS`."""
 
 fast_lane = True
 """What the clients of a test use; the fixture `carrier` runs a test with both."""
@@ -157,6 +160,27 @@ class DaemonProcess:
             while not self._news.empty():
                 self.log.append(self._news.get() or {})
             print("daemon log:", *self.log, sep="\n  ")
+
+
+class Gate:
+    """Holds whatever passes a failpoint until the test lets it go on: ``f"store.in_flight@2={gate}"``.
+
+    Each hit takes one pass; passes may be given before they are asked for.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "gate"
+        os.mkfifo(self.path)
+        self._pipe = os.open(self.path, os.O_RDWR)  # for reading too, so that writing never waits for a reader
+
+    def __str__(self) -> str:
+        return f"hold({self.path})"
+
+    def let_pass(self, count: int = 1) -> None:
+        os.write(self._pipe, bytes(count))
+
+    def close(self) -> None:
+        os.close(self._pipe)
 
 
 class Relay:

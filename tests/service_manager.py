@@ -53,11 +53,7 @@ class ServiceManager:
 
     def silent_for(self, seconds: float) -> bool:
         """Whether nothing more comes so long, after what has come already."""
-        try:
-            while True:
-                self.heard.append(self._news.get_nowait())
-        except queue.Empty:
-            pass
+        self.drain()
         try:
             self.heard.append(self._news.get(timeout=seconds))
         except queue.Empty:
@@ -65,7 +61,7 @@ class ServiceManager:
         return False
 
     def drain(self) -> None:
-        """Take what has come. After the end of the daemon this is all there will be."""
+        """Take what has been sent. After the end of the daemon this is all there will be."""
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         probe.sendto(b"LAST=1", self._socket.getsockname())
         probe.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import kvsidecar
 from kvsidecar import failpoints
 from kvsidecar.errors import ConfigError, KVSidecarError
 from kvsidecar.failpoints import FailpointError, hit
-from tests.harness import DaemonProcess, Rank, done
+from tests.harness import DaemonProcess, Gate, Rank, done
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,28 @@ def test_of_many_threads_exactly_one_makes_the_named_hit() -> None:
     assert (seen.count("once"), len(seen)) == (1, 400)
 
 
+def test_what_is_held_goes_on_with_one_pass_each_and_holds_up_nothing_else(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    passed: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def pass_three_times() -> None:
+        for number in range(3):
+            hit("pool.reserve")
+            passed.put(number)
+
+    with failpoints.active(f"pool.reserve={gate}"):
+        held = threading.Thread(target=pass_three_times)
+        gate.let_pass()
+        held.start()
+        assert passed.get(timeout=30) == 0
+        hit("pool.pin_chunk")
+        assert passed.empty()
+        gate.let_pass(2)
+        held.join(30)
+    assert not held.is_alive()
+    gate.close()
+
+
 def test_a_delay_in_one_thread_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeping, go_on = threading.Event(), threading.Event()
 
@@ -141,6 +164,8 @@ def test_kill_ends_the_process_at_once() -> None:
         ("pool.reserve=delay(soon)", "has no known action"),
         ("pool.reserve=delay(-1)", "has no known action"),
         ("pool.reserve=delay(nan)", "has no known action"),
+        ("pool.reserve=hold()", "has no known action"),
+        ("pool.reserve=hold(/dev/null)", "hold(path of a named pipe)"),
     ],
 )
 def test_a_wrong_spec_is_refused_and_changes_nothing(spec: str, said: str) -> None:

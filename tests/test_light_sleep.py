@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import uvloop
@@ -24,17 +24,28 @@ class Counted(LightSleep):
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_it_ticks_while_something_happens_and_a_little_longer(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_it_ticks_while_something_happens_and_a_little_longer(
+    loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("kvsidecar.light_sleep.time", clock)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not condition():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.001)
+
     async def check() -> None:
         light = Counted(LINGER)
         assert not light.ticking
         light.stir()
-        begun = time.monotonic()
-        while light.ticking:
-            assert time.monotonic() < begun + SECONDS
-            await asyncio.sleep(0.001)
-        assert time.monotonic() - begun >= LINGER
-        assert light.ticks > 10  # of 500 on an idle machine
+        await until(lambda: light.ticks > 10)
+        clock.now += 0.99 * LINGER
+        ticks = light.ticks
+        await until(lambda: light.ticks > ticks + 10)
+        assert light.ticking
+        clock.now += 0.02 * LINGER
+        await until(lambda: not light.ticking)
         ticks = light.ticks
         await asyncio.sleep(20 * NAP_SECONDS)
         assert light.ticks == ticks

@@ -54,4 +54,4 @@ async def test_cancel_waits_for_the_ends_and_reports_no_error() -> None:
 async def test_a_task_may_join_the_set_that_owns_it() -> None:
     tasks = TaskSet(lambda *_: None)
     task = tasks.spawn(tasks.join(), name="self")
-    assert await asyncio.wait_for(task, 5) == 0
+    assert await asyncio.wait_for(task, 30) == 0

@@ -117,11 +117,10 @@ class World:
 
     async def started(self, direction: Direction, count: int = 1) -> Worker:
         worker = self.hub.by_direction[direction]
-        for _ in range(2000):  # a checksum is taken in a thread
-            if len(worker.futures) >= count:
-                return worker
-            await asyncio.sleep(0.001)
-        raise AssertionError("the copy was not submitted")
+        async with asyncio.timeout(30):
+            while len(worker.futures) < count:  # noqa: ASYNC110 - a checksum is taken in a thread
+                await asyncio.sleep(0.001)
+        return worker
 
     def readable(self, *names: str) -> list[bool]:
         hashes = [hashlib.sha256(name.encode()).digest() for name in names]

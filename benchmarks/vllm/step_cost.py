@@ -6,7 +6,7 @@ The daemon must be ready, on the host device, and is asked for blocks that are s
 and no GPU. One thing after another, without a pause: an engine that has slept pays more for each, which
 `benchmarks.vllm.hits` shows.
 
-One row is a loop of Python alone, taken before each lookup: where its p90 is far above its p10, the core was shared
+One row is a loop of Python alone, taken between the others: where its p90 is far above its p10, the core was shared
 with somebody, and the other rows say as much about that as about the connector.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,10 @@ from kvsidecar.integrations.vllm.worker import WorkerSide
 NAMESPACE = Namespace("step-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
 TOKENS, ROW_BYTES = 16, 4096
 LOOPS = 2000
+PYTHON = f"{LOOPS:,} additions in Python"
 GROUP = Group(0, Kind.FULL, ("layer",), TOKENS, TOKENS, TOKENS)
+
+_numbers = itertools.count()
 
 
 class Request:
@@ -135,11 +139,11 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
     stored = GroupBlocks(0, b"".join(hit.block_hashes), pack_ids(range(blocks)))
     attached = rank.step(StepOrders(stores=(StoreJob(1 << 30, (stored,)),)))
     rank.settle()
-    client = Client(socket, timeout=5.0, step_budget=1.0)
-    side = SchedulerSide(Options(lookup_budget=1.0, store_interval=1e-9), NAMESPACE, (GROUP,), 1, client)
+    client = Client(socket, timeout=60.0, step_budget=60.0)  # a daemon that is kept waiting is not one that hangs
+    side = SchedulerSide(Options(lookup_budget=60.0, store_interval=1e-9), NAMESPACE, (GROUP,), 1, client)
     pool = BlockPool(num_gpu_blocks=4 * blocks, enable_caching=True, hash_block_size=TOKENS)
     side.bind_block_pool(pool)
-    client.lookup(NAMESPACE, {}, timeout=5.0)
+    client.lookup(NAMESPACE, {}, timeout=60.0)
     assert attached is not None
     side.take_report(attached)
 
@@ -163,11 +167,13 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
         (f"a step with nothing to do, {requests} requests", step(**{each.request_id: 1 for each in decoding})),
     ):
         both(idle)
-        for _ in range(20 * rounds):
-            times.take(label, both, idle)
+        for _ in range(rounds):
+            times.take(PYTHON, python_alone)
+            for _ in range(20):
+                times.take(label, both, idle)
 
-    for i in range(rounds):
-        new = Request(f"{os.getpid()} {i}", blocks)
+    for _ in range(rounds):
+        new = Request(f"{os.getpid()} {next(_numbers)}", blocks)
         held = pool.get_new_blocks(blocks)
         for block, block_hash in zip(held, new.block_hashes, strict=True):
             key = block_hash + bytes(4)
@@ -175,7 +181,7 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
             pool.cached_block_hash_to_block.insert(key, block)
         side.update_state_after_alloc(new, allocated(held), 0)
         new.num_computed_tokens = blocks * TOKENS
-        times.take(f"{LOOPS:,} additions in Python", python_alone)
+        times.take(PYTHON, python_alone)
         both(step())  # the budget for questions is full again
         tokens, _ = times.take(f"lookup of {blocks} blocks", side.get_num_new_matched_tokens, hit, 0)
         if tokens != blocks * TOKENS:

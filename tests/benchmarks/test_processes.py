@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.peers.processes import Child, PeerFailedError, free_port, library_path, listens
 from benchmarks.peers.timing import poll_until
+from tests.harness import SECONDS
 
 
 def python(code):
@@ -21,33 +22,35 @@ def is_alive(pid):
 
 
 LAUNCHER = """
-import subprocess, sys, time
-server = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"])
+import os, subprocess, sys, time
+server = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"])
 print(server.pid, flush=True)
 {then}
 """
 
 
-@pytest.mark.parametrize("then", ["server.wait()", "time.sleep(0.5)"], ids=["launcher lives", "launcher is gone"])
-def test_a_server_behind_a_launcher_is_ended_too(tmp_path, then):
-    log = tmp_path / "log"
+@pytest.mark.parametrize("lives", [True, False], ids=["launcher lives", "launcher is gone"])
+def test_a_server_behind_a_launcher_is_ended_too(tmp_path, lives):
+    log, leave = tmp_path / "log", tmp_path / "leave"
+    then = "server.wait()" if lives else f"while not os.path.exists({str(leave)!r}): time.sleep(0.01)"
     with Child("launcher", python(LAUNCHER.format(then=then)), log) as child:
-        child.wait_until(lambda: len(child.text().split()) == 2, 20)
+        child.wait_until(lambda: len(child.text().split()) == 2, SECONDS)
         pid = next(int(word) for word in child.text().split() if word.isdigit())
         assert is_alive(pid)
-        if "sleep" in then:
-            child.wait(20)
+        if not lives:
+            leave.touch()
+            child.wait(SECONDS)
     # A killed process that is nobody's child here takes a moment to be gone.
-    poll_until(lambda: not is_alive(pid), 20, "the server is gone", pause=0.01)
+    poll_until(lambda: not is_alive(pid), SECONDS, "the server is gone", pause=0.01)
 
 
 def test_one_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.peers.processes.GRACE", 0.2)
     code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(3600)"
     )
     with Child("stubborn", python(code), tmp_path / "log") as child:
-        child.wait_until(lambda: "up" in child.text(), 20)
+        child.wait_until(lambda: "up" in child.text(), SECONDS)
     assert not child.running
 
 
@@ -57,7 +60,7 @@ def test_one_that_dies_before_it_is_ready_tells_its_last_words_and_its_log(tmp_p
         Child("the server", python(code), tmp_path / "log") as child,
         pytest.raises(PeerFailedError, match=r"server ended before .*: libpython3.12.so.1.0: cannot open \(.*log\)"),
     ):
-        child.wait_until(lambda: False, 20)
+        child.wait_until(lambda: False, SECONDS)
 
 
 def test_the_backtrace_of_a_panic_does_not_hide_its_reason(tmp_path):
@@ -70,7 +73,7 @@ def test_the_backtrace_of_a_panic_does_not_hide_its_reason(tmp_path):
 
 def test_one_that_is_not_ready_in_time_is_given_up(tmp_path):
     with (
-        Child("slow", python("import time; time.sleep(600)"), tmp_path / "log") as child,
+        Child("slow", python("import time; time.sleep(3600)"), tmp_path / "log") as child,
         pytest.raises(PeerFailedError, match="slow is not ready after 0 s: it said nothing"),
     ):
         child.wait_until(lambda: False, 0)
@@ -81,17 +84,17 @@ def test_one_that_is_not_ready_in_time_is_given_up(tmp_path):
     [
         ("raise SystemExit(4)", "status 4"),
         ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
-        ("import time; time.sleep(600)", "not done after 1 s"),
+        ("import time; time.sleep(3600)", "not done after 1 s"),
     ],
 )
 def test_a_bad_end_says_how(tmp_path, code, said):
     with Child("worker", python(code), tmp_path / "log") as child, pytest.raises(PeerFailedError, match=said):
-        child.wait(1 if "time" in code else 20)
+        child.wait(1 if "time" in code else SECONDS)
 
 
 def test_a_good_end_is_silent_and_leaving_is_harmless(tmp_path):
     with Child("worker", python("pass"), tmp_path / "log") as child:
-        child.wait(20)
+        child.wait(SECONDS)
     child.end()
 
 

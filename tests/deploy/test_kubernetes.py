@@ -20,7 +20,7 @@ from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
 from kvsidecar.units import GiB, MiB, parse_size
 from tests.deploy.support import DEPLOY, ROOT
-from tests.harness import DaemonProcess, Rank, wait_until_ready
+from tests.harness import DaemonProcess, Gate, Rank, wait_until_ready
 from tests.test_memory_limits import in_pod
 
 HERE = DEPLOY / "kubernetes"
@@ -333,7 +333,7 @@ def test_the_pod_monitor_says_only_what_the_operator_knows() -> None:
     assert [error.message for error in validator.iter_errors(misspelt)] != []
 
 
-def test_the_probes_start_the_engine_while_the_pool_is_pinned(short_dir: Path) -> None:
+def test_the_probes_start_the_engine_while_the_pool_is_pinned(short_dir: Path, gate: Gate) -> None:
     """Of every daemon: its startup and liveness probes pass while it pins and engines attach; readiness waits."""
     probes = []
     for template in daemon_templates(bases()):
@@ -342,12 +342,13 @@ def test_the_probes_start_the_engine_while_the_pool_is_pinned(short_dir: Path) -
         assert {daemon[f"{kind}Probe"]["httpGet"]["port"] for kind in paths} == {daemon["ports"][0]["name"]}
         probes.append(paths)
     flags = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
-    slow = "pool.pin_chunk=delay(0.15)"
-    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=slow) as process:
+    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as process:
+        gate.let_pass()
         process.wait_log("pinning")
         rank = Rank(process)
         answers = [{kind: process.get(path)[0] for kind, path in paths.items()} for paths in probes]
-        assert rank.client.readiness.state is State.PINNING, "all of this took longer than the pin"
+        assert rank.client.readiness.state is State.PINNING
+        gate.let_pass(7)
         wait_until_ready(rank.client)
         later = [{kind: process.get(path)[0] for kind, path in paths.items()} for paths in probes]
         rank.close()

@@ -95,17 +95,17 @@ def test_a_bad_setting_is_a_fact_and_no_crash(short_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "seconds", "said"),
     [
-        ("import os; os.abort()", "ended with -6"),
-        ("import time; time.sleep(60)", "does not start within"),
-        ("print('no JSON')", "ended with 0"),
+        ("import os; os.abort()", SECONDS, "ended with -6"),
+        ("import time; time.sleep(3600)", 0.5, "does not start within"),
+        ("print('no JSON')", SECONDS, "ended with 0"),
     ],
 )
 def test_a_driver_that_crashes_or_hangs_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, short_dir: Path, script: str, said: str
+    monkeypatch: pytest.MonkeyPatch, short_dir: Path, script: str, seconds: float, said: str
 ) -> None:
-    monkeypatch.setattr(gathering, "PROBE_SECONDS", 2.0)
+    monkeypatch.setattr(gathering, "PROBE_SECONDS", seconds)
     driver_that(monkeypatch, short_dir, script)
     facts = gather({**FLAGS, "device": "auto", "socket": str(short_dir / "kvs.sock")}, None)
     assert said in facts.driver.problem

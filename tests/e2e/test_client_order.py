@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import DEVICE, Blocks, Outcome
-from tests.harness import SECONDS, DaemonProcess, Rank, done, hashes
+from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, hashes
 
 pytestmark = pytest.mark.usefixtures("carrier")
 
@@ -52,14 +52,17 @@ def test_a_daemon_that_cannot_open_events_says_why_and_stores_wait_on_the_host(d
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, cancel: bool) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight=delay(0.05)") as daemon:
+def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, gate: Gate, cancel: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         rank = Rank(daemon.wait_ready())
         names = ["a", "b", "c", "d", "e"]
         jobs = []
         for block_id, name in enumerate(names):
             rank.fill(block_id, name)
             jobs.append(rank.client.store([Blocks(0, hashes(name), [block_id])]))
+        running = frozenset(jobs[:1] if cancel else jobs)
+        assert rank.client.flush(jobs, timeout=0.5, cancel=cancel) >= running
+        gate.let_pass()
         assert rank.client.flush(jobs, timeout=SECONDS, cancel=cancel) == frozenset()
         rank.kv[:] = 0
         ended = rank.client.wait(jobs, SECONDS)
@@ -67,7 +70,7 @@ def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, cancel: 
         if cancel:
             others = [end for end in ended.values() if end.outcome is not Outcome.DONE]
             assert {(end.outcome, end.reason) for end in others} <= {(Outcome.DECLINED, "cancelled")}
-            assert others, "nothing was cancelled: one copy took longer than all messages"
+            assert others, "nothing was cancelled: the first copy took longer than all messages"
         else:
             assert stored == names
         for name in names:
@@ -92,14 +95,15 @@ def test_a_flush_does_not_wait_for_the_event_of_another_job(daemon: DaemonProces
     rank.close()
 
 
-def test_a_copy_that_has_not_started_at_its_deadline_never_does(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="load.in_flight=delay(0.3)") as daemon:
+def test_a_copy_that_has_not_started_at_its_deadline_never_does(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}") as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store("a", "b"))
         first = rank.client.load([Blocks(0, hashes("a"), [4])])
         second = rank.client.load([Blocks(0, hashes("b"), [5])], timeout=0.05)
         late = rank.finish(second)
         assert (late.outcome, late.reason) == (Outcome.DECLINED, "deadline")
+        gate.let_pass()
         done(rank.finish(first))
         assert rank.holds(4, "a")
         assert not rank.kv[:, 5].any(), "a load was copied after its deadline"

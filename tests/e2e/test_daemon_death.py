@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +27,9 @@ from kvsidecar.client import (
     Outcome,
 )
 from tests import harness
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, Relay, done, hashes
+from tests.harness import NAMESPACE, NO_WAIT, SECONDS, DaemonProcess, Gate, Rank, Relay, done, hashes
 
 pytestmark = pytest.mark.usefixtures("carrier")
-
-SOON = 0.2
-"""Seconds within which "at once" must happen on a busy test machine."""
 
 
 def second(point: str) -> str:
@@ -99,6 +97,21 @@ def works(rank: Rank, *names: object) -> None:
         assert rank.holds(target, name)
 
 
+def until_queued(daemon: DaemonProcess, direction: str, count: int) -> None:
+    _until(daemon, f'kvsidecar_jobs_queued{{direction="{direction}"}}', count)
+
+
+def until_declined(daemon: DaemonProcess, direction: str, count: int) -> None:
+    """Jobs that were cancelled before they started: the daemon knows of the end of their stream."""
+    _until(daemon, f'kvsidecar_jobs_total{{direction="{direction}",outcome="declined"}}', count)
+
+
+def _until(daemon: DaemonProcess, metric: str, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while daemon.metric(metric) != count:
+        assert time.monotonic() < deadline, f"{metric} is {daemon.metric(metric)}, not {count}"
+
+
 # -- death ---------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +132,7 @@ def test_an_engine_outlives_an_idle_daemon_and_comes_back_by_itself(
         lost = rank.client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=5)
         assert (lost.ready, lost.groups[0].hits, lost.lease, lost.reason) == (False, 0, None, "daemon_lost")
         assert not rank.client.release(1)
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - began < NO_WAIT
         with DaemonProcess(short_dir) as second:
             assert rank.client.wait_attached(SECONDS)
             assert rank.client.wait_ready(SECONDS).ready
@@ -175,16 +188,20 @@ def test_a_daemon_killed_mid_load_costs_its_jobs_and_nothing_else(short_dir: Pat
 def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_of_the_stream(short_dir: Path) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="load.before_copy=delay(3600)") as daemon:
         relay = Relay(daemon.wait_ready(), short_dir)
-        rank = Rank(daemon, client=quick(relay.socket, timeout=1.0))
+        began = time.monotonic()
+        Rank(daemon, client=quick(relay.socket)).close()
+        # More than this machine needs to send a job, or to attach; and it is over before the test ends.
+        patience = max(1.0, 20 * (time.monotonic() - began))
+        rank = Rank(daemon, client=quick(relay.socket, timeout=patience))
         done(rank.store("a"))
-        load = rank.client.load([Blocks(0, hashes("a"), [5])], timeout=0.01)
+        load = rank.client.load([Blocks(0, hashes("a"), [5])], timeout=patience)
         with rank.client._changed:  # it is on its way: from now on a copy of it may run
             assert rank.client._changed.wait_for(lambda: rank.client._jobs.outstanding()[0].phase == 2, SECONDS)
         pause(daemon)
         relay.cut(rank.client)
         with rank.client._changed:
             assert rank.client._changed.wait_for(lambda: not rank.client.attached, SECONDS)
-        assert rank.client.wait([load], 2.5) == {}, "reported although the daemon's process lives"
+        assert rank.client.wait([load], 2.5 * patience) == {}, "reported although the daemon's process lives"
         assert rank.store("b").reason == "daemon_lost"
         assert rank.client.flush([load], timeout=0.05) == {load}
         kill(daemon)
@@ -195,8 +212,10 @@ def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(short_dir: Path, direction: str) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(direction + '.in_flight')}=delay(0.7)") as daemon:
+def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(
+    short_dir: Path, gate: Gate, direction: str
+) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(direction + '.in_flight')}={gate}") as daemon:
         relay = Relay(daemon.wait_ready(), short_dir)
         rank = Rank(daemon, client=quick(relay.socket))
         done(rank.store("a"))
@@ -205,10 +224,12 @@ def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(sho
         submit = rank.client.load if direction == "load" else rank.client.store
         running, queued = ("a" if direction == "load" else "d", 4), ("a", 5) if direction == "load" else ("b", 2)
         jobs = [submit([Blocks(0, hashes(name), [block_id])]) for name, block_id in (running, queued)]
-        while not daemon.metric(f'kvsidecar_jobs_queued{{direction="{direction}"}}'):
-            pass
+        until_queued(daemon, direction, 1)
         epoch = rank.client.epoch
         relay.cut(rank.client)
+        until_declined(daemon, direction, 1)
+        assert rank.client.wait(jobs, 0.3) == {}, "reported while a copy of it may run"
+        gate.let_pass()
         ended = rank.client.wait(jobs, SECONDS)
         assert {(end.outcome, end.reason) for end in ended.values()} == {(Outcome.FAILED, "daemon_lost")}
         assert sorted(ended) == jobs
@@ -224,15 +245,17 @@ def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(sho
         relay.close()
 
 
-def test_stores_that_were_queued_when_the_stream_broke_are_never_sealed(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(0.7)") as daemon:
+def test_stores_that_were_queued_when_the_stream_broke_are_never_sealed(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         relay = Relay(daemon.wait_ready(), short_dir)
         rank = Rank(daemon, client=quick(relay.socket))
         for block_id, name in enumerate("abcd"):
             rank.client.store([Blocks(0, hashes(name), [block_id])])
-        while daemon.metric('kvsidecar_jobs_queued{direction="store"}') != 3:
-            pass
+        until_queued(daemon, "store", 3)
         relay.cut(rank.client)
+        until_declined(daemon, "store", 3)
+        assert daemon.metric('kvsidecar_jobs_running{direction="store"}') == 1
+        gate.let_pass()
         assert {end.reason for end in job_ends(rank.client, 4)} == {"daemon_lost"}
         assert not daemon.metric('kvsidecar_jobs_running{direction="store"}'), "reported while its copy runs"
         assert rank.client.wait_attached(SECONDS)
@@ -270,7 +293,7 @@ def test_a_scheduler_that_only_looks_up_comes_back_too(short_dir: Path) -> None:
     began = time.monotonic()
     missing = scheduler.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=5)
     assert (missing.ready, missing.reason) == (False, "daemon_lost")
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < NO_WAIT
     for _ in range(2):
         with DaemonProcess(short_dir) as daemon:
             rank = Rank(daemon.wait_ready())
@@ -295,7 +318,7 @@ def test_attach_without_a_daemon_raises_at_once_and_may_be_tried_again(short_dir
         began = time.monotonic()
         with pytest.raises(DaemonUnreachable, match="is the daemon running"):
             Rank(nowhere, client=client)  # type: ignore[arg-type]
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - began < NO_WAIT
         with DaemonProcess(short_dir) as daemon:
             rank = Rank(daemon.wait_ready(), client=client)
             works(rank, "a")
@@ -308,7 +331,7 @@ def test_attach_with_retry_returns_at_once_and_joins_when_the_daemon_appears(sho
         client = quick(nowhere.socket)
         began = time.monotonic()
         rank = Rank(nowhere, client=client, retry=True)  # type: ignore[arg-type]
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - began < NO_WAIT
         assert not client.attached
         assert rank.store("a").reason == "daemon_lost"
         with pytest.raises(DaemonUnreachable):
@@ -320,7 +343,7 @@ def test_attach_with_retry_returns_at_once_and_joins_when_the_daemon_appears(sho
 
 
 def test_a_hung_daemon_costs_a_few_budgets_and_is_used_again_when_it_goes_on(daemon: DaemonProcess) -> None:
-    budget = 0.05
+    budget = 2.0
     breaker = CircuitBreaker(failures=3, backoff=Backoff(0.05, 0.1))
     rank = Rank(daemon, client=quick(daemon.socket, step_budget=budget, breaker=breaker))
     done(rank.store("a"))
@@ -333,8 +356,9 @@ def test_a_hung_daemon_costs_a_few_budgets_and_is_used_again_when_it_goes_on(dae
         reasons.append(result.reason)
         assert (result.ready, result.groups[0].hits) == (False, 0)
     assert reasons == ["no_answer"] * 3 + ["breaker_open"] * 17
-    assert max(waited) < budget + SOON
-    assert max(waited[3:]) < budget, "a lookup waited although the breaker is open"
+    assert min(waited[:3]) >= 0.99 * budget
+    assert max(waited[:3]) < NO_WAIT, "a lookup waited for more than its budget"
+    assert median(waited[3:]) < budget, "lookups waited although the breaker is open"
     assert rank.client.attached, "a daemon that hangs is not lost"
     daemon.process.send_signal(signal.SIGCONT)
     deadline = time.monotonic() + SECONDS
@@ -370,7 +394,7 @@ def test_close_while_it_reconnects_ends_all_threads(short_dir: Path) -> None:
             assert rank.client._changed.wait_for(lambda: bool(rank.client.lost_reason), SECONDS)
         began = time.monotonic()
         assert rank.client.close(), "the process is gone: nothing is mapped any more"
-        assert time.monotonic() - began < SECONDS / 2
+        assert time.monotonic() - began < NO_WAIT
         closed = rank.finish(rank.client.store([]))
         assert closed.reason == "closed"
         rank.close()
@@ -386,7 +410,7 @@ def test_close_while_the_daemon_hangs_says_that_the_memory_may_still_be_written(
             assert rank.client._changed.wait_for(lambda: rank.client._jobs.outstanding()[0].phase == 2, SECONDS)
         began = time.monotonic()
         assert not rank.client.close(timeout=0.2)
-        assert time.monotonic() - began < 0.2 + 1.0
+        assert time.monotonic() - began < NO_WAIT
         assert rank.client.wait([load], 0) == {}, "a load was reported that may still write"
 
 
@@ -398,4 +422,4 @@ def test_close_while_the_daemon_hangs_in_the_greeting_ends_all_threads(short_dir
         Rank(daemon, client=client, retry=True)
         began = time.monotonic()
         client.close(timeout=0.1)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < NO_WAIT

@@ -21,7 +21,7 @@ from kvsidecar.daemon import EXIT_UNSETTLED
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, hashes
 
 FIRST = 2
 """Number of the first hit of a copy's failpoint that is not the self-test's, per direction."""
@@ -86,12 +86,14 @@ def nothing_is_left_of(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("point", [f"store.in_flight@{FIRST}", "store.before_copy@0", "store.before_seal@0"])
-def test_1_an_engine_killed_mid_store_leaves_nothing(short_dir: Path, point: str) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{point}=delay(0.3)") as daemon:
+def test_1_an_engine_killed_mid_store_leaves_nothing(short_dir: Path, gate: Gate, point: str) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{point}={gate}") as daemon:
         daemon.wait_ready()
         with engine(daemon, "store") as victim:
             daemon.wait_log("failpoint")
             victim.kill()
+            victim.wait()
+            gate.let_pass()
             daemon.wait_log("rank detached")
         nothing_is_left_of(daemon)
         rank = Rank(daemon)
@@ -101,18 +103,18 @@ def test_1_an_engine_killed_mid_store_leaves_nothing(short_dir: Path, point: str
         rank.close()
 
 
-def test_2_an_engine_killed_mid_load_leaves_nothing_and_harms_no_other(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@{FIRST}=delay(0.3)") as daemon:
+def test_2_an_engine_killed_mid_load_leaves_nothing_and_harms_no_other(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@{FIRST}={gate}") as daemon:
         daemon.wait_ready()
         rank = Rank(daemon)
         done(rank.store("shared"))
         with engine(daemon, "load") as victim:
             daemon.wait_log("failpoint")
             victim.kill()
-            killed = time.monotonic()
             done(rank.store("meanwhile"))
+            assert mappings(daemon) == 2, "unmapped under a copy that runs"
+            gate.let_pass()
             daemon.wait_log("rank detached")
-            assert time.monotonic() - killed < 1.3
         assert mappings(daemon) == 1
         done(rank.load("shared", at=[3]))
         assert rank.holds(3, "shared")
@@ -120,23 +122,28 @@ def test_2_an_engine_killed_mid_load_leaves_nothing_and_harms_no_other(short_dir
         nothing_is_left_of(daemon)
 
 
-def test_3_an_engine_killed_while_it_attaches_leaves_nothing(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="attach.after_import@0=delay(0.3)") as daemon:
+def until_unmapped(daemon: DaemonProcess) -> None:
+    deadline = time.monotonic() + SECONDS
+    while mappings(daemon):
+        assert time.monotonic() < deadline, "memory of a rank that is not attached is still mapped"
+
+
+def test_3_an_engine_killed_while_it_attaches_leaves_nothing(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"attach.after_import@0={gate}") as daemon:
         daemon.wait_ready()
         with engine(daemon, "nothing") as victim:
             daemon.wait_log("failpoint")
             assert mappings(daemon) == 1
             victim.kill()
             victim.wait()
-            deadline = time.monotonic() + 1.3
-            while mappings(daemon):
-                assert time.monotonic() < deadline, "the dead engine's memory is still mapped"
+            gate.let_pass()
+            until_unmapped(daemon)
         nothing_is_left_of(daemon)
 
 
-def test_3_an_attach_that_its_client_gives_up_leaves_nothing(short_dir: Path) -> None:
+def test_3_an_attach_that_its_client_gives_up_leaves_nothing(short_dir: Path, gate: Gate) -> None:
     """The process lives on, and so does its attach connection: nothing but the end of the stream tells."""
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="attach.after_import@0=delay(0.3)") as daemon:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"attach.after_import@0={gate}") as daemon:
         daemon.wait_ready()
         buffer = HostBuffer(1 << 20)
         with (
@@ -148,9 +155,8 @@ def test_3_an_attach_that_its_client_gives_up_leaves_nothing(short_dir: Path) ->
             daemon.wait_log("failpoint")
             attaching.cancel()
             assert mappings(daemon) == 1, "the registration was over before it was given up"
-            deadline = time.monotonic() + 1.3
-            while mappings(daemon):
-                assert time.monotonic() < deadline, "memory of a rank that is not attached is still mapped"
+            gate.let_pass()
+            until_unmapped(daemon)
             nothing_is_left_of(daemon)
         buffer.close()
 
@@ -323,28 +329,31 @@ def test_29_of_two_engines_that_store_the_same_block_one_does(short_dir: Path) -
             rank.close()
 
 
-def test_34_sigterm_lets_running_copies_finish(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}=delay(0.5)") as daemon:
+def test_34_sigterm_lets_running_copies_finish(short_dir: Path, gate: Gate) -> None:
+    wait = ("--drain-timeout", str(SECONDS))
+    with DaemonProcess(short_dir, *wait, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon:
         rank = Rank(daemon.wait_ready())
         rank.fill(0, "a")
         job = rank.client.store([Blocks(0, hashes("a"), [0])])
         daemon.wait_log("failpoint")
-        assert daemon.terminate() == 0
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_log("stopping")
+        gate.let_pass()
+        assert daemon.process.wait(SECONDS) == 0
         assert rank.finish(job).outcome is Outcome.DONE, "the copy was finished, and its client was not told"
         rank.close()
 
 
-def test_34_a_second_sigterm_ends_at_once(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}=delay(20)") as daemon:
+def test_34_a_second_sigterm_ends_without_the_copy(short_dir: Path, gate: Gate) -> None:
+    wait = ("--drain-timeout", str(10 * SECONDS))
+    with DaemonProcess(short_dir, *wait, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon:
         rank = Rank(daemon.wait_ready())
         rank.client.store([Blocks(0, hashes("a"), [0])])
         daemon.wait_log("failpoint")
         daemon.process.send_signal(signal.SIGTERM)
         daemon.wait_log("stopping")
-        started = time.monotonic()
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(SECONDS) == 128 + signal.SIGTERM
-        assert time.monotonic() - started < 5
         rank.close()
 
 

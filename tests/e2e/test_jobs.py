@@ -6,6 +6,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -20,12 +21,17 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
 from tests import harness
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, hashes, layout
 
 pytestmark = pytest.mark.usefixtures("carrier")
 
-SLOW_FIRST_STORE = "store.in_flight@2=delay(0.4)"
+FIRST_STORE = "store.in_flight@2"
 """The first store that is not the self-test's: what comes behind it waits in the worker's queue."""
+MINUTES = 600_000
+"""Milliseconds: a time that is not up within a test."""
+
+
+NO_JOB = 4711
 
 
 class RawRank:
@@ -92,9 +98,17 @@ class RawRank:
         blocks = [pb.Blocks(group=0, hashes=hashes(job)[0], block_ids=pack_ids([job]))]
         self.send(pb.AttachRequest(store=pb.Store(job=job, blocks=blocks, deadline_ms=deadline_ms, event=event)))
 
-    def flush(self, *jobs: int, mode: pb.Flush.Mode, timeout_ms: int = 20_000) -> pb.Flushed:
-        self.send(pb.AttachRequest(flush=pb.Flush(flush=1, jobs=jobs, timeout_ms=timeout_ms, mode=mode)))
+    def flush(self, *jobs: int, mode: pb.Flush.Mode, timeout_ms: int = MINUTES) -> pb.Flushed:
+        self.ask_flush(*jobs, mode=mode, timeout_ms=timeout_ms)
         return self.next("flushed").flushed
+
+    def ask_flush(self, *jobs: int, mode: pb.Flush.Mode, timeout_ms: int = MINUTES) -> None:
+        self.send(pb.AttachRequest(flush=pb.Flush(flush=1, jobs=jobs, timeout_ms=timeout_ms, mode=mode)))
+
+    def until_taken(self) -> None:
+        """Until the daemon has taken everything that was sent: it takes in order, and refuses this at once."""
+        self.send(pb.AttachRequest(store=pb.Store(job=NO_JOB, blocks=[pb.Blocks(group=99)])))
+        assert self.next("done").done.job == NO_JOB
 
     def next(self, kind: str) -> pb.AttachReply:
         """The next reply of this kind; others are kept."""
@@ -105,6 +119,14 @@ class RawRank:
         while (reply := self._replies.get(timeout=SECONDS)).WhichOneof("message") != kind:
             self._kept.append(reply)
         return reply
+
+    def silent(self) -> bool:
+        """Whether nothing has come for a moment."""
+        try:
+            self._kept.append(self._replies.get(timeout=0.05))
+        except queue.Empty:
+            return True
+        return False
 
     def ended(self, count: int) -> list[tuple[int, str]]:
         """Job and reason ("" if it was done) of the next ends, in their order."""
@@ -126,8 +148,9 @@ def raw_rank(daemon: DaemonProcess, events: list[bytes] | None = None) -> Iterat
 
 
 @pytest.fixture
-def slow_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=SLOW_FIRST_STORE) as process:
+def held_daemon(short_dir: Path, gate: Gate) -> Iterator[DaemonProcess]:
+    """The first store runs until `gate` lets it end."""
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{FIRST_STORE}={gate}") as process:
         yield process.wait_ready()
 
 
@@ -136,58 +159,87 @@ def until_running(daemon: DaemonProcess) -> None:
         pass
 
 
-def test_a_copy_that_has_not_started_at_its_deadline_never_does(slow_daemon: DaemonProcess) -> None:
-    with raw_rank(slow_daemon) as rank:
+def test_a_copy_that_has_not_started_at_its_deadline_never_does(held_daemon: DaemonProcess, gate: Gate) -> None:
+    with raw_rank(held_daemon) as rank:
         rank.store(1)
         rank.store(2, deadline_ms=50)
-        rank.store(3, deadline_ms=20_000)
-        assert sorted(rank.ended(3)) == [(1, ""), (2, "deadline"), (3, "")]
-        assert slow_daemon.metric("kvsidecar_pool_reserved_bytes") == 0
-        assert slow_daemon.metric('kvsidecar_refusals_total{reason="deadline"}') == 1
-        other = Rank(slow_daemon)
+        rank.store(3, deadline_ms=MINUTES)
+        assert rank.ended(1) == [(2, "deadline")]
+        gate.let_pass()
+        assert sorted(rank.ended(2)) == [(1, ""), (3, "")]
+        assert held_daemon.metric("kvsidecar_pool_reserved_bytes") == 0
+        assert held_daemon.metric('kvsidecar_refusals_total{reason="deadline"}') == 1
+        other = Rank(held_daemon)
         assert [other.hits(job) for job in (1, 2, 3)] == [1, 0, 1]
         other.close()
 
 
-def test_a_copy_that_runs_at_its_deadline_is_finished(slow_daemon: DaemonProcess) -> None:
-    with raw_rank(slow_daemon) as rank:
-        rank.store(1, deadline_ms=100)
-        assert rank.ended(1) == [(1, "")]
-
-
-def test_a_flush_that_cancels_stops_what_has_not_started_and_nothing_else(slow_daemon: DaemonProcess) -> None:
-    with raw_rank(slow_daemon) as rank:
+def test_a_copy_that_runs_at_its_deadline_is_finished(short_dir: Path, gate: Gate) -> None:
+    second_store = "store.in_flight@3"
+    with (
+        DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second_store}={gate}") as daemon,
+        raw_rank(daemon.wait_ready()) as rank,
+    ):
+        sent = time.monotonic()
         rank.store(1)
-        until_running(slow_daemon)
+        assert rank.ended(1) == [(1, "")]
+        # By then it must have started, which took the first one no longer than all of itself.
+        deadline = max(1.0, 20 * (time.monotonic() - sent))
+        sent = time.monotonic()
+        rank.store(2, deadline_ms=int(deadline * 1000))
+        daemon.wait_log("failpoint")
+        while time.monotonic() < sent + 1.1 * deadline:
+            assert rank.silent()
+        gate.let_pass()
+        assert rank.ended(1) == [(2, "")]
+
+
+def test_a_flush_that_cancels_stops_what_has_not_started_and_nothing_else(
+    held_daemon: DaemonProcess, gate: Gate
+) -> None:
+    with raw_rank(held_daemon) as rank:
+        rank.store(1)
+        until_running(held_daemon)
         for job in (2, 3):
             rank.store(job)
         flushed = rank.flush(2, mode=pb.Flush.MODE_CANCEL)
         assert list(flushed.pending) == []
-        assert rank.ended(3) == [(2, "cancelled"), (1, ""), (3, "")]
+        assert rank.ended(1) == [(2, "cancelled")]
+        gate.let_pass()
+        assert rank.ended(2) == [(1, ""), (3, "")]
 
 
-def test_a_flush_that_finishes_lets_its_jobs_go_first(slow_daemon: DaemonProcess) -> None:
-    with raw_rank(slow_daemon) as rank:
+def test_a_flush_that_finishes_lets_its_jobs_go_first(held_daemon: DaemonProcess, gate: Gate) -> None:
+    with raw_rank(held_daemon) as rank:
         rank.store(1)
-        until_running(slow_daemon)
+        until_running(held_daemon)
         for job in (2, 3, 4):
             rank.store(job)
-        assert list(rank.flush(4, mode=pb.Flush.MODE_FINISH).pending) == []
+        rank.ask_flush(4, mode=pb.Flush.MODE_FINISH)
+        rank.until_taken()
+        gate.let_pass()
+        assert list(rank.next("flushed").flushed.pending) == []
         assert [job for job, _ in rank.ended(4)] == [1, 4, 2, 3]
 
 
-def test_a_flush_names_what_still_runs_at_its_deadline(slow_daemon: DaemonProcess) -> None:
-    with raw_rank(slow_daemon) as rank:
+def test_a_flush_names_what_still_runs_at_its_deadline(held_daemon: DaemonProcess, gate: Gate) -> None:
+    with raw_rank(held_daemon) as rank:
         rank.store(1)
         assert list(rank.flush(mode=pb.Flush.MODE_FINISH, timeout_ms=20).pending) == [1]
+        gate.let_pass()
         assert list(rank.flush(mode=pb.Flush.MODE_FINISH).pending) == []
 
 
-def test_blocks_may_be_overwritten_right_after_a_flush_and_load_as_they_were(slow_daemon: DaemonProcess) -> None:
-    rank = Rank(slow_daemon)
+def test_blocks_may_be_overwritten_right_after_a_flush_and_load_as_they_were(
+    held_daemon: DaemonProcess, gate: Gate
+) -> None:
+    rank = Rank(held_daemon)
+    jobs = []
     for block in range(4):
         rank.fill(block, ("v", block))
-        rank.client.store([Blocks(0, hashes(("v", block)), [block])])
+        jobs.append(rank.client.store([Blocks(0, hashes(("v", block)), [block])]))
+    assert rank.client.flush(timeout=0.05) == frozenset(jobs), "the first one runs, and the others wait behind it"
+    gate.let_pass()
     assert rank.client.flush(timeout=SECONDS) == frozenset()
     rank.kv[:] = 0xEE
     done(rank.load(*[("v", block) for block in range(4)], at=[7, 6, 5, 4]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import time
@@ -18,7 +19,7 @@ from kvsidecar.client import Client, ClientError, HostBuffer
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import MAX_MESSAGE_BYTES, layout_to_wire, namespace_to_wire, pack_ids
-from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, SHARD_BYTES, DaemonProcess, Rank, done, hashes, layout
+from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, SHARD_BYTES, DaemonProcess, Gate, Rank, done, hashes, layout
 
 UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
 
@@ -258,17 +259,20 @@ def test_what_a_newer_client_says_is_let_pass_or_refused_in_words(lane: RawLane,
     assert lane.attach("done").job == 1
 
 
-def test_the_end_of_the_connection_cancels_what_has_not_started_and_unmaps(short_dir: Path, buffer: HostBuffer) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(0.5)") as daemon:
+def test_the_end_of_the_connection_cancels_what_has_not_started_and_unmaps(
+    short_dir: Path, buffer: HostBuffer, gate: Gate
+) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         daemon.wait_ready()
         lane = RawLane(daemon, buffer)
         lane.send(attach=lane.register(buffer))
         lane.attach("registered")
         for job, name in enumerate(("running", "queued"), 1):
             lane.send(attach=store(job, name, job))
-        while not daemon.metric('kvsidecar_jobs_queued{direction="store"}'):
-            pass
+        until(lambda: daemon.metric('kvsidecar_jobs_queued{direction="store"}') == 1)
         lane.connection.close()
+        until(lambda: daemon.metric('kvsidecar_jobs_total{direction="store",outcome="declined"}') == 1)
+        gate.let_pass()
         until_ranks(daemon, 0)
         rank = Rank(daemon)
         assert (rank.hits("running"), rank.hits("queued")) == (1, 0)
@@ -287,19 +291,21 @@ def test_the_end_of_a_daemon_is_told_to_ranks_whose_memory_is_unmapped(
 
 
 def test_a_daemon_that_goes_down_under_a_running_copy_does_not_say_that_it_is_over(
-    short_dir: Path, buffer: HostBuffer
+    short_dir: Path, buffer: HostBuffer, gate: Gate
 ) -> None:
-    with DaemonProcess(short_dir, "--drain-timeout", "0", KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(1)") as daemon:
+    held = f"store.in_flight@2={gate}"
+    with DaemonProcess(short_dir, "--drain-timeout", "0", KVSIDECAR_FAILPOINTS=held) as daemon:
         daemon.wait_ready()
         with raw_lane(daemon, buffer) as lane:
             lane.send(attach=lane.register(buffer))
             lane.attach("registered")
             lane.send(attach=store(1, "a"))
-            while not daemon.metric('kvsidecar_jobs_running{direction="store"}'):
-                pass
-            daemon.terminate()
+            until(lambda: daemon.metric('kvsidecar_jobs_running{direction="store"}') == 1)
+            daemon.process.send_signal(signal.SIGTERM)
             lane.attach("readiness")
             assert lane.closed()
+            gate.let_pass()  # the process cannot end while a thread of it copies
+            daemon.process.wait(SECONDS)
 
 
 # -- as it should not be ---------------------------------------------------------------------------------------------

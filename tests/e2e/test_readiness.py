@@ -20,6 +20,7 @@ from tests.harness import (
     ROW_BYTES,
     SECONDS,
     DaemonProcess,
+    Gate,
     Rank,
     done,
     environment,
@@ -45,9 +46,9 @@ def locked_kib(daemon: DaemonProcess) -> int:
     return int((status.partition("VmLck:")[2].split() or ["0"])[0])  # a process that has ended has no such line
 
 
-def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=SLOW_PIN) as daemon:
-        daemon.wait_log("pinning")
+def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
+        daemon.wait_log("failpoint")
         rank = Rank(daemon)
 
         assert rank.client.readiness.state is State.PINNING
@@ -68,14 +69,18 @@ def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir
         declined = rank.store("a")
         assert (declined.outcome, declined.reason) == (Outcome.DECLINED, "not_ready")
         assert daemon.metric('kvsidecar_refusals_total{reason="not_ready"}') == 2
-        assert rank.client.readiness.state is State.PINNING, "all of this took longer than the pin"
+        assert rank.client.readiness.state is State.PINNING
 
-        seen = set()
-        with rank.client._changed:
-            while not rank.client.readiness.ready:
-                seen.add(rank.client.readiness.pinned_bytes)
-                assert rank.client._changed.wait(SECONDS)
-        assert len(seen) >= 3, "the attached rank was told of no progress"
+        for chunk in range(1, 8):
+            gate.let_pass()
+            with rank.client._changed:
+                told = rank.client._changed.wait_for(
+                    lambda pinned=chunk << 17: rank.client.readiness.pinned_bytes == pinned,  # type: ignore[misc]
+                    SECONDS,
+                )
+            assert told, f"the attached rank was not told of chunk {chunk}"
+        gate.let_pass()
+        wait_until_ready(rank.client)
 
         assert daemon.get("/ready")[0] == 200
         assert grpc_health(daemon) == grpc_health(daemon, "") == health_pb2.HealthCheckResponse.SERVING
@@ -85,12 +90,13 @@ def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir
         rank.close()
 
 
-def test_progress_has_bytes_rate_and_an_estimate(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=SLOW_PIN) as daemon:
+def test_progress_has_bytes_rate_and_an_estimate(short_dir: Path, gate: Gate) -> None:
+    gate.let_pass(3)
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
         while daemon.wait_log("pinning")["pinned_bytes"] == 0:
             pass
         _, ready = daemon.get("/ready")
-        assert 0 < ready["pinned_bytes"] <= ready["pool_bytes"]
+        assert 0 < ready["pinned_bytes"] < ready["pool_bytes"]
         assert ready["pin_bytes_per_second"] > 0
         assert ready["eta_seconds"] >= 0
         assert daemon.metric("kvsidecar_pool_pinned_bytes") > 0
@@ -135,10 +141,13 @@ def test_a_pool_over_the_memory_of_the_machine_is_refused_with_both_numbers(shor
         assert "--pool-size" in reason
 
 
-def test_sigterm_while_pinning_stops_between_chunks(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=SLOW_PIN) as daemon:
-        daemon.wait_log("pinning")
-        assert daemon.terminate() == 0
+def test_sigterm_while_pinning_stops_between_chunks(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
+        daemon.wait_log("failpoint")
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_log("stopping")
+        gate.let_pass()  # the chunk that it is at, and none of the seven that would come
+        assert daemon.process.wait(SECONDS) == 0
         assert not Path(daemon.socket).exists()
 
 
@@ -261,19 +270,22 @@ def test_a_second_daemon_on_the_same_socket_is_refused_and_harms_nothing(daemon:
     rank.close()
 
 
-def test_a_daemon_waits_for_the_end_of_the_one_before_it_and_never_pins_beside_it(short_dir: Path) -> None:
-    slow_copy = "store.in_flight@2=delay(0.5)"  # the first that is not the self-test's
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=slow_copy) as first:
+def test_a_daemon_waits_for_the_end_of_the_one_before_it_and_never_pins_beside_it(short_dir: Path, gate: Gate) -> None:
+    held_copy = f"store.in_flight@2={gate}"  # the first that is not the self-test's
+    with DaemonProcess(short_dir, "--drain-timeout", str(SECONDS), KVSIDECAR_FAILPOINTS=held_copy) as first:
         rank = Rank(first.wait_ready())
-        with DaemonProcess(short_dir, until=WAITING) as second:
+        with DaemonProcess(short_dir, "--lock-wait", "600", until=WAITING) as second:
             assert second.log[-1]["holder"].startswith(f"pid {first.process.pid} on ")
-            assert second.log[-1]["wait_seconds"] == 15
+            assert second.log[-1]["wait_seconds"] == 600
             assert (locked_kib(first), locked_kib(second)) == (1024, 0)
             rank.fill(0, "a")
             job = rank.client.store([Blocks(0, hashes("a"), [0])])
             while not first.metric('kvsidecar_jobs_running{direction="store"}'):
                 pass
             first.process.send_signal(signal.SIGTERM)
+            first.wait_log("stopping")
+            assert (locked_kib(first), locked_kib(second)) == (1024, 0)
+            gate.let_pass()
             deadline = time.monotonic() + SECONDS
             while not locked_kib(second):
                 assert time.monotonic() < deadline

@@ -12,7 +12,7 @@ from kvsidecar.client import Blocks
 from kvsidecar.notify import EXTEND_SECONDS
 from tests.e2e.test_faults import FIRST
 from tests.e2e.test_readiness import CHUNKS, SLOW_PIN
-from tests.harness import DaemonProcess, Rank, done, hashes
+from tests.harness import DaemonProcess, Gate, Rank, done, hashes
 from tests.service_manager import ServiceManager
 
 EXTEND = ("EXTEND_TIMEOUT_USEC", str(EXTEND_SECONDS * 1_000_000))
@@ -111,8 +111,8 @@ def test_a_stopped_process_stops_the_watchdog_and_a_continued_one_feeds_it(short
         manager.wait("WATCHDOG")
 
 
-def test_a_copy_that_is_stuck_stops_the_watchdog_until_it_ends(short_dir: Path) -> None:
-    failpoints = f"store.in_flight@{FIRST}=delay(1.5)"
+def test_a_copy_that_is_stuck_stops_the_watchdog_until_it_ends(short_dir: Path, gate: Gate) -> None:
+    failpoints = f"store.in_flight@{FIRST}={gate}"
     file = short_dir / "kvsidecar.toml"
     file.write_text("")
     with (
@@ -133,6 +133,8 @@ def test_a_copy_that_is_stuck_stops_the_watchdog_until_it_ends(short_dir: Path) 
         manager.wait("STATUS", "stuck: a store on ")
         assert daemon.get("/health")[0] == 503, "the same condition"
         before = len(manager.heard)
+        assert manager.silent_for(0.5), "the watchdog was fed"
+        gate.let_pass()
         manager.wait("STATUS", "ready")
         assert manager.fields("WATCHDOG")
         assert [message for message in manager.heard[before:] if "WATCHDOG" in message] == []

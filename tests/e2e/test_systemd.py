@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import grp
+import math
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from kvsidecar.client import Blocks, Client
 from tests.e2e.systemd_manager import Systemd, unusable
 from tests.e2e.test_faults import FIRST
 from tests.e2e.test_readiness import CHUNKS
-from tests.harness import SECONDS, Rank, done, hashes, wait_until_ready
+from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, hashes, wait_until_ready
 
 under_systemd = pytest.mark.skipif(unusable() is not None, reason=unusable() or "")
 SMALL = ("--pool-size", "1MiB")
@@ -33,19 +35,39 @@ def joined_another(rank: Rank, epoch: int) -> int:
     return rank.client.epoch
 
 
+def patience(directory: Path) -> int:
+    """Seconds for a timeout of systemd that only what the test does may use up: three times what a whole start of the
+    daemon was just seen to take."""
+    began = time.monotonic()
+    apart = directory / "apart"
+    apart.mkdir()
+    with DaemonProcess(apart, *SMALL) as daemon:
+        daemon.wait_ready()
+    return 2 + math.ceil(3 * (time.monotonic() - began))
+
+
 @under_systemd
-def test_pinned_chunks_carry_the_start_beyond_its_timeout_and_the_unit_is_as_documented(short_dir: Path) -> None:
-    failpoints = "pool.pin_chunk=delay(0.5)"  # 8 chunks: 4 s
-    with Systemd(short_dir, "TimeoutStartSec=2s", flags=CHUNKS, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
+def test_pinned_chunks_carry_the_start_beyond_its_timeout_and_the_unit_is_as_documented(
+    short_dir: Path, gate: Gate
+) -> None:
+    timeout = patience(short_dir)
+    failpoints = f"pool.pin_chunk={gate}"
+    settings = (f"TimeoutStartSec={timeout}s", f"BindReadOnlyPaths={gate.path}")
+    with Systemd(short_dir, *settings, flags=CHUNKS, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
+        gate.let_pass()
         systemd.systemctl("start", "--no-block", "kvsidecar")
-        systemd.wait("StatusText", "pinning: ")
+        systemd.wait("StatusText", "pinning: 128 KiB")
         assert systemd.show("ActiveState") == "activating"
+        began = int(systemd.show("InactiveExitTimestampMonotonic"))
+        while time.monotonic_ns() // 1000 < began + 1.2e6 * timeout:
+            assert systemd.show("ActiveState") == "activating"
+        gate.let_pass(7)
         systemd.systemctl("start", "kvsidecar")  # waits for the end of the start
         assert systemd.show("ActiveState") == "active"
         assert systemd.show("StatusText") == "ready: 1 MiB pinned"
         assert systemd.show("NRestarts") == "0"
-        took = int(systemd.show("ActiveEnterTimestampMonotonic")) - int(systemd.show("InactiveExitTimestampMonotonic"))
-        assert took > 2_000_000, "nothing had to be extended"
+        took = int(systemd.show("ActiveEnterTimestampMonotonic")) - began
+        assert took > 1e6 * timeout, "nothing had to be extended"
 
         grpc = systemd.path("/run/kvsidecar/kvsidecar.sock")
         line = next(line for line in (short_dir / "etc" / "group").read_text().splitlines() if "kvsidecar:" in line)
@@ -101,10 +123,12 @@ def test_a_port_in_use_is_tried_until_it_is_free(short_dir: Path) -> None:
 
 
 @under_systemd
-def test_a_stop_drains_for_as_long_as_the_daemon_was_told(short_dir: Path) -> None:
-    failpoints = f"store.in_flight@{FIRST}=delay(3)"
-    settings = ("TimeoutStopSec=1s", "WatchdogSec=1s")
-    with Systemd(short_dir, *settings, flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
+def test_a_stop_drains_for_as_long_as_the_daemon_was_told(short_dir: Path, gate: Gate) -> None:
+    failpoints = f"store.in_flight@{FIRST}={gate}"
+    timeout = patience(short_dir)
+    settings = (f"TimeoutStopSec={timeout}s", f"WatchdogSec={timeout}s", f"BindReadOnlyPaths={gate.path}")
+    flags = (*SMALL, "--drain-timeout", str(SECONDS))
+    with Systemd(short_dir, *settings, flags=flags, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
         systemd.systemctl("start", "kvsidecar")
         rank = attach(systemd)
         rank.fill(0, "a")
@@ -113,6 +137,10 @@ def test_a_stop_drains_for_as_long_as_the_daemon_was_told(short_dir: Path) -> No
             pass
         systemd.systemctl("stop", "--no-block", "kvsidecar")
         assert systemd.wait("StatusText", "stopping").startswith("stopping: running copies")
+        stopping = time.monotonic()
+        while time.monotonic() < stopping + 1.2 * timeout:
+            assert systemd.show("ActiveState") == "deactivating", "the copies' time is not covered"
+        gate.let_pass()
         assert systemd.wait("ActiveState", "inactive") == "inactive"
         done(rank.finish(job))
         assert (systemd.show("Result"), systemd.show("ExecMainStatus")) == ("success", "0")
@@ -123,7 +151,9 @@ def test_a_stop_drains_for_as_long_as_the_daemon_was_told(short_dir: Path) -> No
 @under_systemd
 def test_a_hung_event_loop_is_restarted_and_leaves_its_stack(short_dir: Path) -> None:
     failpoints = "store.after_reserve=delay(1000)"
-    with Systemd(short_dir, "WatchdogSec=1s", flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
+    with Systemd(
+        short_dir, f"WatchdogSec={patience(short_dir)}s", flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints
+    ) as systemd:
         systemd.systemctl("start", "kvsidecar")
         hung = systemd.show("MainPID")
         rank = attach(systemd)
@@ -139,7 +169,8 @@ def test_a_hung_event_loop_is_restarted_and_leaves_its_stack(short_dir: Path) ->
 @under_systemd
 def test_a_pin_that_fails_is_shown_and_started_again_when_the_start_times_out(short_dir: Path) -> None:
     failpoints = "pool.pin_chunk@0=raise(no more pages)"
-    with Systemd(short_dir, "TimeoutStartSec=2s", flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
+    timeout = f"TimeoutStartSec={patience(short_dir)}s"
+    with Systemd(short_dir, timeout, flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
         systemd.systemctl("start", "--no-block", "kvsidecar")
         assert "no more pages" in systemd.wait("StatusText", "not ready: ")
         assert systemd.show("ActiveState") == "activating"

