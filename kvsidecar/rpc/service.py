@@ -130,7 +130,9 @@ class Service(pb_grpc.SidecarServicer):
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
         try:
-            first = await asyncio.wait_for(context.read(), FIRST_MESSAGE_SECONDS)
+            # Not wait_for: in Python 3.11 that loses the cancellation of a stream which ends with its first message.
+            async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+                first = await context.read()
         except TimeoutError:
             silent = LimitExceeded(f"the stream said nothing for {FIRST_MESSAGE_SECONDS:g} s: register at once")
             await self._refuse(context, silent)
@@ -160,6 +162,7 @@ class _Attached:
         self._context = context
         # One reply per job, and some of readiness: bounded by MAX_UNREAD, beyond which the stream is ended.
         self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
+        self._reading = False
         self._dropped = False
         """The session has ended, because its connection to the attach socket has."""
 
@@ -170,10 +173,21 @@ class _Attached:
 
         def dropped() -> None:
             self._dropped = True
-            task.cancel()
+            if self._reading:
+                task.cancel()
 
         stream = self._handler.open(self._session, self._outbox.put_nowait, dropped)
         writer = self._handler.tasks.spawn(self._write(), name="attach-writer")
+        try:
+            refused = await self._serve(stream, writer)
+        finally:
+            writer.cancel()
+        if refused is not None:
+            self._handler.refused(refused)
+            await abort(self._context, refused)
+
+    async def _serve(self, stream: AttachStream, writer: asyncio.Task[None]) -> KVSidecarError | None:
+        """Read, end the session, and write what is owed. Returns why the stream must end with an error, or None."""
         refused: KVSidecarError | None = None
         gone = True
         try:
@@ -184,16 +198,11 @@ class _Attached:
             if gone:
                 writer.cancel()  # nobody reads any more what is owed
             await self._end(gone=gone)
-        if isinstance(refused, LimitExceeded):
-            writer.cancel()  # what is owed would wait for a client that does not read
-        else:
+        if not isinstance(refused, LimitExceeded):  # what is owed would wait for a client that does not read
             self._outbox.put_nowait(None)
             # Whose attach connection has ended has mostly gone as a whole, or else need not be reading.
             await asyncio.wait([writer], timeout=LAST_WORDS_SECONDS if self._dropped else None)
-            writer.cancel()
-        if refused is not None:
-            self._handler.refused(refused)
-            await abort(self._context, refused)
+        return refused
 
     async def _read(self, stream: AttachStream) -> KVSidecarError | None:
         """Until the client half-closes. Returns why the stream must end with an error, or None.
@@ -203,6 +212,7 @@ class _Attached:
         """
         task = asyncio.current_task()
         assert task is not None
+        self._reading = True
         try:
             while (message := await self._context.read()) is not grpc.aio.EOF:
                 if isinstance(message, InvalidRequest):  # it did not parse
@@ -220,6 +230,8 @@ class _Attached:
                 raise
             task.uncancel()
             return UnknownPeer("the connection to the attach socket whose token this rank registered with has ended")
+        finally:
+            self._reading = False
         return None
 
     async def _end(self, *, gone: bool) -> None:
