@@ -49,7 +49,7 @@ class Handler:
 
     Args:
         tasks: owns what must go on when a carrier has gone: the ends of sessions.
-        status: builds the answer to Status for this caller.
+        status: builds the answer to Status for this caller, or a page of it.
         drain: called when an operator asks to drain.
     """
 
@@ -63,7 +63,7 @@ class Handler:
         readiness: Readiness,
         metrics: Metrics,
         tasks: TaskSet,
-        status: Callable[[Caller], pb.StatusReply],
+        status: Callable[[Caller, pb.StatusPage | None], pb.StatusReply],
         drain: Callable[[], None],
     ) -> None:
         self._epoch = epoch
@@ -219,7 +219,7 @@ class Handler:
     # -- operators -------------------------------------------------------------------------------------------------
 
     def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
-        reply = self._status(caller)
+        reply = self._status(caller, request.page if request.HasField("page") else None)
         reply.session_ended = bool(request.session) and not self._instances.lives(request.session)
         return reply
 
