@@ -166,8 +166,8 @@ class Handler:
             )
         if self._readiness.refusal is Refusal.DRAINING:
             raise Unavailable("the daemon is draining and takes no new ranks", refusal=Refusal.DRAINING)
-        session = await self._instances.register(translate.registration_from(message))
-        registration = session.registration
+        registration = await self._instances.turns.run(translate.registration_from(message))
+        session = await self._instances.register(registration)
         _log.info(
             "rank attached",
             instance=registration.instance,

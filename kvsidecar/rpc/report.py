@@ -28,6 +28,8 @@ NAMESPACES_BYTES = RANKS_BYTES = 1 << 20
 """Of each in one answer: together half of what a message may have. The longest texts allowed make 8 KiB of one."""
 _fields = attrgetter(*(field.name for field in fields(Namespace)))
 """By which namespaces are ordered where all are listed."""
+MAX_LISTED = 1024
+"""Of each in one answer: to list more would hold up the event loop for tens of milliseconds."""
 FRAME_BYTES = 8
 """Of a message in a repeated field, besides its own bytes: not more."""
 
@@ -234,7 +236,7 @@ def _fill(field: Any, messages: Iterable[Message], nbytes: int) -> bool:
     """Add messages to a repeated field while they fit. False if one did not."""
     for message in messages:
         nbytes -= message.ByteSize() + FRAME_BYTES
-        if nbytes < 0:
+        if nbytes < 0 or len(field) == MAX_LISTED:
             return False
         field.append(message)
     return True
