@@ -23,6 +23,7 @@ from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
 from kvsidecar.policy import Access, Caller
 from kvsidecar.readiness import Readiness
+from kvsidecar.registration import MAX_GROUPS
 from kvsidecar.rpc import translate
 from kvsidecar.rpc.attach_stream import AttachStream, Send
 from kvsidecar.tasks import TaskSet
@@ -184,6 +185,8 @@ class Handler:
     def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
         namespace = _namespace(request.namespace)
         permit(caller, namespace)
+        if len(request.groups) > MAX_GROUPS:
+            raise InvalidRequest(f"a lookup in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
         mode = translate.mode_from(request.mode)
         owner = self._instances.peer(request.token).token if request.token else None
         result = self._lookups.lookup(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from kvsidecar.transfers import GroupBlocks, JobResult
 from kvsidecar.types import GroupLayout, LookupMode, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import MODE_FROM_WIRE, OUTCOME_TO_WIRE, STATE_TO_WIRE, namespace_from_wire, region_from_wire
+
+MAX_PARTS = 512
+"""Of one job. Each costs some microseconds, and an empty one two bytes on the wire."""
 
 
 def registration_from(message: pb.Register) -> Generator[None, None, Registration]:
@@ -72,8 +75,12 @@ def ids_from(packed: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
 
 
-def blocks_from(messages: Iterable[pb.Blocks], width: int) -> list[GroupBlocks]:
-    """Raises InvalidRequest for hashes of another width, and for ids that are none."""
+def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[GroupBlocks]:
+    """Raises InvalidRequest for hashes of another width, for ids that are none, and for too many parts."""
+    if len(messages) > MAX_PARTS:
+        raise InvalidRequest(
+            f"a job of {len(messages)} parts is over the limit of {MAX_PARTS}: one for each group will do"
+        )
     return [
         GroupBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))
         for message in messages

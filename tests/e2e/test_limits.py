@@ -12,10 +12,11 @@ from contextlib import ExitStack, suppress
 import grpc
 import pytest
 
-from kvsidecar.client import Client, ClientError, HostBuffer
+from kvsidecar.client import Blocks, Client, ClientError, HostBuffer
 from kvsidecar.layout import MAX_REGIONS, MAX_ROWS
 from kvsidecar.registration import MAX_GROUPS
 from kvsidecar.rpc import attach_socket, service
+from kvsidecar.rpc.translate import MAX_PARTS
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
@@ -210,6 +211,25 @@ def test_a_connection_that_is_turned_away_leaves_no_descriptor(daemon: DaemonPro
         with suppress(OSError):
             connection.close()
     wait_for(lambda: open_fds() <= before)
+
+
+def test_lookups_and_jobs_of_too_many_parts_are_refused_before_they_are_looked_at(daemon: DaemonProcess) -> None:
+    """An empty part is two bytes on the wire, and costs the daemon some microseconds."""
+    namespace, prefix = namespace_to_wire(NAMESPACE), pb.LookupRequest.MODE_PREFIX
+    with stub(daemon) as sidecar:
+        most = pb.LookupRequest(namespace=namespace, mode=prefix, groups=[pb.LookupGroup()] * MAX_GROUPS)
+        assert len(sidecar.Lookup(most, timeout=SECONDS).groups) == MAX_GROUPS
+        too_many = pb.LookupRequest(namespace=namespace, mode=prefix, groups=[pb.LookupGroup()] * 1_900_000)
+        with pytest.raises(grpc.RpcError, match=f"1900000 groups is over the limit of {MAX_GROUPS}") as caught:
+            sidecar.Lookup(too_many, timeout=SECONDS)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    rank = Rank(daemon)
+    for start in (rank.client.store, rank.client.load):
+        declined = rank.finish(start([Blocks(0, b"", [])] * (MAX_PARTS + 1)))
+        assert declined.reason == "invalid_request"
+        assert f"{MAX_PARTS + 1} parts is over the limit of {MAX_PARTS}" in declined.error
+    done(rank.store("a"))
+    rank.close()
 
 
 def test_the_largest_registration_holds_up_lookups_hardly_longer_than_a_small_one(daemon: DaemonProcess) -> None:
