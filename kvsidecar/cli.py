@@ -61,13 +61,13 @@ def _was_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
-def _status_of(where: dict[str, str | None], name: str) -> pb.StatusReply:
-    """What the running daemon says of itself; ends the command if none answers."""
+def _status_of(where: dict[str, str | None], name: str, *, everything: bool = False) -> pb.StatusReply:
+    """What the running daemon says of itself, see `Client.status`; ends the command if none answers."""
     from kvsidecar.client import ClientError
 
     client = _client(where, name)
     try:
-        return client.status()
+        return client.status(everything=everything)
     except ClientError as error:
         _fail_asking(error)
     finally:
@@ -148,13 +148,16 @@ def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
 @_daemon_options
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 def status(as_json: bool, **where: str | None) -> None:
-    """Show state, pool, namespaces, engines and jobs of the running daemon."""
+    """Show state, pool, namespaces, engines and jobs of the running daemon.
+
+    Of very many namespaces, the largest; --json has them all.
+    """
     import json
 
     from kvsidecar.rpc.report import message_json
     from kvsidecar.status_view import print_status
 
-    reply = _status_of(where, "kvsidecar status")
+    reply = _status_of(where, "kvsidecar status", everything=as_json)
     if as_json:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
@@ -213,7 +216,7 @@ def engines(as_json: bool, **where: str | None) -> None:
     from kvsidecar.operate.commands import engines_table
     from kvsidecar.rpc.report import message_json
 
-    reply = _status_of(where, "kvsidecar engines")
+    reply = _status_of(where, "kvsidecar engines", everything=True)
     if as_json:
         click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
     else:
@@ -241,12 +244,11 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
         raise click.UsageError("say either --namespace MODEL or --all")
     client = _client(where, "kvsidecar clear")
     try:
-        reply = client.status()
-        chosen = None if namespace is None else find_namespace(namespace, reply)
+        chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
         if isinstance(chosen, str):
             _fail(chosen, 1)
         if chosen is None and not yes:
-            click.confirm(clear_question(reply), abort=True)
+            click.confirm(clear_question(client.status()), abort=True)
         blocks = client.clear(chosen)
     except ClientError as error:
         _fail_asking(error)

@@ -20,7 +20,7 @@ batch of hundreds of pieces moves nothing until it has been issued.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from kvsidecar.device.base import COPY, CopyCall
 from kvsidecar.layout import check_block_ids
-from kvsidecar.types import GroupLayout, Region
+from kvsidecar.types import GroupLayout
 
 LINK_BYTES_PER_US: Final = 55_000.0
 """PCIe 5 x16, one direction."""
@@ -57,10 +57,15 @@ CUT_BYTES: Final = 4096
 """A piece is cut at multiples of this, from its start."""
 
 
-def pitched_pays(num_rows: int, row_bytes: int) -> bool:
+def pitched_pays(
+    num_rows: int | npt.NDArray[np.uint64], row_bytes: int | npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
     """Whether one pitched copy of these rows takes less time than a batch with a piece for each."""
-    link = row_bytes / LINK_BYTES_PER_US
-    return PITCHED_US + num_rows * link < num_rows * (max(PIECE_ISSUE_US, link) + PIECE_GAP_US)
+    link = np.asarray(row_bytes) / LINK_BYTES_PER_US
+    pays: npt.NDArray[np.bool_] = PITCHED_US + num_rows * link < num_rows * (
+        np.maximum(PIECE_ISSUE_US, link) + PIECE_GAP_US
+    )
+    return pays
 
 
 def run_pays_from(row_bytes: int) -> int:
@@ -84,7 +89,7 @@ class Columns:
     def __len__(self) -> int:
         return len(self.address)
 
-    def where(self, mask: npt.NDArray[np.bool_]) -> Columns:
+    def where(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> Columns:
         return Columns(
             self.address[mask],
             self.block_stride[mask],
@@ -130,28 +135,6 @@ class BoundGroup:
     """The copies that take the least time when there are many."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    allocation: int
-    address: int
-    block_stride: int
-    pitch: int
-    row_bytes: int
-    num_rows: int
-    slot_offset: int
-
-    def is_continued_by(self, following: _Entry) -> bool:
-        """Both sides go on without a gap, in every block. Two allocations may lie side by side by chance, and the
-        driver refuses a copy that spans two mappings."""
-        return (
-            self.num_rows == following.num_rows == 1
-            and self.allocation == following.allocation
-            and self.block_stride == following.block_stride
-            and self.address + self.row_bytes == following.address
-            and self.slot_offset + self.row_bytes == following.slot_offset
-        )
-
-
 def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
     """Put a checked layout at the addresses of its allocations.
 
@@ -159,59 +142,81 @@ def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
         layout: passed `kvsidecar.layout.check_regions`.
         base_addresses: where each allocation is mapped in this process, in the registration's order.
     """
-    few: list[_Entry] = []
-    fast: list[_Entry] = []
-    slot_offset = 0
-    for region in layout.regions:
-        entry = _entry(region, base_addresses[region.allocation] + region.offset, slot_offset)
-        _append(few, entry)
-        if entry.num_rows > 1 and not pitched_pays(entry.num_rows, entry.row_bytes):
-            for row in range(entry.num_rows):
-                _append(
-                    fast,
-                    _Entry(
-                        allocation=entry.allocation,
-                        address=entry.address + row * entry.pitch,
-                        block_stride=entry.block_stride,
-                        pitch=entry.row_bytes,
-                        row_bytes=entry.row_bytes,
-                        num_rows=1,
-                        slot_offset=slot_offset + row * entry.row_bytes,
-                    ),
-                )
-        else:
-            _append(fast, entry)
-        slot_offset += region.block_bytes
+    regions = layout.regions
+    allocation = _uint64([region.allocation for region in regions])
+    num_rows = _uint64([region.num_rows for region in regions])
+    row_bytes = _uint64([region.row_bytes for region in regions])
+    stride = _uint64([region.row_stride for region in regions])
+    nbytes = num_rows * row_bytes
+    one_row = (num_rows == 1) | (stride == row_bytes)  # rows without a gap are one row
+    columns = Columns(
+        address=_uint64([base_addresses[region.allocation] + region.offset for region in regions]),
+        block_stride=_uint64([region.block_stride for region in regions]),
+        pitch=np.where(one_row, nbytes, stride),
+        row_bytes=np.where(one_row, nbytes, row_bytes),
+        num_rows=np.where(one_row, np.uint64(1), num_rows),
+        slot_offset=np.cumsum(nbytes) - nbytes,
+    )
     longest_run = max(1, SLICE_BYTES // layout.shard_bytes)
-    return BoundGroup(layout.num_blocks, layout.shard_bytes, _recipe(few, longest_run), _recipe(fast, longest_run))
+    few = _recipe(_joined_where_they_touch(columns, allocation), longest_run)
+    split = (columns.num_rows > 1) & ~pitched_pays(columns.num_rows, columns.row_bytes)
+    if not split.any():
+        return BoundGroup(layout.num_blocks, layout.shard_bytes, few, few)
+    counts = np.where(split, columns.num_rows, 1).astype(np.int64)
+    fast = _recipe(
+        _joined_where_they_touch(_one_by_one(columns, split, counts), np.repeat(allocation, counts)), longest_run
+    )
+    return BoundGroup(layout.num_blocks, layout.shard_bytes, few, fast)
 
 
-def _entry(region: Region, address: int, slot_offset: int) -> _Entry:
-    """Rows without a gap are one row."""
-    if region.num_rows == 1 or region.row_stride == region.row_bytes:
-        pitch, row_bytes, num_rows = region.block_bytes, region.block_bytes, 1
-    else:
-        pitch, row_bytes, num_rows = region.row_stride, region.row_bytes, region.num_rows
-    return _Entry(region.allocation, address, region.block_stride, pitch, row_bytes, num_rows, slot_offset)
+def _uint64(values: list[int]) -> npt.NDArray[np.uint64]:
+    return np.array(values, dtype=np.uint64)
 
 
-def _append(entries: list[_Entry], entry: _Entry) -> None:
-    """Add an entry, joined with the one before where they touch."""
-    if entries and entries[-1].is_continued_by(entry):
-        last = entries.pop()
-        row_bytes = last.row_bytes + entry.row_bytes
-        entry = _Entry(last.allocation, last.address, last.block_stride, row_bytes, row_bytes, 1, last.slot_offset)
-    entries.append(entry)
+def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> Columns:
+    """An entry for each row of those that are split.
+
+    Args:
+        counts: entries that become of each.
+    """
+    each = columns.where(np.repeat(np.arange(len(columns)), counts))
+    split = np.repeat(split, counts)
+    row = (np.arange(len(split)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.uint64)
+    return Columns(
+        address=each.address + row * np.where(split, each.pitch, 0).astype(np.uint64),
+        block_stride=each.block_stride,
+        pitch=np.where(split, each.row_bytes, each.pitch),
+        row_bytes=each.row_bytes,
+        num_rows=np.where(split, np.uint64(1), each.num_rows),
+        slot_offset=each.slot_offset + row * each.row_bytes,
+    )
 
 
-def _recipe(entries: Sequence[_Entry], longest_run: int) -> Recipe:
-    def column(name: str) -> npt.NDArray[np.uint64]:
-        return np.array([getattr(entry, name) for entry in entries], dtype=np.uint64)
+def _joined_where_they_touch(columns: Columns, allocation: npt.NDArray[np.uint64]) -> Columns:
+    """Neighbours are one entry where both sides go on without a gap, in every block.
 
-    columns = Columns(*(column(name) for name in Columns.__slots__))
+    Two allocations may lie side by side by chance, and the driver refuses a copy that spans two mappings.
+    """
+    single = columns.num_rows == 1
+    joins = single[1:] & single[:-1] & (allocation[1:] == allocation[:-1])
+    joins &= columns.block_stride[1:] == columns.block_stride[:-1]
+    joins &= columns.address[1:] == columns.address[:-1] + columns.row_bytes[:-1]
+    joins &= columns.slot_offset[1:] == columns.slot_offset[:-1] + columns.row_bytes[:-1]
+    if not joins.any():
+        return columns
+    firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    row_bytes = np.add.reduceat(columns.row_bytes, firsts)
+    kept = columns.where(firsts)
+    alone = np.diff(np.append(firsts, len(columns))) == 1
+    return replace(kept, row_bytes=row_bytes, pitch=np.where(alone, kept.pitch, row_bytes))
+
+
+def _recipe(columns: Columns, longest_run: int) -> Recipe:
     pitched = columns.num_rows > 1
-    narrow = ~pitched & np.array([pitched_pays(longest_run, entry.row_bytes) for entry in entries], dtype=np.bool_)
-    contiguous = len(entries) == 1 and entries[0].num_rows == 1 and entries[0].block_stride == entries[0].row_bytes
+    narrow = ~pitched & pitched_pays(longest_run, columns.row_bytes)
+    contiguous = len(columns) == 1 and bool(
+        columns.num_rows[0] == 1 and columns.block_stride[0] == columns.row_bytes[0]
+    )
     return Recipe(
         pitched=columns.where(pitched),
         wide=columns.where(~pitched & ~narrow),

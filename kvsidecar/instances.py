@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -33,7 +33,7 @@ from kvsidecar.errors import (
 from kvsidecar.policy import Access, Caller, Identity
 from kvsidecar.quota import Quota
 from kvsidecar.registration import CudaAllocation, FdAllocation, Registration
-from kvsidecar.tasks import TaskSet
+from kvsidecar.tasks import TaskSet, Turns
 from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal
 
 _log = log.get("instances")
@@ -193,6 +193,8 @@ class Instances:
         self._sessions: dict[int, Session] = {}
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
+        self.turns = Turns()
+        """Of what takes long about a registration."""
 
     # -- access ----------------------------------------------------------------------------------------------------
 
@@ -319,7 +321,7 @@ class Instances:
             InvalidRequest, NamespaceMismatch, UnknownPeer, NotPermitted, LimitExceeded, AccessDenied, DeviceNotFound,
                 ImportRefused: nothing is left behind.
         """
-        registration.check()
+        await self.turns.run(registration.checking())
         peer = self.peer(registration.token)
         permit(peer.caller, registration.namespace)
         self._ranks_of.take(peer.uid)
@@ -351,14 +353,14 @@ class Instances:
             # In a thread as the import is: while a driver takes its time the loop goes on, and hears that clients go.
             await asyncio.to_thread(lambda: failpoints.hit("attach.after_import"))
             events, refused = await self._open_events(device, registration.event_handles)
+            bound = await self.turns.run(_binding(registration.groups, [memory.address for memory in memories]))
             # The peer may have gone while the driver worked; nobody would end this session then.
             permit(self.peer(registration.token).caller, registration.namespace)
             # Last, and without an await until the session is there: of two users at once, one must see the other.
             self._refuse_memory_of_others(device, memories, peer)
-            bases = [memory.address for memory in memories]
             groups = {
-                layout.group: SessionGroup(layout, bind(layout, bases), space)
-                for layout, space in zip(registration.groups, spaces, strict=True)
+                layout.group: SessionGroup(layout, each, space)
+                for layout, each, space in zip(registration.groups, bound, spaces, strict=True)
             }
         except BaseException:
             await _close_events(events)
@@ -481,6 +483,14 @@ def unidentified() -> UnknownPeer:
         "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
         f"answered in the metadata {TOKEN_METADATA}"
     )
+
+
+def _binding(layouts: Sequence[GroupLayout], bases: Sequence[int]) -> Generator[None, None, list[BoundGroup]]:
+    bound = []
+    for layout in layouts:
+        bound.append(bind(layout, bases))
+        yield
+    return bound
 
 
 async def _close_events(events: Sequence[DeviceEvent]) -> None:

@@ -6,7 +6,8 @@ does not fit them or may overlap, `check_block_ids` what a job may not name. `kv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Generator, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,8 +18,14 @@ from kvsidecar.types import GroupLayout, Region
 
 MAX_BLOCKS: Final = 2**31 - 1
 """Block ids are 32-bit in every engine we know; a larger count is a unit mistake (bytes or tokens for blocks)."""
-MAX_ROWS: Final = 2**16
-"""Rows of all regions of one group. A thousand layers x K/V x heads still fit; it bounds the work of a check."""
+MAX_REGIONS: Final = 4096
+"""Of all groups of one rank. Engines have one for each layer, or two for K and V: some hundred."""
+MAX_ROWS: Final = 16384
+"""Of all regions of one rank. 128 layers x K/V x 64 heads still fit; it bounds the work of a check."""
+STEP: Final = 128
+"""Regions, or allocations, that are looked at without a pause: less than a millisecond."""
+DISJOINT_STEP: Final = 8
+"""Allocations whose regions are compared without one."""
 MAX_BYTES: Final = 2**62 - 1
 """Of every size, stride and end: the sum of two must fit a signed 64-bit integer, where numpy wraps silently."""
 
@@ -37,19 +44,31 @@ def check_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> None:
     Raises:
         InvalidRequest: the text says which region, with both numbers.
     """
+    for _ in checking_regions(layout, allocation_bytes):
+        pass
+
+
+def checking_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> Generator[None, None, None]:
+    """`check_regions` in small steps, for a thread that has others waiting."""
     name = f"group {layout.group}"
     if not 1 <= layout.num_blocks <= MAX_BLOCKS:
         raise InvalidRequest(f"{name}: num_blocks is {layout.num_blocks}; it must be 1 to {MAX_BLOCKS}")
     if not layout.regions:
         raise InvalidRequest(f"{name} has no regions; name at least one")
     rows = 0
+    by_allocation: defaultdict[int, list[int]] = defaultdict(list)
     for index, region in enumerate(layout.regions):
         _check_region(f"{name} region {index}", region, layout.num_blocks, allocation_bytes)
+        by_allocation[region.allocation].append(index)
         rows += region.num_rows
         if rows > MAX_ROWS:  # inside the loop: num_rows of the next region may be huge
             raise InvalidRequest(f"{name}: its regions have more than {MAX_ROWS} rows together")
-    for allocation in sorted({region.allocation for region in layout.regions}):
-        _check_disjoint(name, layout, allocation)
+        if index % STEP == STEP - 1:
+            yield
+    for step, members in enumerate(by_allocation.values()):
+        _check_disjoint(name, layout, members)
+        if len(members) > 1 and step % DISJOINT_STEP == 0:
+            yield
 
 
 def _check_region(name: str, region: Region, num_blocks: int, allocation_bytes: Sequence[int]) -> None:
@@ -87,8 +106,8 @@ def _check_region(name: str, region: Region, num_blocks: int, allocation_bytes: 
         raise InvalidRequest(f"{name}: it ends at byte {end}, after the last addressable one ({MAX_BYTES})")
 
 
-def _check_disjoint(name: str, layout: GroupLayout, allocation: int) -> None:
-    """No two (row, block) extents of the group overlap in this allocation.
+def _check_disjoint(name: str, layout: GroupLayout, members: Sequence[int]) -> None:
+    """No two (row, block) extents of these regions, which are all of the group in one allocation, overlap.
 
     Every row of every region repeats with its block stride: it spans ``[start, start + (blocks-1)*stride + width)``.
     Rows whose spans do not touch are disjoint (rows outermost). Rows whose spans do interleave are disjoint if they
@@ -96,53 +115,69 @@ def _check_disjoint(name: str, layout: GroupLayout, allocation: int) -> None:
     the clusters of touching spans in one pass; a proof for the whole cluster is slightly stricter than one for each
     pair, and real layouts pass it.
     """
-    members = [(i, region) for i, region in enumerate(layout.regions) if region.allocation == allocation]
-    counts = [region.num_rows for _, region in members]
-    owner = np.repeat(np.array([i for i, _ in members], dtype=np.int64), counts)
-    start = np.concatenate([r.offset + np.arange(r.num_rows, dtype=np.int64) * r.row_stride for _, r in members])
-    width = np.repeat(np.array([r.row_bytes for _, r in members], dtype=np.int64), counts)
+    regions = [layout.regions[index] for index in members]
+    if len(regions) == 1 and regions[0].num_rows == 1:
+        return
+    counts = np.array([r.num_rows for r in regions], dtype=np.int64)
+
+    def of_each_row(values: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.repeat(np.array(values, dtype=np.int64), counts)
+
+    owner = of_each_row(members)
+    row = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = of_each_row([r.offset for r in regions]) + row * of_each_row([r.row_stride for r in regions])
+    width = of_each_row([r.row_bytes for r in regions])
     # One block does not repeat: a period longer than everything makes the check below that of plain intervals.
-    strides = [r.block_stride if layout.num_blocks > 1 else MAX_BYTES for _, r in members]
-    stride = np.repeat(np.array(strides, dtype=np.int64), counts)
+    stride = of_each_row([r.block_stride if layout.num_blocks > 1 else MAX_BYTES for r in regions])
     end = start + width + (layout.num_blocks - 1) * stride
 
     order = np.argsort(start, kind="stable")
     owner, start, width, stride, end = owner[order], start[order], width[order], stride[order], end[order]
     reach = np.maximum.accumulate(end)
-    firsts = np.flatnonzero(np.concatenate([[True], start[1:] >= reach[:-1]]))
-    for first, last in zip(firsts, [*firsts[1:], len(start)], strict=True):
-        part = slice(first, last)
-        if last - first > 1:
-            _check_cluster(name, owner[part], start[part], width[part], stride[part])
+    begins = np.concatenate([[True], start[1:] >= reach[:-1]])
+    _check_clusters(name, owner, start, width, stride, np.cumsum(begins) - 1, np.flatnonzero(begins))
 
 
-def _check_cluster(
+def _check_clusters(
     name: str,
     owner: npt.NDArray[np.int64],
     start: npt.NDArray[np.int64],
     width: npt.NDArray[np.int64],
     stride: npt.NDArray[np.int64],
+    cluster: npt.NDArray[np.int64],
+    firsts: npt.NDArray[np.int64],
 ) -> None:
-    """Rows whose spans touch: the same stride, and disjoint places within one period of it."""
-    period = int(stride[0])
+    """Rows whose spans touch: the same stride, and disjoint places within one period of it.
+
+    Args:
+        cluster: per row the number of its cluster, ascending.
+        firsts: per cluster its first row.
+    """
+    period = stride[firsts][cluster]
     odd = np.flatnonzero(stride != period)
     if odd.size:
+        first = firsts[cluster[odd[0]]]
         raise InvalidRequest(
-            f"{name}: regions {owner[0]} and {owner[odd[0]]} interleave with different block strides ({period} and "
-            f"{stride[odd[0]]}), so their blocks may overlap; give them the same block_stride or separate ranges"
+            f"{name}: regions {owner[first]} and {owner[odd[0]]} interleave with different block strides "
+            f"({stride[first]} and {stride[odd[0]]}), so their blocks may overlap; give them the same block_stride or "
+            "separate ranges"
         )
     place = start % period
-    order = np.argsort(place, kind="stable")
+    order = np.lexsort((place, cluster))
     place, width, owner, start = place[order], width[order], owner[order], start[order]
-    # Each must end before the next begins; the last before the first of the next period.
-    following = np.concatenate([place[1:], [place[0] + period]])
+    # Each must end before the next begins; the last of a cluster before its first of the next period.
+    after = np.arange(1, len(place) + 1)
+    lasts = np.append(firsts[1:], len(place)) - 1
+    after[lasts] = firsts
+    following = place[after]
+    following[lasts] += period[lasts]
     bad = np.flatnonzero(place + width > following)
     if bad.size:
-        a, b = int(bad[0]), int((bad[0] + 1) % len(place))
+        a, b = int(bad[0]), int(after[bad[0]])
         raise InvalidRequest(
             f"{name}: a row of region {owner[a]} at byte {start[a]} ({width[a]} bytes) and a row of region {owner[b]} "
-            f"at byte {start[b]} ({width[b]} bytes) overlap in some block (block_stride {period}); check row_stride, "
-            "block_stride and the offsets"
+            f"at byte {start[b]} ({width[b]} bytes) overlap in some block (block_stride {period[a]}); check "
+            "row_stride, block_stride and the offsets"
         )
 
 

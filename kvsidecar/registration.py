@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.layout import check_regions
+from kvsidecar.layout import MAX_ROWS, checking_regions
 from kvsidecar.types import GroupLayout, Namespace, text_problem
 
 MAX_EVENTS = 256
@@ -14,8 +15,8 @@ MAX_EVENTS = 256
 
 MAX_ALLOCATIONS = 4096
 """Of one rank. Each is a call of the driver."""
-MAX_GROUPS = 1024
-"""Of one rank."""
+MAX_GROUPS = 128
+"""Of one rank. vLLM makes some ten, or where one kind of layer is there only once, one for each layer."""
 
 MAX_SHARDS = 1024
 """Of one block: every block carries a list of that length."""
@@ -51,8 +52,8 @@ class Registration:
     groups: tuple[GroupLayout, ...]
     event_handles: tuple[bytes, ...] = ()
 
-    def check(self) -> None:
-        """Everything that can be refused before a driver or the cache is asked.
+    def checking(self) -> Generator[None, None, None]:
+        """Everything that can be refused before a driver or the cache is asked, in small steps.
 
         Raises:
             InvalidRequest: the text says what to change.
@@ -72,6 +73,7 @@ class Registration:
             raise InvalidRequest(f"a ring of {len(self.event_handles)} events is longer than {MAX_EVENTS}")
         sizes = [allocation.size for allocation in self.allocations]
         seen: set[int] = set()
+        rows = 0
         for layout in self.groups:
             if layout.group in seen:
                 raise InvalidRequest(f"group {layout.group} is registered twice")
@@ -82,4 +84,8 @@ class Registration:
                 raise InvalidRequest(
                     f"group {layout.group}: shard {layout.shard} is outside num_shards {layout.num_shards}"
                 )
-            check_regions(layout, sizes)
+            yield from checking_regions(layout, sizes)
+            rows += sum([region.num_rows for region in layout.regions])
+            if rows > MAX_ROWS:
+                raise InvalidRequest(f"the regions of all groups have more than {MAX_ROWS} rows together")
+            yield

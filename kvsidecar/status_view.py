@@ -12,6 +12,10 @@ from kvsidecar.wire import STATE_FROM_WIRE
 
 STATE_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
 BAR_WIDTH = 40
+CELL = 96
+"""Characters of a client's text in a table; --json has it whole."""
+SHOWN = 32
+"""Namespaces, and engines, of `kvsidecar status`."""
 
 
 def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
@@ -20,7 +24,7 @@ def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
 
 
 def render(reply: pb.StatusReply) -> RenderableType:
-    """All of a StatusReply, one part under another."""
+    """A StatusReply, one part under another: all of it but for the smaller ones of very many namespaces and ranks."""
     parts: list[RenderableType] = [head(reply)]
     if reply.partial:
         parts.append(Text(f"Pool  {format_size(reply.pool.total_bytes)}"))
@@ -88,6 +92,11 @@ def printable(text: str) -> Text:
     return Text("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text))
 
 
+def brief(text: str, columns: int = CELL) -> Text:
+    """A text of a client for a cell of a table: where each may be of a thousand characters, nothing else would show."""
+    return printable(text if len(text) <= columns else text[: columns - 1] + "…")
+
+
 def plain_table(title: str | None, *columns: str) -> Table:
     """Without lines; the first column is text, the others are numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
@@ -100,35 +109,44 @@ def no_engine(reply: pb.StatusReply) -> Text:
     return Text("No engine of yours is attached." if reply.partial else "No engine is attached.", style="dim")
 
 
+def and_more(left_out: int, where: str) -> Text:
+    """The line under a list that does not have all."""
+    return Text(f"and {left_out} more: {where}", style="dim")
+
+
 def _namespaces(reply: pb.StatusReply) -> RenderableType:
     table = plain_table("\nNamespaces", "model", "layout", "tokens/block", "tp x pp", "blocks", "size", "hit rate")
-    for each in reply.namespaces:
+    shown = sorted(reply.namespaces, key=lambda each: -each.bytes)[:SHOWN]
+    for each in shown:
         asked = each.hits + each.misses
         table.add_row(
-            printable(each.namespace.model),
-            printable(f"{each.namespace.dtype} {each.namespace.kv_layout}"),
+            brief(each.namespace.model),
+            brief(f"{each.namespace.dtype} {each.namespace.kv_layout}", CELL // 2),
             str(each.namespace.block_size),
             f"{each.namespace.tp_size} x {each.namespace.pp_size}",
             str(each.blocks),
             format_size(each.bytes),
             f"{each.hits / asked:.0%}" if asked else "-",
         )
-    return table
+    left_out = reply.totals.namespaces - len(shown)
+    return Group(table, and_more(left_out, "kvsidecar status --json has all")) if left_out > 0 else table
 
 
 def _ranks(reply: pb.StatusReply) -> RenderableType:
     table = plain_table("\nEngines", "instance", "rank", "device", "pid", "mapped", "jobs", "attached for")
-    for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
+    shown = sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank))[:SHOWN]
+    for rank in shown:
         table.add_row(
-            printable(rank.instance),
+            brief(rank.instance),
             f"{rank.rank}/{rank.world_size}",
-            printable(rank.device),
+            brief(rank.device),
             str(rank.pid),
             format_size(rank.imported_bytes),
             str(rank.jobs_running),
             format_duration(rank.attached_seconds),
         )
-    return table
+    left_out = reply.totals.ranks - len(shown)
+    return Group(table, and_more(left_out, "kvsidecar engines lists all")) if left_out > 0 else table
 
 
 def _jobs(reply: pb.StatusReply) -> RenderableType:

@@ -7,8 +7,10 @@ another engine's copies.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class TaskSet:
@@ -52,3 +54,25 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(task.get_name(), error)
+
+
+class Turns:
+    """Long computations on the event loop, a step at a time: between two steps it sees to everybody else.
+
+    One step is taken at a time, whoever it is of, and all who compute take turns: many at once hold up the others no
+    more than one does, and a short computation does not wait for the end of a long one.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def run(self, steps: Generator[None, None, T]) -> T:
+        """What the generator returns at its end."""
+        while True:
+            async with self._turn:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    value: T = end.value
+                    return value
+                await asyncio.sleep(0)

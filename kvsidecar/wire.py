@@ -91,23 +91,14 @@ def layout_to_wire(layout: GroupLayout) -> pb.Group:
     )
 
 
-def layout_from_wire(message: pb.Group) -> GroupLayout:
-    return GroupLayout(
-        group=message.group,
-        num_blocks=message.num_blocks,
-        shard=message.shard,
-        num_shards=message.num_shards,
-        regions=tuple(
-            Region(
-                allocation=region.allocation,
-                offset=region.offset,
-                row_stride=region.row_stride,
-                block_stride=region.block_stride,
-                row_bytes=region.row_bytes,
-                num_rows=region.num_rows,
-            )
-            for region in message.regions
-        ),
+def region_from_wire(message: pb.Region) -> Region:
+    return Region(
+        allocation=message.allocation,
+        offset=message.offset,
+        row_stride=message.row_stride,
+        block_stride=message.block_stride,
+        row_bytes=message.row_bytes,
+        num_rows=message.num_rows,
     )
 
 

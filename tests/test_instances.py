@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,9 +18,14 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import AccessDenied, InvalidRequest
 from kvsidecar.instances import Instances, Peer, Session
+from kvsidecar.layout import MAX_REGIONS, MAX_ROWS
 from kvsidecar.policy import Access
-from kvsidecar.registration import FdAllocation, Registration
-from kvsidecar.types import MAX_TEXT_BYTES, Direction
+from kvsidecar.registration import MAX_GROUPS, FdAllocation, Registration
+from kvsidecar.rpc.translate import registration_from
+from kvsidecar.tasks import Turns
+from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.wire import layout_to_wire, namespace_to_wire
 from tests.harness import NAMESPACE, layout
 
 POOL_BYTES = 1 << 20
@@ -153,3 +160,120 @@ async def test_a_namespace_that_is_too_long_is_refused_at_attach(buffer: HostBuf
         await world.attach(
             world.peer(buffer, uid=1), namespace=dataclasses.replace(NAMESPACE, model="x" * (MAX_TEXT_BYTES + 1))
         )
+
+
+async def test_the_rows_of_all_groups_together_are_limited(buffer: HostBuffer) -> None:
+    world = World()
+    half = split_into(1, MAX_ROWS // 2 + 1)
+    groups = (half, dataclasses.replace(half, group=1))
+    with pytest.raises(InvalidRequest, match=f"of all groups have more than {MAX_ROWS} rows"):
+        await world.attach(world.peer(buffer, uid=1000), groups=groups)
+    session = await world.attach(world.peer(buffer, uid=1000), groups=(half,))
+    await world.instances.end(session, gone=False)
+
+
+def at_the_limits(what: str) -> tuple[GroupLayout, ...]:
+    """As large a registration as is allowed, in one way or another."""
+    match what:
+        case "regions":
+            return (split_into(MAX_REGIONS, 1),)
+        case "rows":
+            return (split_into(2, MAX_ROWS // 2),)
+        case "regions and rows":
+            return (split_into(MAX_REGIONS, MAX_ROWS // MAX_REGIONS),)
+        case _:
+            per_group = MAX_REGIONS // MAX_GROUPS
+            rows = MAX_ROWS // MAX_GROUPS // per_group
+            return tuple(
+                dataclasses.replace(split_into(per_group, rows), group=group, num_blocks=3)
+                for group in range(MAX_GROUPS)
+            )
+
+
+def split_into(regions: int, rows: int) -> GroupLayout:
+    """Rows outermost, and in each row the regions side by side in every block: all spans interleave."""
+    stride = 2 * regions
+    return GroupLayout(0, 4, 0, 1, tuple(Region(0, 2 * i, 4 * stride, stride, 1, rows) for i in range(regions)))
+
+
+@pytest.mark.parametrize("what", ["regions", "rows", "regions and rows", "groups"])
+async def test_the_largest_registration_holds_up_the_event_loop_hardly_longer_than_a_small_one(
+    buffer: HostBuffer, what: str
+) -> None:
+    """Measured in seconds of the processor that the loop's thread takes without a pause, so that what else the machine
+    does is not counted."""
+    world = World()
+    peer = world.peer(buffer, uid=1000)
+
+    async def longest_step(groups: tuple[GroupLayout, ...]) -> float:
+        message = pb.Register(
+            token=peer.token,
+            instance="i",
+            namespace=namespace_to_wire(NAMESPACE),
+            world_size=1,
+            device="host",
+            allocations=[pb.Allocation(fd_index=0, size=1 << 20)],
+            groups=[layout_to_wire(each) for each in groups],
+        )
+
+        async def attach() -> None:
+            registration = await world.instances.turns.run(registration_from(message))
+            await world.instances.end(await world.instances.register(registration), gone=False)
+
+        attaching = asyncio.create_task(attach())
+        longest, before = 0.0, time.thread_time()
+        while not attaching.done():
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            longest, before = max(longest, now - before), now
+        await attaching
+        return longest
+
+    small, large = [], []
+    for _ in range(7):
+        small.append(await longest_step((split_into(64, 1),)))
+        large.append(await longest_step(at_the_limits(what)))
+    assert min(large) < 16 * min(small)
+
+
+async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_steps() -> None:
+    turns, order = Turns(), list[str]()
+
+    def steps(name: str, count: int) -> Generator[None, None, str]:
+        for number in range(count):
+            order.append(f"{name}{number}")
+            yield
+        return name
+
+    async def bystander() -> None:
+        while True:
+            order.append("|")
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(bystander())
+    await asyncio.sleep(0)
+    assert await asyncio.gather(*(turns.run(steps(*each)) for each in (("a", 20), ("b", 20), ("c", 1)))) == [*"abc"]
+    others.cancel()
+    taken = [each[0] for each in order]
+    assert all("|" in pair for pair in pairwise(taken)), "two steps without a look at the others"
+    assert order.index("c0") < order.index("a2"), "a short computation waits for a long one"
+
+
+async def test_a_computation_that_fails_lets_the_others_have_their_turns() -> None:
+    turns = Turns()
+
+    def fails() -> Generator[None, None, None]:
+        yield
+        raise InvalidRequest("no")
+
+    def goes_on() -> Generator[None, None, int]:
+        yield
+        yield
+        return 7
+
+    outcomes = await asyncio.gather(turns.run(fails()), turns.run(goes_on()), return_exceptions=True)
+    assert [type(outcomes[0]), outcomes[1]] == [InvalidRequest, 7]
+    cancelled = asyncio.create_task(turns.run(goes_on()))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    assert await turns.run(goes_on()) == 7

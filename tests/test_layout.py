@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.layout import check_block_ids, check_regions
+from kvsidecar.layout import MAX_ROWS, check_block_ids, check_regions
 from kvsidecar.types import GroupLayout, Region
 
 GUARD = 0xA5
@@ -100,7 +100,7 @@ GOOD = Region(allocation=0, offset=0, row_stride=64, block_stride=16, row_bytes=
             [256],
             "different block strides \\(16 and 32\\)",
         ),
-        (group(replace(GOOD, num_rows=2**16 + 1)), [2**62], "more than 65536 rows"),
+        (group(replace(GOOD, num_rows=MAX_ROWS + 1)), [2**62], f"more than {MAX_ROWS} rows"),
         (group(replace(GOOD, row_stride=2**63)), [2**70], "more than 4611686018427387903 bytes"),
         (group(replace(GOOD, num_rows=1, row_stride=2**64)), [128], "more than 4611686018427387903"),
         (group(replace(GOOD, block_stride=2**61)), [2**70], "after the last addressable one"),

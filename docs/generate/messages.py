@@ -11,7 +11,7 @@ from grpc_tools import protoc
 
 from docs.generate.markdown import code, prose, table
 from kvsidecar import errors, instances, layout, lookups, registration, types, wire
-from kvsidecar.rpc import attach_socket, attach_stream, lane, service, status
+from kvsidecar.rpc import attach_socket, attach_stream, lane, service, status, translate
 
 ROOT = Path(__file__).parents[2]
 PROTO = "kvsidecar/v1/sidecar.proto"
@@ -35,12 +35,14 @@ LIMITS = (
     (types, "HASH_BYTES_MAX"),
     (types, "MAX_TEXT_BYTES"),
     (layout, "MAX_BLOCKS"),
+    (layout, "MAX_REGIONS"),
     (layout, "MAX_ROWS"),
     (registration, "MAX_GROUPS"),
     (registration, "MAX_ALLOCATIONS"),
     (registration, "MAX_SHARDS"),
     (registration, "MAX_EVENTS"),
     (instances, "MAX_RANKS"),
+    (translate, "MAX_PARTS"),
     (attach_stream, "MAX_JOBS"),
     (attach_stream, "MAX_OUTSTANDING_BLOCKS"),
     (attach_stream, "MAX_FLUSHES"),
@@ -66,10 +68,12 @@ WHAT = {
     "HASH_BYTES_MAX": "bytes of a block hash, at most",
     "MAX_TEXT_BYTES": "bytes of each text that the daemon keeps: the fields of a namespace, instance, device",
     "MAX_BLOCKS": "blocks of a group",
-    "MAX_ROWS": "rows of all regions of a group",
+    "MAX_REGIONS": "regions of all groups of a rank",
+    "MAX_ROWS": "rows of all regions of a rank",
     "MAX_SHARDS": "shards of a block",
     "MAX_EVENTS": "events of a ring",
-    "MAX_GROUPS": "groups of a rank",
+    "MAX_GROUPS": "groups of a rank, and of a lookup",
+    "MAX_PARTS": "parts of a job; one with more is declined as `invalid_request`",
     "MAX_ALLOCATIONS": "allocations of a rank",
     "MAX_RANKS": "ranks of one user",
     "MAX_JOBS": "jobs of a rank that are not over; one more is declined as `limit`",

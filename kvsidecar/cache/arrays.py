@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,11 @@ FEW = 8
 """Up to so many rows a loop over them is faster than a handful of array operations, each of which costs as much for one
 value as for a hundred. Engines that decode send jobs of one to a few blocks, so the lowest operations have both forms;
 what a request does is written once."""
+
+MAPPED_BYTES = 64 * 1024
+"""Arrays from this size on are mappings of their own: less than what malloc would map by itself."""
+HUGE_BYTES = 4 * 1024 * 1024
+"""Arrays from this size on have huge pages, as numpy's own: a lookup touches one page per hash in each of them."""
 
 
 def some(mask: Bools) -> bool:
@@ -88,12 +96,29 @@ def tally(values: Ints) -> tuple[Ints, Ints]:
     return ordered[ends], np.diff(ends, prepend=-1)
 
 
-def longer(column: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
-    """A copy with room for more in its last axis; what is new is zero.
+def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, *, huge: bool = True) -> npt.NDArray[Any]:
+    """Zeros that cost no memory where nothing was written, and give all of it back with the array.
 
-    Memory that was never written to costs none (the kernel maps it to its page of zeros), so columns are made as long
-    as they can ever get, and growing one is for what could not be foreseen: it copies everything in one go.
+    Large ones are a mapping of their own. What C's malloc has once got back it keeps: it hands it out again as zeros by
+    writing to every page of it, and gives it to the system only from its end.
+
+    Args:
+        huge: with huge pages, if it is large enough for them.
     """
-    grown = np.zeros((*column.shape[:-1], length), column.dtype)
-    grown[..., : column.shape[-1]] = column
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if nbytes < MAPPED_BYTES:
+        return np.zeros(shape, dtype)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and nbytes >= HUGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, dtype).reshape(shape)
+
+
+def longer(column: npt.NDArray[Any], length: int, axis: int = -1, *, huge: bool = True) -> npt.NDArray[Any]:
+    """A copy with room for more along an axis; what is new is zero."""
+    shape = list(column.shape)
+    shape[axis] = length
+    grown = zeros(tuple(shape), column.dtype, huge=huge)
+    grown[tuple(slice(each) for each in column.shape)] = column
     return grown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,47 +16,67 @@ NO_SLOT = -1
 """This shard was not stored."""
 FILLING = -2
 """A store has a slot reserved for this shard."""
+FIRST_ROWS = 16
+"""Of a table that gets its first block."""
+COPIED_ROWS = 65536
+"""A table that grows beyond this gets all the rows it may ever need: what is copied then takes a few milliseconds."""
+SLOTS_BYTES = 1 << 32
+"""Of address space for the slots of all its rows, unless it has so many blocks."""
+SPARSE = 8
+"""Rows for each block from which a table is rebuilt; for its first `COPIED_ROWS` / `SPARSE` blocks only."""
+
+COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "_freed_rows")
 
 
 class Blocks:
     """The blocks of one space, as columns: a block is a row, the same number in each of them.
 
     There may be ten million, so a block is no Python object: it costs about 100 bytes (docs/benchmarks.md), the
-    garbage collector never walks over it, and one array operation changes all blocks of a request. Columns are as long
-    as they can get from the start, since memory that was never written to costs none.
+    garbage collector never walks over it, and one array operation changes all blocks of a request. A table without
+    blocks has no rows; it grows with its blocks, and gives everything back with the last of them.
 
     Args:
         number: of this table among all of a cache; see `owners`.
-        capacity: how many blocks there can be.
+        capacity: how many blocks are to be expected at most. There may be more.
+        policy: makes the eviction policy, for so many rows.
     """
 
-    def __init__(self, space: Space, number: int, capacity: int, policy: EvictionPolicy, seed: int) -> None:
+    def __init__(
+        self, space: Space, number: int, capacity: int, policy: Callable[[int], EvictionPolicy], seed: int
+    ) -> None:
         self.space = space
         self.number = number
-        self.policy = policy
-        self.index = BlockIndex(space.namespace.hash_bytes, capacity, seed)
-        """The blocks that can be found, readable or not."""
-        self.slots = np.zeros((space.num_shards, capacity), np.int64)
-        """Per shard the slot of its sealed bytes, or `NO_SLOT`, or `FILLING`."""
-        self.missing = np.zeros(capacity, np.int32)
-        """Shards that are not sealed. A block is readable when none is missing."""
-        self.pins = np.zeros(capacity, np.int32)
-        """Leases, running loads and open reservations that need it."""
-        self.evictable = np.zeros(capacity, np.bool_)
-        """Nothing needs it now, and it holds something. The eviction policy has exactly these blocks."""
-        self.last_used = np.zeros(capacity, np.int64)
-        """Tick of its last use; set when it becomes evictable."""
-        self.marks = np.zeros(capacity, np.uint8)
-        """Scratch of `kvsidecar.cache.eviction`; 0 outside of it."""
-        self.detached = np.zeros(capacity, np.bool_)
-        """Nothing finds it any more; it lives until its last pin ends."""
+        self.capacity = capacity
+        self._new_policy = policy
+        self._seed = seed
         self.cleared = False
         """All of them are detached. `BlockTable.sweep` frees what nobody needs."""
         self.swept = 0
         """Rows that the sweep has seen."""
         self.readable = 0
         """Blocks that a lookup would find."""
-        self._freed_rows = np.zeros(capacity, np.int64)
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        # One row, though there is no block: what reads the columns at once for many hashes reads them for -1, too.
+        self.policy = self._new_policy(1)
+        self.index = BlockIndex(self.space.namespace.hash_bytes, 1, self._seed)
+        """The blocks that can be found, readable or not."""
+        self.slots = np.zeros((self.space.num_shards, 1), np.int64)
+        """Per shard the slot of its sealed bytes, or `NO_SLOT`, or `FILLING`."""
+        self.missing = np.zeros(1, np.int32)
+        """Shards that are not sealed. A block is readable when none is missing."""
+        self.pins = np.zeros(1, np.int32)
+        """Leases, running loads and open reservations that need it."""
+        self.evictable = np.zeros(1, np.bool_)
+        """Nothing needs it now, and it holds something. The eviction policy has exactly these blocks."""
+        self.last_used = np.zeros(1, np.int64)
+        """Tick of its last use; set when it becomes evictable."""
+        self.marks = np.zeros(1, np.uint8)
+        """Scratch of `kvsidecar.cache.eviction`; 0 outside of it."""
+        self.detached = np.zeros(1, np.bool_)
+        """Nothing finds it any more; it lives until its last pin ends."""
+        self._freed_rows = np.zeros(1, np.int64)
         self._num_freed = 0
         self._rows_used = 0
         """No row from this one on was ever used."""
@@ -75,7 +95,7 @@ class Blocks:
         recycled = min(len(keys), self._num_freed)
         fresh = len(keys) - recycled
         if self._rows_used + fresh > len(self.pins):
-            self.reserve(2 * (self._rows_used + fresh))
+            self._lengthen(self._rows_used + fresh)
         self._num_freed -= recycled
         rows = np.arange(self._rows_used - recycled, self._rows_used + fresh)
         if recycled:
@@ -94,14 +114,56 @@ class Blocks:
         self._freed_rows[self._num_freed : self._num_freed + len(rows)] = rows
         self._num_freed += len(rows)
 
-    def reserve(self, capacity: int) -> None:
-        """Make the columns longer, if they are shorter. Copies them."""
-        if capacity <= len(self.pins):
-            return
-        for name in ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "_freed_rows"):
-            setattr(self, name, longer(getattr(self, name), capacity))
-        self.index.reserve(capacity)
-        self.policy.reserve(capacity)
+    def give_back(self) -> None:
+        """There are no blocks: forget the rows they had."""
+        if self._rows_used:
+            self._rows_used = self._num_freed = 0
+            self._start_empty()
+
+    @property
+    def sparse(self) -> bool:
+        """It has rows for many more blocks than there are; and these are so few that `rebuild` is quick."""
+        return COPIED_ROWS // SPARSE >= len(self) <= self._rows_used // SPARSE - FIRST_ROWS
+
+    def rebuild(self) -> tuple[Ints, Ints] | None:
+        """Have rows for the blocks there are only. None, and nothing has changed, if one of them is in use.
+
+        Rows from before mean nothing afterwards: to be called between requests.
+
+        Returns:
+            The slots of the blocks, and for each what the allocator is to call its block.
+        """
+        rows = np.concatenate((NO_INTS, *self.policy.candidates()))
+        if len(rows) < len(self):
+            return None
+        kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used")}
+        keys = self.index.keys_of(rows)
+        self.give_back()
+        new = self.create(keys)
+        for name, values in kept.items():
+            getattr(self, name)[..., new] = values
+        self.evictable[new] = True
+        self.policy.insert(new)
+        held = kept["slots"] >= 0
+        return kept["slots"][held], np.broadcast_to(self.owners(new), held.shape)[held]
+
+    @property
+    def nbytes(self) -> int:
+        """Of address space. What was never written to costs no memory."""
+        columns = [getattr(self, name) for name in COLUMNS]
+        return self.index.nbytes + self.policy.nbytes + sum([int(column.nbytes) for column in columns])
+
+    def _lengthen(self, rows: int) -> None:
+        """Have room for so many rows. Copies the columns."""
+        length = max(rows, FIRST_ROWS, 4 * len(self.pins))
+        if length > COPIED_ROWS:
+            length = max(2 * rows, min(self.capacity, SLOTS_BYTES // self.slots.itemsize // self.space.num_shards))
+        for name in COLUMNS:
+            column = getattr(self, name)
+            # A huge page for each of many shards would be more than what lies in it.
+            setattr(self, name, longer(column, length, huge=column.ndim == 1 or len(column) == 1))
+        self.index.reserve(length)
+        self.policy.reserve(length)
 
     def unpin(self, rows: Ints) -> Ints:
         """One pin of each of these blocks ends. Those of which it was the last."""

@@ -343,8 +343,12 @@ class BlockCache:
         return before - self._table.readable_blocks
 
     def sweep(self, limit: int = SWEEP) -> bool:
-        """Free the slots of up to ``limit`` cleared blocks. False when there are no more: call it until then."""
-        return self._table.sweep(limit)
+        """Free the slots of up to ``limit`` cleared blocks, and the memory of blocks that have gone from one namespace.
+
+        False when there is nothing more to do: call it until then, and again from time to time.
+        """
+        rebuilt = self._table.rebuild_sparse()
+        return self._table.sweep(limit) or rebuilt
 
     def stats(self) -> CacheStats:
         """Gauges and counters of this moment; O(1)."""

@@ -10,7 +10,7 @@ from operator import mul
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import FEW, Bools, Ints, Words, every, some
+from kvsidecar.cache.arrays import FEW, Bools, Ints, Words, every, longer, some, zeros
 
 LANE_BITS = 4
 LANES = 1 << LANE_BITS
@@ -49,25 +49,25 @@ class BlockIndex:
 
     Args:
         hash_bytes: width of a block hash.
-        capacity: rows there can be.
+        capacity: rows there can be until `reserve`.
         seed: of the numbers that spread the hashes. Who knows it can choose hashes that share one bucket.
     """
 
     def __init__(self, hash_bytes: int, capacity: int, seed: int) -> None:
         self._hash_bytes = hash_bytes
         words = -(-hash_bytes // 8)
-        self._words = np.zeros((capacity, words), np.uint64)
+        self._words: Words = zeros((capacity, words), np.uint64)
         """The hash of each row. The index has no other record of it."""
-        buckets = capacity // BLOCKS_PER_BUCKET + 2
-        self._tags: Tags = np.zeros((buckets, LANES), np.uint32)
+        buckets = _buckets_for(capacity)
+        self._tags: Tags = zeros((buckets, LANES), np.uint32)
         """0 in a free lane."""
-        self._rows = np.zeros(buckets * LANES, np.int32)
+        self._rows = zeros((buckets * LANES,), np.int32)
         self._num_buckets = 1
         self._level = 0
         """``2**level <= num_buckets < 2**(level + 1)``: so many are split already."""
         self._overflow: dict[int, list[int]] = {}
         """Bucket -> rows that found no free lane in it."""
-        self._overflows = np.zeros(buckets, np.bool_)
+        self._overflows = zeros((buckets,), np.bool_)
         """Whether `_overflow` has the bucket."""
         self._len = 0
         self._any_word = np.ones(words, np.bool_)
@@ -76,6 +76,11 @@ class BlockIndex:
 
     def __len__(self) -> int:
         return self._len
+
+    @property
+    def nbytes(self) -> int:
+        """Of its arrays."""
+        return self._words.nbytes + self._tags.nbytes + self._rows.nbytes + self._overflows.nbytes
 
     def keys(self, hashes: Sequence[bytes] | bytes) -> Keys:
         """What the other methods take.
@@ -91,6 +96,11 @@ class BlockIndex:
         else:
             narrow = np.frombuffer(packed, np.uint8).reshape(-1, self._hash_bytes)
             words = np.pad(narrow, ((0, 0), (0, -self._hash_bytes % 8))).view(np.uint64)
+        return Keys(words, self._tags_of(words))
+
+    def keys_of(self, rows: Ints) -> Keys:
+        """What the rows are filed under."""
+        words: Words = self._words.take(rows, axis=0)
         return Keys(words, self._tags_of(words))
 
     def hashes(self, rows: Ints) -> list[bytes]:
@@ -126,7 +136,7 @@ class BlockIndex:
     def remove(self, rows: Ints) -> None:
         """Forget the hashes of these rows, which are in the index."""
         self._len -= len(rows)
-        tags = self._tags_of(self._words.take(rows, axis=0))
+        tags = self.keys_of(rows).tags
         if len(rows) <= FEW:
             for tag, row in zip(tags.tolist(), rows.tolist(), strict=True):
                 self._remove_one(tag, row)
@@ -237,7 +247,6 @@ class BlockIndex:
         half = 1 << self._level
         first = self._num_buckets - half
         count = min(count, half - first)
-        self._make_room(self._num_buckets + count)
         old = slice(first, first + count)
         new = slice(self._num_buckets, self._num_buckets + count)
         goes = (self._tags[old] >> np.uint32(self._level) & np.uint32(1)).astype(np.bool_)
@@ -255,15 +264,16 @@ class BlockIndex:
                 self._overflows[bucket] = False
             if homeless:
                 rows = np.array(homeless, np.int64)
-                self._place(self._tags_of(self._words.take(rows, axis=0)), rows)
-
-    def _make_room(self, buckets: int) -> None:
-        if buckets > len(self._tags):
-            more = max(buckets, len(self._tags))
-            self._tags = np.pad(self._tags, ((0, more), (0, 0)))
-            self._rows = np.pad(self._rows, (0, more * LANES))
-            self._overflows = np.pad(self._overflows, (0, more))
+                self._place(self.keys_of(rows).tags, rows)
 
     def reserve(self, capacity: int) -> None:
-        """Have room for more rows. Copies all hashes."""
-        self._words = np.pad(self._words, ((0, capacity - len(self._words)), (0, 0)))
+        """Have room for more rows. Copies everything."""
+        self._words = longer(self._words, capacity, axis=0)
+        buckets = _buckets_for(capacity)
+        self._tags = longer(self._tags, buckets, axis=0)
+        self._rows = longer(self._rows, buckets * LANES)
+        self._overflows = longer(self._overflows, buckets)
+
+
+def _buckets_for(capacity: int) -> int:
+    return capacity // BLOCKS_PER_BUCKET + 2

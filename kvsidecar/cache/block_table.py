@@ -50,6 +50,8 @@ class BlockTable:
         self._num_tables = 0
         self._cleared: deque[Blocks] = deque()
         """Cleared, and not swept to the end."""
+        self._sparse: dict[int, Blocks] = {}
+        """Those that have rows for many more blocks than there are."""
         self.num_blocks = 0
         self.readable_blocks = 0
         self.leased_bytes = 0
@@ -80,14 +82,14 @@ class BlockTable:
             self.spaces[namespace, group] = space
         else:
             _set_geometry(space, num_shards, shard, shard_bytes)
-            space.blocks.reserve(self._capacity(space))
+            space.blocks.capacity = max(space.blocks.capacity, self._capacity(space))
         space.users += 1
         return space
 
     def empty_space(self, hash_bytes: int) -> Space:
         """See `BlockCache.empty_space`."""
         space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
-        space.blocks = Blocks(space, 0, SPARE_ROWS, self._policy(SPARE_ROWS), self._seed)
+        space.blocks = Blocks(space, 0, 0, self._policy, self._seed)
         return space
 
     def close_space(self, space: Space) -> None:
@@ -134,6 +136,7 @@ class BlockTable:
         part.blocks.slots[part.shard, part.rows] = NO_SLOT
         part.blocks.index.remove(part.created)
         part.blocks.recycle(part.created)
+        self._retire(part.blocks)
 
     def reserve(self, part: StorePart, node: int | None) -> None:
         """Give what was claimed its slots; there must be enough."""
@@ -245,10 +248,24 @@ class BlockTable:
             rows = np.arange(blocks.swept, min(blocks.swept + limit, blocks.rows_used))
             blocks.swept += len(rows)
             limit -= len(rows)
-            if blocks.swept == blocks.rows_used:
+            if blocks.swept >= blocks.rows_used:  # fewer where its last block has gone by itself
                 self._cleared.popleft()
             self._free(blocks, rows[blocks.evictable[rows]])
         return bool(self._cleared)
+
+    def rebuild_sparse(self) -> bool:
+        """Let one table have rows for the blocks there are only. False if none of those that should can.
+
+        Not within a request: it has rows in its hands.
+        """
+        for number, blocks in list(self._sparse.items()):
+            if blocks.sparse and not blocks.cleared:
+                if (owned := blocks.rebuild()) is None:
+                    continue
+                self.slots.own(*owned)
+            del self._sparse[number]
+            return True
+        return False
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -316,14 +333,19 @@ class BlockTable:
             self._retire(space.blocks)
 
     def _retire(self, blocks: Blocks) -> None:
-        """Forget a table that holds nothing and will not be used again."""
-        if not len(blocks) and (blocks.cleared or blocks.space.dropped):
+        """A table that holds nothing costs nothing; and it is forgotten if it will not be used again."""
+        if len(blocks):
+            if blocks.sparse and not blocks.cleared:
+                self._sparse[blocks.number] = blocks
+            return
+        # Here and not when nobody refers to it: a space and its table refer to each other.
+        blocks.give_back()
+        if blocks.cleared or blocks.space.dropped:
             self.tables.pop(blocks.number, None)
 
     def _new_blocks(self, space: Space) -> Blocks:
         self._num_tables += 1
-        capacity = self._capacity(space)
-        blocks = Blocks(space, self._num_tables, capacity, self._policy(capacity), self._seed)
+        blocks = Blocks(space, self._num_tables, self._capacity(space), self._policy, self._seed)
         self.tables[blocks.number] = blocks
         return blocks
 

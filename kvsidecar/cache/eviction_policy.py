@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import FEW, Ints, longer, tally
+from kvsidecar.cache.arrays import FEW, Ints, longer, tally, zeros
 
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
@@ -39,6 +39,10 @@ class EvictionPolicy(Protocol):
     def reserve(self, capacity: int) -> None:
         """There can be rows up to ``capacity``."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of its arrays."""
+
 
 class LruPolicy:
     """Least recently used first: a log of uses in which only the last entry of a block counts.
@@ -52,7 +56,7 @@ class LruPolicy:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._place = np.zeros(capacity, np.int64)
+        self._place: Ints = zeros((capacity,), np.int64)
         """Per row one more than the number of its living entry in the log; 0 for one that is not here."""
         self._end = 0
         """Number of the next entry."""
@@ -116,6 +120,10 @@ class LruPolicy:
 
     def reserve(self, capacity: int) -> None:
         self._place = longer(self._place, capacity)
+
+    @property
+    def nbytes(self) -> int:
+        return self._place.nbytes + sum([rows.nbytes for rows in self._segments.values()])
 
     def _living_rows(self, segment: int) -> Ints:
         rows = self._segments[segment]

@@ -280,6 +280,10 @@ class SlotAllocator:
             raise AssertionError("there were fewer free slots than planned")
         return slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
 
+    def own(self, slots: Ints, owners: Ints) -> None:
+        """Give used slots other owners."""
+        self._owners[self._locate(slots)[2]] = owners
+
     def seal(self, slots: Slots) -> None:
         """They are filled: RESERVED to HELD."""
         self._move(slots, _RESERVED, _HELD)

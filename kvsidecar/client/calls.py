@@ -130,9 +130,26 @@ class OperatorCalls:
     Every call raises DaemonUnreachable without an answer, RequestDenied if it is for admins, or of another's namespace.
     """
 
-    def status(self) -> pb.StatusReply:
-        """Everything the daemon says of itself; what is the caller's own if it is no admin (``partial``)."""
-        reply: pb.StatusReply = self._call("Status", pb.StatusRequest())
+    def status(self, *, everything: bool = False) -> pb.StatusReply:
+        """What the daemon says of itself; what is the caller's own if it is no admin (``partial``).
+
+        Of very many namespaces and ranks, only as many as one answer has room for: its `totals` count all.
+
+        Args:
+            everything: ask for the others, too, with as many questions as that takes.
+        """
+        request = pb.StatusRequest(page=pb.StatusPage()) if everything else pb.StatusRequest()
+        reply: pb.StatusReply = self._call("Status", request)
+        page = reply
+        while page.more:
+            if page.namespaces:
+                request.page.after_namespace.CopyFrom(page.namespaces[-1].namespace)
+            if page.ranks:
+                request.page.after_session = page.ranks[-1].session
+            page = self._call("Status", request)
+            reply.namespaces.extend(page.namespaces)
+            reply.ranks.extend(page.ranks)
+        reply.more = False
         return reply
 
     def clear(self, namespace: Namespace | None = None) -> int:

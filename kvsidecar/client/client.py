@@ -381,13 +381,16 @@ class Client:
 
     # -- operators -------------------------------------------------------------------------------------------------
 
-    def status(self) -> pb.StatusReply:
-        """Everything the daemon says of itself; what is this user's own if it is no admin (``partial``).
+    def status(self, *, everything: bool = False) -> pb.StatusReply:
+        """What the daemon says of itself; what is this user's own if it is no admin (``partial``).
+
+        Args:
+            everything: all namespaces and ranks, where there are more than one answer has room for, too.
 
         Raises:
             DaemonUnreachable: no daemon answers.
         """
-        return self._operator.status()
+        return self._operator.status(everything=everything)
 
     def clear(self, namespace: Namespace | None = None) -> int:
         """Forget the blocks of a namespace, or of all. Returns how many can no longer be looked up.

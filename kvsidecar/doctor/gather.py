@@ -224,7 +224,7 @@ def _daemon(path: str) -> Daemon:
     finally:
         client.close()
     state = STATE_FROM_WIRE[reply.readiness.state]
-    return Daemon(state, reply.readiness.reason, False, reply.version, pid, len(reply.ranks))
+    return Daemon(state, reply.readiness.reason, False, reply.version, pid, reply.totals.ranks)
 
 
 def _place(process: int | str) -> Place | None:

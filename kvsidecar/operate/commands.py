@@ -10,13 +10,15 @@ from rich.console import Console, RenderableType
 from kvsidecar.client import Client, Namespace, RemoteClient
 from kvsidecar.errors import DaemonUnreachable
 from kvsidecar.operate.top_view import short_device
-from kvsidecar.status_view import no_engine, plain_table, printable
+from kvsidecar.status_view import brief, no_engine, plain_table, printable
 from kvsidecar.types import State
 from kvsidecar.units import format_duration, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.wire import STATE_FROM_WIRE, namespace_from_wire
 
 POLL_SECONDS = 0.2
+LISTED = 20
+"""Namespaces that a refusal names."""
 
 
 # -- engines -----------------------------------------------------------------------------------------------------
@@ -32,9 +34,9 @@ def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
     rows.columns[-1].justify = "left" if width >= 110 else "right"
     for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
         cells: list[RenderableType] = [
-            printable(rank.instance + (" (idle)" if rank.idle else "")),
+            brief(rank.instance + (" (idle)" if rank.idle else "")),
             f"{rank.rank}/{rank.world_size}",
-            printable(rank.device if wide else short_device(rank.device)),
+            brief(rank.device if wide else short_device(rank.device)),
             str(rank.pid),
             format_size(rank.imported_bytes),
             str(rank.jobs_running),
@@ -42,7 +44,7 @@ def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
             format_size(rank.loaded_bytes),
             format_duration(rank.attached_seconds),
         ]
-        rows.add_row(*cells, *([printable(rank.namespace.model)] if width >= 110 else []))
+        rows.add_row(*cells, *([brief(rank.namespace.model)] if width >= 110 else []))
     return rows
 
 
@@ -60,18 +62,22 @@ def find_namespace(wanted: str, reply: pb.StatusReply) -> Namespace | str:
     if len(found) == 1:
         return found[0]
     if found:
-        listed = "\n".join(f"  --namespace {str(each)!r}" for each in found)
+        listed = _some([f"  --namespace {str(each)!r}" for each in found], "\n")
         return f"several namespaces have the model {wanted!r}; say which:\n{listed}"
-    models = ", ".join(repr(model) for model in dict.fromkeys(each.model for each in known))
+    models = _some([repr(model) for model in dict.fromkeys(each.model for each in known)], ", ")
     return f"no namespace has the model {wanted!r}; " + (f"there is {models}" if models else "there is none at all")
+
+
+def _some(texts: list[str], separator: str) -> str:
+    more = [f"and {len(texts) - LISTED} more: kvsidecar status --json has all"] if len(texts) > LISTED else []
+    return separator.join(texts[:LISTED] + more)
 
 
 def clear_question(reply: pb.StatusReply) -> str:
     """Before all namespaces are cleared."""
-    blocks = sum(each.blocks for each in reply.namespaces)
-    nbytes = sum(each.bytes for each in reply.namespaces)
+    totals = reply.totals
     return (
-        f"Forget all {blocks} blocks ({format_size(nbytes)}) of {len(reply.namespaces)} namespaces? "
+        f"Forget all {totals.blocks} blocks ({format_size(totals.bytes)}) of {totals.namespaces} namespaces? "
         "Engines will compute them again."
     )
 
@@ -82,7 +88,8 @@ def clear_question(reply: pb.StatusReply) -> str:
 def open_jobs(reply: pb.StatusReply) -> int:
     """Jobs that are not over. An engine's jobs before and after their copy are its own only, and those of an engine
     that has gone the workers' only."""
-    return max(sum(rank.jobs_running for rank in reply.ranks), reply.jobs.running + reply.jobs.queued)
+    listed = sum(rank.jobs_running for rank in reply.ranks)
+    return max(listed, reply.totals.jobs_running, reply.jobs.running + reply.jobs.queued)
 
 
 def _count(number: int, word: str) -> str:

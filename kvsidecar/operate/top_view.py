@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsidecar.operate.rates import Rates
-from kvsidecar.status_view import BAR_WIDTH, head, pool_bar, printable
+from kvsidecar.status_view import BAR_WIDTH, brief, head, pool_bar
 from kvsidecar.types import State
 from kvsidecar.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -22,6 +22,8 @@ _RATE_COLUMNS = 11
 _TOTAL_COLUMNS = 33
 """Room for what was copied so far; the sparkline has the rest, if that is enough of it."""
 _SPARKLINE_COLUMNS = 8
+_CELL_COLUMNS = 14
+"""Room for a number, and for the name of a GPU; an engine's name has the rest, or a third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,26 +185,27 @@ def _engines(reply: pb.StatusReply, rates: Rates | None, width: int, lines: int)
         # The name gives way before any number does.
         cut = {"overflow": "ellipsis", "no_wrap": True}
         table.add_column(name, justify="left" if index == 0 else "right", **cut)  # type: ignore[arg-type]
+    room = max(width // 3, width - _CELL_COLUMNS * (len(names) - 1))
     by_rank = {} if rates is None else rates.ranks
 
     def traffic(rank: pb.RankStatus) -> float:
         return sum(by_rank.get(rank.session, (0.0, 0.0)))
 
     ranks = sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank))
-    left_out = max(0, len(ranks) - lines)
-    if left_out:
-        busiest = sorted(ranks, key=lambda rank: (-traffic(rank), -rank.jobs_running))[: len(ranks) - left_out]
+    left_out = max(len(ranks), reply.totals.ranks) - min(len(ranks), lines)
+    if len(ranks) > lines:
+        busiest = sorted(ranks, key=lambda rank: (-traffic(rank), -rank.jobs_running))[:lines]
         kept = {rank.session for rank in busiest}
         ranks = [rank for rank in ranks if rank.session in kept]
     for rank in ranks:
         stored, loaded = by_rank.get(rank.session, (None, None))
         cells = {
-            "engine": printable(rank.instance + (" (idle)" if rank.idle else "")),
+            "engine": brief(rank.instance + (" (idle)" if rank.idle else ""), room),
             "rank": Text(f"{rank.rank}/{rank.world_size}"),
             "store": Text("-" if stored is None else format_rate(stored)),
             "load": Text("-" if loaded is None else format_rate(loaded)),
             "jobs": Text(str(rank.jobs_running)),
-            "device": printable(short_device(rank.device)),
+            "device": brief(short_device(rank.device), _CELL_COLUMNS),
             "mapped": Text(format_size(rank.imported_bytes)),
             "attached": Text(format_duration(rank.attached_seconds)),
             "pid": Text(str(rank.pid)),

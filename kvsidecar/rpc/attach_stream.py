@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvsidecar import log
@@ -114,7 +114,7 @@ class AttachStream:
             del self._session.jobs_by_id[job]
         self._done(job, result)
 
-    def _blocks(self, messages: Iterable[pb.Blocks]) -> list[GroupBlocks]:
+    def _blocks(self, messages: Collection[pb.Blocks]) -> list[GroupBlocks]:
         return translate.blocks_from(messages, self._session.registration.namespace.hash_bytes)
 
     async def _store(self, message: pb.Store, control: JobControl) -> JobResult:

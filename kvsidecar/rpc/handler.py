@@ -24,6 +24,7 @@ from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
 from kvsidecar.policy import Access, Caller
 from kvsidecar.readiness import Readiness
+from kvsidecar.registration import MAX_GROUPS
 from kvsidecar.rpc import translate
 from kvsidecar.rpc.attach_stream import AttachStream, Send
 from kvsidecar.tasks import TaskSet
@@ -51,7 +52,7 @@ class Handler:
 
     Args:
         tasks: owns what must go on when a carrier has gone: the ends of sessions.
-        status: builds the answer to Status for this caller.
+        status: builds the answer to Status for this caller, or a page of it.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Handler:
         readiness: Readiness,
         metrics: Metrics,
         tasks: TaskSet,
-        status: Callable[[Caller], pb.StatusReply],
+        status: Callable[[Caller, pb.StatusPage | None], pb.StatusReply],
     ) -> None:
         self._epoch = epoch
         self._instances = instances
@@ -169,8 +170,8 @@ class Handler:
             )
         if self._readiness.refusal is Refusal.DRAINING:
             raise Unavailable("the daemon is draining and takes no new ranks", refusal=Refusal.DRAINING)
-        session = await self._instances.register(translate.registration_from(message))
-        registration = session.registration
+        registration = await self._instances.turns.run(translate.registration_from(message))
+        session = await self._instances.register(registration)
         _log.info(
             "rank attached",
             instance=registration.instance,
@@ -187,6 +188,8 @@ class Handler:
     def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
         namespace = _namespace(request.namespace)
         permit(caller, namespace)
+        if len(request.groups) > MAX_GROUPS:
+            raise InvalidRequest(f"a lookup in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
         mode = translate.mode_from(request.mode)
         owner = self._instances.peer(request.token).token if request.token else None
         result = self._lookups.lookup(
@@ -224,7 +227,7 @@ class Handler:
     # -- operators -------------------------------------------------------------------------------------------------
 
     def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
-        reply = self._status(caller)
+        reply = self._status(caller, request.page if request.HasField("page") else None)
         reply.session_ended = bool(request.session) and not self._instances.lives(request.session)
         return reply
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from google.protobuf.message import Message
 
 from kvsidecar import __version__
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.instances import Instances, Session
@@ -18,7 +22,16 @@ from kvsidecar.rpc import translate
 from kvsidecar.transfers import Transfers
 from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import namespace_to_wire
+from kvsidecar.wire import namespace_from_wire, namespace_to_wire
+
+NAMESPACES_BYTES = RANKS_BYTES = 1 << 20
+"""Of each in one answer: together half of what a message may have. The longest texts allowed make 8 KiB of one."""
+_fields = attrgetter(*(field.name for field in fields(Namespace)))
+"""By which namespaces are ordered where all are listed."""
+MAX_LISTED = 1024
+"""Of each in one answer: to list more would hold up the event loop for tens of milliseconds."""
+FRAME_BYTES = 8
+"""Of a message in a repeated field, besides its own bytes: not more."""
 
 
 class Report:
@@ -83,8 +96,12 @@ class Report:
             imported_bytes=self._instances.imported_bytes(),
         )
 
-    def reply(self, caller: Caller) -> pb.StatusReply:
-        """For the Status RPC: all of it for an admin, what is the caller's own for others."""
+    def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> pb.StatusReply:
+        """For the Status RPC: all of it for an admin, what is the caller's own for others.
+
+        Args:
+            page: behind which namespace and rank to go on; None for the largest namespaces.
+        """
         everything = caller.grant.admin
         gauges = self.gauges()
         reply = pb.StatusReply(
@@ -100,10 +117,24 @@ class Report:
         )
         if everything:
             self._add_totals(reply, gauges)
-        self._add_namespaces(reply, self._visible(caller))
-        for session in self._instances:
-            if everything or session.peer.uid == caller.uid:
-                self._add_rank(reply, session)
+        visible = self._visible(caller)
+        namespaces = _by_namespace(space for space in self._cache.spaces if visible(space.namespace))
+        ranks = [session for session in self._instances if everything or session.peer.uid == caller.uid]
+        reply.totals.namespaces, reply.totals.ranks = len(namespaces), len(ranks)
+        reply.totals.blocks = sum([each.blocks for each in namespaces.values()])
+        reply.totals.bytes = sum([each.bytes for each in namespaces.values()])
+        reply.totals.jobs_running = sum([len(session.jobs_by_id) for session in ranks])
+        if page is None:
+            listed = sorted(namespaces, key=lambda namespace: -namespaces[namespace].bytes)
+        else:
+            ranks = sorted((each for each in ranks if each.id > page.after_session), key=lambda session: session.id)
+            listed = sorted(namespaces, key=_fields)
+            if page.HasField("after_namespace"):
+                after = _fields(namespace_from_wire(page.after_namespace))
+                listed = listed[bisect_right(listed, after, key=_fields) :]
+        complete = _fill(reply.ranks, map(self._rank, ranks), RANKS_BYTES)
+        complete &= _fill(reply.namespaces, (namespaces[each].status(each) for each in listed), NAMESPACES_BYTES)
+        reply.more = page is not None and not complete
         return reply
 
     def _visible(self, caller: Caller) -> Callable[[Namespace], bool]:
@@ -148,23 +179,9 @@ class Report:
         )
         reply.refusals.update(self._metrics.refusal_counts())
 
-    def _add_namespaces(self, reply: pb.StatusReply, visible: Callable[[Namespace], bool]) -> None:
-        by_namespace: dict[Namespace, pb.NamespaceStatus] = {}
-        for space in self._cache.spaces:
-            if not visible(space.namespace):
-                continue
-            status = by_namespace.get(space.namespace)
-            if status is None:
-                status = by_namespace[space.namespace] = reply.namespaces.add()
-                status.namespace.CopyFrom(namespace_to_wire(space.namespace))
-            status.blocks += space.readable
-            status.bytes += space.readable * space.block_bytes
-            status.hits += space.hits
-            status.misses += space.misses
-
-    def _add_rank(self, reply: pb.StatusReply, session: Session) -> None:
+    def _rank(self, session: Session) -> pb.RankStatus:
         registration = session.registration
-        reply.ranks.add(
+        return pb.RankStatus(
             session=session.id,
             instance=registration.instance,
             rank=registration.rank,
@@ -183,6 +200,46 @@ class Report:
     def json(self) -> dict[str, Any]:
         """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either."""
         return message_json(self.reply(self._instances.access.anonymous))
+
+
+@dataclass(slots=True)
+class _Usage:
+    """Of one namespace, all groups together."""
+
+    blocks: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    def status(self, namespace: Namespace) -> pb.NamespaceStatus:
+        return pb.NamespaceStatus(
+            namespace=namespace_to_wire(namespace),
+            blocks=self.blocks,
+            bytes=self.bytes,
+            hits=self.hits,
+            misses=self.misses,
+        )
+
+
+def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, _Usage]:
+    found: dict[Namespace, _Usage] = {}
+    for space in spaces:
+        usage = found.setdefault(space.namespace, _Usage())
+        usage.blocks += space.readable
+        usage.bytes += space.readable * space.block_bytes
+        usage.hits += space.hits
+        usage.misses += space.misses
+    return found
+
+
+def _fill(field: Any, messages: Iterable[Message], nbytes: int) -> bool:
+    """Add messages to a repeated field while they fit. False if one did not."""
+    for message in messages:
+        nbytes -= message.ByteSize() + FRAME_BYTES
+        if nbytes < 0 or len(field) == MAX_LISTED:
+            return False
+        field.append(message)
+    return True
 
 
 def message_json(message: Message) -> dict[str, Any]:

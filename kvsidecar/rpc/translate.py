@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.hashes import PackedHashes
-from kvsidecar.layout import MAX_ROWS
+from kvsidecar.layout import MAX_REGIONS, STEP
 from kvsidecar.readiness import Snapshot
 from kvsidecar.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, Registration
 from kvsidecar.transfers import GroupBlocks, JobResult
-from kvsidecar.types import LookupMode
+from kvsidecar.types import GroupLayout, LookupMode, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import MODE_FROM_WIRE, OUTCOME_TO_WIRE, STATE_TO_WIRE, layout_from_wire, namespace_from_wire
+from kvsidecar.wire import MODE_FROM_WIRE, OUTCOME_TO_WIRE, STATE_TO_WIRE, namespace_from_wire, region_from_wire
+
+MAX_PARTS = 512
+"""Of one job. Each costs some microseconds, and an empty one two bytes on the wire."""
 
 
-def registration_from(message: pb.Register) -> Registration:
-    """Raises InvalidRequest for an allocation that names no source, and for more of something than a rank may have."""
+def registration_from(message: pb.Register) -> Generator[None, None, Registration]:
+    """In small steps, see `kvsidecar.tasks.Turns`.
+
+    Raises:
+        InvalidRequest: an allocation names no source, or there is more of something than a rank may have.
+    """
     regions = sum(len(group.regions) for group in message.groups)
     for what, count, limit in (
         ("allocations", len(message.allocations), MAX_ALLOCATIONS),
         ("groups", len(message.groups), MAX_GROUPS),
-        ("regions", regions, MAX_ROWS),
+        ("regions", regions, MAX_REGIONS),
     ):
         if count > limit:  # before each becomes an object here
             raise InvalidRequest(f"a rank with {count} {what} is over the limit of {limit}")
     allocations: list[CudaAllocation | FdAllocation] = []
     for index, allocation in enumerate(message.allocations):
+        if index % STEP == STEP - 1:
+            yield
         match allocation.WhichOneof("source"):
             case "cuda_ipc_handle":
                 allocations.append(CudaAllocation(allocation.cuda_ipc_handle, allocation.size))
@@ -37,6 +46,15 @@ def registration_from(message: pb.Register) -> Registration:
                 allocations.append(FdAllocation(allocation.fd_index, allocation.size))
             case _:
                 raise InvalidRequest(f"allocation {index} names neither a CUDA IPC handle nor a file descriptor")
+    groups: list[GroupLayout] = []
+    for group in message.groups:
+        found: list[Region] = []
+        for region in group.regions:
+            found.append(region_from_wire(region))
+            if len(found) % STEP == 0:
+                yield
+        groups.append(GroupLayout(group.group, group.num_blocks, group.shard, group.num_shards, tuple(found)))
+        yield
     return Registration(
         token=message.token,
         instance=message.instance,
@@ -45,7 +63,7 @@ def registration_from(message: pb.Register) -> Registration:
         world_size=message.world_size,
         device=message.device,
         allocations=tuple(allocations),
-        groups=tuple(layout_from_wire(group) for group in message.groups),
+        groups=tuple(groups),
         event_handles=tuple(message.event_handles),
     )
 
@@ -57,8 +75,12 @@ def ids_from(packed: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
 
 
-def blocks_from(messages: Iterable[pb.Blocks], width: int) -> list[GroupBlocks]:
-    """Raises InvalidRequest for hashes of another width, and for ids that are none."""
+def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[GroupBlocks]:
+    """Raises InvalidRequest for hashes of another width, for ids that are none, and for too many parts."""
+    if len(messages) > MAX_PARTS:
+        raise InvalidRequest(
+            f"a job of {len(messages)} parts is over the limit of {MAX_PARTS}: one for each group will do"
+        )
     return [
         GroupBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))
         for message in messages

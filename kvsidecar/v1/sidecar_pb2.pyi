@@ -362,13 +362,23 @@ class RenewReply(_message.Message):
     def __init__(self, renewed: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "page")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
     session: int
-    def __init__(self, session: _Optional[int] = ...) -> None: ...
+    page: StatusPage
+    def __init__(self, session: _Optional[int] = ..., page: _Optional[_Union[StatusPage, _Mapping]] = ...) -> None: ...
+
+class StatusPage(_message.Message):
+    __slots__ = ("after_namespace", "after_session")
+    AFTER_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_SESSION_FIELD_NUMBER: _ClassVar[int]
+    after_namespace: Namespace
+    after_session: int
+    def __init__(self, after_namespace: _Optional[_Union[Namespace, _Mapping]] = ..., after_session: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups", "partial", "session_ended")
+    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups", "partial", "session_ended", "totals", "more")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +399,8 @@ class StatusReply(_message.Message):
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     SESSION_ENDED_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: str
     uptime_seconds: float
@@ -402,7 +414,23 @@ class StatusReply(_message.Message):
     lookups: LookupsStatus
     partial: bool
     session_ended: bool
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ..., partial: bool = ..., session_ended: bool = ...) -> None: ...
+    totals: StatusTotals
+    more: bool
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ..., partial: bool = ..., session_ended: bool = ..., totals: _Optional[_Union[StatusTotals, _Mapping]] = ..., more: bool = ...) -> None: ...
+
+class StatusTotals(_message.Message):
+    __slots__ = ("namespaces", "blocks", "bytes", "ranks", "jobs_running")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    namespaces: int
+    blocks: int
+    bytes: int
+    ranks: int
+    jobs_running: int
+    def __init__(self, namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., jobs_running: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "leased_bytes", "quarantined_bytes", "page_kind", "numa_nodes", "blocks", "leases", "evicted_blocks", "evicted_bytes")

@@ -89,8 +89,18 @@ class LiveLease:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(shape=st.sampled_from(POOLS), nodes=st.lists(st.sampled_from([0, 1]), min_size=3, max_size=3))
-    def start(self, shape: tuple[int, int, tuple[int, ...], tuple[int, ...]], nodes: list[int]) -> None:
+    @initialize(
+        shape=st.sampled_from(POOLS),
+        nodes=st.lists(st.sampled_from([0, 1]), min_size=3, max_size=3),
+        rebuilt=st.booleans(),
+    )
+    def start(
+        self, shape: tuple[int, int, tuple[int, ...], tuple[int, ...]], nodes: list[int], *, rebuilt: bool
+    ) -> None:
+        self.patch = pytest.MonkeyPatch()
+        if rebuilt:  # each table that has a row to spare, at each sweep
+            self.patch.setattr("kvsidecar.cache.block.SPARSE", 1)
+            self.patch.setattr("kvsidecar.cache.block.FIRST_ROWS", 1)
         pool, slab, *self.shards = shape
         self.cache: BlockCache = new_cache(pool, slab, nodes[: -(-pool // slab)])
         self.one_class = {pages for shards in self.shards for pages in shards} == {1}
@@ -107,6 +117,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.condemned: tuple[int, int] | None = None
         self.now = 0.0
         self.serial = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
 
     # -- the model -----------------------------------------------------------------------------------------------
 

@@ -12,10 +12,14 @@ from contextlib import ExitStack, suppress
 import grpc
 import pytest
 
-from kvsidecar.client import ClientError, HostBuffer
+from kvsidecar.client import Blocks, Client, ClientError, HostBuffer
+from kvsidecar.layout import MAX_REGIONS, MAX_ROWS
+from kvsidecar.registration import MAX_GROUPS
 from kvsidecar.rpc import attach_socket, service
+from kvsidecar.rpc.translate import MAX_PARTS
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from kvsidecar.wire import namespace_to_wire
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
@@ -111,7 +115,7 @@ def test_a_rank_of_too_many_regions_is_refused_before_they_are_looked_at(daemon:
         stub(daemon) as sidecar,
     ):
         message = register(welcome(connection).token, buffer)
-        for field, what, limit in (("groups", "groups", 1024), ("allocations", "allocations", 4096)):
+        for field, what, limit in (("groups", "groups", MAX_GROUPS), ("allocations", "allocations", 4096)):
             big = pb.Register()
             big.CopyFrom(message)
             many = getattr(big, field)
@@ -119,8 +123,8 @@ def test_a_rank_of_too_many_regions_is_refused_before_they_are_looked_at(daemon:
             with pytest.raises(grpc.RpcError, match=f"{what} is over the limit of {limit}") as caught:
                 list(sidecar.Attach(iter([pb.AttachRequest(register=big)]), timeout=SECONDS))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
-        message.groups[0].regions.extend([pb.Region()] * 65536)
-        with pytest.raises(grpc.RpcError, match="65537 regions is over the limit of 65536"):
+        message.groups[0].regions.extend([pb.Region()] * MAX_REGIONS)
+        with pytest.raises(grpc.RpcError, match=f"{MAX_REGIONS + 1} regions is over the limit of {MAX_REGIONS}"):
             list(sidecar.Attach(iter([pb.AttachRequest(register=message)]), timeout=SECONDS))
     buffer.close()
 
@@ -207,3 +211,64 @@ def test_a_connection_that_is_turned_away_leaves_no_descriptor(daemon: DaemonPro
         with suppress(OSError):
             connection.close()
     wait_for(lambda: open_fds() <= before)
+
+
+def test_lookups_and_jobs_of_too_many_parts_are_refused_before_they_are_looked_at(daemon: DaemonProcess) -> None:
+    """An empty part is two bytes on the wire, and costs the daemon some microseconds."""
+    namespace, prefix = namespace_to_wire(NAMESPACE), pb.LookupRequest.MODE_PREFIX
+    with stub(daemon) as sidecar:
+        most = pb.LookupRequest(namespace=namespace, mode=prefix, groups=[pb.LookupGroup()] * MAX_GROUPS)
+        assert len(sidecar.Lookup(most, timeout=SECONDS).groups) == MAX_GROUPS
+        too_many = pb.LookupRequest(namespace=namespace, mode=prefix, groups=[pb.LookupGroup()] * 1_900_000)
+        with pytest.raises(grpc.RpcError, match=f"1900000 groups is over the limit of {MAX_GROUPS}") as caught:
+            sidecar.Lookup(too_many, timeout=SECONDS)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    rank = Rank(daemon)
+    for start in (rank.client.store, rank.client.load):
+        declined = rank.finish(start([Blocks(0, b"", [])] * (MAX_PARTS + 1)))
+        assert declined.reason == "invalid_request"
+        assert f"{MAX_PARTS + 1} parts is over the limit of {MAX_PARTS}" in declined.error
+    done(rank.store("a"))
+    rank.close()
+
+
+def test_the_largest_registration_holds_up_lookups_hardly_longer_than_a_small_one(daemon: DaemonProcess) -> None:
+    """The longest round trip of a lookup while a rank registers, in turns with a small registration."""
+    buffer = HostBuffer(1 << 20)
+    row = pb.Region(row_stride=8 * MAX_REGIONS, block_stride=2 * MAX_REGIONS, row_bytes=1)
+    row.num_rows = MAX_ROWS // MAX_REGIONS
+
+    def longest_lookup(client: Client, sidecar: pb_grpc.SidecarStub, regions: int) -> float:
+        with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection:
+            message = register(welcome(connection).token, buffer)
+            (group,) = message.groups
+            group.num_blocks = 4
+            del group.regions[:]
+            for number in range(regions):
+                group.regions.add().CopyFrom(row)
+                group.regions[-1].offset = 2 * number
+            over = threading.Event()
+            replies = sidecar.Attach(_held_open(pb.AttachRequest(register=message), over), timeout=SECONDS)
+            registered: list[pb.AttachReply] = []
+            waiting = threading.Thread(target=lambda: registered.append(next(replies)))
+            waiting.start()
+            longest = 0.0
+            while waiting.is_alive():
+                started = time.perf_counter()
+                assert client.lookup(NAMESPACE, {0: hashes("a")}).ready
+                longest = max(longest, time.perf_counter() - started)
+            waiting.join()
+            over.set()
+            assert registered[0].registered.session
+            assert not list(replies)
+        return longest
+
+    with daemon.client() as client, stub(daemon) as sidecar:
+        assert client.lookup(NAMESPACE, {0: hashes("a")}).ready
+        small, large = [], []
+        for _ in range(9):
+            small.append(longest_lookup(client, sidecar, 64))
+            large.append(longest_lookup(client, sidecar, MAX_REGIONS))
+    # Of many rounds the best: what else the machine does makes each of them longer.
+    assert min(large) < 20 * min(small)
+    buffer.close()

@@ -290,6 +290,42 @@ def test_several_groups_move_in_one_job(daemon: DaemonProcess) -> None:
     client.close()
 
 
+def test_regions_of_one_group_that_overlap_are_refused(daemon: DaemonProcess) -> None:
+    """A load would write one block over another."""
+    regions = tuple(Region(0, offset, 0, ROW_BYTES, ROW_BYTES, 1) for offset in (0, ROW_BYTES // 2))
+    groups = dataclasses.replace(layout(), regions=regions)
+    buffer = HostBuffer(1 << 20)
+    client = daemon.client()
+    with pytest.raises(AttachRefused, match=r"region 0 .* and a row of region 1 .* overlap in some block"):
+        client.attach(instance="overlaps", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[groups])
+    client.close()
+    assert daemon.metric("kvsidecar_attached_ranks") == 0
+    buffer.close()
+
+
+def test_groups_that_overlay_each_other_are_accepted_and_each_moves_its_own_blocks(daemon: DaemonProcess) -> None:
+    """As in hybrid engines: the blocks of all groups lie in the same memory, and each is one group's at a time."""
+    large = Region(0, 0, 0, ROW_BYTES, ROW_BYTES, 1)
+    small = Region(0, 1024, 0, ROW_BYTES, 2048, 1)
+    groups = [
+        dataclasses.replace(layout(), group=number, regions=(each,)) for number, each in enumerate((large, small))
+    ]
+    buffer = HostBuffer(NUM_BLOCKS * ROW_BYTES)
+    kv = np.frombuffer(buffer.memory, np.uint8).reshape(NUM_BLOCKS, ROW_BYTES)
+    client = daemon.client()
+    client.attach(instance="hybrid", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=groups)
+    kv[:] = np.random.default_rng(1).integers(0, 256, kv.shape, np.uint8)
+    before = kv.copy()
+    stored = client.store([Blocks(0, hashes("a"), [0]), Blocks(1, hashes("a"), [1])])
+    assert client.wait([stored], SECONDS)[stored].copied_blocks == 2
+    loaded = client.load([Blocks(0, hashes("a"), [5]), Blocks(1, hashes("a"), [2])])
+    done(client.wait([loaded], SECONDS)[loaded])
+    before[5] = before[0]
+    before[2, 1024:3072] = before[1, 1024:3072]
+    assert np.array_equal(kv, before)
+    client.close()
+
+
 def test_a_killed_engine_is_unmapped_and_its_blocks_stay(daemon: DaemonProcess) -> None:
     def mapped() -> int:
         return Path(f"/proc/{daemon.process.pid}/maps").read_text().count("/memfd:kvsidecar-kv")

@@ -1,0 +1,217 @@
+"""What spaces cost besides the pool: what their blocks cost, and nothing once these have gone."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvsidecar.cache.arrays import HUGE_BYTES, MAPPED_BYTES, longer, zeros
+from kvsidecar.cache.block import COPIED_ROWS, SLOTS_BYTES, SPARSE, Space
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SlotAllocator
+from tests.cache.support import (
+    PAGE,
+    begin,
+    eviction_order,
+    key,
+    keys,
+    lease,
+    names_readable,
+    new_cache,
+    open_space,
+    readable,
+    refused,
+    store,
+)
+
+MANY = 4096
+
+
+def nbytes(cache: BlockCache) -> int:
+    """Of the arrays of all blocks there are."""
+    return sum(blocks.nbytes for blocks in cache._table.tables.values())
+
+
+def of_one_block() -> int:
+    cache = new_cache(1)
+    store(cache, open_space(cache), "a")
+    return nbytes(cache)
+
+
+def test_a_space_without_blocks_costs_next_to_nothing_whatever_the_pool_and_the_number_of_shards() -> None:
+    small, large = new_cache(1), BlockCache(SlotAllocator(1 << 40, 1 << 30))
+    open_space(small)
+    open_space(large)
+    assert nbytes(small) == nbytes(large) < of_one_block()
+    shards = new_cache(1)
+    shards.open_space(open_space(small).namespace, 1, 1024, 0, PAGE)
+    assert nbytes(shards) < nbytes(small) + 3 * 1024 * 8
+
+
+def test_what_a_space_costs_follows_its_blocks() -> None:
+    cache = new_cache(MANY)
+    space = open_space(cache)
+    costs = []
+    for count in (MANY // 64, MANY // 8, MANY):
+        store(cache, space, *range(count))
+        costs.append(nbytes(cache) / count)
+    assert max(costs) < 4 * min(costs)
+
+
+def by_clearing(cache: BlockCache, space: Space) -> None:
+    cache.clear(space.namespace)
+    while cache.sweep():
+        pass
+
+
+def by_eviction(cache: BlockCache, space: Space) -> None:
+    other = open_space(cache, "other")
+    store(cache, other, *(f"other {number}" for number in range(MANY)))
+    cache.close_space(other)
+    cache.clear(other.namespace)
+
+
+def by_eviction_under_another_size(cache: BlockCache, space: Space) -> None:
+    other = open_space(cache, "other", shards=(2,))
+    store(cache, other, *(f"other {number}" for number in range(MANY // 2)))
+    cache.close_space(other)
+    cache.clear(other.namespace)
+
+
+@pytest.mark.parametrize("go", [by_clearing, by_eviction, by_eviction_under_another_size])
+@pytest.mark.parametrize("attached", [True, False])
+def test_when_the_blocks_go_their_memory_does(go: Callable[[BlockCache, Space], None], attached: bool) -> None:
+    cache = new_cache(MANY, 64)
+    space = open_space(cache)
+    empty = nbytes(cache)
+    store(cache, space, *range(MANY))
+    assert nbytes(cache) > 50 * MANY
+    if not attached:
+        cache.close_space(space)
+    go(cache, space)
+    cache.check_integrity()
+    assert nbytes(cache) == (empty if attached else 0)
+    if attached:
+        store(cache, space, *range(10))
+        assert names_readable(cache, space, 3, 11) == [3]
+        cache.check_integrity()
+
+
+def test_cleared_blocks_that_are_needed_keep_their_memory_until_they_are_not() -> None:
+    cache = new_cache(MANY)
+    space = open_space(cache)
+    store(cache, space, *range(MANY))
+    held = lease(cache, space, 7)
+    by_clearing(cache, space)
+    assert nbytes(cache) > 50 * MANY
+    cache.release(held)
+    assert nbytes(cache) < of_one_block()
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("end", ["abort_all", "quarantine_all"])
+def test_a_store_that_fails_leaves_nothing(end: str) -> None:
+    cache = new_cache(MANY)
+    space = open_space(cache)
+    empty = nbytes(cache)
+    getattr(cache, end)(begin(cache, space, keys(*range(MANY))))
+    assert nbytes(cache) == empty
+    cache.check_integrity()
+
+
+def test_a_store_that_is_refused_leaves_nothing() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    empty = nbytes(cache)
+    assert refused(cache, space, *range(MANY))
+    assert nbytes(cache) == empty
+    cache.check_integrity()
+
+
+def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
+    """Evicted, or refused: a table with rows for many more blocks than there are is built anew."""
+    cache = new_cache(MANY)
+    space = open_space(cache)
+    store(cache, space, *range(10))
+    few = nbytes(cache)
+    order, slots = eviction_order(space), space.blocks.held_slots(space.blocks.index.rows())
+    assert refused(cache, space, *range(10 * MANY))
+    assert nbytes(cache) > 100 * few
+    cache.sweep()
+    cache.check_integrity()
+    assert nbytes(cache) <= 4 * few
+    assert readable(cache, space, *range(12)) == [True] * 10 + [False] * 2
+    assert eviction_order(space) == order
+    assert sorted(space.blocks.held_slots(space.blocks.index.rows())) == sorted(slots)
+
+
+def test_a_table_is_not_built_anew_under_those_who_use_its_blocks() -> None:
+    cache = new_cache(MANY)
+    space, other = open_space(cache), open_space(cache, "other")
+    for each in (space, other):
+        store(cache, each, *range(10))
+    held = lease(cache, space, 3, 4)
+    rows = cache._leases.get(held, 0.0).chains[0].rows.tolist()  # type: ignore[union-attr]
+    filling = begin(cache, space, [key("filling")])
+    for each in (space, other):
+        assert refused(cache, each, *range(10 * MANY))
+    large = space.blocks.nbytes
+    for _ in range(3):
+        cache.sweep()
+    assert space.blocks.nbytes == large
+    assert space.blocks.index.find(space.blocks.index.keys(keys(3, 4))).tolist() == rows
+    assert other.blocks.nbytes < large / 100, "one that is in use keeps the others waiting"
+    cache.release(held)
+    cache.seal_all(filling)
+    cache.sweep()
+    cache.check_integrity()
+    assert space.blocks.nbytes < large / 100
+    assert readable(cache, space, 3, "filling", 11) == [True, True, False]
+
+
+def test_a_table_of_so_many_blocks_that_this_would_take_long_is_not_built_anew() -> None:
+    cache = new_cache(2 * COPIED_ROWS // SPARSE)
+    space = open_space(cache)
+    store(cache, space, *range(COPIED_ROWS // SPARSE + 1))
+    assert refused(cache, space, *range(2 * COPIED_ROWS))
+    large = nbytes(cache)
+    cache.sweep()
+    assert nbytes(cache) == large
+
+
+def test_rows_for_all_blocks_are_not_made_room_for_where_each_has_many_shards() -> None:
+    cache = BlockCache(SlotAllocator(1 << 40, 1 << 30))
+    space = cache.open_space(open_space(new_cache(1)).namespace, 0, 1024, 0, PAGE)
+    space.blocks._lengthen(COPIED_ROWS + 1)
+    assert space.blocks.slots.nbytes <= SLOTS_BYTES
+
+
+def test_large_arrays_are_mappings_that_go_with_them() -> None:
+    def mapped() -> int:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmSize"))
+
+    size = 1 << 32
+    before = mapped()
+    large = zeros((size // 8,), np.int64)
+    assert mapped() - before >= size
+    assert not large[:: size // 64].any()
+    large[-1] = 7
+    del large
+    assert mapped() - before < size // 2
+
+
+@pytest.mark.parametrize("nbytes", [8, MAPPED_BYTES - 8, MAPPED_BYTES, HUGE_BYTES, HUGE_BYTES + mmap.PAGESIZE])
+def test_arrays_of_every_size_are_zeros_that_can_be_written_and_made_longer(nbytes: int) -> None:
+    column = zeros((2, nbytes // 16), np.int64)
+    assert column.shape == (2, nbytes // 16)
+    assert not column.any()
+    column[:] = 7
+    grown = longer(column, nbytes)
+    assert grown.shape == (2, nbytes)
+    assert (grown[:, : nbytes // 16] == 7).all()
+    assert not grown[:, nbytes // 16 :].any()
+    assert longer(column, 5, axis=0).sum(axis=1).tolist() == [7 * (nbytes // 16)] * 2 + [0] * 3
