@@ -311,8 +311,9 @@ class CopyWorker:
             self._calls.clear()
             self._issuing = None
             copy.failed = True
+            error = _settled(stream, error)
             self._end(copy)
-            _fail(copy, _settled(stream, error))
+            _fail(copy, error)
             return
         self._flights.append(_Flight(copy, mark, nbytes, time.monotonic()))
         self._ahead += nbytes
