@@ -66,6 +66,11 @@ class Generations:
             self._mask = self._mask_of("own", self._token())
         return fresh
 
+    @property
+    def first(self) -> bool:
+        """Whether keys are the hashes themselves: the generation of engines as they were started, without a name."""
+        return self._mask is None
+
     def keys(self, hashes: bytes) -> bytes:
         """The keys of hashes that are joined to one string, joined as well."""
         if self._mask is None:
