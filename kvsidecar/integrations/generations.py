@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 
@@ -88,7 +88,8 @@ def read_name(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        with Path(path).open("rb") as file:
+        # A reset must not wait for whoever would write to a pipe.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             text = file.read(MAX_NAME_BYTES + 1)
         if len(text) > MAX_NAME_BYTES:
             _log.warning("kvsidecar: %s has more than %d bytes: no name of weights", path, MAX_NAME_BYTES)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,8 @@ def test_a_name_is_read_without_the_white_space_around_it(tmp_path: Path) -> Non
     assert read_name(str(path)) is None
     path.write_text(" \n")
     assert read_name(str(path)) is None
+    os.mkfifo(tmp_path / "pipe")
+    assert read_name(str(tmp_path / "pipe")) is None
     path.write_text("run 7/step 12\n")
     assert read_name(str(path)) == "run 7/step 12"
 
