@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 
@@ -66,6 +66,11 @@ class Generations:
             self._mask = self._mask_of("own", self._token())
         return fresh
 
+    @property
+    def first(self) -> bool:
+        """Whether keys are the hashes themselves: the generation of engines as they were started, without a name."""
+        return self._mask is None
+
     def keys(self, hashes: bytes) -> bytes:
         """The keys of hashes that are joined to one string, joined as well."""
         if self._mask is None:
@@ -83,7 +88,8 @@ def read_name(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        with Path(path).open("rb") as file:
+        # A reset must not wait for whoever would write to a pipe.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             text = file.read(MAX_NAME_BYTES + 1)
         if len(text) > MAX_NAME_BYTES:
             _log.warning("kvsidecar: %s has more than %d bytes: no name of weights", path, MAX_NAME_BYTES)

@@ -106,6 +106,18 @@ def test_a_reset_that_is_refused_must_be_asked_for_again(
         counters = engine.counters()
         assert counters["vllm:kvsidecar_resets"] == 2
         assert counters["vllm:kvsidecar_refused_resets"] == 1
+        assert counters["vllm:kvsidecar_own_hashes"] == 0
+
+
+def test_an_engine_whose_hashes_are_its_own_says_so_on_its_metrics(
+    model: str, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This version makes a random seed for some algorithms only; vLLM 0.26 does for all."""
+    pytest.importorskip("xxhash")
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with running(model, kvsidecar(daemon.socket), prefix_caching_hash_algo="xxhash") as engine:
+        join(engine, daemon)
+        assert engine.counters()["vllm:kvsidecar_own_hashes"] == 1
 
 
 def test_two_copies_of_the_same_weights_share(model: str, daemon: DaemonProcess, truth: Truth, tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class KeyedClient:
 
 def keyed(jobs: Sequence[AnyJob], generations: Generations) -> tuple[AnyJob, ...]:
     """The jobs as the ranks are told of them."""
+    if generations.first:
+        return tuple(jobs)
     return tuple(
         replace(job, blocks=tuple(replace(each, hashes=generations.keys(each.hashes)) for each in job.blocks))
         for job in jobs
