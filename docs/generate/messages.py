@@ -11,7 +11,7 @@ from grpc_tools import protoc
 
 from docs.generate.markdown import code, prose, table
 from kvsidecar import errors, instances, layout, lookups, registration, types, wire
-from kvsidecar.rpc import attach_socket, attach_stream, lane, service, status, translate
+from kvsidecar.rpc import attach_socket, attach_stream, half_read, lane, service, status, translate
 
 ROOT = Path(__file__).parents[2]
 PROTO = "kvsidecar/v1/sidecar.proto"
@@ -56,6 +56,8 @@ LIMITS = (
     (attach_socket, "MAX_HELLO_BYTES"),
     (attach_socket, "MAX_FDS"),
     (attach_socket, "HELLO_SECONDS"),
+    (half_read, "MAX_HALF_READ_BYTES"),
+    (half_read, "MESSAGE_SECONDS"),
     (lane, "MAX_EARLY_BYTES"),
     (lane, "MAX_UNREAD_BYTES"),
     (lane, "LAST_WORDS_SECONDS"),
@@ -88,7 +90,9 @@ WHAT = {
     "MAX_UNREAD": "answers that wait for a client which does not read its Attach stream, before that is ended (gRPC)",
     "MAX_HELLO_BYTES": "bytes of a Hello",
     "MAX_FDS": "file descriptors with a Hello",
-    "HELLO_SECONDS": "seconds that a connection of the attach socket may be silent before its Hello",
+    "HELLO_SECONDS": "seconds that a connection of the attach socket has for its Hello",
+    "MAX_HALF_READ_BYTES": "bytes of one user's messages of which the end has not come (fast lane)",
+    "MESSAGE_SECONDS": "seconds from the first byte of a message to its last (fast lane)",
     "MAX_EARLY_BYTES": "bytes of messages behind a registration that is not answered yet (fast lane)",
     "MAX_UNREAD_BYTES": "bytes of answers that wait for a client which does not read (fast lane)",
     "LAST_WORDS_SECONDS": "seconds that a refused client has to read why (fast lane)",

@@ -290,7 +290,8 @@ class Client:
         return self._submit(Direction.LOAD, blocks, after, lease or 0, timeout, traceparent)
 
     def poll(self) -> list[JobDone]:
-        """The jobs that have ended since the last call, each once. Never waits.
+        """The jobs that have ended since the last call, each once. Never waits. Of more than 65,536 the oldest are
+        forgotten.
 
         Does not look for the end of jobs that were submitted since the last call, if there are no others.
         """
@@ -300,7 +301,8 @@ class Client:
         return self._jobs.poll()
 
     def wait(self, jobs: Iterable[int], timeout: float) -> dict[int, JobDone]:
-        """Wait for these jobs, at most ``timeout`` seconds. Returns those that have ended; `poll` skips them then."""
+        """Wait for these jobs, at most ``timeout`` seconds. Returns those that have ended and were not reported before;
+        `poll` skips them then."""
         return self._jobs.wait(jobs, timeout)
 
     @property
@@ -358,6 +360,7 @@ class Client:
 
         Raises:
             ClientError: the daemon refuses the request; the text says what to change.
+            ValueError: ``lease_seconds`` is negative, or no number.
         """
         return self._lookups.lookup(namespace, groups, mode, lease_seconds, timeout)
 

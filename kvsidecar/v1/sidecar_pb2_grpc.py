@@ -87,7 +87,8 @@ class SidecarServicer(object):
     def Attach(self, request_iterator, context):
         """One stream per rank. The first message must be `register`; its reply carries epoch, session and readiness.
         Then store, load and flush go up; done, flushed and readiness come down. The stream is the liveness signal:
-        when it ends the rank is gone, its copies are drained and its memory is unmapped. A client that half-closes
+        when it ends the rank is gone, its copies are drained and its memory is unmapped. It ends with UNAUTHENTICATED when
+        the connection to the attach socket ends whose token the rank registered with. A client that half-closes
         gets the end of the stream only after the daemon has unmapped its memory, so it may free it then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -123,6 +123,7 @@ def test_a_stream_whose_attach_connection_has_ended_ends_with_a_status(daemon: D
         rank = RankStream(sidecar, connection, buffer)
         connection.close()
         end = rank.end()
+        assert daemon.metric('kvsidecar_refusals_total{reason="unidentified"}') == 1
     assert end.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
     assert "the connection to the attach socket" in end.details()  # type: ignore[attr-defined]
     buffer.close()

@@ -74,9 +74,9 @@ class Handler:
         self.ended = True
 
 
-def made() -> tuple[Lane, Transport, Handler]:
+def made(half_read: HalfRead | None = None) -> tuple[Lane, Transport, Handler]:
     transport, handler = Transport(), Handler()
-    lane = Lane(handler, HalfRead(), SimpleNamespace(token=b"t", client="c", caller=None))  # type: ignore[arg-type]
+    lane = Lane(handler, half_read or HalfRead(), SimpleNamespace(token=b"t", uid=1, client="c", caller=None))  # type: ignore[arg-type]
     lane.connection_made(transport)  # type: ignore[arg-type]
     return lane, transport, handler
 
@@ -160,3 +160,18 @@ async def test_nothing_is_written_to_a_connection_that_is_over() -> None:
     assert lane.closed.done()
     assert not transport.replies
     assert not handler.ended, "whoever watches the connection ends the session, as that of one that has gone"
+
+
+async def test_the_room_of_a_connection_that_is_refused_is_free_before_the_client_has_read_why() -> None:
+    half_read = HalfRead(1000, seconds=0.02)
+    message = framed(store(1, 900))
+    late, transport, handler = made(half_read)
+    late.data_received(message[:-1])
+    while not transport.closing:  # noqa: ASYNC110 - it is the transport of the tests, which tells nobody
+        await asyncio.sleep(0.01)
+    assert "was not complete" in transport.replies[-1].error.text
+    other, other_transport, _ = made(half_read)
+    other.data_received(message[:-1])
+    assert other_transport.reading, "it waits for room that nobody uses"
+    other.connection_lost(None)
+    await settled(handler)
