@@ -60,6 +60,7 @@ def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, gate: Ga
         for block_id, name in enumerate(names):
             rank.fill(block_id, name)
             jobs.append(rank.client.store([Blocks(0, hashes(name), [block_id])]))
+        daemon.wait_log("failpoint")
         running = frozenset(jobs[:1] if cancel else jobs)
         assert rank.client.flush(jobs, timeout=0.5, cancel=cancel) >= running
         gate.let_pass()
