@@ -123,7 +123,7 @@ class Attacker:
         return replies
 
     def _unary(self) -> None:
-        name = self.rng.choice(("Lookup", "Release", "Renew", "Status", "Clear"))
+        name = self.rng.choice(("Lookup", "Release", "Renew", "Status", "Clear", "CancelDrain"))
         self.call(name, [self._bytes(self._good(name))])
 
     def _lookups(self) -> None:
@@ -272,6 +272,8 @@ class Attacker:
                 return pb.RenewRequest(lease=lease, lease_ms=100)
             case "Clear":
                 return pb.ClearRequest(namespace=namespace_to_wire(NAMESPACE))
+            case "CancelDrain":
+                return pb.CancelDrainRequest()
             case _:
                 return pb.StatusRequest()
 
