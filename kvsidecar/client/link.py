@@ -88,6 +88,9 @@ class LostDaemon:
         self._epoch = epoch
         self._gone = False
 
+    def __del__(self) -> None:
+        self._process.close()  # nobody wants to know any more
+
     def gone(self, successor: int) -> bool:
         """Whether its process has ended. Where that cannot be watched, another daemon at the socket is the proof.
 

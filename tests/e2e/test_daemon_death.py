@@ -412,6 +412,9 @@ def test_close_while_the_daemon_hangs_says_that_the_memory_may_still_be_written(
         assert not rank.client.close(timeout=0.2)
         assert time.monotonic() - began < NO_WAIT
         assert rank.client.wait([load], 0) == {}, "a load was reported that may still write"
+        assert not rank.client.unmapped()
+        kill(daemon)
+        assert rank.client.unmapped()  # until then it watches the process, with one descriptor
 
 
 def test_close_while_the_daemon_hangs_in_the_greeting_ends_all_threads(short_dir: Path) -> None:
