@@ -41,15 +41,18 @@ class Shape:
     tokens: int
     """Of an answer."""
     rounds: int
+    memory: int
+    """Bytes of KV cache that are enough for all of them."""
     gpu_blocks: int
+    """Of 32 tokens: not enough."""
     max_len: int
     batch: int
     """Tokens of one step."""
     pool: str
 
 
-FULL = Shape("wide", 60, 500, 3000, 64, 5, 420, 4096, 2048, "6GiB")
-TINY = Shape("full", 10, 60, 200, 40, 3, 24, 512, 256, "6MiB")
+FULL = Shape("wide", 60, 500, 3000, 64, 5, 4 << 30, 420, 4096, 2048, "6GiB")
+TINY = Shape("full", 10, 60, 200, 40, 3, 16 << 20, 24, 512, 256, "6MiB")
 RETRIES = 20
 
 
@@ -106,10 +109,14 @@ def ask(
     name: str, model: str, shape: Shape, prompts: Sequence[Prompt], daemon: DaemonProcess | None = None, **options: Any
 ) -> Run:
     transfer = None if daemon is None else kvsidecar(daemon.socket)
-    given = {"max_model_len": shape.max_len, "max_num_batched_tokens": shape.batch, **options}
-    if DEVICE != "cuda":
-        given["kv_cache_memory_bytes"] = 16 << 20
-    with AskedProcess(model, transfer, **given) as engine:
+    given = {
+        "max_model_len": shape.max_len,
+        "max_num_batched_tokens": shape.batch,
+        "kv_cache_memory_bytes": shape.memory,
+        **options,
+    }
+    engine = AskedProcess(model, transfer, **given)
+    with engine:
         engine.wait_started()
         began = time.monotonic()
         answers = []
@@ -143,7 +150,7 @@ def compare(shape: Shape, directory: Path) -> bool:
     print(reference.line(right), flush=True)
     good = True
     for scheduling in (False, True) if DEVICE == "cuda" else (False,):
-        small = {"num_gpu_blocks_override": shape.gpu_blocks, "async_scheduling": scheduling}
+        small: dict[str, Any] = {"num_gpu_blocks_override": shape.gpu_blocks, "async_scheduling": scheduling}
         control = ask("no connector, few blocks", model, shape, prompts, **small)
         print(control.line(right), flush=True)
         with DaemonProcess(directory, "--pool-size", shape.pool) as daemon:
