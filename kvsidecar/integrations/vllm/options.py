@@ -71,7 +71,7 @@ class Options:
         "about to evict them",
     )
     store_interval: float = _option(
-        0.05, _seconds, "eager mode: blocks of running requests wait at most this long to be stored together"
+        0.25, _seconds, "eager mode: blocks of running requests wait at most this long to be stored together"
     )
     store_prompt_only: bool = _option(False, _flag, "eager mode: store the blocks of prompts, not those of answers")
     lazy_watermark: int = _option(
