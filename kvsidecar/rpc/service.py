@@ -226,9 +226,8 @@ class _Attached:
         except KVSidecarError as error:
             return error
         except asyncio.CancelledError:
-            if not self._dropped:
+            if not self._dropped or task.uncancel():  # gRPC says, too, that the client has gone
                 raise
-            task.uncancel()
             return UnknownPeer("the connection to the attach socket whose token this rank registered with has ended")
         finally:
             self._reading = False
