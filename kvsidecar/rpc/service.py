@@ -173,7 +173,16 @@ class _Attached:
 
         stream = self._handler.open(self._session, self._outbox.put_nowait, dropped)
         writer = self._handler.tasks.spawn(self._write(), name="attach-writer")
-        refused: KVSidecarError | None = None
+        try:
+            refused = await self._until_over(stream, writer)
+        finally:
+            writer.cancel()
+        if refused is not None:
+            self._handler.refused(refused)
+            await abort(self._context, refused)
+
+    async def _until_over(self, stream: AttachStream, writer: asyncio.Task[None]) -> KVSidecarError | None:
+        """As `_read`; then the session has ended, and what is owed has been written, if somebody reads it."""
         gone = True
         try:
             refused = await self._read(stream)
@@ -183,16 +192,11 @@ class _Attached:
             if gone:
                 writer.cancel()  # nobody reads any more what is owed
             await self._end(gone=gone)
-        if isinstance(refused, LimitExceeded):
-            writer.cancel()  # what is owed would wait for a client that does not read
-        else:
+        if not isinstance(refused, LimitExceeded):  # of a client that does not read
             self._outbox.put_nowait(None)
             # Whose attach connection has ended has mostly gone as a whole, or else need not be reading.
             await asyncio.wait([writer], timeout=LAST_WORDS_SECONDS if self._dropped else None)
-            writer.cancel()
-        if refused is not None:
-            self._handler.refused(refused)
-            await abort(self._context, refused)
+        return refused
 
     async def _read(self, stream: AttachStream) -> KVSidecarError | None:
         """Until the client half-closes. Returns why the stream must end with an error, or None.
@@ -215,9 +219,8 @@ class _Attached:
         except KVSidecarError as error:
             return error
         except asyncio.CancelledError:
-            if not self._dropped:
+            if not self._dropped or task.uncancel():  # gRPC says, too, that the client has gone
                 raise
-            task.uncancel()
             return UnknownPeer("the connection to the attach socket whose token this rank registered with has ended")
         return None
 
