@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -380,7 +380,7 @@ class Daemon:
 
     async def _end(self) -> None:
         await asyncio.sleep(LAST_WORDS_SECONDS)
-        os._exit(EXIT_UNSETTLED)
+        _exit_at_once(EXIT_UNSETTLED)
 
     def _peer_gone(self, peer: Peer) -> None:
         for session in self._instances.remove_peer(peer):
@@ -408,8 +408,7 @@ class Daemon:
     def _signalled(self, number: int) -> None:
         if self._stop.is_set():
             _log.warning("second signal: exiting at once", signal=signal.Signals(number).name)
-            log.flush()
-            os._exit(128 + number)
+            _exit_at_once(128 + number)
         _log.info("stopping", signal=signal.Signals(number).name)
         self._stop.set()
 
@@ -453,7 +452,7 @@ class Daemon:
         ended = await self._hub.close(max(0.1, deadline - time.monotonic()))
         if self._unsettled or not ended:
             _log.error("copies have not ended: the process ends without unpinning", exit_code=EXIT_UNSETTLED)
-            os._exit(EXIT_UNSETTLED)
+            _exit_at_once(EXIT_UNSETTLED)
         try:
             await asyncio.to_thread(self._pool.close)
         except PinFailed as error:
@@ -465,3 +464,9 @@ class Daemon:
         await self._probes.stop()
         self._endpoint.release()
         _log.info("stopped")
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """End the process, whatever still runs in it, with the last words of its log."""
+    log.flush()
+    os._exit(code)

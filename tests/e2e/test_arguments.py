@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("carrier")
 
 LEASES: dict[str, Callable[[Client, float], Any]] = {
     "lookup": lambda client, seconds: client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=seconds),
-    "lease": lambda client, seconds: client.lease(NAMESPACE, {0: hashes("a")}, seconds),
+    "keep": lambda client, seconds: client.keep(1, seconds),
     "renew": lambda client, seconds: client.renew(1, seconds),
 }
 

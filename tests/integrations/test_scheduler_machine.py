@@ -454,7 +454,6 @@ class Engine:
     def come_to_rest(self) -> None:
         self.daemon.reason = ""
         self.attach()
-        self.clock.now += 10  # what was declined is tried again
         for request in self.waiting:
             self.side.request_finished(request)
         self.waiting.clear()
@@ -462,6 +461,7 @@ class Engine:
             self.finish(0)
         self.schedule({})
         for _ in range(1000):
+            self.clock.now += 10  # what was declined is tried again
             if not (self.side.has_pending_push_work() or self.flight or self.jobs or self.loading):
                 break
             self.schedule({})

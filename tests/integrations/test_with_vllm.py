@@ -375,6 +375,7 @@ def test_routers_are_told_over_the_steps_what_the_daemon_has_lost(loss: str, mon
         daemon.blocks.clear()
         engine.side.take_report(RankReport(attached={0: daemon.epoch}))
     else:
+        assert engine.manager.reset_prefix_cache()
         assert engine.side.reset_cache()
     sizes, removed = [], []
     while engine.side.has_pending_push_work():
