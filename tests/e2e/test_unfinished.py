@@ -31,6 +31,10 @@ def refusals(daemon: DaemonProcess, reason: str) -> float:
     return daemon.metric(f'kvsidecar_refusals_total{{reason="{reason}"}}')
 
 
+OWN_FDS = 4
+"""Of a rank's own connections, which it may still be opening when they are counted: far fewer than a test opens."""
+
+
 def open_fds(daemon: DaemonProcess) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
@@ -89,7 +93,7 @@ def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProce
         assert refusals(daemon, "unfinished") >= fit
         assert refusals(daemon, "unfinished") + refusals(daemon, "limit") == many
         assert rss_mib(daemon) - start < 0.5 * with_fit, "what was read is kept"
-    wait_for(lambda: open_fds(daemon) <= fds)
+    wait_for(lambda: open_fds(daemon) <= fds + OWN_FDS)
     done(rank.store("b"))
     rank.close()
 
