@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm import runs
-from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50, p99
 
 SHAPE = {"count": 64, "concurrency": 32, "first_tokens": 1024, "output_tokens": 256}
@@ -31,19 +30,7 @@ def measure(
     options: argparse.Namespace, modes: list[str], directory: Path, pool: int
 ) -> dict[str, list[dict[str, Any]]]:
     """By mode: what each round gave."""
-    block = 32 if options.tiny else 16
-    llm: dict[str, Any] = {
-        "max_model_len": 768 if options.tiny else 4096,
-        "max_num_batched_tokens": 1024 if options.tiny else 8192,
-        "max_num_seqs": 64,
-        "block_size": block,
-        "num_gpu_blocks_override": options.gpu_tokens // block,
-        "enforce_eager": options.tiny,
-    }
-    if options.tiny:
-        llm["kv_cache_memory_bytes"] = kv_bytes_per_token(True) * options.gpu_tokens
-    else:
-        llm["gpu_memory_utilization"] = options.memory
+    llm = runs.llm_options(options, max_model_len=4096)
     shape = {name: getattr(options, name) for name in SHAPE} | {"turns": 1, "turn_tokens": 2, "system_tokens": 0}
     results: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     with ExitStack() as stack:
@@ -98,17 +85,12 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
 
 def main() -> None:
     parser = runs.arguments(__doc__)
-    for name, value in SHAPE.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=None, help=f"{value}; tiny: {TINY_SHAPE[name]}"
-        )
+    runs.add_shape(parser, SHAPE, TINY_SHAPE)
     parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU of each engine, in tokens")
     parser.add_argument("--memory", type=float, default=0.3, help="share of the GPU's memory for each engine")
     parser.add_argument("--rounds", type=int, default=8, help="of each engine, in turn")
     options = parser.parse_args()
-    for name, value in (TINY_SHAPE if options.tiny else SHAPE).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    runs.fill_shape(options, SHAPE, TINY_SHAPE)
     options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
     if options.rounds < 2:
         raise SystemExit("--rounds: two at least, to see what they differ by")

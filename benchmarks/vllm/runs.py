@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.vllm.engine import model_config, transfer_config
+from benchmarks.vllm.engine import kv_bytes_per_token, model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
 from kvsidecar.bench.processes import Child, private_daemon
 from kvsidecar.units import parse_size
@@ -38,6 +38,40 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--logs", type=Path, default=None, help="folder for the logs of daemon and engines")
     parser.add_argument("--json", type=Path, default=None, help="file for the results")
     return parser
+
+
+def add_shape(parser: argparse.ArgumentParser, shape: Mapping[str, int], tiny: Mapping[str, int]) -> None:
+    """An option for each number of a shape; `fill_shape` gives those that were not set their defaults."""
+    for name, value in shape.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help=f"{value}; tiny: {tiny[name]}")
+
+
+def fill_shape(options: argparse.Namespace, shape: Mapping[str, int], tiny: Mapping[str, int]) -> None:
+    for name, value in (tiny if options.tiny else shape).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def llm_options(options: argparse.Namespace, *, max_model_len: int) -> dict[str, Any]:
+    """Of ``vllm.LLM``, for ``options.gpu_tokens`` of KV in a share ``options.memory`` of the GPU.
+
+    Args:
+        max_model_len: of the real model; the tiny one has 768.
+    """
+    block = 32 if options.tiny else 16
+    found: dict[str, Any] = {
+        "max_model_len": 768 if options.tiny else max_model_len,
+        "max_num_batched_tokens": 1024 if options.tiny else 8192,
+        "max_num_seqs": 64,
+        "block_size": block,
+        "num_gpu_blocks_override": options.gpu_tokens // block,
+        "enforce_eager": options.tiny,
+    }
+    if options.tiny:
+        found["kv_cache_memory_bytes"] = kv_bytes_per_token(True) * options.gpu_tokens
+    else:
+        found["gpu_memory_utilization"] = options.memory
+    return found
 
 
 def modes(given: str, default: Sequence[str]) -> list[str]:

@@ -42,19 +42,7 @@ GPU_TOKENS, TINY_GPU_TOKENS = 131_072, 1_024
 
 
 def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> dict[str, Any]:
-    block = 32 if options.tiny else 16
-    llm: dict[str, Any] = {
-        "max_model_len": 768 if options.tiny else 16384,
-        "max_num_batched_tokens": 1024 if options.tiny else 8192,
-        "max_num_seqs": 64,
-        "block_size": block,
-        "num_gpu_blocks_override": options.gpu_tokens // block,
-        "enforce_eager": options.tiny,
-    }
-    if options.tiny:
-        llm["kv_cache_memory_bytes"] = kv_bytes_per_token(True) * options.gpu_tokens
-    else:
-        llm["gpu_memory_utilization"] = options.memory
+    llm = runs.llm_options(options, max_model_len=16384)
     shape = {name: getattr(options, name) for name in SHAPE}
     with (
         runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as socket,
@@ -98,17 +86,12 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
 
 def main() -> None:
     parser = runs.arguments(__doc__)
-    for name, value in SHAPE.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=None, help=f"{value}; tiny: {TINY_SHAPE[name]}"
-        )
+    runs.add_shape(parser, SHAPE, TINY_SHAPE)
     parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU, in tokens")
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
     parser.add_argument("--repeat", type=int, default=1, help="runs of every mode, in turn")
     options = parser.parse_args()
-    for name, value in (TINY_SHAPE if options.tiny else SHAPE).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    runs.fill_shape(options, SHAPE, TINY_SHAPE)
     options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
     chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar"))
     # Room for all conversations at their end, and for those that warm up.
