@@ -126,8 +126,8 @@ class CopyMark(Protocol):
         """Return when it is over. May spin: wait for what will be over soon. Raises as `over` does."""
 
     def seconds(self) -> float:
-        """How long the device itself copied, for a call that is over; to be asked once. Never raises: a device that
-        does not say gives 0."""
+        """How long the device itself copied, for a call that was issued ``timed`` and is over; to be asked once. Never
+        raises: a device that does not say gives 0."""
 
 
 class PreparedCall(Protocol):
@@ -140,11 +140,12 @@ class CopyStream(Protocol):
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         """Do all that takes time, so that `issue` does not keep the link waiting. Nothing moves yet."""
 
-    def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
+    def issue(self, prepared: PreparedCall, *, alone: bool = False, timed: bool = True) -> CopyMark:
         """Start all copies of the call, behind those that were issued before.
 
         Args:
             alone: nothing is in flight, and nothing is going to be issued before this is over.
+            timed: its mark is going to be asked how long it took. Costs a few microseconds of a call that is alone.
 
         Raises:
             CopyFailed: with ``outcome_known=True`` if nothing that was issued so far can move a byte any more, False

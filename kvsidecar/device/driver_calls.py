@@ -22,6 +22,8 @@ import numpy.typing as npt
 from kvsidecar.errors import DriverUnusable
 
 SUCCESS: Final = 0
+NOT_READY: Final = 600
+"""``CUDA_ERROR_NOT_READY``: it is not over."""
 NOT_SUPPORTED: Final = 801
 """``CUDA_ERROR_NOT_SUPPORTED``: the driver has the call, and this system does not do it."""
 SINCE: Final = 12080
@@ -39,12 +41,13 @@ SIGNATURES: Final = {
     # numOps, opList, failIdx, flags, stream
     "cuMemcpy3DBatchAsync": (_SIZE, _POINTER, _POINTER, ctypes.c_ulonglong, _POINTER),
     "cuEventRecord": (_POINTER, _POINTER),
+    "cuEventQuery": (_POINTER,),
     # milliseconds, start, end
     "cuEventElapsedTime": (_POINTER, _POINTER, _POINTER),
 }
-KEEP_GIL: Final = frozenset({"cuEventRecord", "cuEventElapsedTime"})
-"""A microsecond each, between the copies of a paced store: called without letting another thread have the interpreter,
-which might keep it for milliseconds while the link idles."""
+KEEP_GIL: Final = frozenset({"cuEventRecord", "cuEventQuery", "cuEventElapsedTime"})
+"""A microsecond each, between two copies: called without letting another thread have the interpreter, which might keep
+it for milliseconds while the link idles."""
 OPTIONAL: Final = frozenset({"cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"})
 NEEDED: Final = frozenset(
     {
@@ -207,13 +210,17 @@ class CopyCalls:
         return self._one_by_one(*call.source, stream)
 
     def record(self, event: int, stream: int) -> int:
-        """Record an event on a stream with next to nothing in flight. (Where much is, the driver may block, and that
-        must not hold up every thread.)
+        """Record an event on a stream with nothing in flight but what was issued just now. (Where much is, the driver
+        may block, and that must not hold up every thread.)
 
         Returns:
             The driver's status.
         """
         return int(self._functions["cuEventRecord"](event, stream))
+
+    def reached(self, event: int) -> bool:
+        """Whether all before it is over, well or not."""
+        return int(self._functions["cuEventQuery"](event)) != NOT_READY
 
     def seconds_between(self, start: int, end: int) -> float | None:
         """Of the device's time, between two events that are over; None if the driver does not say."""

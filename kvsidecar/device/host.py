@@ -186,7 +186,7 @@ class HostCopyStream:
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         return HostCall(call, pool_address)
 
-    def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
+    def issue(self, prepared: PreparedCall, *, alone: bool = False, timed: bool = True) -> CopyMark:
         """Do all copies. A host copy has no way to fail but a signal, so this raises nothing."""
         assert isinstance(prepared, HostCall)
         began = time.perf_counter()

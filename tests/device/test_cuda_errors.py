@@ -234,18 +234,26 @@ class Functions:
         self.statuses: dict[str, list[Any]] = {name: [] for name in names}
         self.calls: list[str] = []
         self.batches: list[npt.NDArray[np.void]] = []
+        self.timed: list[tuple[int, int]] = []
+        """Pairs of events."""
         self._keep: list[Any] = []
         self._addresses = {name: self._function(name) for name in names}
         scripted.answers["cuGetProcAddress"] = self._find
+
+    @property
+    def copies(self) -> list[str]:
+        return [name for name in self.calls if "Memcpy" in name]
 
     def _find(self, name: bytes, version: int, flags: int) -> tuple[Any, int, Any]:
         return OK, self._addresses.get(name.decode(), 0), None
 
     def _function(self, name: str) -> int:
         def call(*arguments: Any) -> int:
-            self.calls.append(name)
+            if name != "cuEventQuery":
+                self.calls.append(name)
             if name == "cuEventElapsedTime":
                 ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_float))[0] = 250.0
+                self.timed.append((arguments[1], arguments[2]))
             if name == "cuMemcpy3DBatchAsync":
                 nbytes = arguments[0] * OPERATION.itemsize
                 self.batches.append(np.frombuffer(ctypes.string_at(arguments[1], nbytes), OPERATION))
@@ -308,7 +316,7 @@ def test_without_the_batched_calls_each_copy_is_its_own(scripted: Driver, direct
         functions.calls.clear()
         stream.issue(stream.prepare(call_of(GOOD, GOOD, batched=True), 0))
         stream.issue(stream.prepare(call_of(GOOD, ROWS, wide), 0))
-    assert functions.calls == [PLAIN[direction]] * 3 + ["cuMemcpy2DAsync"] + [PLAIN[direction]] * 3  # asked once
+    assert functions.copies == [PLAIN[direction]] * 3 + ["cuMemcpy2DAsync"] + [PLAIN[direction]] * 3  # asked once
     functions.statuses["cuMemcpy2DAsync"] = [INVALID]
     with pytest.raises(CopyFailed):
         stream.issue(stream.prepare(call_of(ROWS, GOOD), 0))
@@ -322,7 +330,7 @@ def test_a_plain_copy_that_is_not_supported_fails_and_is_asked_again(scripted: D
     with pytest.raises(CopyFailed):
         stream.issue(stream.prepare(call_of(GOOD, batched=False), 0))
     stream.issue(stream.prepare(call_of(GOOD, batched=False), 0))
-    assert functions.calls == [PLAIN[direction]] * 2
+    assert functions.copies == [PLAIN[direction]] * 2
 
 
 def test_stores_read_in_stream_order_and_loads_when_they_like(scripted: Driver) -> None:
@@ -354,7 +362,7 @@ def test_one_copy_is_issued_without_arrays_and_says_the_same(scripted: Driver, d
     functions = Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(direction)
     stream.issue(stream.prepare(call_of(GOOD), 1 << 30))
-    assert functions.calls == [PLAIN[direction]]
+    assert functions.copies == [PLAIN[direction]]
     stream.issue(stream.prepare(call_of(ROWS), 1 << 30))
     stream.issue(stream.prepare(call_of(ROWS, ROWS), 1 << 30))
     one, two = functions.batches
@@ -418,14 +426,20 @@ def test_a_driver_without_the_plain_calls_is_refused(scripted: Driver) -> None:
 
 
 def test_a_failed_event_or_wait(scripted: Driver) -> None:
-    Functions(scripted, *SIGNATURES)
+    functions = Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
-    for answers in ([(INVALID,)], [(OK,), (INVALID,)]):  # before the copies, and after them
-        scripted.answers["cuEventRecord"] = answers
-        with pytest.raises(CopyFailed) as failure:
-            stream.issue(stream.prepare(call_of(GOOD), 0))
-        assert failure.value.outcome_known
-    scripted.answers["cuEventRecord"] = (OK,)
+    for alone in (False, True):
+        for after in (False, True):  # before the copies, and after them
+            if after and not alone:
+                scripted.answers["cuEventRecord"] = (INVALID,)
+            else:
+                functions.statuses["cuEventRecord"] = [OK] * after + [INVALID]
+            with pytest.raises(CopyFailed) as failure:
+                stream.issue(stream.prepare(call_of(GOOD), 0), alone=alone)
+            assert failure.value.outcome_known
+            scripted.answers["cuEventRecord"] = (OK,)
+            assert not functions.statuses["cuEventRecord"]
+    assert scripted.calls.count("cuEventCreate") == 2, "events of refused calls are used again"
     scripted.answers["cuEventSynchronize"] = scripted.answers["cuEventQuery"] = (INVALID,)
     for ask in (CopyMark.wait, CopyMark.over):
         mark = stream.issue(stream.prepare(call_of(GOOD), 0))
@@ -459,18 +473,62 @@ def test_a_call_is_timed_by_the_device_from_before_its_copies_to_after_them(scri
     order: list[str] = []
     functions = Functions(scripted, *SIGNATURES)
     functions.calls = order
-    scripted.answers["cuEventRecord"] = lambda *_: order.append("cuEventRecord") or (OK,)
+    scripted.answers["cuEventRecord"] = lambda *_: order.append("cuEventRecord that may block") or (OK,)
     stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
     mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=alone)
-    assert order == ["cuEventRecord", PLAIN[Direction.STORE], "cuEventRecord"]
-    # Alone, between two calls of a paced store, it is recorded without giving up the interpreter.
-    assert ("cuEventRecord" not in scripted.calls) is alone
+    # Where nothing is in flight it is recorded without giving up the interpreter.
+    assert order == [
+        "cuEventRecord",
+        PLAIN[Direction.STORE],
+        "cuEventRecord" if alone else "cuEventRecord that may block",
+    ]
     assert mark.over()
     assert mark.seconds() == 0.25
     functions.statuses["cuEventElapsedTime"] = [INVALID]
     mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=alone)
     assert mark.over()
     assert mark.seconds() == 0.0, "a time that the driver does not tell fails a copy that is over"
+
+
+def test_a_call_alone_that_is_not_timed_has_no_event(scripted: Driver) -> None:
+    functions = Functions(scripted, *SIGNATURES)
+    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True, timed=False)
+    scripted.answers["cuStreamQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
+    assert not mark.over()
+    scripted.answers["cuStreamQuery"] = (OK,)
+    assert mark.over()
+    assert functions.calls == [PLAIN[Direction.STORE]]
+    assert "cuEventCreate" not in scripted.calls
+    mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True, timed=False)
+    scripted.answers["cuStreamSynchronize"] = (LOST,)
+    with pytest.raises(DeviceLost):
+        mark.wait()
+
+
+def test_a_call_behind_one_in_flight_begins_where_that_one_ends(scripted: Driver) -> None:
+    functions = Functions(scripted, *SIGNATURES)
+    numbers = iter(range(10, 100))
+    scripted.answers["cuEventCreate"] = lambda *_: (OK, Handle(next(numbers)))
+    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+
+    def issue(*, in_flight: bool) -> CopyMark:
+        functions.statuses["cuEventQuery"] = [driver.CUresult.CUDA_ERROR_NOT_READY] if in_flight else []
+        return stream.issue(stream.prepare(call_of(GOOD), 0))
+
+    marks = [issue(in_flight=False), *[issue(in_flight=True) for _ in range(2)]]
+    assert functions.calls.count("cuEventRecord") == 1, "only the first of them has a start of its own"
+    for mark in marks[:2]:
+        assert mark.over()
+        mark.seconds()
+    # The second one's end is the third one's start: two of the four events are free, those are not among them.
+    marks += [issue(in_flight=True), issue(in_flight=False)]
+    for mark in marks[2:]:
+        assert mark.over()
+        mark.seconds()
+    assert functions.timed == [(10, 11), (11, 12), (12, 13), (13, 11), (10, 14)]
+    issue(in_flight=True)  # its mark was asked already: it is over, whatever the driver says
+    assert functions.calls.count("cuEventRecord") == 3
 
 
 @pytest.mark.parametrize(("status", "error"), [(INVALID, CopyFailed), (LOST, DeviceLost)])

@@ -14,7 +14,7 @@ import pytest
 from kvsidecar.device import worker as worker_module
 from kvsidecar.device.base import COPY, CopyCall, CopyList, CopyMark, CopyStream, PreparedCall
 from kvsidecar.device.host import HostDevice
-from kvsidecar.device.worker import AHEAD_BYTES, CopyResult, CopyWorker
+from kvsidecar.device.worker import AHEAD_BYTES, TIMED_CALLS, CopyResult, CopyWorker
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.types import Direction
 
@@ -70,6 +70,7 @@ class Script(HostDevice):
         self.waiting: dict[int, threading.Event] = {}
         self.calls: list[str] = []
         self.alone: list[bool] = []
+        self.timed: list[bool] = []
         self.threads: set[int] = set()
 
     def hold(self, nbytes: int) -> None:
@@ -90,15 +91,16 @@ class ScriptedStream:
         assert pool_address == POOL
         return call
 
-    def issue(self, prepared: PreparedCall, *, alone: bool = False) -> CopyMark:
+    def issue(self, prepared: PreparedCall, *, alone: bool = False, timed: bool = True) -> CopyMark:
         call = prepared
         assert isinstance(call, CopyCall)
         self._script.threads.add(threading.get_ident())
         self._script.calls.append(f"issue {call.nbytes}")
         self._script.alone.append(alone)
+        self._script.timed.append(timed)
         if call.nbytes in self._script.issue_errors:
             raise self._script.issue_errors[call.nbytes]
-        return ScriptedMark(self._script, call.nbytes)
+        return ScriptedMark(self._script, call.nbytes, timed=timed)
 
     def over(self) -> bool:
         self._script.threads.add(threading.get_ident())
@@ -114,9 +116,10 @@ class ScriptedStream:
 
 
 class ScriptedMark:
-    def __init__(self, script: Script, nbytes: int) -> None:
+    def __init__(self, script: Script, nbytes: int, *, timed: bool) -> None:
         self._script = script
         self._nbytes = nbytes
+        self._timed = timed
         self._ended = False
 
     def over(self) -> bool:
@@ -128,6 +131,7 @@ class ScriptedMark:
 
     def seconds(self) -> float:
         assert self._ended
+        assert self._timed
         return self._nbytes * TOOK
 
     def wait(self) -> None:
@@ -213,6 +217,16 @@ def test_paced_calls_run_one_at_a_time_in_order(script: Script, worker: CopyWork
     assert threading.get_ident() not in script.threads
     assert (failures.errors, worker.failure, worker.alive) == ([], None, False)
     assert script.alone == [True] * 3
+
+
+@pytest.mark.parametrize("paced", [True, False])
+def test_of_a_paced_copys_calls_some_are_timed_and_stand_for_all(
+    script: Script, worker: CopyWorker, unpaced: CopyWorker, paced: bool
+) -> None:
+    slices = Calls(*range(1, 2 * TIMED_CALLS + 2))
+    result = (worker if paced else unpaced).submit(slices).result(TIMEOUT)
+    assert script.timed == [not paced or number % TIMED_CALLS == 0 for number in range(2 * TIMED_CALLS + 1)]
+    assert result.copy_seconds == pytest.approx(slices.nbytes * TOOK)
 
 
 def test_the_thread_has_a_name(script: Script, worker: CopyWorker) -> None:
