@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from statistics import median
 
 import grpc
 import pytest
@@ -232,25 +233,26 @@ def test_lookups_and_jobs_of_too_many_parts_are_refused_before_they_are_looked_a
     rank.close()
 
 
-def test_the_largest_registration_holds_up_lookups_hardly_longer_than_a_small_one(daemon: DaemonProcess) -> None:
-    """The longest round trip of a lookup while a rank registers, in turns with a small registration."""
+def test_the_largest_registration_does_not_hold_up_lookups(daemon: DaemonProcess) -> None:
+    """The longest round trip of a lookup while a rank registers is a small part of the registration."""
     buffer = HostBuffer(1 << 20)
     row = pb.Region(row_stride=8 * MAX_REGIONS, block_stride=2 * MAX_REGIONS, row_bytes=1)
     row.num_rows = MAX_ROWS // MAX_REGIONS
 
-    def longest_lookup(client: Client, sidecar: pb_grpc.SidecarStub, regions: int) -> float:
+    def share_of_longest_lookup(client: Client, sidecar: pb_grpc.SidecarStub) -> float:
         with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection:
             message = register(welcome(connection).token, buffer)
             (group,) = message.groups
             group.num_blocks = 4
             del group.regions[:]
-            for number in range(regions):
+            for number in range(MAX_REGIONS):
                 group.regions.add().CopyFrom(row)
                 group.regions[-1].offset = 2 * number
             over = threading.Event()
             replies = sidecar.Attach(_held_open(pb.AttachRequest(register=message), over), timeout=SECONDS)
             registered: list[pb.AttachReply] = []
             waiting = threading.Thread(target=lambda: registered.append(next(replies)))
+            began = time.perf_counter()
             waiting.start()
             longest = 0.0
             while waiting.is_alive():
@@ -258,17 +260,14 @@ def test_the_largest_registration_holds_up_lookups_hardly_longer_than_a_small_on
                 assert client.lookup(NAMESPACE, {0: hashes("a")}).ready
                 longest = max(longest, time.perf_counter() - started)
             waiting.join()
+            took = time.perf_counter() - began
             over.set()
             assert registered[0].registered.session
             assert not list(replies)
-        return longest
+        return longest / took
 
     with daemon.client() as client, stub(daemon) as sidecar:
         assert client.lookup(NAMESPACE, {0: hashes("a")}).ready
-        small, large = [], []
-        for _ in range(9):
-            small.append(longest_lookup(client, sidecar, 64))
-            large.append(longest_lookup(client, sidecar, MAX_REGIONS))
-    # Of many rounds the best: what else the machine does makes each of them longer.
-    assert min(large) < 20 * min(small)
+        shares = [share_of_longest_lookup(client, sidecar) for _ in range(9)]
+    assert median(shares) < 1 / 3, shares
     buffer.close()

@@ -51,11 +51,14 @@ class Racer:
             events=events,
         )
 
-    def round(self, number: int, after: str) -> int:
-        """Store one block while it is being written. Returns how many of its elements came back wrong."""
+    def round(self, number: int, after: str) -> int | None:
+        """Store one block while it is being written. Returns how many of its elements came back wrong; None if the
+        store was not over before what writes the block, though it did not wait for that."""
         block, target = number % (BLOCKS // 2), BLOCKS // 2 + number % (BLOCKS // 2)
         torch.cuda._sleep(DELAY_CYCLES)
         self.kv[block].fill_(number + 1)
+        written = torch.cuda.Event()
+        written.record()
         waiting: object = None
         if after == "host":
             waiting = torch.cuda.Event()
@@ -65,6 +68,8 @@ class Racer:
         names = hashes((after, number))
         job = self.client.store([Blocks(0, names, [block])], after=waiting)
         done(self.client.wait([job], SECONDS)[job])
+        if after == "none" and written.query():
+            return None
         torch.cuda.synchronize()
         job = self.client.load([Blocks(0, names, [target])])
         done(self.client.wait([job], SECONDS)[job])
@@ -74,11 +79,12 @@ class Racer:
 def test_without_an_order_every_store_is_corrupted_and_with_either_none_is(cuda_daemon: DaemonProcess) -> None:
     racer = Racer(cuda_daemon, TorchEventRing())
     assert racer.client.device_order, racer.client.device_order_refused
-    wrong = {
-        after: sum(racer.round(number, after) > 0 for number in range(ROUNDS)) for after in ("none", "host", "device")
-    }
-    print(f"corrupted rounds of {ROUNDS}: {wrong}")
-    assert wrong == {"none": ROUNDS, "host": 0, "device": 0}
+    wrong = {after: [racer.round(number, after) for number in range(ROUNDS)] for after in ("none", "host", "device")}
+    races = [elements for elements in wrong["none"] if elements is not None]
+    print(f"corrupted rounds: {sum(map(bool, races))} of {len(races)}", {a: sum(map(bool, wrong[a])) for a in wrong})
+    assert races, "this machine was too slow to store a block before it is written"
+    assert all(races)
+    assert not any(wrong["host"] + wrong["device"])
     racer.client.close()
 
 
