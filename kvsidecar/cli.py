@@ -5,6 +5,7 @@ Imports what a command needs when it runs: help is instant.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -101,6 +102,7 @@ def _serve(**flags: str | None) -> None:
     use, 74 a copy hangs or its outcome is unknown (start again), 75 a port is in use or an address not there yet
     (starting again may help), 78 a setting is wrong.
     """
+    gc.disable()  # imports leave nothing to collect, and looking for it is a sixth of a start; `serve` enables it again
     from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
     from kvsidecar.serve import serve
 
