@@ -5,14 +5,18 @@ Imports what a command needs when it runs: help is instant.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import click
-
 from kvsidecar import __version__, terminal
-from kvsidecar.config import click_options
+from kvsidecar.imports import uncollected
+
+with uncollected():
+    import click
+
+    from kvsidecar.config import click_options
 
 if TYPE_CHECKING:
     from kvsidecar.client import Client, RemoteClient
@@ -101,6 +105,7 @@ def _serve(**flags: str | None) -> None:
     use, 74 a copy hangs or its outcome is unknown (start again), 75 a port is in use or an address not there yet
     (starting again may help), 78 a setting is wrong.
     """
+    gc.disable()  # as in `uncollected`, until the daemon is there: `serve` enables it again
     from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
     from kvsidecar.serve import serve
 

@@ -20,16 +20,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
 
 from kvsidecar import memory_limits, policy
 from kvsidecar.errors import ConfigError
@@ -132,19 +124,18 @@ class Shown:
     default: str | None = None
 
 
-# NoDecode: pydantic-settings would read the variable of a type that it takes for structured as JSON.
-_PoolSize = Annotated[Size, NoDecode, BeforeValidator(_size), Shown("SIZE|PERCENT")]
-_SlabSize = Annotated[int | Literal["auto"], NoDecode, BeforeValidator(_slab_size), Shown("auto|SIZE")]
-_StoreChunk = Annotated[int | None, NoDecode, BeforeValidator(_store_chunk), Shown("SIZE|off", "4 MiB")]
-_Policy = Annotated[Policy | None, NoDecode, BeforeValidator(policy.parse), Shown("TOML", "none")]
+_PoolSize = Annotated[Size, BeforeValidator(_size), Shown("SIZE|PERCENT")]
+_SlabSize = Annotated[int | Literal["auto"], BeforeValidator(_slab_size), Shown("auto|SIZE")]
+_StoreChunk = Annotated[int | None, BeforeValidator(_store_chunk), Shown("SIZE|off", "4 MiB")]
+_Policy = Annotated[Policy | None, BeforeValidator(policy.parse), Shown("TOML", "none")]
 _ChunkSize = Annotated[int, BeforeValidator(_chunk_size), Shown("SIZE", "1 GiB")]
 _Seconds = Annotated[float, Field(allow_inf_nan=False), Shown("SECONDS")]
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """What the daemon is told. Build it with `load_settings`, which adds the file and the error sentences."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     socket: Annotated[
         str, AfterValidator(_socket_path), Shown("PATH", "/run/kvsidecar/kvsidecar.sock for root, else per user")
@@ -351,25 +342,9 @@ def load_settings(
     _refuse_unknown(variables, map(variable_of, options))
     _refuse_unknown(from_file, options, f" in {file}")
 
-    class FromSources(Settings):
-        """Settings with the sources of this one call."""
-
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            environment = EnvSettingsSource(settings_cls)
-            environment.env_vars = {name.lower(): value for name, value in variables.items()}
-            return init_settings, environment, InitSettingsSource(settings_cls, from_file)
-
-    flag_values: dict[str, Any] = dict(given)
+    from_variables = {option: variables[name] for option in options if (name := variable_of(option)) in variables}
     try:
-        return FromSources(**flag_values)
+        return Settings.model_validate({**from_file, **from_variables, **given})
     except ValidationError as error:
         first = error.errors()[0]
     option = str(first["loc"][0] if first["loc"] else first["ctx"]["option"])

@@ -1,6 +1,6 @@
 """The daemon: builds every part, starts them in order, serves, and stops them in the opposite order.
 
-Start: lock -> driver -> RPC, attach socket and HTTP listen -> pin in a thread -> self-test -> ready.
+Start: RPC and attach socket listen -> pin in a thread -> self-test -> ready. What comes before is in `kvsidecar.serve`.
 Stop: not ready -> refuse new jobs -> finish running ones -> unmap -> unpin -> exit.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,31 +27,29 @@ from kvsidecar.config import Settings
 from kvsidecar.device.base import COPY, CopyList, Platform
 from kvsidecar.device.hub import DeviceHub
 from kvsidecar.errors import DeviceError, DeviceLost, PinFailed, PinStopped, PoolRefused
-from kvsidecar.http import Probes
+from kvsidecar.http import Sources
 from kvsidecar.instances import ID_BITS, Instances, Peer
+from kvsidecar.lifecycle import Lifecycle, exit_at_once
 from kvsidecar.light_sleep import CORES_TO_SPARE, LightSleep
 from kvsidecar.lookups import Lookups
 from kvsidecar.metrics import Metrics
-from kvsidecar.notify import Notifier
 from kvsidecar.policy import Access
 from kvsidecar.pool import HostPool, PinProgress
-from kvsidecar.readiness import Readiness, Snapshot
 from kvsidecar.reload import Reloader
 from kvsidecar.rpc.attach_socket import AttachSocket
-from kvsidecar.rpc.endpoint import Endpoint, group_id
+from kvsidecar.rpc.endpoint import group_id
 from kvsidecar.rpc.half_read import HalfRead
 from kvsidecar.rpc.handler import Handler
 from kvsidecar.rpc.lane import Lane
-from kvsidecar.rpc.remote import RemoteServer
 from kvsidecar.rpc.report import Report
 from kvsidecar.rpc.server import RpcServer
 from kvsidecar.rpc.service import Service
-from kvsidecar.rpc.tls import Certificates, TlsFiles
 from kvsidecar.tasks import TaskSet
 from kvsidecar.transfers import Transfers
 from kvsidecar.types import Direction, Verify
 
 if TYPE_CHECKING:
+    from kvsidecar.rpc.remote import RemoteServer
     from kvsidecar.tracing import Tracing
 
 TICK_SECONDS = 0.25
@@ -79,13 +76,12 @@ class Daemon:
         platform: the devices.
         pool: not pinned yet.
         slab_bytes: unit in which the pool is handed to blocks of one size.
-        notifier: tells the service manager.
-        on_state: told every change of readiness, for a person at a terminal.
-        read_settings: as at the start, for SIGHUP; None leaves that signal alone.
+        life: of the process, opened.
+        read_settings: as at the start, for when ``life`` is told to reload; None: it never is.
         open_tracing: what makes spans of jobs; None for no tracing.
 
     Raises:
-        ConfigError: from ``open_tracing``.
+        ConfigError: from ``open_tracing``, or for a group or certificates that cannot be used.
     """
 
     def __init__(
@@ -95,19 +91,16 @@ class Daemon:
         pool: HostPool,
         slab_bytes: int,
         *,
-        notifier: Notifier,
-        on_state: Callable[[Snapshot], None] | None = None,
+        life: Lifecycle,
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
         clock = time.monotonic
         self._settings = settings
-        self._notifier = notifier
+        self._life = life
         self._reloader = None if read_settings is None else Reloader(settings, read_settings, self._apply)
-        self._reloading = asyncio.Lock()
         self._platform = platform
         self._pool = pool
-        self._stop = asyncio.Event()
         self._stop_pinning = threading.Event()
         self._exit_code = 0
         self._unsettled = ""
@@ -115,7 +108,7 @@ class Daemon:
         self._hung_ticks = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
         self.epoch = secrets.randbits(ID_BITS) | 1
-        self.readiness = Readiness(pool.nbytes)
+        self.readiness = life.readiness
         self._metrics = Metrics(platform.name)
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(self._task_failed)
@@ -168,7 +161,7 @@ class Daemon:
             clock=clock,
         )
         self._metrics.read_gauges_from(self._report.gauges)
-        self._endpoint = Endpoint(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
+        endpoint = life.endpoint
         self._handler = Handler(
             epoch=self.epoch,
             instances=self._instances,
@@ -180,9 +173,9 @@ class Daemon:
             status=self._report.reply,
         )
         self._attach = AttachSocket(
-            self._endpoint.attach_path,
-            mode=self._endpoint.mode,
-            gid=self._endpoint.gid,
+            endpoint.attach_path,
+            mode=endpoint.mode,
+            gid=endpoint.gid,
             epoch=self.epoch,
             instances=self._instances,
             on_gone=self._peer_gone,
@@ -190,14 +183,9 @@ class Daemon:
             refuse=self._metrics.refuse,
             tasks=self._tasks,
         )
-        self._rpc = RpcServer(self._endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse)
+        self._rpc = RpcServer(endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse)
         self._remote = self._remote_server(settings)
-        self._probes = Probes(
-            readiness=self.readiness, metrics=self._metrics, stuck=self._stuck, status=self._report.json
-        )
-        self.readiness.listen(notifier.changed)
-        if on_state is not None:
-            self.readiness.listen(on_state)
+        life.probes.answer_from(Sources(self._metrics, self._stuck, self._report.json))
 
     async def run(self) -> int:
         """Start, serve until told to stop, shut down. Returns the exit code.
@@ -205,16 +193,10 @@ class Daemon:
         Raises:
             AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start; nothing is left behind.
         """
-        loop = asyncio.get_running_loop()
-        self._loop = loop
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number)
-        if self._reloader is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._hung_up, self._reloader)
-        self._notifier.changed(self.readiness.now)
+        self._loop = asyncio.get_running_loop()
         try:
             await self._start()
-            await self._stop.wait()
+            await self._life.stop.wait()
         finally:
             await self._shut_down()
         return self._exit_code
@@ -223,6 +205,9 @@ class Daemon:
         """None if TCP is off. Raises ConfigError for files that cannot be used."""
         if settings.tcp_listen is None:
             return None
+        from kvsidecar.rpc.remote import RemoteServer
+        from kvsidecar.rpc.tls import Certificates, TlsFiles
+
         paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         files = TlsFiles(*(Path(path) for path in paths if path is not None))
         return RemoteServer(settings.tcp_listen, Certificates(files), self._handler, self._rpc.health)
@@ -239,24 +224,23 @@ class Daemon:
     # -- start -----------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        if not await self._endpoint.acquire(wait_seconds=self._settings.lock_wait, stop=self._stop):
-            return
         await self._rpc.start()
         self._attach.start()
-        self._endpoint.secure_grpc_socket()
-        port = await self._probes.start(self._settings.http_host, self._settings.http_port)
+        self._life.endpoint.secure_grpc_socket()
         tcp_port = None if self._remote is None else await self._remote.start()
         _log.info(
             "listening",
-            socket=str(self._endpoint.grpc_path),
-            http=f"http://{self._settings.http_host}:{port}",
+            socket=str(self._life.endpoint.grpc_path),
+            http=self._life.http,
             tcp_port=tcp_port,
             backend=self._platform.name,
             version=__version__,
         )
         self._tasks.spawn(self._tick(), name="tick")
         self._tasks.spawn(self._sweep(), name="sweep")
-        self._tasks.spawn(self._notifier.watch(self._stuck), name="watchdog")
+        self._tasks.spawn(self._life.notifier.watch(self._stuck), name="watchdog")
+        if self._reloader is not None:
+            self._tasks.spawn(self._reload_when_told(self._reloader), name="reload")
         self._tasks.spawn(self._become_ready(), name="become-ready")
 
     async def _become_ready(self) -> None:
@@ -339,7 +323,7 @@ class Daemon:
         _log.error("not ready", reason=reason)
         if self._settings.on_pin_failure == "exit":
             self._exit_code = 1
-            self._stop.set()
+            self._life.stop.set()
 
     # -- while it serves -------------------------------------------------------------------------------------------
 
@@ -380,7 +364,7 @@ class Daemon:
 
     async def _end(self) -> None:
         await asyncio.sleep(LAST_WORDS_SECONDS)
-        _exit_at_once(EXIT_UNSETTLED)
+        exit_at_once(EXIT_UNSETTLED)
 
     def _peer_gone(self, peer: Peer) -> None:
         for session in self._instances.remove_peer(peer):
@@ -405,20 +389,12 @@ class Daemon:
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("task failed", task=name, error=str(error), exc_info=error)
 
-    def _signalled(self, number: int) -> None:
-        if self._stop.is_set():
-            _log.warning("second signal: exiting at once", signal=signal.Signals(number).name)
-            _exit_at_once(128 + number)
-        _log.info("stopping", signal=signal.Signals(number).name)
-        self._stop.set()
-
-    def _hung_up(self, reloader: Reloader) -> None:
-        if not self._stop.is_set():
-            self._tasks.spawn(self._reload(reloader), name="reload")
-
-    async def _reload(self, reloader: Reloader) -> None:
-        async with self._reloading:  # one after the other: what is told to the service manager comes in pairs
-            await self._notifier.reloading(reloader.reload)
+    async def _reload_when_told(self, reloader: Reloader) -> None:
+        while True:
+            await self._life.hung_up.wait()
+            self._life.hung_up.clear()
+            # One after the other: what is told to the service manager comes in pairs.
+            await self._life.notifier.reloading(reloader.reload)
 
     def _apply(self, settings: Settings) -> None:
         self._settings = settings
@@ -430,8 +406,7 @@ class Daemon:
 
     async def _shut_down(self) -> None:
         deadline = time.monotonic() + self._settings.drain_timeout
-        self.readiness.shut_down()
-        self._notifier.stopping(self._settings.drain_timeout)
+        self._life.begin_stop(self._settings.drain_timeout)
         self._stop_pinning.set()
         # Sessions end by themselves once their running jobs are over; their clients see the end of the stream.
         ends = [
@@ -452,7 +427,7 @@ class Daemon:
         ended = await self._hub.close(max(0.1, deadline - time.monotonic()))
         if self._unsettled or not ended:
             _log.error("copies have not ended: the process ends without unpinning", exit_code=EXIT_UNSETTLED)
-            _exit_at_once(EXIT_UNSETTLED)
+            exit_at_once(EXIT_UNSETTLED)
         try:
             await asyncio.to_thread(self._pool.close)
         except PinFailed as error:
@@ -460,13 +435,3 @@ class Daemon:
             _log.error("unpinning failed", error=str(error))
         await asyncio.to_thread(self._platform.close)
         self._light_sleep.close()
-        # Until here whoever asks is told. Before the lock is given up: the daemon that waits for it may want this port.
-        await self._probes.stop()
-        self._endpoint.release()
-        _log.info("stopped")
-
-
-def _exit_at_once(code: int) -> NoReturn:
-    """End the process, whatever still runs in it, with the last words of its log."""
-    log.flush()
-    os._exit(code)

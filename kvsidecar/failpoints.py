@@ -48,6 +48,7 @@ KNOWN: dict[str, str] = {
     "copy.device_lost": "in the worker's thread, before a job's copies: raise() stands for a sticky CUDA error",
     "copy.settle": "in the worker's thread, before the device is asked whether all that it was given is over",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
+    "start.load": "probes are answered; in the thread that imports the rest of the daemon, before it does",
 }
 """Every point there is, and where it lies. Tests hold that the code has each of them once, that an engine's ordinary
 day passes each, and that some test goes wrong there."""

@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
-from aiohttp.http import HttpProcessingError
-
 from kvsidecar import log
+from kvsidecar.plain_http import HttpProcessingError, web
 from kvsidecar.types import Refusal
 
 MAX_CONNECTIONS = 128

@@ -12,10 +12,12 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, TextIO, cast
 
-import structlog
-
 from kvsidecar import terminal
+from kvsidecar.imports import without
 from kvsidecar.log_writer import LogStream, LogWriter, Loss
+
+with without("rich"):  # it would draw tracebacks for a renderer that is not used here; a tenth of the daemon's start
+    import structlog
 
 FLUSH_SECONDS: Final = 1.0
 """How long the end of the process waits for whoever reads the log."""

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvsidecar import __version__, log
@@ -64,6 +72,9 @@ class Metrics:
     Args:
         backend: ``cuda`` or ``host``, for the build-info metric.
     """
+
+    content_type = CONTENT_TYPE_LATEST
+    """Of what `render` returns."""
 
     def __init__(self, backend: str) -> None:
         self.registry = CollectorRegistry()

@@ -1,4 +1,10 @@
-"""What ``kvsidecar serve`` does: settings, log, platform, pool, event loop, and a bar for whoever watches."""
+"""What ``kvsidecar serve`` does, in order, and a bar for whoever watches.
+
+Settings -> log -> lock -> probes are answered -> the daemon is imported, the driver opened -> `kvsidecar.daemon`.
+
+Most of a start is imports. So only what answers a probe is imported here; the rest is imported in a thread, while
+probes are answered: whoever asks learns that the daemon is starting, and SIGTERM ends it at once.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +13,29 @@ import gc
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from kvsidecar import failpoints, log, memory_limits, terminal
-from kvsidecar.config import Settings, load_settings, pool_geometry
-from kvsidecar.daemon import Daemon
-from kvsidecar.device.base import Platform
-from kvsidecar.device.platforms import open_platform
+from kvsidecar.config import PoolGeometry, Settings, load_settings, pool_geometry
 from kvsidecar.errors import ConfigError
+from kvsidecar.lifecycle import Lifecycle, exit_at_once
 from kvsidecar.notify import Notifier
-from kvsidecar.pool import HostPool, PoolSpec
 from kvsidecar.readiness import Snapshot
 from kvsidecar.types import State
 from kvsidecar.units import format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
+    from kvsidecar.daemon import Daemon
+    from kvsidecar.device.base import Platform
     from kvsidecar.metrics import Metrics
     from kvsidecar.tracing import Tracing
+
+    MakeDaemon = Callable[[Lifecycle], Daemon]
 
 BAR_COLUMNS = 40
 """Of the bar that shows how much of the pool is pinned."""
@@ -47,6 +56,60 @@ def serve(flags: Mapping[str, str | None]) -> int:
     log.configure(log_format=settings.log_format, level=settings.log_level)
     geometry = pool_geometry(settings)
     _raise_descriptor_limit()
+    # At a terminal SIGHUP means that the terminal is gone, and the daemon shall go too.
+    read_settings = None if os.isatty(0) else lambda: load_settings(flags)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(settings, geometry, read_settings))
+
+
+async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> int:
+    """From the first probe that is answered to the last."""
+    notifier = Notifier.from_environment()
+    async with Lifecycle(settings, geometry.pool_bytes, notifier=notifier, reloads=read_settings is not None) as life:
+        if terminal.moves(sys.stderr) and settings.log_format != "json":
+            # A line as wide as the terminal would wrap as soon as its cursor stands behind it.
+            life.readiness.listen(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1)))
+        if not await life.open():
+            return 0
+        loading = _in_thread(lambda: _load(settings, geometry, read_settings))
+        told_to_stop = asyncio.ensure_future(life.stop.wait())
+        await asyncio.wait((loading, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            told_to_stop.cancel()
+            daemon = (await loading)(life)
+            # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
+            gc.freeze()
+            gc.enable()
+            return await daemon.run()
+    # The thread cannot be told to stop, and an import or a driver that hangs shall not hold up the end.
+    return exit_at_once(0)
+
+
+def _in_thread(load: Callable[[], MakeDaemon]) -> asyncio.Future[MakeDaemon]:
+    """Call ``load`` in a thread that no end of the event loop waits for. What it raises, the future raises."""
+    loaded: Future[MakeDaemon] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(load())
+        except BaseException as error:  # noqa: BLE001 - heard by whoever awaits the future
+            loaded.set_exception(error)
+
+    threading.Thread(target=run, name="kvsidecar-load", daemon=True).start()
+    return asyncio.wrap_future(loaded)
+
+
+def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> MakeDaemon:
+    """Import the daemon and open the devices. Returns what makes the daemon in the event loop.
+
+    Raises:
+        ConfigError, DriverUnusable: it cannot start.
+    """
+    failpoints.hit("start.load")
+    from kvsidecar.daemon import Daemon
+    from kvsidecar.device.platforms import open_platform
+    from kvsidecar.pool import HostPool, PoolSpec
+
     tracing = _tracing(settings)
     platform, why = open_platform(settings.device)
     log.get("daemon").info("device", backend=platform.name, why=why)
@@ -60,27 +123,19 @@ def serve(flags: Mapping[str, str | None]) -> int:
         memory_check=settings.memory_check,
     )
     pool = HostPool(spec, platform)
-    watched = terminal.moves(sys.stderr) and settings.log_format != "json"
 
-    async def main() -> int:
-        daemon = Daemon(
+    def make(life: Lifecycle) -> Daemon:
+        return Daemon(
             settings,
             platform,
             pool,
             geometry.slab_bytes,
-            notifier=Notifier.from_environment(),
-            # A line as wide as the terminal would wrap as soon as its cursor stands behind it.
-            on_state=(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1))) if watched else None,
-            # At a terminal SIGHUP means that the terminal is gone, and the daemon shall go too.
-            read_settings=None if os.isatty(0) else lambda: load_settings(flags),
+            life=life,
+            read_settings=read_settings,
             open_tracing=tracing,
         )
-        # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
-        gc.freeze()
-        return await daemon.run()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main())
+    return make
 
 
 def _raise_descriptor_limit() -> None:

@@ -39,7 +39,7 @@ def test_help_imports_nothing_heavy(module: str) -> None:
 def test_no_file_of_the_daemon_pulls_in_torch(short_dir: Path) -> None:
     (short_dir / "torch.py").write_text("raise SystemExit('torch was imported')")
     script = (
-        "import kvsidecar.serve, kvsidecar.cli, kvsidecar.device.host, kvsidecar.demo.run, kvsidecar.bench.run, sys"
+        "import kvsidecar.daemon, kvsidecar.cli, kvsidecar.device.host, kvsidecar.demo.run, kvsidecar.bench.run, sys"
     )
     path = os.pathsep.join([str(short_dir), *filter(None, sys.path)])
     ran = subprocess.run(

@@ -14,6 +14,7 @@ from kvsidecar import daemon as module
 from kvsidecar.config import load_settings
 from kvsidecar.daemon import EXIT_UNSETTLED, Daemon
 from kvsidecar.device.platforms import open_platform
+from kvsidecar.lifecycle import Lifecycle
 from kvsidecar.notify import Notifier, NotifySocket
 from kvsidecar.pool import HostPool, PoolSpec
 from kvsidecar.types import State
@@ -21,9 +22,9 @@ from kvsidecar.types import State
 MiB = 1 << 20
 
 
-def get(port: int, path: str) -> tuple[int, dict[str, object]]:
+def get(url: str) -> tuple[int, dict[str, object]]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as reply:
+        with urllib.request.urlopen(url) as reply:
             return reply.status, json.loads(reply.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -42,33 +43,27 @@ async def test_a_copy_of_unknown_outcome_is_said_everywhere_and_ends_the_process
 
     monkeypatch.setattr(module.os, "_exit", exit_process)
     monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.0)
-    ports: list[int] = []
-    start = module.Probes.start
-
-    async def start_probes(self: module.Probes, host: str, port: int) -> int:
-        ports.append(await start(self, host, port))
-        return ports[0]
-
-    monkeypatch.setattr(module.Probes, "start", start_probes)
     flags = {"socket": str(short_dir / "kvs.sock"), "pool_size": "1MiB", "device": "host", "http_port": "0"}
     settings = load_settings(flags, {}, default_file=Path("/nowhere"))
     platform, _ = open_platform("host")
     pool = HostPool(PoolSpec(nbytes=MiB, slab_bytes=MiB, chunk_bytes=MiB), platform)
-    daemon = Daemon(settings, platform, pool, MiB, notifier=Notifier(NotifySocket(None), None))
-    daemon.readiness.listen(lambda now: said.set() if now.state is State.READY else None)
-    running = asyncio.create_task(daemon.run())
-    try:
-        await said.wait()
-        assert (await asyncio.to_thread(get, ports[0], "/health"))[0] == 200
-        daemon._end_soon("a load may still run")
-        daemon._end_soon("so may another one")
-        code, health = await asyncio.to_thread(get, ports[0], "/health")
-        assert (code, health["alive"]) == (503, False)
-        assert "a load may still run: the daemon ends" in str(health["reason"])
-        code, ready = await asyncio.to_thread(get, ports[0], "/ready")
-        assert (code, ready["state"], ready["reason"]) == (503, "failed", health["reason"])
-        await exited.wait()
-    finally:
-        daemon._stop.set()
-        await running
+    async with Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None)) as life:
+        assert await life.open()
+        daemon = Daemon(settings, platform, pool, MiB, life=life)
+        daemon.readiness.listen(lambda now: said.set() if now.state is State.READY else None)
+        running = asyncio.create_task(daemon.run())
+        try:
+            await said.wait()
+            assert (await asyncio.to_thread(get, f"{life.http}/health"))[0] == 200
+            daemon._end_soon("a load may still run")
+            daemon._end_soon("so may another one")
+            code, health = await asyncio.to_thread(get, f"{life.http}/health")
+            assert (code, health["alive"]) == (503, False)
+            assert "a load may still run: the daemon ends" in str(health["reason"])
+            code, ready = await asyncio.to_thread(get, f"{life.http}/ready")
+            assert (code, ready["state"], ready["reason"]) == (503, "failed", health["reason"])
+            await exited.wait()
+        finally:
+            life.stop.set()
+            await running
     assert exits == [EXIT_UNSETTLED] * 2, "once by itself, and once by the stop that would have unpinned"

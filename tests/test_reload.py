@@ -7,6 +7,7 @@ import pytest
 from kvsidecar.config import Settings, load_settings
 from kvsidecar.daemon import Daemon
 from kvsidecar.device.platforms import open_platform
+from kvsidecar.lifecycle import Lifecycle
 from kvsidecar.notify import Notifier, NotifySocket
 from kvsidecar.pool import HostPool, PoolSpec
 from kvsidecar.reload import RELOADABLE, Reloader, change
@@ -79,7 +80,8 @@ async def test_the_daemon_hands_the_store_chunk_to_the_workers(
     settings = load_settings(flags, {}, default_file=Path("/nowhere"))
     platform, _ = open_platform("host")
     pool = HostPool(PoolSpec(nbytes=MiB, slab_bytes=MiB, chunk_bytes=MiB), platform)
-    daemon = Daemon(settings, platform, pool, MiB, notifier=Notifier(NotifySocket(None), None))
+    life = Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None))
+    daemon = Daemon(settings, platform, pool, MiB, life=life)
     uuid = platform.device_uuids()[0]
     daemon._hub.set_busy(frozenset({uuid}))
     assert daemon._hub.chunk(uuid, Direction.STORE) == 4 * MiB
