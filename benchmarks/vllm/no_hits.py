@@ -5,7 +5,8 @@ python -m benchmarks.vllm.no_hits --tiny                  # on the CPU: shows th
 
 All engines live at the same time and take turns round by round, so that a machine that slows down slows all. Only one
 runs at a time. A loss is the median of what each round lost against the first mode's, with quartiles. The mode
-``empty`` is a connector that does nothing: what vLLM itself spends on having one.
+``empty`` is a connector that does nothing: what vLLM itself spends on having one. ``--hooks`` times the
+connectors' hooks; their median is that of steps in which nothing is stored or loaded, for these are the most.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def measure(
         for mode in modes:  # one after the other: each looks at how much of the GPU is free
             console.print(f"{mode}: engine starts ...")
             engines[mode] = stack.enter_context(
-                runs.engine(options, directory, mode, pool, socket, time_hooks=False, **llm)
+                runs.engine(options, directory, mode, pool, socket, time_hooks=options.hooks, **llm)
             )
             ask(engines[mode], "facts")
             ask(engines[mode], "converse", **shape, seed=1)
@@ -62,6 +63,9 @@ def _tpot(found: dict[str, Any]) -> float:
 
 
 def show(results: dict[str, list[dict[str, Any]]]) -> None:
+    runs.hooks_table(
+        (mode, f"round {number}", found) for mode, rounds in results.items() for number, found in enumerate(rounds)
+    )
     columns = ["mode", "rounds", "output tok/s", "TPOT mean ms", "TPOT p99 ms", "TTFT p50 ms", "prompt cached"]
     rows = []
     for mode, rounds in results.items():
@@ -88,6 +92,7 @@ def main() -> None:
     runs.add_shape(parser, SHAPE, TINY_SHAPE)
     parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU of each engine, in tokens")
     parser.add_argument("--memory", type=float, default=0.3, help="share of the GPU's memory for each engine")
+    parser.add_argument("--hooks", action="store_true", help="time the hooks, which costs some microseconds a step")
     parser.add_argument("--rounds", type=int, default=8, help="of each engine, in turn")
     options = parser.parse_args()
     runs.fill_shape(options, SHAPE, TINY_SHAPE)

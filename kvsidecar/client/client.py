@@ -185,6 +185,12 @@ class Client:
         return 0 if connection is None else connection.epoch
 
     @property
+    def attached_epoch(self) -> int:
+        """Of the daemon run this rank is attached to; 0 while it is not. Never waits."""
+        session = self._keeper.session
+        return 0 if session is None else session.epoch
+
+    @property
     def lost_reason(self) -> str:
         """Why there is no connection to the daemon; empty while there is one, and before the first attempt."""
         return str(self._keeper.error or "")

@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Blocks
 from kvsidecar.integrations.vllm import KVSidecarConnector, connector, memory, ranks, register
-from kvsidecar.integrations.vllm.carriers import Orders, Reports
+from kvsidecar.integrations.vllm.carriers import NO_ORDERS, Orders, Reports
 from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.types import Outcome
@@ -265,7 +265,7 @@ def test_without_prefix_caching_it_does_nothing_and_says_so(short_dir: Path, cap
         one = KVSidecarConnector(config, role, kv_cache_config())
         one.register_kv_caches({})
         assert one.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
-        assert one.build_connector_meta(SimpleNamespace()) == Orders(StepOrders())
+        assert one.build_connector_meta(SimpleNamespace()) is NO_ORDERS
         assert one.request_finished_all_groups(SimpleNamespace(), ()) == (False, None)
         assert not one.has_pending_push_work()
         assert not one.has_pending_block_frees()
@@ -287,7 +287,7 @@ def test_where_vllm_takes_failed_loads_of_one_group_only_it_does_nothing_for_sev
     config.kv_cache_groups.append(KVCacheGroupSpec(["another"], SPEC))
     several = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config)
     assert several._scheduler is None
-    assert several.build_connector_meta(SimpleNamespace()) == Orders(StepOrders())
+    assert several.build_connector_meta(SimpleNamespace()) is NO_ORDERS
     (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
     assert "no offload" in said
     assert "this one has 2" in said

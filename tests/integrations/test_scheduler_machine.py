@@ -434,6 +434,8 @@ class Engine:
         return made
 
     def check(self) -> None:
+        self.side.take_counts()
+        assert not self.side.counters.take()  # nothing is counted that is not told
         owners = self.owners()
         held = {block.block_id for block in self.pool.blocks[1:] if block.ref_cnt > owners.get(block.block_id, 0)}
         assert all(block.ref_cnt >= owners.get(block.block_id, 0) for block in self.pool.blocks)

@@ -355,7 +355,7 @@ class StubClient:
     """A client whose jobs end as a test says."""
 
     attached = True
-    epoch = 5
+    epoch = attached_epoch = 5
     lost_reason = ""
 
     def __init__(self) -> None:

@@ -18,7 +18,11 @@ from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
 class Orders(KVConnectorMetadata):  # type: ignore[misc]
     """`StepOrders` as vLLM carries them."""
 
-    step: StepOrders
+    step: StepOrders | None
+    """None: `metadata.NOTHING`. vLLM pickles it for each worker process."""
+
+
+NO_ORDERS = Orders(None)
 
 
 @dataclass(frozen=True)

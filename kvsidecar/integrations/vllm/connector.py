@@ -34,11 +34,11 @@ from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.vllm import memory, ranks, register
 from kvsidecar.integrations.vllm.asking import RankNamespaceClient
-from kvsidecar.integrations.vllm.carriers import Orders, Reports
+from kvsidecar.integrations.vllm.carriers import NO_ORDERS, Orders, Reports
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
-from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
+from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport
 from kvsidecar.integrations.vllm.namespace import namespace_of, stand_in_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -229,10 +229,10 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            self._worker.bind(connector_metadata.step)
+            self._worker.bind(connector_metadata.step or NOTHING)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None:
+        if self._worker is not None and self._worker.new_loads:
             self._worker.submit_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -242,12 +242,12 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Stores are of earlier steps' tokens."""
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
+        if self._worker is not None and self._worker.new_stores:
             self._worker.submit_stores()
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
-        if self._worker is not None:
+        if self._worker is not None and (self._worker.new_loads or self._worker.new_stores):
             self._worker.submit_rest()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -297,7 +297,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> SidecarStats | None:
         if self._worker is not None and (transfers := self._worker.take_transfers()) is not None:
             return SidecarStats.of_transfers(*transfers)
-        counted = self._scheduler.counters.take() if self._scheduler is not None else {}
+        counted = self._scheduler.take_counts() if self._scheduler is not None else {}
         if not (self._observed or counted or self._gauges):
             return None
         observed, self._observed = self._observed, {}
@@ -332,8 +332,10 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._asking.connect(ATTACH_SECONDS)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(connector_output.kv_connector_worker_meta, Reports):
-            self._take(connector_output.kv_connector_worker_meta)
+        reports = connector_output.kv_connector_worker_meta
+        # Mostly None, and the class is abstract: to ask for it takes some microseconds.
+        if reports is not None and isinstance(reports, Reports):
+            self._take(reports)
 
     def _take(self, reports: Reports) -> None:
         if self._scheduler is None or self._asking is None:
@@ -381,7 +383,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return Orders(StepOrders() if self._scheduler is None else self._scheduler.build_orders(scheduler_output))
+        orders = NOTHING if self._scheduler is None else self._scheduler.build_orders(scheduler_output)
+        return NO_ORDERS if orders is NOTHING else Orders(orders)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finished(request)

@@ -47,12 +47,13 @@ class Loads:
         self._groups, self._world_size = tuple(groups), world_size
         self._nothing = bytes(hash_bytes)
         self._lookups, self._known, self._counters, self._numbers = lookups, known, counters, numbers
-        self._planned: list[LoadJob] = []
+        self.planned: list[LoadJob] = []
+        """Not given to the ranks yet."""
         self._running: dict[int, _Load] = {}
 
     @property
     def outstanding(self) -> bool:
-        return bool(self._planned or self._running)
+        return bool(self.planned or self._running)
 
     def plan(
         self, request: Any, block_ids: Sequence[Sequence[int]], offer: Offer, external: int, null_block: int
@@ -74,7 +75,7 @@ class Loads:
         number = next(self._numbers)
         lease = self._lookups.keep(offer)
         load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
-        self._planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))
+        self.planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))
         self._counters.loads += 1
         self._counters.loaded_tokens += external
         return sum(map(len, packed))
@@ -114,7 +115,7 @@ class Loads:
 
     def take_jobs(self) -> tuple[LoadJob, ...]:
         """What is planned, for the ranks."""
-        planned, self._planned = self._planned, []
+        planned, self.planned = self.planned, []
         return tuple(planned)
 
     def take_report(self, report: RankReport) -> list[str]:

@@ -105,6 +105,8 @@ class Lookups:
         self._leased: dict[str, float] = {}
         """Requests whose offers have leases, and since when; the oldest first."""
         self._spent = 0.0
+        self.used = False
+        """Whether `new_step` has anything to do."""
         self._refused = False
 
     def new_step(self) -> None:
@@ -115,6 +117,7 @@ class Lookups:
             if self._clock() - since < UNTAKEN_SECONDS:
                 break
             self._give_up(request_id)
+        self.used = bool(self._leased)
 
     def forget(self, request_id: str) -> None:
         self._give_up(request_id)
@@ -213,6 +216,7 @@ class Lookups:
 
     def _ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float) -> LookupResult:
         """One question. Never raises, never waits longer than what is left of this step's budget."""
+        self.used = True
         began = self._clock()
         timeout = max(0.001, self._options.lookup_budget - self._spent)
         try:

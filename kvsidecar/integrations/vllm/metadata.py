@@ -76,6 +76,11 @@ class StepOrders:
     """Nothing is scheduled in this step: stores may use the whole link."""
 
 
+NOTHING = StepOrders()
+"""Of most steps."""
+IDLE = StepOrders(idle=True)
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """From one rank, when it has something to say. `merged` joins those of one step."""

@@ -19,7 +19,7 @@ from kvsidecar.integrations.vllm.keyed import KeyedClient, keyed
 from kvsidecar.integrations.vllm.known import Known
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Asked, Lookups
-from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
+from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport, StepOrders
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.stores import Progress, Stores
 from kvsidecar.integrations.vllm.storing import Pool
@@ -84,6 +84,8 @@ class SchedulerSide:
             step_tokens,
             longest_blocks,
         )
+        self._counts = False
+        """Whether the counters may have changed since `take_counts`."""
         self._shut = False
         """vLLM has refused a reset, so the GPU may hold KV of other weights than those of now."""
         self._null_block = 0
@@ -118,6 +120,7 @@ class SchedulerSide:
             or request.request_id in self._failed
         ):
             return 0, False
+        self._counts = True
         tokens = self._lookups.hit(request, num_computed_tokens, self._epoch)
         return tokens, bool(tokens)
 
@@ -135,25 +138,29 @@ class SchedulerSide:
         offer = self._lookups.take(request_id)
         if offer is None:
             raise RuntimeError(f"vLLM loads {num_external_tokens} tokens of {request_id}, which were not offered")
+        self._counts = True
         block_ids = blocks.get_block_ids()
         self._stores.allocated(self._loads.plan(request, block_ids, offer, num_external_tokens, self._null_block))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def build_orders(self, scheduler_output: Any) -> StepOrders:
-        """What the ranks are to do in this step."""
-        self._lookups.new_step()
-        self._stores.new_step(self._clock())
-        if self._open:
+        """What the ranks are to do in this step; mostly `NOTHING`, found without a look at any request."""
+        if self._lookups.used:
+            self._lookups.new_step()
+        if (self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids) and self._open:
+            self._counts = True
             self._stores.step(self._requests, scheduler_output)
-        return StepOrders(
-            keyed(self._stores.take_jobs(), self._generations),
-            keyed(self._loads.take_jobs(), self._generations),
-            idle=not scheduler_output.total_num_scheduled_tokens,
-        )
+        idle = not scheduler_output.total_num_scheduled_tokens
+        stores, loads = self._stores.take_jobs(), self._loads.planned and self._loads.take_jobs()
+        if not (stores or loads):
+            return IDLE if idle else NOTHING
+        self._counts = True
+        return StepOrders(keyed(stores, self._generations), keyed(loads, self._generations), idle)
 
     def take_report(self, report: RankReport) -> None:
         """What the ranks have said since the last call."""
+        self._counts = True
         if report.attached:
             self._take_attached(report)
         if report.stored:
@@ -209,6 +216,7 @@ class SchedulerSide:
         self._failed.discard(request_id)
         progress = self._requests.pop(request_id, None)
         if progress is not None:
+            self._counts = True
             self._stores.rest(progress, self._open)
         return False, None
 
@@ -226,6 +234,7 @@ class SchedulerSide:
         False: vLLM has refused to empty the GPU's own cache, where blocks are in use by requests or stores. It must be
         asked again. Until it has succeeded nothing is hit or stored, since nobody could say of which weights.
         """
+        self._counts = True
         self.counters.resets += 1
         self._known.clear()
         self._lookups.forget_all()
@@ -255,6 +264,14 @@ class SchedulerSide:
                 "it is told one (weights_version_file) or restarted"
             )
         return True
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call, as `Counters.take`. Does not look at the counters behind a step in
+        which nothing was done: to read them takes longer than all else that such a step costs."""
+        if not self._counts:
+            return {}
+        self._counts = False
+        return self.counters.take()
 
     def take_events(self) -> Sequence[Any]:
         """vLLM's KV cache events since the last call."""

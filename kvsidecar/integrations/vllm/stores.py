@@ -176,13 +176,17 @@ class Stores:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def new_step(self, now: float) -> None:
+    def new_step(self, now: float) -> bool:
         """A step begins, whether or not anything is stored in it.
 
         Args:
             now: monotonic seconds.
+
+        Returns:
+            Whether `step` may find anything, if vLLM has preempted no request.
         """
         self._now, self._step = now, self._step + 1
+        return now >= self._next or self._due.count > 0
 
     def step(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
         """Plan what is to be stored next: in eager mode the confirmed full blocks of the requests that run, in lazy
@@ -409,7 +413,7 @@ class Stores:
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
         """What is planned, for the ranks."""
-        if not self._planned:
+        if not self._planned.count:
             return ()
         planned, self._planned = self._planned, Selection()
         number, blocks = next(self._numbers), planned.packed()

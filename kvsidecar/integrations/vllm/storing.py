@@ -154,12 +154,12 @@ class Selection:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[Chosen]] = {}
-        self._count = 0
+        self.count = 0
         self.traceparent: str | None = None
         """Of the first request of these blocks whose trace is sampled."""
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Any]:
         """The pool's blocks."""
@@ -167,7 +167,7 @@ class Selection:
 
     def add(self, chosen: Chosen) -> None:
         self._parts.setdefault(chosen.packed.group, []).append(chosen)
-        self._count += len(chosen.blocks)
+        self.count += len(chosen.blocks)
 
     def in_order_of_eviction(self) -> list[Any]:
         """The pool's blocks: vLLM evicts the end of a prefix before its beginning."""

@@ -48,13 +48,15 @@ class Transfers:
     declined: int = 0
     """Stores for which the pool had no room."""
 
-    def add(self, done: JobDone) -> None:
+    def add(self, done: JobDone) -> bool:
+        """Returns whether there is anything to tell."""
         if done.reason in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED):
             self.declined += 1
         if done.nbytes:
             self.nbytes += done.nbytes
             self.seconds += done.copy_seconds
             self.sizes.append(done.nbytes)
+        return bool(self.sizes or self.declined)
 
 
 @dataclass(slots=True)
@@ -84,9 +86,14 @@ class WorkerSide:
         self._held: frozenset[int] = frozenset()
         self._order: Order | None = None
         self._told_epoch = 0
-        # Of this step, not submitted yet.
-        self._new_stores: tuple[StoreJob, ...] = ()
-        self._new_loads: tuple[LoadJob, ...] = ()
+        # Of this step, not submitted yet. Who sees that there are none need not call: behind a step's own work nothing
+        # here is in the core's caches, and each call that does nothing takes about a microsecond.
+        self.new_stores: tuple[StoreJob, ...] = ()
+        self.new_loads: tuple[LoadJob, ...] = ()
+        self._idle = False
+        """As the client was told."""
+        self._unsaid = False
+        """That goes to the daemon with the next poll, if with no job before."""
         self._loads_after: Mark | None = None
         # By the client's number.
         self._stores: dict[int, StoreJob] = {}
@@ -101,6 +108,8 @@ class WorkerSide:
         self._results = LoadResults()
         self._store_transfers = Transfers()
         self._load_transfers = Transfers()
+        self._transferred = False
+        """Whether these hold anything."""
 
     # -- registration ----------------------------------------------------------------------------------------------
 
@@ -113,7 +122,7 @@ class WorkerSide:
         self._order = order or self._order
         order = self._order
         self._held = frozenset(layout.group for layout in memory.groups)
-        self._client = self._new_client()
+        self._client, self._idle = self._new_client(), False
         self._client.attach(
             instance=self._instance,
             namespace=self.namespace,
@@ -166,17 +175,21 @@ class WorkerSide:
 
     def bind(self, orders: StepOrders) -> None:
         """The orders of this step. Before its forward pass is enqueued."""
-        self.submit_rest()
-        self._new_stores, self._new_loads = orders.stores, orders.loads
+        if self.new_loads or self.new_stores:
+            self.submit_rest()
+        self.new_stores, self.new_loads = orders.stores, orders.loads
         if self._client is None:
             return
-        self._client.set_idle(orders.idle, soon=True)
+        if orders.idle != self._idle:
+            self._idle = orders.idle
+            self._client.set_idle(orders.idle, soon=True)
+            self._unsaid = True
         if orders.loads and self._order is not None:
             # The blocks may be written by steps in flight and by this step's zeroing: the copies come after those.
             self._loads_after = self._order.mark()
 
     def submit_loads(self) -> None:
-        loads, self._new_loads = self._new_loads, ()
+        loads, self.new_loads = self.new_loads, ()
         if not loads:
             return
         after, self._loads_after = self._loads_after, None
@@ -195,7 +208,7 @@ class WorkerSide:
 
     def submit_stores(self) -> None:
         """After this step's kernels are enqueued: the copies read what they, and those before them, write."""
-        stores, self._new_stores = self._new_stores, ()
+        stores, self.new_stores = self.new_stores, ()
         client = self._client
         for store in stores:
             mine = [each for each in store.blocks if each.group in self._held and self._place.stores(each.group)]
@@ -211,13 +224,16 @@ class WorkerSide:
 
     def submit_rest(self) -> None:
         """At the end of a step: what it had no other moment for. vLLM 0.26 saves nothing in steps without a forward."""
-        if self._new_loads:
+        if self.new_loads:
             self.submit_loads()
-        if self._new_stores:
+        if self.new_stores:
             self.submit_stores()
 
     def poll(self) -> None:
         """See which copies have ended. Never waits."""
+        if not (self._stores or self._loads or self._unsaid or self._left):
+            return
+        self._unsaid = False
         client = self._client
         if self._left:
             self._settle_left(0 if client is None else client.epoch)
@@ -237,7 +253,7 @@ class WorkerSide:
     def take_report(self) -> RankReport | None:
         """What the scheduler's side does not know yet; None for nothing."""
         client = self._client
-        epoch = client.epoch if client is not None and client.attached else 0
+        epoch = 0 if client is None else client.attached_epoch
         if epoch == self._told_epoch and not (self._stored or self._loaded):
             return None
         attached = {} if epoch == self._told_epoch else {self._place.rank: epoch}
@@ -250,9 +266,10 @@ class WorkerSide:
 
     def take_transfers(self) -> tuple[Transfers, Transfers] | None:
         """Stores and loads; None if there were none."""
-        both = self._store_transfers, self._load_transfers
-        if not any(each.sizes or each.declined for each in both):
+        if not self._transferred:
             return None
+        both = self._store_transfers, self._load_transfers
+        self._transferred = False
         self._store_transfers, self._load_transfers = Transfers(), Transfers()
         return both
 
@@ -270,13 +287,13 @@ class WorkerSide:
 
     def _ended(self, done: JobDone) -> None:
         if (store := self._stores.pop(done.job, None)) is not None:
-            self._store_transfers.add(done)
+            self._transferred |= self._store_transfers.add(done)
             self._store_ended(store, done=done.outcome is Outcome.DONE)
             return
         load = self._loads.pop(done.job, None)
         if load is None:
             return
-        self._load_transfers.add(done)
+        self._transferred |= self._load_transfers.add(done)
         if done.outcome is not Outcome.DONE:
             _log.warning(
                 "kvsidecar: the load of request %s %s: %s %s", load.request_id, done.outcome, done.reason, done.error

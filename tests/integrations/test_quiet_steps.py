@@ -1,0 +1,122 @@
+"""Steps in which nothing is stored or loaded: nearly all, and so what the connector costs an engine without hits."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from kvsidecar.integrations.vllm.carriers import NO_ORDERS
+from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport
+from kvsidecar.integrations.vllm.worker import WorkerSide
+from tests.integrations.engine import Clock, Request, Step, TinyPool, side
+from tests.integrations.test_scheduler import ATTACHED, run, stored_hashes
+from tests.integrations.test_worker import StubClient, load, store, stubbed
+
+INTERVAL = 60.0
+
+
+class Unseen(dict[str, int]):
+    """What is scheduled in a step that must not look at its requests."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("the requests of a step with nothing to do were looked through")
+
+
+def test_until_the_interval_ends_no_request_is_looked_at() -> None:
+    pool, clock = TinyPool(32), Clock()
+    made = side(pool=pool, clock=clock, store_interval=INTERVAL)
+    made.take_report(ATTACHED)
+    request = Request("r", list(range(12)))
+    run(made, pool, request, 4)
+    (job,) = made.build_orders(Step({"r": 4})).stores
+    made.take_report(RankReport(stored={job.number: 1}))
+    run(made, pool, request, 12)
+    for _ in range(3):
+        clock.now += INTERVAL / 4
+        assert made.build_orders(Step(Unseen(r=1))) is NOTHING
+    clock.now += INTERVAL / 4
+    (job,) = made.build_orders(Step({"r": 1})).stores
+    assert stored_hashes((job,)) == request.block_hashes[1:]
+    assert made.build_orders(Step()) is IDLE
+
+
+def test_the_blocks_of_a_preempted_request_are_not_waited_for() -> None:
+    pool, clock = TinyPool(32), Clock()
+    made = side(pool=pool, clock=clock, store_interval=INTERVAL)
+    made.take_report(ATTACHED)
+    first, request = Request("first", [*range(100, 104)]), Request("r", list(range(8)))
+    run(made, pool, first, 4)
+    made.build_orders(Step({"first": 1}))
+    blocks = run(made, pool, request, 8)
+    pool.free_blocks(reversed(blocks))
+    (job,) = made.build_orders(Step(Unseen(first=1), preempted_req_ids={"r"})).stores
+    assert stored_hashes((job,)) == request.block_hashes
+
+
+def test_counters_are_read_behind_a_step_that_did_something_alone() -> None:
+    pool, clock = TinyPool(32), Clock()
+    made = side(pool=pool, clock=clock, store_interval=INTERVAL)
+    made.take_report(ATTACHED)
+    request = Request("r", list(range(8)))
+    run(made, pool, request, 4)
+    made.build_orders(Step({"r": 1}))
+    assert made.take_counts()["stores"] == 1
+    made.build_orders(Step(Unseen(r=1)))
+    made.counters.stores += 1  # nobody does
+    assert made.take_counts() == {}
+    made.request_finished(request)
+    assert made.take_counts() == {"stores": 1}
+
+
+class Asked(StubClient):
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def set_idle(self, idle: bool, *, soon: bool) -> None:
+        self.asked.append(idle)
+
+    def poll(self) -> list[Any]:
+        self.asked.append("poll")
+        return super().poll()
+
+
+def asked() -> tuple[WorkerSide, Asked]:
+    worker, client = stubbed()[0], Asked()
+    worker.side._new_client = lambda: client  # type: ignore[assignment, return-value]
+    return worker.register(attached=False).side, client
+
+
+def quiet(side: WorkerSide, orders: Any = NOTHING) -> None:
+    side.bind(orders)
+    side.submit_rest()
+    side.poll()
+
+
+def test_the_client_is_not_asked_for_ends_while_no_job_runs() -> None:
+    side, client = asked()
+    for _ in range(3):
+        quiet(side)
+    assert client.asked == []
+    side.bind(SimpleNamespace(stores=(store(1, "a", at=[0]),), loads=(load(2, "b", at=[1]),), idle=False))
+    side.submit_rest()
+    for _ in range(2):
+        side.poll()
+    assert client.asked == ["poll", "poll"]
+
+
+def test_the_daemon_hears_of_an_idle_gpu_once_with_the_poll_of_that_step() -> None:
+    side, client = asked()
+    for orders in (NOTHING, IDLE, IDLE, NOTHING, NOTHING):
+        quiet(side, orders)
+    assert client.asked == [True, "poll", False, "poll"]
+
+
+def test_nothing_is_little_to_send_to_a_worker() -> None:
+    sent = pickle.dumps(NO_ORDERS, pickle.HIGHEST_PROTOCOL)
+    assert b"StepOrders" not in sent
+    assert pickle.loads(sent) == NO_ORDERS
