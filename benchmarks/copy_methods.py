@@ -1,4 +1,4 @@
-"""What each kind of copy reaches on this GPU: the measurement behind the cost model of ``kvsidecar/copy_plan.py``.
+"""What each kind of copy reaches on this GPU: the measurement behind the cost model of ``kvsidecar/core/copy_plan.py``.
 
     python benchmarks/copy_methods.py
 
@@ -15,13 +15,13 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar import host_memory
-from kvsidecar.copy_plan import MAX_PITCHED
+from kvsidecar.core.copy_plan import MAX_PITCHED
 from kvsidecar.device.base import COPY, CopyCall, CopyStream
-from kvsidecar.device.cuda import CudaPlatform
-from kvsidecar.memory_limits import THP_BYTES, PageKind, Pages
+from kvsidecar.device.cuda.platform import CudaPlatform
+from kvsidecar.pool import host_memory
+from kvsidecar.support.memory_limits import THP_BYTES, PageKind, Pages
+from kvsidecar.support.units import GiB, KiB, MiB
 from kvsidecar.types import Direction
-from kvsidecar.units import GiB, KiB, MiB
 
 SHAPES = [(1, 2 * MiB), (32, 128 * KiB), (32, 64 * KiB), (64, 32 * KiB), (61, 18 * KiB), (80, 8 * KiB), (160, 4 * KiB)]
 """(rows, bytes of a row) of a block."""

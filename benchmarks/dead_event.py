@@ -5,7 +5,7 @@
 A child runs a kernel of about four seconds, records an interprocess event behind it, and is killed after half a
 second. This process has either asked the event (cuEventQuery) or put a wait for it into a stream (cuStreamWaitEvent).
 It prints what the event or the stream says ten seconds later, and whether the child's memory can then be unmapped.
-The result is why `kvsidecar.device.cuda.CudaEvent` asks and never waits.
+The result is why `kvsidecar.device.cuda.stream.CudaEvent` asks and never waits.
 """
 
 from __future__ import annotations

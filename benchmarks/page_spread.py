@@ -15,14 +15,14 @@ import sys
 import numpy as np
 
 from benchmarks import copy_methods
-from kvsidecar import host_memory
 from kvsidecar.bench.driver import Cuda
-from kvsidecar.copy_plan import MAX_PITCHED
+from kvsidecar.core.copy_plan import MAX_PITCHED
 from kvsidecar.device.base import CudaIpcSource, Device
-from kvsidecar.device.cuda import CudaPlatform
-from kvsidecar.memory_limits import THP_BYTES, PageKind, Pages
+from kvsidecar.device.cuda.platform import CudaPlatform
+from kvsidecar.pool import host_memory
+from kvsidecar.support.memory_limits import THP_BYTES, PageKind, Pages
+from kvsidecar.support.units import GiB, KiB, MiB
 from kvsidecar.types import Direction
-from kvsidecar.units import GiB, KiB, MiB
 
 ROWS, ROW_BYTES, JOB = 160, 4 * KiB, 256
 COUNTS = (64, 256, 1024, 1021, 4096, 4001)

@@ -35,8 +35,8 @@ from kvsidecar.bench.layouts import TINY
 from kvsidecar.bench.options import Options
 from kvsidecar.bench.processes import Child
 from kvsidecar.bench.setting import Setting
+from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
-from kvsidecar.units import MiB
 
 POOL = 512 * MiB
 HELD_BLOCKS = 8
@@ -47,16 +47,19 @@ NATIVE_RATE = 25
 """Samples a second. Unwinding C stacks stops the daemon for several milliseconds each time."""
 
 AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("hand-over to the copy workers", ("device/worker.py", "device/hub.py", "_end_of (")),
-    ("carrier", ("rpc/lane.py", "rpc/service.py", "rpc/decoding.py", "grpc/")),
-    ("messages", ("rpc/translate.py", "kvsidecar/wire.py", "kvsidecar/hashes.py", "google/protobuf")),
-    ("handler", ("rpc/attach_stream.py", "rpc/handler.py", "kvsidecar/instances.py", "kvsidecar/tasks.py")),
+    ("hand-over to the copy workers", ("copier/worker.py", "copier/hub.py", "_end_of (")),
+    ("carrier", ("server/local_protocol.py", "server/service.py", "server/decoding.py", "grpc/")),
+    ("messages", ("server/convert.py", "kvsidecar/protocol/wire.py", "kvsidecar/core/hashes.py", "google/protobuf")),
+    (
+        "handler",
+        ("server/attach_stream.py", "server/handler.py", "kvsidecar/core/sessions.py", "kvsidecar/support/tasks.py"),
+    ),
     ("cache", ("kvsidecar/cache/",)),
-    ("plan", ("kvsidecar/copy_plan.py", "kvsidecar/layout.py")),
-    ("metrics", ("prometheus_client/", "kvsidecar/metrics.py")),
-    ("log", ("kvsidecar/log.py", "structlog/")),
-    ("transfers", ("kvsidecar/transfers.py", "kvsidecar/readiness.py")),
-    ("event loop", ("asyncio/", "uvloop", "kvsidecar/serve.py")),
+    ("plan", ("kvsidecar/core/copy_plan.py", "kvsidecar/core/layout.py")),
+    ("metrics", ("prometheus_client/", "kvsidecar/core/metrics.py")),
+    ("log", ("kvsidecar/support/log.py", "structlog/")),
+    ("transfers", ("kvsidecar/core/jobs.py", "kvsidecar/core/readiness.py")),
+    ("event loop", ("asyncio/", "uvloop", "kvsidecar/daemon/serve.py")),
 )
 """Of the innermost frame that one of these names: what numpy does for the cache is the cache's."""
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvsidecar.cli.demo.run import engine_command
+from kvsidecar.cli.demo.shape import choose, pool_bytes
 from kvsidecar.client import Client, DaemonUnreachable
-from kvsidecar.demo.run import engine_command
-from kvsidecar.demo.shape import choose, pool_bytes
 from kvsidecar.device.platforms import open_platform
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from kvsidecar.integrations.digest_cache import DigestCache
 from kvsidecar.integrations.weights import digest_of
-from kvsidecar.units import GiB, MiB
+from kvsidecar.support.units import GiB, MiB
 
 SHARDS = 4
 

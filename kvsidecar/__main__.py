@@ -1,3 +1,3 @@
-from kvsidecar.cli import main
+from kvsidecar.cli.main import main
 
 main(prog_name="kvsidecar")

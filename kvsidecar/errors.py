@@ -1,4 +1,4 @@
-"""Every exception kvsidecar raises on purpose. ``rpc/status.py`` maps each to a gRPC code; a test holds that.
+"""Every exception kvsidecar raises on purpose. ``server/status.py`` maps each to a gRPC code; a test holds that.
 
 The text of an error is written for the person who gets it: what was wrong, with numbers, and what to do. It never
 names another client's instance, address or handle (CVE-2025-23320 showed what such a text is worth to an attacker).

@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks.vllm.engine import kv_bytes_per_token, model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
 from kvsidecar.bench.processes import Child, private_daemon
-from kvsidecar.units import parse_size
+from kvsidecar.support.units import parse_size
 
 MODES = ("none", "empty", "simple", "offload", "kvsidecar")
 START_SECONDS = 600.0

@@ -1,4 +1,4 @@
-"""docs/commands.md, from the command line of `kvsidecar.cli`."""
+"""docs/commands.md, from the command line of `kvsidecar.cli.main`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import click
 
 from docs.generate.markdown import code, prose, table
-from kvsidecar.cli import main
+from kvsidecar.cli.main import main
 
 HEAD = """\
-<!-- Made by `make docs` from kvsidecar/cli.py: change that. -->
+<!-- Made by `make docs` from kvsidecar/cli/main.py: change that. -->
 # Commands
 
 What `kvsidecar COMMAND --help` says. [operating.md](operating.md) shows the commands at work, with their

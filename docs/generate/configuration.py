@@ -1,4 +1,4 @@
-"""docs/configuration.md, from `kvsidecar.config.Settings`."""
+"""docs/configuration.md, from `kvsidecar.daemon.config.Settings`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import click
 
 from docs.generate.markdown import code, prose, table
-from kvsidecar.config import CONFIG_VARIABLE, DEFAULT_FILE, Settings, click_options, flag_of, variable_of
-from kvsidecar.reload import RELOADABLE
+from kvsidecar.daemon.config import CONFIG_VARIABLE, DEFAULT_FILE, Settings, click_options, flag_of, variable_of
+from kvsidecar.daemon.reload import RELOADABLE
 
 HEAD = f"""\
-<!-- Made by `make docs` from kvsidecar/config.py: change that. -->
+<!-- Made by `make docs` from kvsidecar/daemon/config.py: change that. -->
 # Configuration
 
 Every option of `kvsidecar serve` has one name in three spellings: a flag, a variable, a line of a TOML file. The value

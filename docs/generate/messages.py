@@ -10,8 +10,13 @@ from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
 from docs.generate.markdown import code, prose, table
-from kvsidecar import errors, instances, layout, lookups, registration, types, wire
-from kvsidecar.rpc import attach_socket, attach_stream, half_read, lane, service, status, translate
+from kvsidecar import errors, types
+from kvsidecar.core import layout, lookups, registration
+from kvsidecar.core import sessions as instances
+from kvsidecar.protocol import wire
+from kvsidecar.server import attach_socket, attach_stream, half_read, service, status
+from kvsidecar.server import convert as translate
+from kvsidecar.server import local_protocol as lane
 
 ROOT = Path(__file__).parents[2]
 PROTO = "kvsidecar/v1/sidecar.proto"

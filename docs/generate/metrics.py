@@ -1,4 +1,5 @@
-"""docs/metrics.md, from the registry of `kvsidecar.metrics.Metrics` and the reasons of `kvsidecar.types.Refusal`."""
+"""docs/metrics.md, from the registry of `kvsidecar.core.metrics.Metrics` and the reasons of
+`kvsidecar.types.Refusal`."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from prometheus_client import Metric
 
 from docs.generate.markdown import attribute_docs, code, prose, table
 from kvsidecar import types
-from kvsidecar.metrics import Gauges, Metrics
+from kvsidecar.core.metrics import Gauges, Metrics
+from kvsidecar.support.units import format_duration, format_size
 from kvsidecar.types import Refusal, State
-from kvsidecar.units import format_duration, format_size
 
 HEAD = """\
-<!-- Made by `make docs` from kvsidecar/metrics.py and kvsidecar/types.py: change those. -->
+<!-- Made by `make docs` from kvsidecar/core/metrics.py and kvsidecar/types.py: change those. -->
 # Metrics
 
 `GET /metrics` on the HTTP port answers in Prometheus' text format. Names follow Prometheus' practice: base units,

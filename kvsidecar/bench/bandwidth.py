@@ -12,8 +12,8 @@ from kvsidecar.bench.layouts import BLOCK_COUNTS, CONTIGUOUS, IN_FLIGHT, STACKED
 from kvsidecar.bench.report import Measurement, Row
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import median, no_garbage_collection, percentiles
+from kvsidecar.support.units import format_size
 from kvsidecar.types import Direction
-from kvsidecar.units import format_size
 
 UNPACED, PACED, EVICTING = "unpaced", "paced", "evicting"
 """Modes: the engine is idle, and stores use the whole link; it is not; the pool is full, and every store evicts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvsidecar.bench.layouts import TINY
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
-from kvsidecar.units import KiB
+from kvsidecar.support.units import KiB
 
 MANY_BLOCKS = 131_072
 JOB_BLOCKS, JOBS = 512, 16

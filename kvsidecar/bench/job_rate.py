@@ -10,8 +10,8 @@ from kvsidecar.bench.layouts import TINY
 from kvsidecar.bench.processes import Child, Daemon
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
+from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
-from kvsidecar.units import MiB
 
 RANKS = (1, 2, 4, 8)
 IN_FLIGHT = 8

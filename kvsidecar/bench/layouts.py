@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvsidecar.bench.errors import Skipped
+from kvsidecar.support.units import KiB, MiB, format_size
 from kvsidecar.types import GroupLayout, Namespace, Region
-from kvsidecar.units import KiB, MiB, format_size
 
 BLOCK_COUNTS = (1, 8, 64, 512)
 """Blocks of one job."""

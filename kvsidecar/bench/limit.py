@@ -12,7 +12,7 @@ from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import median
-from kvsidecar.units import GiB, MiB
+from kvsidecar.support.units import GiB, MiB
 
 CUDA_BYTES = GiB
 ROUNDS = 7

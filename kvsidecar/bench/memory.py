@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.layouts import Layout
 from kvsidecar.client import Allocation, HostBuffer, KVBuffers
-from kvsidecar.units import MiB
+from kvsidecar.support.units import MiB
 
 PAGE_BYTES = 2 * MiB
 """The largest page of a GPU that the driver gives ordinary allocations."""

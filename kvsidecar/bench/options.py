@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.errors import BadOption
-from kvsidecar.units import MiB, parse_size
+from kvsidecar.support.units import MiB, parse_size
 
 MEASUREMENTS = {
     "footprint": "memory of the daemon beyond the pool, on the GPU and on the host",

@@ -9,7 +9,7 @@ from kvsidecar.bench.processes import PrivateDaemon
 from kvsidecar.bench.report import Measurement, Row
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import percentiles
-from kvsidecar.units import GiB, format_size
+from kvsidecar.support.units import GiB, format_size
 
 IDLE_SECONDS = 4.0
 PIN_FIELDS = ("pin_seconds", "prefault_seconds", "register_seconds")

@@ -20,7 +20,7 @@ from kvsidecar.bench.bandwidth import PACED, UNPACED
 from kvsidecar.bench.layouts import BLOCK_COUNTS
 from kvsidecar.bench.report import SYSTEM, Report, Row
 from kvsidecar.bench.targets import ratio
-from kvsidecar.units import format_size
+from kvsidecar.support.units import format_size
 
 DPI = 160
 # One hue from light to dark tells an order to every kind of eye; the other colours are those of Okabe and Ito (2008).

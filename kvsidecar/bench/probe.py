@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.processes import serve
-from kvsidecar.units import KiB, MiB
+from kvsidecar.support.units import KiB, MiB
 
 TOKEN_BYTES = 4 * KiB
 PAUSE_SECONDS = 0.0005

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.client import Client, State
-from kvsidecar.units import format_size
-from kvsidecar.wire import STATE_FROM_WIRE
+from kvsidecar.protocol.wire import STATE_FROM_WIRE
+from kvsidecar.support.units import format_size
 
 READY_SECONDS = 300.0
 """A pool of some hundred GiB takes a minute."""

@@ -33,7 +33,7 @@ from kvsidecar.bench.report import Measurement, Report, load_peers
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.tables import WIDTH, print_report, print_targets
 from kvsidecar.errors import KVSidecarError
-from kvsidecar.units import format_duration
+from kvsidecar.support.units import format_duration
 
 EXIT_INTERRUPTED = 130
 

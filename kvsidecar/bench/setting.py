@@ -19,8 +19,8 @@ from kvsidecar.bench.options import Options
 from kvsidecar.bench.processes import Child, Daemon, PrivateDaemon, RunningDaemon, private_daemon
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import DriverUnusable
+from kvsidecar.support.units import GiB, MiB, format_size
 from kvsidecar.types import Direction
-from kvsidecar.units import GiB, MiB, format_size
 
 CUDA_POOL = 12 * GiB
 """Holds four jobs of 512 blocks of the largest layout, and lets stores run on for a while before they evict."""

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvsidecar.bench.bandwidth import EVICTING, PACED, UNPACED
 from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT
 from kvsidecar.bench.report import SYSTEM, Report, Row
-from kvsidecar.units import MiB, format_size
+from kvsidecar.support.units import MiB, format_size
 
 WIDTH = 140
 """Where standard output is no terminal."""

@@ -9,7 +9,7 @@ from kvsidecar.bench.bandwidth import PACED, UNPACED
 from kvsidecar.bench.latency import SUBMIT_BLOCKS
 from kvsidecar.bench.layouts import CONTIGUOUS, STACKED
 from kvsidecar.bench.report import Report, Row
-from kvsidecar.units import GiB, MiB
+from kvsidecar.support.units import GiB, MiB
 
 YES, NO, OVERLAPPED, UNKNOWN = "yes", "no", "4 in flight", "-"
 """Whether it is met: with one job outstanding, not, only with four, or the run does not say."""

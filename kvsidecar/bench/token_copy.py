@@ -13,8 +13,8 @@ from kvsidecar.bench.processes import Child, Daemon
 from kvsidecar.bench.report import Measurement, Row
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import latency
+from kvsidecar.support.units import GiB
 from kvsidecar.types import Direction
-from kvsidecar.units import GiB
 
 BLOCKS, IN_FLIGHT = 64, 4
 SAMPLES = 2000
@@ -86,7 +86,7 @@ def _token(setting: Setting, probe: Child) -> Row:
 
 def pacing_curve(setting: Setting, out: Measurement) -> None:
     """The knob: a daemon for each value, stores of an engine that is not idle, token copies meanwhile."""
-    from kvsidecar.config import Settings, flag_of
+    from kvsidecar.daemon.config import Settings, flag_of
 
     setting.need_private("the pacing curve")
     if CHUNK_FLAG not in map(flag_of, Settings.model_fields):

@@ -11,7 +11,7 @@ from kvsidecar.bench.memory import Bytes
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.client import Blocks
-from kvsidecar.units import MiB
+from kvsidecar.support.units import MiB
 
 SPREAD = 16 * MiB
 

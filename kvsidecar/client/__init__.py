@@ -35,8 +35,8 @@ from kvsidecar.errors import (
     RequestDenied,
     SocketDenied,
 )
+from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
-from kvsidecar.wire import pack_ids
 
 __all__ = [
     "BACKPRESSURE",

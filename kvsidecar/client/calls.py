@@ -19,11 +19,11 @@ from kvsidecar.client.link import Link, connect
 from kvsidecar.client.messages import CarrierError, lookup_request, lookup_result, no_hits
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
-from kvsidecar.paths import attach_path
+from kvsidecar.protocol.paths import attach_path
+from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import TOKEN_METADATA, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import namespace_to_wire
 
 _log = logging.getLogger("kvsidecar.client")
 

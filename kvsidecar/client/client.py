@@ -30,7 +30,7 @@ from kvsidecar.client.results import (
 )
 from kvsidecar.client.session import flush
 from kvsidecar.errors import ClientError, DaemonUnreachable
-from kvsidecar.paths import default_socket_path
+from kvsidecar.protocol.paths import default_socket_path
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 

@@ -15,7 +15,7 @@ from kvsidecar.client.lane import Fill, LaneStream, Take, kind_of
 from kvsidecar.client.lane_calls import LaneCalls, Then
 from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
-from kvsidecar.paths import attach_path
+from kvsidecar.protocol.paths import attach_path
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc

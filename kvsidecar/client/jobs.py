@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from kvsidecar.client.messages import FIELDS_BYTES, milliseconds
 from kvsidecar.client.results import Blocks, JobDone
 from kvsidecar.client.waiting import NAP_SECONDS
+from kvsidecar.protocol.wire import pack_hashes, pack_ids
 from kvsidecar.types import Direction, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import pack_hashes, pack_ids
 
 if TYPE_CHECKING:
     from kvsidecar.client.session import Session

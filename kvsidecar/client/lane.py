@@ -22,8 +22,8 @@ from google.protobuf.message import DecodeError
 from kvsidecar.client.link import Link
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.client.waiting import wait_readable
+from kvsidecar.protocol.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 RECEIVE_BYTES = 64 * 1024

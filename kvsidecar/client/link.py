@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError
 
 from kvsidecar.client.unreachable import unreachable
 from kvsidecar.errors import AttachRefused
+from kvsidecar.protocol.wire import FRAME_LENGTH
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import FRAME_LENGTH
 
 _MAX_WELCOME_BYTES = 64 * 1024
 _QUEUE_FULL_SECONDS = 0.005

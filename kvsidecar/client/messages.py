@@ -12,9 +12,7 @@ import grpc
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.results import GroupHits, JobDone, LookupResult, Readiness
 from kvsidecar.errors import ClientError
-from kvsidecar.types import PROTOCOL, GroupLayout, LookupMode, Namespace, Outcome, State
-from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import (
+from kvsidecar.protocol.wire import (
     MAX_MESSAGE_BYTES,
     MODE_TO_WIRE,
     OUTCOME_FROM_WIRE,
@@ -23,6 +21,8 @@ from kvsidecar.wire import (
     namespace_to_wire,
     pack_hashes,
 )
+from kvsidecar.types import PROTOCOL, GroupLayout, LookupMode, Namespace, Outcome, State
+from kvsidecar.v1 import sidecar_pb2 as pb
 
 FIELDS_BYTES = 64
 """More than the numbers of a job, or the number of a group, take in a message."""

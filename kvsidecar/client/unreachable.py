@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from kvsidecar.errors import DaemonUnreachable, SocketDenied
-from kvsidecar.paths import attach_path, default_socket_path
+from kvsidecar.protocol.paths import attach_path, default_socket_path
 
 
 def unreachable(path: str, error: Exception) -> DaemonUnreachable:

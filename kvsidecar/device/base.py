@@ -1,6 +1,6 @@
 """What the daemon needs of a device: pinned host memory, imported engine memory, and streams that copy.
 
-Two real implementations stand behind these Protocols, ``device/cuda.py`` and ``device/host.py``; one contract suite
+Two real implementations stand behind these Protocols, ``device/cuda/`` and ``device/host.py``; one contract suite
 (``tests/device/test_contract.py``) holds both to the words below.
 """
 

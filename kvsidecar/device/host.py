@@ -30,7 +30,7 @@ from kvsidecar.device.base import (
     PreparedCall,
 )
 from kvsidecar.errors import DeviceNotFound, ImportRefused, PinFailed
-from kvsidecar.memory_limits import memlock_limit
+from kvsidecar.support.memory_limits import memlock_limit
 from kvsidecar.types import Direction
 
 HOST_UUID: Final = "host"

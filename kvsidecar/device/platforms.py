@@ -30,7 +30,8 @@ def open_platform(kind: str, *, pin_device: str | None = None) -> tuple[Platform
     if kind == "auto" and not _has_driver():
         return _host(), "there is no CUDA driver (libcuda.so.1)"
     try:
-        from kvsidecar.device import cuda, cuda_status
+        from kvsidecar.device.cuda import platform as cuda
+        from kvsidecar.device.cuda import status as cuda_status
     except ImportError as error:
         raise DriverUnusable(f"cuda-python does not import: {error}; install cuda-python 13") from error
     if kind == "auto" and cuda_status.initialize() == 0:

@@ -8,8 +8,8 @@ import pytest
 
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS, MOST_BLOCKS, STACKED, TINY, Layout
-from kvsidecar.layout import check_regions
-from kvsidecar.units import GiB
+from kvsidecar.core.layout import check_regions
+from kvsidecar.support.units import GiB
 
 ALL = pytest.mark.parametrize("layout", [*LAYOUTS, TINY], ids=lambda layout: layout.name)
 

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Iterator
 
 from kvsidecar.client.link import Link
+from kvsidecar.protocol.wire import FRAME_LENGTH
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import FRAME_LENGTH
 from tests.harness import SECONDS
 
 

@@ -18,8 +18,8 @@ from kvsidecar.client import BreakerState, Client, DaemonUnreachable
 from kvsidecar.client.lane import LaneStream, Replies
 from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
+from kvsidecar.protocol.wire import FRAME_LENGTH
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import FRAME_LENGTH
 from tests.client.fake_daemon import FakeDaemon, send
 from tests.client.fake_link import FakeLink, lookup_reply
 from tests.harness import NAMESPACE, SECONDS, hashes

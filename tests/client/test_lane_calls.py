@@ -15,8 +15,8 @@ import pytest
 from kvsidecar.client import Client, Namespace
 from kvsidecar.client.lane_calls import LaneCalls
 from kvsidecar.client.messages import CarrierError
+from kvsidecar.protocol.wire import FRAME_LENGTH
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import FRAME_LENGTH
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.fake_link import FakeLink, found, lookup_reply
 from tests.harness import NAMESPACE, SECONDS, hashes

@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from kvsidecar.client import State
-from kvsidecar.config import Settings, load_settings, pool_geometry
+from kvsidecar.daemon.config import Settings, load_settings, pool_geometry
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
-from kvsidecar.units import GiB, MiB, parse_size
+from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
+from kvsidecar.support.units import GiB, MiB, parse_size
 from tests.deploy.support import DEPLOY, ROOT
 from tests.harness import DaemonProcess, Gate, Rank, wait_until_ready
-from tests.test_memory_limits import in_pod
+from tests.support.test_memory_limits import in_pod
 
 HERE = DEPLOY / "kubernetes"
 FIRST_VERSION = "1.29"

@@ -17,8 +17,10 @@ import numpy.typing as npt
 import pytest
 
 import kvsidecar
-from kvsidecar import copy_plan
-from kvsidecar.copy_plan import BlockCopies, bind
+from kvsidecar.copier.worker import CopyResult, CopyWorker
+from kvsidecar.core import copy_plan
+from kvsidecar.core.copy_plan import BlockCopies, bind
+from kvsidecar.core.layout import check_regions
 from kvsidecar.device.base import (
     CopyCall,
     CopyList,
@@ -29,9 +31,7 @@ from kvsidecar.device.base import (
     MemfdSource,
     Platform,
 )
-from kvsidecar.device.worker import CopyResult, CopyWorker
 from kvsidecar.errors import CopyFailed, DeviceNotFound, ImportRefused
-from kvsidecar.layout import check_regions
 from kvsidecar.types import Direction, GroupLayout, Region
 from tests.device.device_support import GUARD, Pool, only_cuda, plan_of
 from tests.device.exporter import Exporter, pattern

@@ -1,4 +1,4 @@
-"""What `device/cuda*.py` make of errors that a healthy GPU does not have. Scripted answers, no driver."""
+"""What `device/cuda/` make of errors that a healthy GPU does not have. Scripted answers, no driver."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import numpy.typing as npt
 import pytest
 from cuda.bindings import driver
 
-from kvsidecar.device import cuda, cuda_status, cuda_stream, driver_calls
 from kvsidecar.device.base import CopyCall, CopyMark, CudaIpcSource
-from kvsidecar.device.cuda import CudaPlatform
-from kvsidecar.device.cuda_status import STICKY, check, initialize
-from kvsidecar.device.driver_calls import ATTRIBUTES, COPY_2D, OPERATION, SIGNATURES
+from kvsidecar.device.cuda import calls as driver_calls
+from kvsidecar.device.cuda import platform as cuda
+from kvsidecar.device.cuda import status as cuda_status
+from kvsidecar.device.cuda import stream as cuda_stream
+from kvsidecar.device.cuda.calls import ATTRIBUTES, COPY_2D, OPERATION, SIGNATURES
+from kvsidecar.device.cuda.platform import CudaPlatform
+from kvsidecar.device.cuda.status import STICKY, check, initialize
 from kvsidecar.errors import (
     CopyFailed,
     DeviceError,

@@ -7,7 +7,8 @@ from typing import NoReturn
 
 import pytest
 
-from kvsidecar.device import cuda_status, platforms
+from kvsidecar.device import platforms
+from kvsidecar.device.cuda import status as cuda_status
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import ConfigError, DriverUnusable
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from kvsidecar.cli import main
-from kvsidecar.config import RESERVED, Settings, click_options, variable_of
+from kvsidecar.cli.main import main
+from kvsidecar.daemon.config import RESERVED, Settings, click_options, variable_of
 from kvsidecar.integrations.vllm.counters import COUNTED
 from tests.docs.pages import PAGES, commands, spans, text
 

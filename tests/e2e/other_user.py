@@ -11,10 +11,10 @@ import grpc
 
 from kvsidecar.client import Blocks, Client, HostBuffer
 from kvsidecar.errors import KVSidecarError
+from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import namespace_to_wire
 from tests.harness import hashes, layout
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import Blocks, ClientError, GroupLayout, HostBuffer, Outcome, Region
-from kvsidecar.daemon import EXIT_UNSETTLED
+from kvsidecar.daemon.daemon import EXIT_UNSETTLED
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
@@ -229,7 +229,9 @@ client.close()
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user; tests/test_instances.py has the rest")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can become another user; tests/core/test_sessions.py has the rest"
+)
 def test_18_memory_of_one_user_is_not_given_to_another(short_dir: Path) -> None:
     def attach_as(uid: int) -> str:
         command = [sys.executable, "-c", OTHER_USER, daemon.socket, str(rank.buffer.fd), str(uid)]

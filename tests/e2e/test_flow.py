@@ -16,9 +16,9 @@ import grpc
 import pytest
 
 from kvsidecar.client import HostBuffer, LookupMode
+from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import namespace_to_wire, pack_ids
 from tests import harness
 from tests.e2e.test_limits import rss_mib, wait_for
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
@@ -32,7 +32,7 @@ _FLOOD = f"""
 import sys, grpc
 from tests.harness import NAMESPACE
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import namespace_to_wire
+from kvsidecar.protocol.wire import namespace_to_wire
 socket, streams = sys.argv[1], int(sys.argv[2])
 request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
 request.groups.add(group=0, hashes=bytes(32 * {HASHES}))

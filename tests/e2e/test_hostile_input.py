@@ -23,9 +23,9 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
 from tests.e2e.hostile_messages import METHODS, Generator, extremes, reply_types, request_types
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 

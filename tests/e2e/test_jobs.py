@@ -16,10 +16,10 @@ import grpc
 import pytest
 
 from kvsidecar.client import Blocks, HostBuffer
+from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
 from tests import harness
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, hashes, layout
 

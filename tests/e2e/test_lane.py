@@ -16,9 +16,9 @@ import grpc
 import pytest
 
 from kvsidecar.client import Client, ClientError, HostBuffer
+from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES, layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import MAX_MESSAGE_BYTES, layout_to_wire, namespace_to_wire, pack_ids
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, SHARD_BYTES, DaemonProcess, Gate, Rank, done, hashes, layout
 
 UNKNOWN_FIELD = b"\xfa\x3e\x03abc"

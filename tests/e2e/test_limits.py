@@ -14,14 +14,14 @@ import grpc
 import pytest
 
 from kvsidecar.client import Blocks, Client, ClientError, HostBuffer
-from kvsidecar.layout import MAX_REGIONS, MAX_ROWS
-from kvsidecar.registration import MAX_GROUPS
-from kvsidecar.rpc import attach_socket, service
-from kvsidecar.rpc.translate import MAX_PARTS
+from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
+from kvsidecar.core.registration import MAX_GROUPS
+from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.server import attach_socket, service
+from kvsidecar.server.convert import MAX_PARTS
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import namespace_to_wire
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
+from kvsidecar.cli.operate.commands import LISTED
+from kvsidecar.cli.status_view import SHOWN
 from kvsidecar.client import HostBuffer
-from kvsidecar.operate.commands import LISTED
-from kvsidecar.rpc.report import NAMESPACES_BYTES, RANKS_BYTES
-from kvsidecar.status_view import SHOWN
+from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES, namespace_to_wire, pack_ids
+from kvsidecar.server.report import NAMESPACES_BYTES, RANKS_BYTES
 from kvsidecar.types import MAX_TEXT_BYTES, PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import MAX_MESSAGE_BYTES, namespace_to_wire, pack_ids
+from tests.cli.test_main import run
 from tests.e2e.test_limits import wait_for
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, hashes
-from tests.test_cli import run
 
 NAMESPACES, RANKS, LARGE = 960, 200, 3
 HELLO = framed(pb.Hello(protocol=PROTOCOL, num_fds=1))
@@ -164,7 +164,7 @@ def test_one_answer_is_of_bounded_size_and_pages_have_the_rest_whatever_comes_an
 
 
 def _namespace(wanted: str, client: Any) -> Any:
-    from kvsidecar.operate.commands import find_namespace
+    from kvsidecar.cli.operate.commands import find_namespace
 
     return find_namespace(wanted, client.status(everything=True))
 

@@ -20,8 +20,8 @@ import pytest
 from kvsidecar.types import TOKEN_METADATA, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from tests.cli.test_main import run
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment
-from tests.test_cli import run
 
 ALICE, BOB, OPS = 41001, 41002, 41500
 HERS = dataclasses.replace(NAMESPACE, model="alice/model")

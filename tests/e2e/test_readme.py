@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.memory_limits import memlock_limit
+from kvsidecar.support.memory_limits import memlock_limit
 from tests.harness import SECONDS, DaemonProcess, environment
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks
-from kvsidecar.notify import EXTEND_SECONDS
+from kvsidecar.daemon.systemd import EXTEND_SECONDS
 from tests.e2e.test_faults import FIRST
 from tests.e2e.test_readiness import CHUNKS, SLOW_PIN
 from tests.harness import DaemonProcess, Gate, Rank, done, hashes

@@ -15,11 +15,11 @@ import grpc
 import pytest
 
 from kvsidecar.client import DaemonUnreachable, RemoteClient, RequestDenied, Tls
+from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from kvsidecar.wire import namespace_to_wire
+from tests.cli.test_main import run
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
-from tests.test_cli import run
 
 trustme = pytest.importorskip("trustme")
 

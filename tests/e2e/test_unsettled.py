@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks, Outcome
-from kvsidecar.daemon import EXIT_UNSETTLED
+from kvsidecar.daemon.daemon import EXIT_UNSETTLED
 from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, works
 from tests.e2e.test_faults import FIRST
 from tests.harness import SECONDS, DaemonProcess, Rank, done, hashes

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from kvsidecar.integrations.vllm.carriers import NO_ORDERS
+import pytest
+
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport
 from kvsidecar.integrations.vllm.worker import WorkerSide
 from tests.integrations.engine import Clock, Request, Step, TinyPool, side
@@ -117,6 +118,9 @@ def test_the_daemon_hears_of_an_idle_gpu_once_with_the_poll_of_that_step() -> No
 
 
 def test_nothing_is_little_to_send_to_a_worker() -> None:
+    pytest.importorskip("vllm")
+    from kvsidecar.integrations.vllm.carriers import NO_ORDERS
+
     sent = pickle.dumps(NO_ORDERS, pickle.HIGHEST_PROTOCOL)
     assert b"StepOrders" not in sent
     assert pickle.loads(sent) == NO_ORDERS

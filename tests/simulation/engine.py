@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvsidecar.instances import Peer
+from kvsidecar.core.sessions import Peer
+from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL, Direction, GroupLayout
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.wire import layout_to_wire, namespace_to_wire, pack_ids
 from tests.simulation.machine import Allocation, Event, Violation
 from tests.simulation.shapes import HASHES, NUM_BLOCKS, NUM_KEYS, Shape, content, make_layout, rows_of
 from tests.simulation.world import Call, Lease, World

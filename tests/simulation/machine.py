@@ -16,9 +16,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from kvsidecar.copier.hub import DeviceHub
+from kvsidecar.copier.worker import CopyResult
 from kvsidecar.device.base import CopyPlan, CopyStream, CudaIpcSource, Device, DeviceMemory, MemorySource
-from kvsidecar.device.hub import DeviceHub
-from kvsidecar.device.worker import CopyResult
 from kvsidecar.errors import CopyFailed, DeviceLost, DeviceNotFound, ImportRefused
 from kvsidecar.types import Direction
 from tests.plans import copies_of
@@ -257,7 +257,7 @@ class SimPlatform:
 
 
 class SimWorker:
-    """What `kvsidecar.device.worker.CopyWorker` promises, one step at a time and without a thread."""
+    """What `kvsidecar.copier.worker.CopyWorker` promises, one step at a time and without a thread."""
 
     def __init__(
         self, machine: Machine, device: SimDevice, direction: Direction, on_failure: Callable[[BaseException], None]

@@ -1,4 +1,5 @@
-"""The daemon's parts over a simulated machine, wired as `kvsidecar.daemon` wires them, and what must always hold."""
+"""The daemon's parts over a simulated machine, wired as `kvsidecar.daemon.daemon` wires them, and
+what must always hold."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ import structlog
 
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator, SlotState
-from kvsidecar.checksums import Checksums
-from kvsidecar.instances import Instances, Peer
-from kvsidecar.lookups import Lookups
-from kvsidecar.metrics import Metrics
-from kvsidecar.policy import Access
-from kvsidecar.readiness import Readiness
-from kvsidecar.rpc.handler import Handler
-from kvsidecar.rpc.service import Service
-from kvsidecar.tasks import TaskSet
-from kvsidecar.transfers import Transfers
+from kvsidecar.core.access import Access
+from kvsidecar.core.checksums import Checksums
+from kvsidecar.core.jobs import Transfers
+from kvsidecar.core.lookups import Lookups
+from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.sessions import Instances, Peer
+from kvsidecar.server.handler import Handler
+from kvsidecar.server.service import Service
+from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.simulation.loop import SimLoop
@@ -168,7 +169,7 @@ class World:
         self.failures: list[str] = []
         self._checked: object = None
 
-    # -- as in kvsidecar.daemon ------------------------------------------------------------------------------------
+    # -- as in kvsidecar.daemon.daemon --------------------------------------------------------------------------------
 
     def peer_gone(self, peer: Peer) -> None:
         for session in self.instances.remove_peer(peer):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Client
-from kvsidecar.daemon import EXIT_UNSETTLED
+from kvsidecar.daemon.daemon import EXIT_UNSETTLED
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, join, kvsidecar, prompt, rejoin, running

@@ -1,0 +1,205 @@
+"""The demo's stage: a daemon, engine A, a SIGKILL, engine B, a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from kvsidecar.cli.demo.shape import TP_SIZE, Shape, choose, pool_bytes
+from kvsidecar.client import Client, DaemonUnreachable, State
+from kvsidecar.device.host import HostPlatform
+from kvsidecar.device.platforms import open_platform
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.protocol.wire import STATE_FROM_WIRE
+from kvsidecar.support.units import format_size
+
+START_SECONDS = 60.0
+ENGINE_SECONDS = 300.0
+
+
+class DemoFailed(Exception):
+    """Something the demo promises did not happen; the text says what."""
+
+
+def run(*, blocks: int, device: str) -> int:
+    """Play the whole demo. Returns the exit code: 0 only if every byte came back."""
+    console = Console()
+    try:
+        kind, shape = _setting(blocks, device)
+        with tempfile.TemporaryDirectory(prefix="kvsidecar-demo-") as directory:
+            return _play(console, kind, shape, Path(directory))
+    except (DemoFailed, KVSidecarError) as error:
+        console.print("[bold red]The demo failed:[/]", end=" ")
+        console.print(str(error), highlight=False, markup=False)
+        return 1
+
+
+def _setting(blocks: int, device: str) -> tuple[str, Shape]:
+    if not 1 <= blocks <= 100_000:
+        raise DemoFailed(f"--blocks {blocks} is not between 1 and 100000")
+    platform, _ = open_platform(device)
+    kind = platform.name
+    platform.close()
+    return kind, choose(blocks=blocks, cuda=kind == "cuda", lockable_bytes=HostPlatform().pin_limit())
+
+
+def _play(console: Console, kind: str, shape: Shape, directory: Path) -> int:
+    socket = str(directory / "kvsidecar.sock")
+    on = "the GPU" if kind == "cuda" else "the host device (no GPU is used)"
+    console.print(
+        f"KV of {shape.num_blocks} blocks, {TP_SIZE} ranks x {shape.layers} layers x {format_size(shape.row_bytes)}, "
+        f"on {on}",
+        highlight=False,
+    )
+    with _daemon(kind, socket, pool_bytes(shape), directory / "daemon.log") as daemon:
+        client = Client(socket, name="demo")
+        _show_pinning(console, client, daemon)
+        stored = _engine_a(console, kind, shape, socket)
+        _wait_until_detached(client)
+        console.print("[bold]engine A[/] killed with SIGKILL; the daemon has unmapped its memory and keeps its blocks")
+        loaded = _engine_b(kind, shape, socket)
+        client.close()
+        daemon.terminate()
+        code = daemon.wait(START_SECONDS)
+    wrong = sum(line["wrong_bytes"] for line in loaded)
+    hits = min(line["hits"] for line in loaded)
+    _print_table(console, stored, loaded)
+    if wrong or hits != shape.num_blocks or sum(line["bytes"] for line in loaded) != shape.all_bytes:
+        raise DemoFailed(f"{hits} of {shape.num_blocks} blocks hit and {wrong} bytes differ")
+    if code != 0:
+        raise DemoFailed(f"the daemon ended with exit code {code}")
+    total = format_size(shape.all_bytes)
+    console.print(f"[bold green]verified:[/] engine B loaded what engine A had stored, {total}, byte for byte")
+    return 0
+
+
+@contextmanager
+def _daemon(kind: str, socket: str, pool: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "kvsidecar", "serve", "--device", kind, "--socket", socket, "--http-port", "0"]
+    command += ["--pool-size", str(pool), "--log-format", "json"]
+    # The settings of a daemon that this user runs for real are not the demo's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
+    with log.open("wb") as stream:
+        daemon = subprocess.Popen(command, stderr=stream, env=environment)
+    try:
+        yield daemon
+    except (DemoFailed, KVSidecarError) as error:
+        raise DemoFailed(f"{error}\nThe daemon's log:\n{log.read_text()}") from error
+    finally:
+        if daemon.poll() is None:
+            daemon.kill()
+            daemon.wait()
+
+
+def _show_pinning(console: Console, client: Client, daemon: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    columns = (TextColumn("[bold]pinning[/] the pool"), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("")
+        while True:
+            if daemon.poll() is not None:
+                raise DemoFailed(f"the daemon ended with exit code {daemon.returncode}")
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"the daemon was not ready after {START_SECONDS:g} s")
+            try:
+                readiness = client.status().readiness
+            except DaemonUnreachable:
+                time.sleep(0.05)  # it has not bound its socket yet
+                continue
+            state = STATE_FROM_WIRE[readiness.state]
+            text = f"{format_size(readiness.pinned_bytes)} of {format_size(readiness.pool_bytes)}, {state}"
+            progress.update(task, total=readiness.pool_bytes, completed=readiness.pinned_bytes, description=text)
+            if state is State.READY:
+                return
+            if state is State.FAILED:
+                raise DemoFailed(readiness.reason)
+            time.sleep(0.02)
+
+
+def engine_command(action: str, name: str, kind: str, shape: Shape, socket: str) -> list[str]:
+    command = [sys.executable, "-m", "kvsidecar.cli.demo.engine", action, "--name", name, "--socket", socket]
+    command += ["--layers", str(shape.layers), "--row-bytes", str(shape.row_bytes)]
+    command += ["--num-blocks", str(shape.num_blocks), "--seed", str(random.randrange(2**32))]
+    return [*command, "--cuda"] if kind == "cuda" else command
+
+
+def _engine_a(console: Console, kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    command = engine_command("store", "engine-a", kind, shape, socket)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        try:
+            for text in engine.stdout:
+                line = json.loads(text)
+                if line.get("finished"):
+                    break
+                if "rank" in line:
+                    lines.append(line)
+                    console.print(
+                        f"[bold]engine A[/] rank {line['rank']} stored {line['blocks']} blocks; "
+                        f"readable now: {line['hits']}",
+                        highlight=False,
+                    )
+        finally:
+            engine.send_signal(signal.SIGKILL)
+    if len(lines) != TP_SIZE:
+        raise DemoFailed("engine A did not finish its stores")
+    return lines
+
+
+def _engine_b(kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
+    command = engine_command("load", "engine-b", kind, shape, socket)
+    try:
+        engine = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ENGINE_SECONDS, check=True)
+    except subprocess.SubprocessError as error:
+        raise DemoFailed(f"engine B failed: {error}") from error
+    lines = [json.loads(line) for line in engine.stdout.splitlines()]
+    return [line for line in lines if "rank" in line]
+
+
+def _wait_until_detached(client: Client) -> None:
+    deadline = time.monotonic() + 10
+    while client.status().ranks:
+        if time.monotonic() > deadline:
+            raise DemoFailed("the daemon still holds the dead engine's memory after 10 s")
+        time.sleep(0.01)
+
+
+def _print_table(console: Console, stored: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
+    table = Table(
+        title="kvsidecar demo",
+        caption="copy GB/s: DMA alone. RPC GB/s: from the client's first call to its last answer.",
+    )
+    for column in ("engine", "rank", "did"):
+        table.add_column(column)
+    for column in ("blocks", "bytes", "copy GB/s", "RPC GB/s", "hits", "wrong bytes"):
+        table.add_column(column, justify="right")
+    for engine, did, lines in (("A", "store", stored), ("B", "load", loaded)):
+        for line in lines:
+            wrong = line.get("wrong_bytes")
+            table.add_row(
+                engine,
+                str(line["rank"]),
+                did,
+                str(line["blocks"]),
+                format_size(line["bytes"]),
+                f"{line['bytes'] / line['copy_seconds'] / 1e9:.1f}",
+                f"{line['bytes'] / line['seconds'] / 1e9:.1f}",
+                str(line["hits"]) if did == "load" else "-",
+                "-" if wrong is None else str(wrong),
+            )
+    console.print(table)

@@ -1,0 +1,416 @@
+"""From facts to findings. Pure: the tests are tables of facts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvsidecar.cli.doctor.facts import Facts, Gpu
+from kvsidecar.support.units import format_size
+from kvsidecar.types import State
+
+SINCE_CUDA = 12080
+"""12.8, the first driver with the batched copies; `kvsidecar.device.cuda.status.MIN_CUDA`, which needs the bindings."""
+_IPC_INIT_INODE = 0xEFFFFFFF
+"""Of the machine's first IPC namespace (include/linux/proc_ns.h)."""
+_EXCLUSIVE, _PROHIBITED = 3, 2
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    """It works, slower or with less than it could."""
+    PROBLEM = "problem"
+    """The daemon, or this engine's offload, will not work like this."""
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    verdict: Verdict
+    text: str
+    fix: str = ""
+    """One sentence; empty where there is nothing to do."""
+
+
+Result = tuple[Verdict, str] | tuple[Verdict, str, str]
+Check = Callable[[Facts], Iterable[Result]]
+_OK, _WARNING, _PROBLEM, _NOT_CHECKED = Verdict
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """One finding or more of each check, in the order of the checks."""
+    return [Finding(name, *result) for name, check in CHECKS.items() for result in check(facts)]
+
+
+# -- this machine ------------------------------------------------------------------------------------------------
+
+
+def _settings(facts: Facts) -> Iterable[Result]:
+    wishes = facts.wishes
+    if wishes.problem:
+        yield _PROBLEM, wishes.problem, "Correct it: the daemon does not start like this."
+        return
+    yield _OK, f"kvsidecar {facts.version}: pool {format_size(wishes.pool_bytes)}, device {wishes.device}"
+
+
+def _kernel(facts: Facts) -> Iterable[Result]:
+    kernel = facts.kernel
+    lacking = [name for name, has in (("pidfd", kernel.pidfd), ("memfd", kernel.memfd)) if not has]
+    if lacking:
+        fix = "Use Linux 5.4 or newer, and a seccomp profile that allows pidfd_open and memfd_create."
+        yield _PROBLEM, f"Linux {kernel.release} without {' and '.join(lacking)}", fix
+    elif not kernel.peer_pidfd:
+        fix = "Use Linux 6.5 or newer, or let daemon and engines share a PID namespace."
+        yield _WARNING, f"Linux {kernel.release} cannot watch a peer of another PID namespace (SO_PEERPIDFD)", fix
+    else:
+        yield _OK, f"Linux {kernel.release}: pidfd, memfd, SO_PEERPIDFD"
+
+
+def _driver(facts: Facts) -> Iterable[Result]:
+    driver, device = facts.driver, facts.wishes.device
+    if device == "host":
+        yield _NOT_CHECKED, "device is host: no driver is needed"
+        return
+    if not driver.installed:
+        if facts.nvidia_nodes or driver.module_version:
+            module = f"NVIDIA's kernel module {driver.module_version or 'is loaded'}".strip()
+            fix = "Install libcuda beside it, or give the container NVIDIA_DRIVER_CAPABILITIES=compute,utility."
+            yield _PROBLEM, f"{module}, but there is no libcuda.so.1", fix
+            return
+        text = "no CUDA driver (libcuda.so.1)"
+        fix = "With GPUs in this machine, install the NVIDIA driver 570 or newer, or give the container the GPUs."
+        if device == "cuda":
+            yield _PROBLEM, f"{text}, and device is cuda", fix
+        else:
+            yield _WARNING, f"{text}: the host stands in for a GPU, no engine on a GPU can attach", fix
+        return
+    if driver.problem:
+        fix = "Try nvidia-smi and the kernel log: a reboot or the same driver inside and outside the container helps."
+        yield _PROBLEM, driver.problem, fix
+        return
+    named = f"driver {driver.module_version or 'of unknown version'}, {_cuda(driver.cuda_version)}"
+    if driver.cuda_version < SINCE_CUDA:
+        yield _PROBLEM, f"{named} is too old", f"Install driver 570 or newer ({_cuda(SINCE_CUDA)})."
+    else:
+        yield _OK, named
+
+
+def _cuda(version: int) -> str:
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _calls(facts: Facts) -> Iterable[Result]:
+    driver = facts.driver
+    if not driver.installed or not driver.calls:
+        yield _NOT_CHECKED, "there is no CUDA driver to ask"
+    elif driver.missing_calls:
+        yield _PROBLEM, f"the driver lacks {', '.join(driver.missing_calls)}", "Install driver 570 or newer."
+    elif driver.missing_optional_calls:
+        names = ", ".join(driver.missing_optional_calls)
+        yield _WARNING, f"the driver lacks {names}: small rows are copied slowly", "Install driver 570 or newer."
+    else:
+        yield _OK, f"all {driver.calls} that are used are there"
+
+
+def _bindings(facts: Facts) -> Iterable[Result]:
+    found = facts.driver.bindings
+    if facts.wishes.device == "host" or not facts.driver.installed:
+        yield _NOT_CHECKED, f"cuda-python {found or 'is not installed'}; not needed without a CUDA driver"
+    elif not found:
+        yield (
+            _PROBLEM,
+            "cuda-python is not installed",
+            "Run pip install 'cuda-python>=13.0' in the daemon's environment.",
+        )
+    elif int(found.split(".", maxsplit=1)[0]) < 13:
+        yield _PROBLEM, f"cuda-python {found} is too old", "Run pip install 'cuda-python>=13.0'."
+    else:
+        yield _OK, f"cuda-python {found}"
+
+
+def _device_nodes(facts: Facts) -> Iterable[Result]:
+    if not facts.nvidia_nodes:
+        yield _NOT_CHECKED, "there is no /dev/nvidia*"
+        return
+    uvm = [node for node in facts.nvidia_nodes if node == "/dev/nvidia-uvm"]
+    # nvidia-modeset and the capability devices belong to displays and MIG.
+    closed = [node for node in facts.closed_nvidia_nodes if re.fullmatch(r"/dev/nvidia(\d+|ctl|-uvm)", node)]
+    if closed:
+        fix = f"Give {facts.user} read and write access to it, for example through the group that owns it."
+        yield _PROBLEM, f"{facts.user} may not open {', '.join(closed)}", fix
+    elif not uvm:
+        yield _PROBLEM, "there is no /dev/nvidia-uvm", "Load it: nvidia-modprobe -u -c 0, or the container toolkit."
+    else:
+        yield _OK, f"{', '.join(facts.nvidia_nodes[:6])}{' ...' if len(facts.nvidia_nodes) > 6 else ''}"
+
+
+def _gpus(facts: Facts) -> Iterable[Result]:
+    driver = facts.driver
+    if not driver.installed or driver.problem:
+        yield _NOT_CHECKED, "there is no CUDA driver to ask"
+        return
+    if not driver.gpus:
+        verdict = _PROBLEM if facts.wishes.device == "cuda" else _WARNING
+        fix = "Check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's GPU request."
+        yield verdict, "the CUDA driver sees no GPU", fix
+        return
+    for gpu in driver.gpus:
+        named = f"{gpu.uuid} {gpu.name}, {format_size(gpu.memory_bytes)}, {gpu.bus_id}"
+        yield _gpu_trouble(gpu, named, mps=driver.mps) or (_OK, named)
+
+
+def _gpu_trouble(gpu: Gpu, named: str, *, mps: bool) -> Result | None:
+    if gpu.uuid.startswith("MIG-"):
+        return _PROBLEM, f"{named} is a MIG device, which CUDA IPC does not support", "Use whole GPUs: turn MIG off."
+    if gpu.compute_mode == _PROHIBITED or (gpu.compute_mode == _EXCLUSIVE and not mps):
+        mode = "PROHIBITED" if gpu.compute_mode == _PROHIBITED else "EXCLUSIVE_PROCESS"
+        text = f"{named} has compute mode {mode}: daemon and engine cannot both use it"
+        return _PROBLEM, text, f"Run nvidia-smi -i {gpu.uuid} -c DEFAULT, or MPS."
+    return None
+
+
+def _numa(facts: Facts) -> Iterable[Result]:
+    nodes, gpus = facts.memory.numa, facts.driver.gpus
+    if len(nodes) < 2:
+        yield _OK, "one node: nothing to place" if nodes else "no NUMA nodes"
+        return
+    parts = []
+    for number, node in nodes.items():
+        near = [gpu.uuid[:12] for gpu in gpus if gpu.numa_node == number]
+        parts.append(f"node {number}: {format_size(node.total)}, {', '.join(near) or 'no GPU'}")
+    unknown = [gpu.uuid[:12] for gpu in gpus if gpu.numa_node is None]
+    text = "; ".join(parts)
+    if unknown:
+        fix = "Give the virtual machine the host's NUMA topology, or accept slower copies of GPUs that are far away."
+        yield _WARNING, f"{text}; the node of {', '.join(unknown)} is not known", fix
+    else:
+        yield _OK, text
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def _huge_pages(facts: Facts) -> Iterable[Result]:
+    memory = facts.memory
+    explicit = ", ".join(f"{count} free of {format_size(size)}" for size, count in memory.hugetlb_free.items())
+    text = f"transparent: {memory.thp or 'not in this kernel'}; explicit: {explicit or 'none'}"
+    if memory.page_kind:
+        text += f"; the pool gets {memory.page_kind}"
+    if memory.page_kind == "small" and facts.wishes.huge_pages != "none":
+        fix = (
+            "Write madvise to /sys/kernel/mm/transparent_hugepage/enabled, or reserve huge pages with vm.nr_hugepages."
+        )
+        yield _WARNING, f"{text} pages, which take longer to pin", fix
+    else:
+        yield _OK, text
+
+
+def _memlock(facts: Facts) -> Iterable[Result]:
+    limit, pool = facts.memory.memlock, facts.wishes.pool_bytes
+    if limit is None:
+        yield _OK, "no limit"
+    elif facts.driver.gpus and facts.wishes.device != "host":
+        yield _OK, f"{format_size(limit)}; pinning for a GPU does not count against it"
+    elif pool > limit:
+        fix = (
+            "Set LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (Docker) or ulimit -l; or a smaller --pool-size."
+        )
+        yield _PROBLEM, f"{facts.user} may lock {format_size(limit)}, less than the pool of {format_size(pool)}", fix
+    else:
+        yield _OK, f"{format_size(limit)}, enough for the pool"
+
+
+def _memory(facts: Facts) -> Iterable[Result]:
+    memory, wishes = facts.memory, facts.wishes
+    if wishes.problem:
+        yield _NOT_CHECKED, "the size of the pool is not known"
+        return
+    have = [] if memory.available is None else [f"{format_size(memory.available)} available"]
+    tightest = min(memory.cgroups, key=lambda limit: limit.room, default=None)
+    have += [str(tightest)] if tightest is not None else ["no cgroup limit"]
+    room = ", ".join(have)
+    if facts.daemon.state is not None:
+        yield _NOT_CHECKED, f"the running daemon has its pool already; beside it: {room}"
+    elif memory.refusal:
+        text, _, fix = memory.refusal.rpartition(": ")
+        yield _PROBLEM, text, f"{fix[:1].upper()}{fix[1:]}."
+    elif not wishes.memory_check:
+        yield _NOT_CHECKED, f"memory_check is off; {room}"
+    else:
+        yield _OK, f"the pool of {format_size(wishes.pool_bytes)} fits: {room}"
+
+
+# -- namespaces and sockets --------------------------------------------------------------------------------------
+
+
+def _ipc(facts: Facts) -> Iterable[Result]:
+    own = facts.place.ipc_namespace
+    if own is None:
+        yield _NOT_CHECKED, "/proc is not readable"
+    elif own == _IPC_INIT_INODE:
+        yield _OK, "the machine's own"
+    else:
+        yield _OK, "one of a container: engines need the same one only to order stores on the device"
+
+
+def _shm(facts: Facts) -> Iterable[Result]:
+    place = facts.place
+    without = "stores are ordered on the host, which costs a little"
+    fix = "Mount a tmpfs at /dev/shm, the same one for daemon and engines."
+    if place.shm_device is None:
+        yield _WARNING, f"there is no /dev/shm: {without}", fix
+    elif not place.shm_writable:
+        yield _WARNING, f"{facts.user} may not write to /dev/shm: {without}", fix
+    else:
+        yield _OK, f"{format_size(place.shm_bytes)}"
+
+
+def _socket(facts: Facts) -> Iterable[Result]:
+    socket, wishes = facts.socket, facts.wishes
+    directory = wishes.socket.rpartition("/")[0]
+    if socket.exists:
+        yield _OK, f"{wishes.socket}: {_who(socket.mode, socket.owner, socket.group, socket.group_members)}"
+        return
+    if directory.startswith("/tmp/") and socket.directory_owner not in (None, facts.uid):
+        fix = "Set --socket to a path in a directory of your own."
+        yield _PROBLEM, f"{directory} belongs to uid {socket.directory_owner}, who could stand in for the daemon", fix
+    elif not socket.directory_usable:
+        fix = "Run the daemon as a user who may write there, make the directory for it, or set --socket."
+        yield _PROBLEM, f"{facts.user} may not make {wishes.socket}", fix
+    else:
+        group = wishes.socket_group or "the daemon's group"
+        may = _who(wishes.socket_mode, facts.user, group, ())
+        yield _OK, f"{wishes.socket} can be made: {may}"
+
+
+def _who(mode: int, owner: str, group: str, members: tuple[str, ...]) -> str:
+    users = f"{owner} and root" if owner != "root" else "root"
+    if mode & 0o020:
+        listed = f" ({', '.join(members[:8])}{' ...' if len(members) > 8 else ''})" if members else ""
+        users += f", and the group {group}{listed}"
+    if mode & 0o002:
+        users = "everybody"
+    return f"mode {mode:04o}, so {users} may connect"
+
+
+def _daemon(facts: Facts) -> Iterable[Result]:
+    daemon = facts.daemon
+    if daemon.refused:
+        fix = f"Let {facts.user} join the group of the socket, and start the daemon with --socket-mode 0660."
+        yield _PROBLEM, f"{facts.user} may not connect to {facts.wishes.socket}", fix
+    elif daemon.state is None and facts.socket.exists:
+        fix = "Start the daemon, which removes a stale socket; if it runs, read its log: it hangs."
+        yield _PROBLEM, f"the socket is there and nobody answers: {daemon.reason}", fix
+    elif daemon.state is None:
+        yield _NOT_CHECKED, f"none runs at {facts.wishes.socket}"
+    elif daemon.state is State.FAILED:
+        yield _PROBLEM, f"failed: {daemon.reason}", "Do what the reason says and start it again."
+    else:
+        named = f"{daemon.version}, pid {daemon.pid or 'of another namespace'}, {_count(daemon.ranks, 'rank')} attached"
+        if daemon.state is State.READY:
+            yield _OK, f"ready: {named}"
+        elif daemon.state is State.DRAINING:
+            yield (
+                _WARNING,
+                f"draining: {named}",
+                "kvsidecar drain --cancel, or a restart: nothing new is taken until then.",
+            )
+        else:
+            yield _WARNING, f"{daemon.state.value}: {named}", "Wait: kvsidecar top shows how far it is."
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+# -- an engine ---------------------------------------------------------------------------------------------------
+
+
+def _engine(facts: Facts) -> Iterable[Result]:
+    engine = facts.engine
+    if engine is None:
+        yield _NOT_CHECKED, "give one with --pid PID"
+    elif not engine.exists:
+        yield _PROBLEM, f"there is no process {engine.pid} here", "Give the pid that this PID namespace has for it."
+    else:
+        command = " ".join(engine.command)
+        yield _OK, f"pid {engine.pid}, uid {engine.uid}: {command[:60]}{'...' if len(command) > 60 else ''}"
+
+
+def _allocator(facts: Facts) -> Iterable[Result]:
+    engine = facts.engine
+    if engine is None or not engine.exists:
+        return
+    if engine.environ is None:
+        fix = "Run the doctor as the engine's user or as root."
+        yield _NOT_CHECKED, f"{facts.user} may not read the variables of pid {engine.pid}", fix
+    else:
+        bad = [f"{name}={value}" for name, value in engine.environ.items() if expandable(value)]
+        if bad:
+            fix = "Take expandable_segments:True out of it and start the engine again."
+            yield _PROBLEM, f"{' and '.join(bad)}: such memory cannot be shared, the engine serves without offload", fix
+        else:
+            yield _OK, "no expandable segments in its variables (what a program sets itself is not seen)"
+    if "--enable-sleep-mode" in engine.command:
+        fix = "Leave --enable-sleep-mode out if the engine's log says that its memory cannot be exported."
+        yield _WARNING, "vLLM's sleep mode takes memory that some devices cannot share", fix
+
+
+def expandable(value: str) -> bool:
+    """Whether an allocator variable of PyTorch (``name:value,name:value``) turns expandable segments on."""
+    found = re.findall(r"(?:^|,)\s*expandable_segments\s*:\s*(\w+)", value)
+    return bool(found) and found[-1].lower() == "true"
+
+
+def _engine_place(facts: Facts) -> Iterable[Result]:
+    engine, here = facts.engine, facts.place
+    if engine is None or not engine.exists:
+        return
+    there = engine.place
+    if there is None:
+        fix = "Run the doctor as the engine's user or as root."
+        yield _NOT_CHECKED, f"{facts.user} may not look at the namespaces of pid {engine.pid}", fix
+        return
+    whose = "the daemon" if facts.daemon.pid else "the doctor"
+    apart = [
+        name
+        for name, mine, its in (
+            ("IPC namespace", here.ipc_namespace, there.ipc_namespace),
+            ("/dev/shm", here.shm_device, there.shm_device),
+        )
+        if mine != its
+    ]
+    if apart:
+        fix = "For stores that are ordered on the device, share the IPC namespace and /dev/shm (--ipc, hostIPC)."
+        yield _WARNING, f"{' and '.join(apart)}: not those of {whose}; stores are ordered on the host", fix
+    else:
+        yield _OK, f"IPC namespace and /dev/shm are those of {whose}"
+    if here.pid_namespace != there.pid_namespace:
+        fix = "Share the PID namespace if an Attach is refused: CUDA opens no handle of a process with its own number."
+        yield _WARNING, f"it has another PID namespace than {whose}", fix
+
+
+CHECKS: dict[str, Check] = {
+    "settings": _settings,
+    "kernel": _kernel,
+    "driver": _driver,
+    "CUDA calls": _calls,
+    "CUDA bindings": _bindings,
+    "device files": _device_nodes,
+    "GPU": _gpus,
+    "NUMA": _numa,
+    "huge pages": _huge_pages,
+    "memlock": _memlock,
+    "memory": _memory,
+    "IPC namespace": _ipc,
+    "/dev/shm": _shm,
+    "socket": _socket,
+    "daemon": _daemon,
+    "engine": _engine,
+    "allocator": _allocator,
+    "engine's place": _engine_place,
+}

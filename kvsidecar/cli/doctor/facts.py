@@ -1,0 +1,158 @@
+"""What the doctor looks at. None or an empty text means that it could not be read, unless it says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvsidecar.support.memory_limits import CgroupLimit, NumaNode
+from kvsidecar.types import State
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    release: str
+    pidfd: bool
+    memfd: bool
+    peer_pidfd: bool
+    """SO_PEERPIDFD, since Linux 6.5."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    uuid: str
+    name: str
+    bus_id: str
+    numa_node: int | None
+    memory_bytes: int
+    compute_mode: int
+    """CUcomputemode: 0 default, 2 prohibited, 3 exclusive process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What libcuda says, asked in a process of its own: a driver that hangs or crashes shall not take the doctor."""
+
+    installed: bool
+    """libcuda.so.1 is there."""
+    problem: str = ""
+    """It does not load, does not start, hangs or crashes."""
+    module_version: str = ""
+    """Of the kernel module; empty where it is not loaded."""
+    cuda_version: int = 0
+    """As cuDriverGetVersion: 12080 is 12.8."""
+    missing_calls: tuple[str, ...] = ()
+    missing_optional_calls: tuple[str, ...] = ()
+    calls: int = 0
+    """How many were looked for."""
+    gpus: tuple[Gpu, ...] = ()
+    bindings: str = ""
+    """Version of cuda-bindings; empty if it is not installed."""
+    mps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the daemon would be told here: configuration file, environment and the doctor's own flags."""
+
+    problem: str = ""
+    """The sentence with which the daemon would refuse to start; the rest is not known then."""
+    device: str = "auto"
+    pool_bytes: int = 0
+    huge_pages: str = "auto"
+    memory_check: bool = True
+    socket: str = ""
+    socket_mode: int = 0o600
+    socket_group: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    available: int | None
+    cgroups: tuple[CgroupLimit, ...]
+    memlock: int | None
+    """None: no limit."""
+    thp: str
+    """The chosen word of transparent_hugepage/enabled."""
+    hugetlb_free: Mapping[int, int] = field(default_factory=dict)
+    """Free pages by page size in bytes."""
+    numa: Mapping[int, NumaNode] = field(default_factory=dict)
+    refusal: str = ""
+    """Why the pool does not fit, in the daemon's own words; empty if it does."""
+    page_kind: str = ""
+    """That the pool would have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SocketFacts:
+    directory_owner: int | None
+    """uid; None: the directory does not exist."""
+    directory_usable: bool
+    """This user can make files in it, or make it."""
+    exists: bool = False
+    mode: int = 0
+    owner: str = ""
+    group: str = ""
+    group_members: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """What answers at the socket."""
+
+    state: State | None = None
+    """None: nobody answers."""
+    reason: str = ""
+    """Of the state; or why nobody answers."""
+    refused: bool = False
+    """The kernel does not let this user connect."""
+    version: str = ""
+    pid: int = 0
+    ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process lives."""
+
+    ipc_namespace: int | None
+    """inode of /proc/PID/ns/ipc"""
+    pid_namespace: int | None
+    shm_device: int | None
+    """st_dev of its /dev/shm; None: it has none."""
+    shm_bytes: int = 0
+    shm_writable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The process of --pid."""
+
+    pid: int
+    exists: bool
+    uid: int | None = None
+    environ: Mapping[str, str] | None = None
+    """The allocator's variables, as they were when the process started; None: not allowed to read them."""
+    command: tuple[str, ...] = ()
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    user: str
+    uid: int
+    version: str
+    kernel: Kernel
+    wishes: Wishes
+    driver: Driver
+    nvidia_nodes: tuple[str, ...]
+    """/dev/nvidia* that exist."""
+    closed_nvidia_nodes: tuple[str, ...]
+    """Of these, those that this user may not open."""
+    memory: Memory
+    socket: SocketFacts
+    daemon: Daemon
+    place: Place
+    """Of the daemon if one answers and may be looked at, else of the doctor."""
+    engine: Engine | None
+    """None: no --pid was given."""

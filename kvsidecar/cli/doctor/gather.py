@@ -1,0 +1,272 @@
+"""Reads the facts. What cannot be read is left out, never an error: the doctor is called where things are broken."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import importlib.metadata
+import json
+import os
+import pwd
+import re
+import socket as sockets
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvsidecar import __version__
+from kvsidecar.cli.doctor.facts import (
+    Daemon,
+    Driver,
+    Engine,
+    Facts,
+    Gpu,
+    Kernel,
+    Memory,
+    Place,
+    SocketFacts,
+    Wishes,
+)
+from kvsidecar.client import Client
+from kvsidecar.daemon.config import Settings, load_settings, pool_geometry
+from kvsidecar.device.host import HostPlatform
+from kvsidecar.device.system import mps_runs, pci_numa_node
+from kvsidecar.errors import ClientError, ConfigError, PoolRefused
+from kvsidecar.pool.host_pool import HostPool, PoolSpec
+from kvsidecar.protocol.wire import STATE_FROM_WIRE
+from kvsidecar.support import memory_limits
+
+PROBE_SECONDS = 20.0
+"""A driver without persistence mode takes seconds to start."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_SO_PEERPIDFD = 77
+
+
+def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
+    """All facts, for a daemon that would be started with these flags by this user.
+
+    Args:
+        flags: as `load_settings` takes them.
+        pid: of an engine.
+    """
+    settings: Settings | None = None
+    try:
+        settings = load_settings(flags)
+        geometry = pool_geometry(settings)
+        wishes = Wishes(
+            device=settings.device,
+            pool_bytes=geometry.pool_bytes,
+            huge_pages=settings.huge_pages.value,
+            memory_check=settings.memory_check,
+            socket=settings.socket,
+            socket_mode=settings.socket_mode_bits,
+            socket_group=settings.socket_group,
+        )
+    except ConfigError as error:
+        settings = None
+        wishes = Wishes(problem=str(error), socket=flags.get("socket") or Settings.model_construct().socket)
+    driver = _driver()
+    daemon = _daemon(wishes.socket)
+    nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*") if not path.is_dir()))
+    return Facts(
+        user=_name_of(os.geteuid()),
+        uid=os.geteuid(),
+        version=__version__,
+        kernel=_kernel(),
+        wishes=wishes,
+        driver=driver,
+        nvidia_nodes=nodes,
+        closed_nvidia_nodes=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
+        memory=_memory(settings, driver),
+        socket=_socket(wishes.socket),
+        daemon=daemon,
+        place=(_place(daemon.pid) if daemon.pid else None) or _place("self") or Place(None, None, None),
+        engine=None if pid is None else _engine(pid),
+    )
+
+
+def _kernel() -> Kernel:
+    pidfd = memfd = False
+    with contextlib.suppress(OSError):
+        os.close(os.pidfd_open(os.getpid()))
+        pidfd = True
+    with contextlib.suppress(OSError):
+        os.close(os.memfd_create("kvsidecar-doctor"))
+        memfd = True
+    return Kernel(os.uname().release, pidfd, memfd, _peer_pidfd())
+
+
+def _peer_pidfd() -> bool:
+    near, far = sockets.socketpair(sockets.AF_UNIX)
+    with near, far:
+        try:
+            os.close(struct.unpack("i", near.getsockopt(sockets.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
+        except OSError:
+            return False
+    return True
+
+
+def _driver() -> Driver:
+    bindings = ""
+    for package in ("cuda-bindings", "cuda-python"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            bindings = bindings or importlib.metadata.version(package)
+    known: dict[str, Any] = {
+        "module_version": _read("/sys/module/nvidia/version"),
+        "bindings": bindings,
+        "mps": mps_runs(),
+    }
+    command = [sys.executable, "-m", "kvsidecar.cli.doctor.probe"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        said: dict[str, Any] = json.loads(ran.stdout)
+    except subprocess.TimeoutExpired:
+        said = {"installed": True, "problem": f"the CUDA driver does not start within {PROBE_SECONDS:g} s"}
+    except ValueError:
+        last = (ran.stderr.strip().splitlines() or ["no output"])[-1]
+        said = {"installed": True, "problem": f"asking the CUDA driver ended with {ran.returncode}: {last}"}
+    gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in said.pop("gpus", ()))
+    for name in ("missing_calls", "missing_optional_calls"):
+        said[name] = tuple(said.get(name, ()))
+    return Driver(**said, **known, gpus=gpus)
+
+
+class _Limits(HostPlatform):
+    """Stands in for the platform in a pool that is never pinned: its limit of locked memory is a finding of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def pin_limit(self) -> int | None:
+        return None
+
+
+def _memory(settings: Settings | None, driver: Driver) -> Memory:
+    thp = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
+    refusal = page_kind = ""
+    numa = memory_limits.numa_nodes()
+    if settings is not None:
+        cuda = settings.device == "cuda" or (settings.device == "auto" and bool(driver.gpus))
+        of_gpus = tuple(dict.fromkeys(gpu.numa_node for gpu in driver.gpus if gpu.numa_node is not None))
+        geometry = pool_geometry(settings)
+        spec = PoolSpec(
+            nbytes=geometry.pool_bytes,
+            slab_bytes=geometry.slab_bytes,
+            huge_pages=settings.huge_pages,
+            numa_nodes=() if settings.numa == "off" or len(numa) < 2 else (of_gpus if cuda else ()) or tuple(numa),
+            memory_check=settings.memory_check,
+        )
+        try:
+            page_kind = HostPool(spec, _Limits("cuda" if cuda else "host")).check().kind.value
+        except PoolRefused as error:
+            refusal = str(error)
+    return Memory(
+        available=memory_limits.meminfo().get("MemAvailable"),
+        cgroups=memory_limits.memory_cgroups(),
+        memlock=memory_limits.memlock_limit(),
+        thp=thp[1] if thp else "",
+        hugetlb_free={size: memory_limits.hugetlb_free(size) for size in memory_limits.hugetlb_page_sizes()},
+        numa=numa,
+        refusal=refusal,
+        page_kind=page_kind,
+    )
+
+
+def _socket(path: str) -> SocketFacts:
+    directory = Path(path).parent
+    owner: int | None = None
+    usable = False
+    with contextlib.suppress(OSError):
+        owner = directory.stat().st_uid
+        usable = os.access(directory, os.W_OK | os.X_OK)
+    if owner is None:
+        above = next((each for each in directory.parents if each.exists()), Path("/"))
+        usable = os.access(above, os.W_OK | os.X_OK)
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return SocketFacts(owner, usable)
+    group, members = str(found.st_gid), tuple[str, ...]()
+    with contextlib.suppress(KeyError):
+        entry = grp.getgrgid(found.st_gid)
+        primary = [user.pw_name for user in pwd.getpwall() if user.pw_gid == found.st_gid]
+        group, members = entry.gr_name, tuple(dict.fromkeys([*primary, *entry.gr_mem]))
+    mode = stat.S_IMODE(found.st_mode)
+    return SocketFacts(owner, usable, stat.S_ISSOCK(found.st_mode), mode, _name_of(found.st_uid), group, members)
+
+
+def _daemon(path: str) -> Daemon:
+    pid = 0
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(path)
+            pid = struct.unpack("3i", probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))[0]
+        except PermissionError:
+            return Daemon(reason="permission denied", refused=True)
+        except FileNotFoundError:
+            return Daemon(reason="there is no socket")
+        except OSError as error:
+            return Daemon(reason=error.strerror or str(error))
+    client = Client(path, name="kvsidecar doctor")
+    try:
+        reply = client.status()
+    except ClientError as error:
+        return Daemon(reason=str(error), pid=pid)
+    finally:
+        client.close()
+    state = STATE_FROM_WIRE[reply.readiness.state]
+    return Daemon(state, reply.readiness.reason, False, reply.version, pid, reply.totals.ranks)
+
+
+def _place(process: int | str) -> Place | None:
+    """None if the process may not be looked at."""
+    root = Path("/proc") / str(process)
+    try:
+        ipc, pid = (os.stat(root / "ns" / name).st_ino for name in ("ipc", "pid"))
+    except OSError:
+        return None
+    try:
+        shm = os.stat(root / "root/dev/shm")
+        space = os.statvfs(root / "root/dev/shm")
+    except OSError:
+        return Place(ipc, pid, None)
+    writable = process != "self" or os.access("/dev/shm", os.W_OK | os.X_OK)
+    return Place(ipc, pid, shm.st_dev, space.f_bsize * space.f_blocks, writable)
+
+
+def _engine(pid: int) -> Engine:
+    root = Path("/proc") / str(pid)
+    try:
+        uid = root.stat().st_uid
+    except OSError:
+        return Engine(pid, exists=False)
+    environ: dict[str, str] | None = None
+    with contextlib.suppress(OSError):
+        pairs = (each.partition("=") for each in (root / "environ").read_bytes().decode(errors="replace").split("\0"))
+        environ = {name: value for name, _, value in pairs if name in ALLOCATOR_VARIABLES}
+    command = tuple(part for part in _read(root / "cmdline").split("\0") if part)
+    return Engine(pid, True, uid, environ, command, _place(pid))
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""

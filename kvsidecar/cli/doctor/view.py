@@ -1,0 +1,59 @@
+"""Findings for a person, and for a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvsidecar.cli.doctor.checks import Finding, Verdict
+from kvsidecar.cli.status_view import printable
+
+_STYLES = {
+    Verdict.OK: "green",
+    Verdict.WARNING: "yellow",
+    Verdict.PROBLEM: "bold red",
+    Verdict.NOT_CHECKED: "dim",
+}
+
+
+def render(findings: Sequence[Finding]) -> RenderableType:
+    """A line for each finding, its fix below it, and a count."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        style = _STYLES[finding.verdict]
+        text = printable(finding.text)
+        if finding.verdict is Verdict.NOT_CHECKED:
+            text.stylize("dim")
+        table.add_row(Text(finding.verdict.value, style=style), Text(finding.check), text)
+        if finding.fix:
+            table.add_row("", "", Text.assemble(("fix: ", "bold"), printable(finding.fix)))
+    return Group(table, Text(f"\n{summary(findings)}", style="bold"))
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """``2 problems, 1 warning, 9 ok, 3 not checked``"""
+    counts = Counter(finding.verdict for finding in findings)
+    problems, warnings = counts[Verdict.PROBLEM], counts[Verdict.WARNING]
+    return (
+        f"{problems or 'no'} problem{'' if problems == 1 else 's'}, {warnings or 'no'} warning"
+        f"{'' if warnings == 1 else 's'}, {counts[Verdict.OK]} ok, {counts[Verdict.NOT_CHECKED]} not checked"
+    )
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """``{"problems": 0, "findings": [{"check", "verdict", "text", "fix"}]}``"""
+    return {
+        "problems": sum(finding.verdict is Verdict.PROBLEM for finding in findings),
+        "findings": [
+            {"check": each.check, "verdict": each.verdict.value, "text": each.text, "fix": each.fix}
+            for each in findings
+        ],
+    }

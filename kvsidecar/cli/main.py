@@ -1,0 +1,407 @@
+"""The command line: ``kvsidecar serve | status | top | engines | clear | drain | doctor | demo | bench``.
+
+Imports what a command needs when it runs: help is instant.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvsidecar import __version__
+from kvsidecar.support import terminal
+from kvsidecar.support.imports import uncollected
+
+with uncollected():
+    import click
+
+    from kvsidecar.daemon.config import click_options
+
+if TYPE_CHECKING:
+    from kvsidecar.client import Client, RemoteClient
+    from kvsidecar.v1 import sidecar_pb2 as pb
+
+EXIT_UNAVAILABLE = 69
+"""sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
+EXIT_SOCKET = 73
+"""sysexits.h EX_CANTCREAT: another daemon serves the socket."""
+EXIT_AGAIN = 75
+"""sysexits.h EX_TEMPFAIL: a port is in use; starting again may help."""
+EXIT_DENIED = 77
+"""sysexits.h EX_NOPERM: the daemon does not do this for this user, or its socket is not theirs to open."""
+EXIT_CONFIG = 78
+"""sysexits.h EX_CONFIG: a setting is wrong; starting again will not help."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="kvsidecar")
+def main() -> None:
+    """A per-node daemon that keeps LLM engines' KV cache in pinned host memory."""
+    terminal.never_fail_to_encode()
+
+
+def _client(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Client | RemoteClient:
+    """A client of the daemon that the options name."""
+    from kvsidecar.client import Client, ClientError, RemoteClient, Tls
+
+    address, tls = where["connect"], {option: where[f"connect_{option}"] for option in ("ca", "certificate", "key")}
+    if _was_given("socket") and _was_given("connect"):
+        raise click.UsageError("say either --socket or --connect")
+    if address is None or _was_given("socket"):
+        if given := [option for option in tls if _was_given(f"connect_{option}")]:
+            raise click.UsageError(f"--connect-{given[0]} goes with --connect")
+        return Client(where["socket"], name=name, timeout=timeout)
+    if missing := [option for option, path in tls.items() if not path]:
+        raise click.UsageError(f"--connect needs --connect-{missing[0]}: TCP is served with mTLS only")
+    try:
+        return RemoteClient(address, Tls(**{option: str(path) for option, path in tls.items()}), timeout=timeout)
+    except ClientError as error:
+        _fail(str(error), EXIT_CONFIG)
+
+
+def _was_given(option: str) -> bool:
+    """As a flag, not by the environment."""
+    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
+
+
+def _status_of(where: dict[str, str | None], name: str, *, everything: bool = False) -> pb.StatusReply:
+    """What the running daemon says of itself, see `Client.status`; ends the command if none answers."""
+    from kvsidecar.client import ClientError
+
+    client = _client(where, name)
+    try:
+        return client.status(everything=everything)
+    except ClientError as error:
+        _fail_asking(error)
+    finally:
+        client.close()
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    try:
+        click.echo(f"kvsidecar: {message}", err=True)
+    except OSError:  # nobody reads it, or the disk is full: the exit code says it all the same
+        sys.stderr = None  # the interpreter would try again at its end, and exit with 120
+    sys.exit(code)
+
+
+def _fail_asking(error: Exception) -> NoReturn:
+    """End a command that the daemon did not answer, or not as it should."""
+    from kvsidecar.client import RequestDenied, SocketDenied
+
+    _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied | SocketDenied) else EXIT_UNAVAILABLE)
+
+
+def _serve(**flags: str | None) -> None:
+    """Run the daemon until SIGTERM.
+
+    It listens at once, pins the pool in the background, and is ready when the pool is pinned, a self-test copy has
+    come back right, and RPC listens. Every option can also be a variable (KVSIDECAR_POOL_SIZE) or a line of the TOML
+    file (pool_size = "64GiB"); a flag wins over a variable, a variable over the file. SIGHUP reads the file again:
+    log_level, store_chunk, drain_timeout, stuck_after and policy come into force, the log names what needs a restart.
+
+    Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
+    use, 74 a copy hangs or its outcome is unknown (start again), 75 a port is in use or an address not there yet
+    (starting again may help), 78 a setting is wrong.
+    """
+    gc.disable()  # as in `uncollected`, until the daemon is there: `serve` enables it again
+    from kvsidecar.daemon.serve import serve
+    from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
+
+    try:
+        sys.exit(serve(flags))
+    except ConfigError as error:
+        _fail(str(error), EXIT_CONFIG)
+    except SocketInUse as error:
+        _fail(str(error), EXIT_SOCKET)
+    except AddressUnavailable as error:
+        _fail(str(error), EXIT_AGAIN)
+    except DriverUnusable as error:
+        _fail(str(error), EXIT_UNAVAILABLE)
+    except PoolRefused as error:
+        _fail(str(error), 1)
+
+
+main.add_command(click.Command("serve", callback=_serve, help=_serve.__doc__, params=[*click_options()]))
+
+_socket_option = click.option(
+    "--socket",
+    envvar="KVSIDECAR_SOCKET",
+    metavar="PATH",
+    help="The daemon's Unix socket. [default: the daemon's own default; env: KVSIDECAR_SOCKET]",
+)
+
+
+_CONNECT = (
+    ("connect", "HOST:PORT", "A daemon of another host, over TCP with mTLS."),
+    ("connect-ca", "PATH", "PEM file with who signs the daemon's certificate."),
+    ("connect-certificate", "PATH", "PEM file with your certificate, which the daemon's policy must name."),
+    ("connect-key", "PATH", "PEM file with its key."),
+)
+
+
+def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Which daemon a command asks: of this host by socket, or of another one."""
+    for name, metavar, text in reversed(_CONNECT):
+        variable = "KVSIDECAR_" + name.replace("-", "_").upper()
+        command = click.option(f"--{name}", envvar=variable, metavar=metavar, help=f"{text} [env: {variable}]")(command)
+    return _socket_option(command)
+
+
+@main.command()
+@_daemon_options
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+def status(as_json: bool, **where: str | None) -> None:
+    """Show state, pool, namespaces, engines and jobs of the running daemon.
+
+    Of very many namespaces, the largest; --json has them all.
+    """
+    import json
+
+    from kvsidecar.cli.status_view import print_status
+    from kvsidecar.server.report import message_json
+
+    reply = _status_of(where, "kvsidecar status", everything=as_json)
+    if as_json:
+        click.echo(json.dumps(message_json(reply), indent=2))
+    else:
+        print_status(reply)
+
+
+@main.command()
+@_daemon_options
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 60.0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two looks; rates are those between them.",
+)
+@click.option("--once", is_flag=True, help="Print one screen, with the rates of one interval, and exit.")
+def top(interval: float, once: bool, **where: str | None) -> None:
+    """Watch the running daemon: pin progress, pool, rates, hits, engines, the oldest job, refusals.
+
+    Asks again until q or Ctrl-C, also while the daemon is away. Rates count jobs when they end.
+
+    Exit codes: 0, and 69 no daemon answers (with --once).
+    """
+    from rich.console import Console
+
+    from kvsidecar.cli.operate import top as watching
+    from kvsidecar.client import ClientError
+
+    if not once and not sys.stdout.isatty():
+        raise click.UsageError("standard output is not a terminal: use --once")
+    client = _client(where, "kvsidecar top", watching.ANSWER_SECONDS)
+    try:
+        if once:
+            watching.once(client, interval, Console())
+        else:
+            watching.live(client, interval, Console())
+    except ClientError as error:
+        _fail_asking(error)
+    finally:
+        client.close()
+
+
+@main.command()
+@_daemon_options
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array with everything that is known of each rank.")
+def engines(as_json: bool, **where: str | None) -> None:
+    """Show which engines are attached, one rank a line.
+
+    Exit codes: 0, also if there is none, and 69 no daemon answers.
+    """
+    import json
+
+    from rich.console import Console
+
+    from kvsidecar.cli.operate.commands import engines_table
+    from kvsidecar.server.report import message_json
+
+    reply = _status_of(where, "kvsidecar engines", everything=True)
+    if as_json:
+        click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
+    else:
+        console = Console()
+        console.print(engines_table(reply, console.width))
+
+
+@main.command()
+@_daemon_options
+@click.option("--namespace", metavar="MODEL", help="Of this model, as status shows it.")
+@click.option("--all", "everything", is_flag=True, help="Of all namespaces; asks first.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(namespace: str | None, everything: bool, yes: bool, **where: str | None) -> None:
+    """Forget stored blocks: they can no longer be looked up.
+
+    For KV that must not be hit any more, such as that of weights that were changed in place. Copies under way end as
+    they would have; engines stay attached and store anew.
+
+    Exit codes: 0, 1 it was answered no, or no such namespace, 69 no daemon answers, 77 you are no admin.
+    """
+    from kvsidecar.cli.operate.commands import clear_question, find_namespace
+    from kvsidecar.client import ClientError
+
+    if (namespace is None) != everything:
+        raise click.UsageError("say either --namespace MODEL or --all")
+    client = _client(where, "kvsidecar clear")
+    try:
+        chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
+        if isinstance(chosen, str):
+            _fail(chosen, 1)
+        if chosen is None and not yes:
+            click.confirm(clear_question(client.status()), abort=True)
+        blocks = client.clear(chosen)
+    except ClientError as error:
+        _fail_asking(error)
+    finally:
+        client.close()
+    click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten.")
+
+
+@main.command()
+@_daemon_options
+@click.option("--wait", is_flag=True, help="Show what is still running, and return when nothing is.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0.0), metavar="SECONDS", help="With --wait: give up. [default: never]"
+)
+@click.option("--cancel", is_flag=True, help="Take it back: let the daemon take new work again.")
+def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) -> None:
+    """Let the daemon take nothing new, and finish what runs.
+
+    Lookups miss and stores are declined from now on, until --cancel or a restart; engines go on without offload. The
+    daemon stays alive: SIGTERM ends it. What it has stored stays stored.
+
+    Exit codes: 0, 1 jobs still ran after --timeout or it is shutting down, 69 no daemon answers, 77 you are no admin.
+    """
+    from rich.console import Console
+
+    from kvsidecar.cli.operate.commands import cancel_drain
+    from kvsidecar.cli.operate.commands import drain as drain_daemon
+    from kvsidecar.client import ClientError
+
+    if cancel and wait:
+        raise click.UsageError("--cancel has nothing to wait for")
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout goes with --wait")
+    client = _client(where, "kvsidecar drain")
+    try:
+        console = Console()
+        if cancel:
+            succeeded = cancel_drain(client, console)
+        else:
+            succeeded = drain_daemon(client, wait=wait, timeout=timeout, console=console)
+    except ClientError as error:
+        _fail_asking(error)
+    finally:
+        client.close()
+    sys.exit(0 if succeeded else 1)
+
+
+@main.command()
+@_socket_option
+@click.option("--config", metavar="PATH", help="The daemon's TOML file. [default: as serve]")
+@click.option("--pool-size", metavar="SIZE|PERCENT", help="Of the daemon that is to run here. [default: as serve]")
+@click.option("--device", metavar="auto|cuda|host", help="The same. [default: as serve]")
+@click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="Look at this engine process too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
+def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
+    """Check whether this machine can run the daemon, and say what to change.
+
+    Run it as the user and inside the container that the daemon has, before it is installed or while it runs. Reads
+    the daemon's configuration as serve does. Changes nothing and makes no context on a GPU.
+
+    Exit codes: 0, 1 there is a problem.
+    """
+    import json
+
+    from rich.console import Console
+
+    from kvsidecar.cli.doctor import view
+    from kvsidecar.cli.doctor.checks import Verdict, examine
+    from kvsidecar.cli.doctor.gather import gather
+
+    findings = examine(gather(flags, pid))
+    if as_json:
+        click.echo(json.dumps(view.as_json(findings), indent=2))
+    else:
+        Console().print(view.render(findings))
+    sys.exit(1 if any(finding.verdict is Verdict.PROBLEM for finding in findings) else 0)
+
+
+@main.command()
+@click.option("--blocks", default=256, show_default=True, metavar="COUNT", help="KV blocks that engine A stores.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "host"]),
+    default="auto",
+    show_default=True,
+    help="Where the engines' KV lies; auto: on a GPU if there is one.",
+)
+def demo(blocks: int, device: str) -> None:
+    """Store, kill the engine, load into another one, compare every byte.
+
+    Starts a real daemon with a small pool. Engine A (its own process, two tensor-parallel ranks) stores a KV cache
+    filled with a pattern and is killed with SIGKILL. Engine B attaches, looks up, loads, and compares. Exits with 1
+    if a single byte differs.
+    """
+    from kvsidecar.cli.demo.run import run
+
+    sys.exit(run(blocks=blocks, device=device))
+
+
+@main.command()
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "host"]),
+    default="auto",
+    show_default=True,
+    help="Where the engine's KV lies; auto: on a GPU if there is one.",
+)
+@click.option("--socket", metavar="PATH", help="Measure a running daemon. [default: start one for this run]")
+@click.option("--pool-size", metavar="SIZE", help="Of the daemon that is started. [default: 12 GiB, host 1 GiB]")
+@click.option("--pin-size", metavar="SIZE", help="Pool that the pin measurement pins. [default: 64 GiB, host 1 GiB]")
+@click.option("--only", metavar="NAME[,NAME]", help="Measure only these; --list shows the names.")
+@click.option("--list", "list_names", is_flag=True, help="Show what can be measured, and exit.")
+@click.option("--quick", is_flag=True, help="Few samples: shows that everything works, not how fast.")
+@click.option("--repeat", type=int, metavar="COUNT", help="Rounds of every bandwidth figure at least. [default: 7]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of block ids, hashes and contents.")
+@click.option("--json", metavar="FILE|-", help="Write everything as JSON; - for standard output.")
+@click.option("--plot", metavar="DIR", help="Draw PNGs; needs pip install 'kvsidecar[bench]'.")
+@click.option(
+    "--compare", multiple=True, metavar="FILE", help="Show figures of other systems, or of an earlier --json."
+)
+@click.option("--targets", is_flag=True, help="Show what the project aims at on an H200, and whether it is met.")
+@click.option("--pacing-curve", is_flag=True, help="Measure the token copy for several --store-chunk of the daemon.")
+@click.argument("serve_flags", nargs=-1, metavar="[-- SERVE_OPTION...]")
+def bench(list_names: bool, **given: Any) -> None:
+    """Measure what the daemon gives an engine on this machine.
+
+    Starts a daemon for this run, or uses a running one, attaches as an engine does, and measures through the public
+    client: bandwidth against the limit of the link, latencies, job rates, pinning, and what an engine's own work
+    notices. Takes two to four minutes on a GPU. Options after -- go to the daemon that is started.
+
+    Exit codes: 1 a measurement failed (the others are reported), 69 no driver or no daemon, 78 a bad option, 130
+    interrupted (what was measured is reported).
+    """
+    from kvsidecar.bench.errors import BadOption
+    from kvsidecar.bench.options import MEASUREMENTS, Options
+    from kvsidecar.errors import KVSidecarError
+
+    if list_names:
+        for name, what in MEASUREMENTS.items():
+            click.echo(f"{name:13} {what}")
+        return
+    try:
+        options = Options.checked(**given)
+        from kvsidecar.bench.run import run
+
+        sys.exit(run(options))
+    except BadOption as error:
+        _fail(str(error), EXIT_CONFIG)
+    except KVSidecarError as error:
+        _fail(str(error), EXIT_UNAVAILABLE)

@@ -1,0 +1,205 @@
+"""`kvsidecar engines`, `clear` and `drain`: one question or order each."""
+
+from __future__ import annotations
+
+import socket as sockets
+import time
+
+from rich.console import Console, RenderableType
+
+from kvsidecar.cli.operate.top_view import short_device
+from kvsidecar.cli.status_view import brief, no_engine, plain_table, printable
+from kvsidecar.client import Client, Namespace, RemoteClient
+from kvsidecar.errors import DaemonUnreachable
+from kvsidecar.protocol.wire import STATE_FROM_WIRE, namespace_from_wire
+from kvsidecar.support.units import format_duration, format_size
+from kvsidecar.types import State
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+POLL_SECONDS = 0.2
+LISTED = 20
+"""Namespaces that a refusal names."""
+
+
+# -- engines -----------------------------------------------------------------------------------------------------
+
+
+def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
+    """Who is attached, one rank a line; the whole UUID of the GPU where there is room for it."""
+    if not reply.ranks:
+        return no_engine(reply)
+    columns = ["engine", "rank", "device", "pid", "mapped", "jobs", "stored", "loaded", "attached"]
+    wide = width >= 140
+    rows = plain_table(None, *columns, *(["model"] if width >= 110 else []))
+    rows.columns[-1].justify = "left" if width >= 110 else "right"
+    for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
+        cells: list[RenderableType] = [
+            brief(rank.instance + (" (idle)" if rank.idle else "")),
+            f"{rank.rank}/{rank.world_size}",
+            brief(rank.device if wide else short_device(rank.device)),
+            str(rank.pid),
+            format_size(rank.imported_bytes),
+            str(rank.jobs_running),
+            format_size(rank.stored_bytes),
+            format_size(rank.loaded_bytes),
+            format_duration(rank.attached_seconds),
+        ]
+        rows.add_row(*cells, *([brief(rank.namespace.model)] if width >= 110 else []))
+    return rows
+
+
+# -- clear -------------------------------------------------------------------------------------------------------
+
+
+def find_namespace(wanted: str, reply: pb.StatusReply) -> Namespace | str:
+    """The namespace that an operator means, or one sentence why that is not clear.
+
+    Args:
+        wanted: the model as `kvsidecar status` shows it; or, where several namespaces have that, the full text.
+    """
+    known = [namespace_from_wire(each.namespace) for each in reply.namespaces]
+    found = [each for each in known if str(each) == wanted] or [each for each in known if each.model == wanted]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = _some([f"  --namespace {str(each)!r}" for each in found], "\n")
+        return f"several namespaces have the model {wanted!r}; say which:\n{listed}"
+    models = _some([repr(model) for model in dict.fromkeys(each.model for each in known)], ", ")
+    return f"no namespace has the model {wanted!r}; " + (f"there is {models}" if models else "there is none at all")
+
+
+def _some(texts: list[str], separator: str) -> str:
+    more = [f"and {len(texts) - LISTED} more: kvsidecar status --json has all"] if len(texts) > LISTED else []
+    return separator.join(texts[:LISTED] + more)
+
+
+def clear_question(reply: pb.StatusReply) -> str:
+    """Before all namespaces are cleared."""
+    totals = reply.totals
+    return (
+        f"Forget all {totals.blocks} blocks ({format_size(totals.bytes)}) of {totals.namespaces} namespaces? "
+        "Engines will compute them again."
+    )
+
+
+# -- drain -------------------------------------------------------------------------------------------------------
+
+
+def open_jobs(reply: pb.StatusReply) -> int:
+    """Jobs that are not over. An engine's jobs before and after their copy are its own only, and those of an engine
+    that has gone the workers' only."""
+    listed = sum(rank.jobs_running for rank in reply.ranks)
+    return max(listed, reply.totals.jobs_running, reply.jobs.running + reply.jobs.queued)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def waits_for(reply: pb.StatusReply) -> str:
+    """The jobs that are not over, whose they are, and since when, as the end of a sentence."""
+    text = _open_jobs_by_rank(reply)
+    if reply.jobs.oldest_inflight_seconds:
+        text += f", the oldest since {format_duration(reply.jobs.oldest_inflight_seconds)}"
+    return text
+
+
+def _open_jobs_by_rank(reply: pb.StatusReply) -> str:
+    jobs = open_jobs(reply)
+    text = f"{_count(jobs, 'job')} to end"
+    busy = [f"{rank.instance} {rank.rank}/{rank.world_size}" for rank in reply.ranks if rank.jobs_running]
+    more = f" and {len(busy) - 4} more" if len(busy) > 4 else ""
+    return text + (f" ({', '.join(busy[:4])}{more})" if busy else "")
+
+
+def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, console: Console) -> bool:
+    """Tell the daemon to take no new work, and say what is left. True if nothing is, or nobody was to wait for it.
+
+    Raises:
+        ClientError: no daemon answers.
+    """
+    before = client.status()
+    client.drain()
+    reply = client.status()
+    if STATE_FROM_WIRE[before.readiness.state] is State.DRAINING:
+        _say(console, "It was draining already.")
+    console.print(
+        "Draining: nothing new is taken until `kvsidecar drain --cancel`, or a restart; engines go on without offload.",
+        soft_wrap=True,
+    )
+    if not wait:
+        console.print(
+            f"Not waited for: {waits_for(reply)}." if open_jobs(reply) else "No job is running.", soft_wrap=True
+        )
+        return True
+    return _wait(client, reply, timeout, console)
+
+
+def cancel_drain(client: Client | RemoteClient, console: Console) -> bool:
+    """Tell the daemon to take new work again, and say what came of it. False if it will not.
+
+    Raises:
+        ClientError: no daemon answers.
+    """
+    cancelled = client.cancel_drain()
+    now = client.status().readiness
+    state = STATE_FROM_WIRE[now.state]
+    if state is State.DRAINING and not cancelled:
+        _say(console, f"Not taken back: {now.reason}.")
+        return False
+    if not cancelled:
+        _say(console, f"It was not draining, it is {state.value}.")
+    elif state is State.READY:
+        _say(console, "Taken back: new work is taken again, and what was stored is still there.")
+    else:
+        _say(console, f"Taken back, but it is {state.value}: {now.reason}.")
+    return True
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(printable(text), soft_wrap=True)  # a log has no width
+
+
+def _wait(client: Client | RemoteClient, reply: pb.StatusReply, timeout: float | None, console: Console) -> bool:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    epoch, said = reply.epoch, ""
+    with console.status("") as shown:
+        while open_jobs(reply):
+            text = f"waiting for {waits_for(reply)}"
+            shown.update(printable(text))
+            # A log gets a line when the jobs change, a terminal the present text.
+            if not console.is_terminal and (brief := f"waiting for {_open_jobs_by_rank(reply)}") != said:
+                _say(console, brief)
+                said = brief
+            if deadline is not None and time.monotonic() >= deadline:
+                _say(console, f"After {timeout:g} s still {text}.")
+                return False
+            time.sleep(POLL_SECONDS)
+            try:
+                reply = client.status()
+            except DaemonUnreachable:
+                if _listens(client):
+                    continue  # it hangs, or is busy: it may still copy
+                _say(console, "The daemon has ended.")
+                return True
+            if reply.epoch != epoch:
+                _say(console, "The daemon has ended, and was started again.")
+                return True
+    _say(console, "Drained: no job is running.")
+    return True
+
+
+def _listens(client: Client | RemoteClient) -> bool:
+    try:
+        if isinstance(client, RemoteClient):
+            host, _, port = client.address.rpartition(":")
+            sockets.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        else:
+            with sockets.socket(sockets.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                probe.connect(client.socket)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,135 @@
+"""`kvsidecar top`: asks the daemon again and again, and draws what it said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.live import Live
+
+from kvsidecar.cli.operate.rates import Look, Rates, between
+from kvsidecar.cli.operate.top_view import Screen, render
+from kvsidecar.client import Client, RemoteClient
+from kvsidecar.errors import ClientError
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+ANSWER_SECONDS = 1.0
+"""A daemon that takes longer is said not to answer; a key waits no longer than this."""
+_HISTORY = 60
+_QUIT = frozenset("qQ\x03\x04")
+"""q, and Ctrl-C and Ctrl-D where the terminal does not make a signal of them."""
+
+
+class Watch:
+    """What was seen of one daemon so far. It may go, and come back."""
+
+    def __init__(self, client: Client | RemoteClient) -> None:
+        self._client = client
+        self._last: Look | None = None
+        self._rates: Rates | None = None
+        self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)
+        self._lost_at: float | None = None
+        self._lost_reason = ""
+        self._restarts = 0
+
+    def look(self) -> Screen:
+        """Ask once more."""
+        try:
+            self._take(self._client.status())
+        except ClientError as error:
+            now = time.monotonic()
+            self._lost_at = now if self._lost_at is None else self._lost_at
+            self._lost_reason = str(error)
+            self._rates = None
+        return Screen(
+            reply=None if self._last is None else self._last.reply,
+            rates=self._rates,
+            history=tuple(self._history),
+            lost_for=None if self._lost_at is None else time.monotonic() - self._lost_at,
+            lost_reason=self._lost_reason,
+            restarts=self._restarts,
+        )
+
+    def _take(self, reply: pb.StatusReply) -> None:
+        now = Look(time.monotonic(), reply)
+        before, self._last = self._last, now
+        self._rates = None if before is None else between(before, now)
+        if before is not None and before.reply.epoch != reply.epoch:
+            self._restarts += 1
+            self._history.clear()
+        if self._rates is not None:
+            self._history.append((self._rates.stored_bytes, self._rates.loaded_bytes))
+        self._lost_at, self._lost_reason = None, ""
+
+
+def once(client: Client | RemoteClient, interval: float, console: Console) -> None:
+    """Print one screen, with the rates of ``interval`` seconds.
+
+    Raises:
+        ClientError: no daemon answers.
+    """
+    client.status()
+    watch = Watch(client)
+    watch.look()
+    time.sleep(interval)
+    console.print(render(watch.look(), console.width, 10_000))
+
+
+def live(client: Client | RemoteClient, interval: float, console: Console) -> None:
+    """Draw until q or Ctrl-C."""
+    watch = Watch(client)
+    with _keys() as key_within, Live(console=console, screen=True, auto_refresh=False) as shown:
+        while True:
+            due = time.monotonic() + interval
+            screen = watch.look()
+            shown.update(render(screen, console.width, console.height), refresh=True)
+            while (left := due - time.monotonic()) > 0:
+                if key_within(left) in _QUIT:
+                    return
+
+
+class _Keys:
+    """Single keys of a terminal; without one, time passes."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def __call__(self, seconds: float) -> str:
+        if self._fd is None:
+            time.sleep(seconds)
+            return "\0"
+        if not select.select([self._fd], [], [], seconds)[0]:
+            return "\0"
+        pressed = os.read(self._fd, 1).decode(errors="replace")
+        return pressed or "\x04"  # the terminal has gone
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[_Keys]:
+    """Keys arrive one by one and are not shown; SIGTERM ends `live` like q, so that the terminal is put right again."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+    mode = None if fd is None else termios.tcgetattr(fd)
+    try:
+        if fd is not None:
+            tty.setcbreak(fd)
+        yield _Keys(fd)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if fd is not None and mode is not None:
+            termios.tcsetattr(fd, termios.TCSADRAIN, mode)
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,216 @@
+"""One screen of `kvsidecar top`, as a function of what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvsidecar.cli.operate.rates import Rates
+from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar
+from kvsidecar.protocol.wire import STATE_FROM_WIRE
+from kvsidecar.support.units import format_duration, format_rate, format_size
+from kvsidecar.types import State
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+_LABEL = 8
+_SPARKS = "▁▂▃▄▅▆▇█"
+_RATE_COLUMNS = 11
+_TOTAL_COLUMNS = 33
+"""Room for what was copied so far; the sparkline has the rest, if that is enough of it."""
+_SPARKLINE_COLUMNS = 8
+_CELL_COLUMNS = 14
+"""Room for a number, and for the name of a GPU; an engine's name has the rest, or a third."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What there is to show."""
+
+    reply: pb.StatusReply | None
+    """The last answer; None if there was none."""
+    rates: Rates | None
+    """None: it takes two answers of one run of the daemon."""
+    history: Sequence[tuple[float, float]]
+    """Bytes stored and loaded per second, oldest first."""
+    lost_for: float | None
+    """Seconds since the daemon stopped answering; None if it does answer."""
+    lost_reason: str = ""
+    restarts: int = 0
+    """Seen while this was watching."""
+
+
+def render(screen: Screen, width: int, height: int) -> RenderableType:
+    """Fits into ``width`` columns and ``height`` lines, if there are 40 and 15 of them."""
+    reply = screen.reply
+    parts: list[RenderableType] = []
+    if screen.lost_for is not None:
+        parts += [_cut(line) for line in _lost(screen)]
+    if reply is None:
+        return Group(*parts)
+    bar = max(8, min(BAR_WIDTH, width - 40))
+    parts.append(_cut(_head(screen, reply)))
+    if STATE_FROM_WIRE[reply.readiness.state] is State.PINNING:
+        parts.append(_cut(_pin_bar(reply.readiness, bar)))
+    parts += [_cut(line) for line in pool_bar(reply.pool, bar).split("\n")]
+    parts.append(Text())
+    parts += [_cut(line) for line in _flow(screen, reply, width)]
+    if reply.refusals:
+        parts.append(_cut(_refusals(reply, screen.rates)))
+    parts.append(Text())
+    if reply.ranks:
+        # A line for the heading, and one that says how many more there are.
+        parts.append(_engines(reply, screen.rates, width, max(1, height - len(parts) - 2)))
+    else:
+        parts.append(Text("No engine is attached.", style="dim"))
+    return Group(*parts)
+
+
+def _cut(text: Text) -> Text:
+    """One line, whatever the width."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _label(name: str) -> Text:
+    return Text(f"{name:<{_LABEL}}", style="bold")
+
+
+def _lost(screen: Screen) -> list[Text]:
+    stale = "" if screen.reply is None else ", below is what it said last"
+    since = f"No answer for {format_duration(screen.lost_for or 0)}{stale}. Asking again."
+    return [Text(since, style="bold red"), Text(f"  {screen.lost_reason}", style="red")]
+
+
+def _head(screen: Screen, reply: pb.StatusReply) -> Text:
+    text = head(reply).split("\n")[0]
+    if screen.restarts:
+        text.append(f"  restarted {screen.restarts}x while watched", style="yellow")
+    reason = reply.readiness.reason
+    if reason and STATE_FROM_WIRE[reply.readiness.state] is not State.PINNING:
+        text.append(f"  {reason}", style="yellow")
+    return text
+
+
+def _pin_bar(readiness: pb.Readiness, width: int) -> Text:
+    share = readiness.pinned_bytes / readiness.pool_bytes if readiness.pool_bytes else 0.0
+    filled = round(share * width)
+    text = Text.assemble(
+        "Pin   ", ("█" * filled, "yellow"), ("░" * (width - filled), "dim"),
+        f"  {share:.0%}, {format_rate(readiness.pin_bytes_per_second)}",
+    )  # fmt: skip
+    if readiness.HasField("eta_seconds"):
+        text.append(f", {format_duration(readiness.eta_seconds)} left")
+    return text
+
+
+def _flow(screen: Screen, reply: pb.StatusReply, width: int) -> list[Text]:
+    """Store, load, hits, jobs: a line each."""
+    rates, jobs = screen.rates, reply.jobs
+    columns = min(60, width - _LABEL - _RATE_COLUMNS - _TOTAL_COLUMNS)
+    lines = []
+    for name, index, rate, done, total in (
+        ("Store", 0, None if rates is None else rates.stored_bytes, jobs.stores_done, jobs.stored_bytes),
+        ("Load", 1, None if rates is None else rates.loaded_bytes, jobs.loads_done, jobs.loaded_bytes),
+    ):
+        line = _label(name)
+        line.append(f"{'-' if rate is None else format_rate(rate):>{_RATE_COLUMNS}}")
+        if columns >= _SPARKLINE_COLUMNS:
+            line.append("  " + _sparkline([each[index] for each in screen.history], columns), style="cyan")
+        line.append(f"  {format_size(total)} in {done:,} {'job' if done == 1 else 'jobs'}", style="dim")
+        lines.append(line)
+    lines += [_hits(reply, rates), _jobs(jobs)]
+    return lines
+
+
+def _sparkline(values: Sequence[float], columns: int) -> str:
+    """The last ``columns`` values, each against the highest; right-aligned."""
+    shown = list(values)[-columns:]
+    highest = max(shown, default=0.0)
+    line = "".join(
+        " " if value <= 0 else _SPARKS[min(len(_SPARKS) - 1, int(value / highest * len(_SPARKS)))] for value in shown
+    )
+    return f"{line:>{columns}}"
+
+
+def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
+    line = _label("Hits")
+    now = None if rates is None else rates.hit_rate
+    line.append(f"{'-' if now is None else f'{now:.0%}':>{_RATE_COLUMNS}}")
+    if rates is not None and now is not None:
+        line.append(f"  of {rates.hits + rates.misses:,.0f} blocks/s")
+    asked = reply.lookups.hits + reply.lookups.misses
+    line.append(
+        f"  {reply.lookups.hits / asked:.0%} of {asked:,} so far" if asked else "  no lookup so far", style="dim"
+    )
+    if rates is not None and rates.evicted_bytes:
+        line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")
+    return line
+
+
+def _jobs(jobs: pb.JobsStatus) -> Text:
+    line = _label("Jobs")
+    line.append(f"{jobs.running} running, {jobs.queued} queued".rjust(_RATE_COLUMNS))
+    if jobs.oldest_inflight_seconds:
+        old = jobs.oldest_inflight_seconds
+        line.append(f", oldest {format_duration(old)}", style="yellow" if old > 1 else "")
+    return line
+
+
+def _refusals(reply: pb.StatusReply, rates: Rates | None) -> Text:
+    line = _label("Refused")
+    new = {} if rates is None else rates.refusals
+    for number, (reason, count) in enumerate(sorted(reply.refusals.items(), key=lambda item: -item[1])):
+        line.append(", " if number else "")
+        line.append(f"{reason} {count}")
+        if reason in new:
+            line.append(f" (+{new[reason]})", style="yellow")
+    return line
+
+
+def short_device(device: str) -> str:
+    """``GPU-1a2b3c4d`` of a whole UUID: enough to tell the GPUs of a machine apart."""
+    return "-".join(device.split("-")[:2])
+
+
+def _engines(reply: pb.StatusReply, rates: Rates | None, width: int, lines: int) -> RenderableType:
+    wanted: list[tuple[str, int]] = [("engine", 0), ("rank", 0), ("store", 0), ("load", 0), ("jobs", 0)]
+    wanted += [("device", 70), ("mapped", 80), ("attached", 100), ("pid", 110)]
+    names = [name for name, least in wanted if width >= least]
+    table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
+    for index, name in enumerate(names):
+        # The name gives way before any number does.
+        cut = {"overflow": "ellipsis", "no_wrap": True}
+        table.add_column(name, justify="left" if index == 0 else "right", **cut)  # type: ignore[arg-type]
+    room = max(width // 3, width - _CELL_COLUMNS * (len(names) - 1))
+    by_rank = {} if rates is None else rates.ranks
+
+    def traffic(rank: pb.RankStatus) -> float:
+        return sum(by_rank.get(rank.session, (0.0, 0.0)))
+
+    ranks = sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank))
+    left_out = max(len(ranks), reply.totals.ranks) - min(len(ranks), lines)
+    if len(ranks) > lines:
+        busiest = sorted(ranks, key=lambda rank: (-traffic(rank), -rank.jobs_running))[:lines]
+        kept = {rank.session for rank in busiest}
+        ranks = [rank for rank in ranks if rank.session in kept]
+    for rank in ranks:
+        stored, loaded = by_rank.get(rank.session, (None, None))
+        cells = {
+            "engine": brief(rank.instance + (" (idle)" if rank.idle else ""), room),
+            "rank": Text(f"{rank.rank}/{rank.world_size}"),
+            "store": Text("-" if stored is None else format_rate(stored)),
+            "load": Text("-" if loaded is None else format_rate(loaded)),
+            "jobs": Text(str(rank.jobs_running)),
+            "device": brief(short_device(rank.device), _CELL_COLUMNS),
+            "mapped": Text(format_size(rank.imported_bytes)),
+            "attached": Text(format_duration(rank.attached_seconds)),
+            "pid": Text(str(rank.pid)),
+        }
+        table.add_row(*(cells[name] for name in names))
+    if not left_out:
+        return table
+    return Group(table, _cut(Text(f"and {left_out} less busy: kvsidecar engines lists all", style="dim")))

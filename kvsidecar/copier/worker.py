@@ -1,0 +1,519 @@
+"""CopyWorker: one thread for one direction of one device. It keeps the link busy: the next calls are issued while
+earlier ones run, those of the next plan too."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, Device, DeviceEvent, PreparedCall
+from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.support import failpoints, log
+from kvsidecar.support.keep_awake import NAP_SECONDS
+from kvsidecar.types import Direction
+
+_PR_SET_NAME: Final = 15
+_PR_SET_TIMERSLACK: Final = 29
+_prctl = ctypes.CDLL(None).prctl
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """A copy that is over. Seconds are of the monotonic clock."""
+
+    nbytes: int
+    copy_seconds: float
+    """In which the device moved its bytes, as the device itself measures it: no planning, and no gap between calls. Of
+    a paced copy every `TIMED_CALLS`-th call is measured, the others are taken to be as fast."""
+    queue_seconds: float
+    """The rest of the time since it was submitted."""
+    ended: float
+    """When it was seen to be over."""
+
+
+POLL_SECONDS: Final = 50e-6
+"""How often the event before a copy is asked while nothing else can run. A copy of one block takes about as long."""
+AHEAD_BYTES: Final = 64 << 20
+"""Issued and not over: more than a millisecond of copying, so that the link does not wait for this thread; not much
+more, because what is issued cannot be cancelled or overtaken."""
+SPIN_SECONDS: Final = 300e-6
+"""The end of a copy, or of what is in flight, is waited for asleep until so long before it, then with a spinning core:
+a thread that sleeps comes back up to 200 µs late where an idle core has gone into a deep sleep too (measured)."""
+FIRST_RATE: Final = 100e9
+"""Bytes per second, before anything was measured: more than any link, so that nobody sleeps too long."""
+RATE_SAMPLE_BYTES: Final = 16 << 20
+"""Smaller calls say more about latency than about the rate."""
+TIMED_CALLS: Final = 8
+"""Of a paced copy's calls one in so many is timed: the two events around it take 5 us, where a call of 2 MiB takes 45.
+The calls of one copy are slices of one plan."""
+RATE_DECAY: Final = 0.95
+"""The best rate seen counts, and is forgotten slowly: a late look makes a sample too low, never too high."""
+SETTLE_SECONDS: Final = 2.0
+"""After an error the device has this long to end what it was given. Copies take milliseconds."""
+SETTLE_POLL_SECONDS: Final = 1e-3
+
+_log = log.get("worker")
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    plan: CopyPlan
+    after: DeviceEvent | None
+    on_start: Callable[[], None] | None
+    future: Future[CopyResult] = field(default_factory=Future)
+    submitted: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    failed: bool = False
+    calls: int = 0
+    """Issued."""
+    timed: list[tuple[CopyMark, int]] = field(default_factory=list)
+    """Of its calls that are over those that the device timed, and their bytes."""
+    slept: bool = False
+    """This thread has slept while the copy ran, so others may have."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One call in flight; without a mark, the end of its copy."""
+
+    copy: _Copy
+    mark: CopyMark | None
+    nbytes: int
+    issued: float
+    timed: bool = False
+
+
+class CopyWorker:
+    """Copies in the order of submission. Every future it gives out is resolved, whatever happens.
+
+    A future ends with its `CopyResult`, or with what the copy ended with: `CopyFailed` (the worker goes on) or
+    `DeviceLost` (it does not). An exception that nobody expected ends the worker too. Of copies that were started,
+    ``outcome_known`` is True if the device said within `SETTLE_SECONDS` that all it was given is over; of those that
+    were queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be
+    cancelled.
+
+    Args:
+        device: copies go to and from its memory.
+        direction: store or load.
+        pool_address: what the plans' host offsets count from.
+        chunk: asked from this thread; the most bytes that may be in flight at a time while an engine's own copies in
+            this direction must pass, None while the whole link may be used.
+        before_end: called in this thread some 300 us before a longer copy is expected to end: time to wake up for
+            those who wait for it.
+        linger: seconds after a copy during which this thread sleeps lightly, so that it starts the next one at once.
+        on_failure: told once why this worker can copy no more, in its thread, after all futures are resolved.
+
+    Raises:
+        DeviceError: the stream cannot be opened.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        direction: Direction,
+        pool_address: int,
+        *,
+        chunk: Callable[[], int | None] = lambda: None,
+        before_end: Callable[[], None] = lambda: None,
+        linger: float = 0.0,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._device = device
+        self._direction = direction
+        self._pool_address = pool_address
+        self._chunk = chunk
+        self._before_end = before_end
+        self._linger = linger
+        self._on_failure = on_failure
+        # Only the worker's thread uses these.
+        self._calls: deque[CopyCall] = deque()
+        """Of `_issuing`, planned and not issued."""
+        self._issuing: _Copy | None = None
+        self._ready: tuple[int, PreparedCall] | None = None
+        """The next call of `_issuing`: its bytes, and what the stream made of it."""
+        self._flights: deque[_Flight] = deque()
+        self._ahead = 0
+        """Bytes of the calls in flight."""
+        self._last_end = 0.0
+        self._previous_end = 0.0
+        """Of the copy before."""
+        self._rate = FIRST_RATE
+
+        self._changed = threading.Condition()
+        # All below are guarded by _changed.
+        self._queue: deque[_Copy] = deque()
+        self._running: deque[_Copy] = deque()
+        """Started and not resolved."""
+        self._closing = False
+        self._failure: BaseException | None = None
+
+        opened: Future[None] = Future()
+        name = f"{direction}-{device.uuid.removeprefix('GPU-')}"
+        # A daemon thread: a driver call that never returns must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, args=(opened, name), name=name, daemon=True)
+        self._thread.start()
+        opened.result()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes copies."""
+        return self._failure is None and not self._closing
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it can copy no more; None while it can, and after an ordinary `close`."""
+        return self._failure
+
+    @property
+    def running(self) -> bool:
+        """Whether a copy has been started and is not over."""
+        return bool(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Copies that wait for their turn."""
+        return len(self._queue)
+
+    def oldest_inflight_seconds(self) -> float:
+        """Since when the oldest copy that is not over has been running; 0 if there is none. A stuck driver shows
+        here."""
+        with self._changed:
+            if not self._running:
+                return 0.0
+            return time.monotonic() - max(self._running[0].started, self._last_end)
+
+    def submit(
+        self,
+        plan: CopyPlan,
+        *,
+        after: DeviceEvent | None = None,
+        on_start: Callable[[], None] | None = None,
+    ) -> Future[CopyResult]:
+        """Queue a plan.
+
+        Args:
+            after: the copy starts when this is over; copies behind it may overtake it meanwhile.
+            on_start: called in the worker's thread just before the copy is issued; ``after`` is not needed any more.
+
+        Raises:
+            DeviceLost: the device can copy no more.
+            CopyFailed: with ``outcome_known=True``: the worker has ended, by `close` or by an unexpected error.
+        """
+        copy = _Copy(plan, after, on_start)
+        with self._changed:
+            if self._failure is not None:
+                raise self._refusal(self._failure)
+            if self._closing:
+                raise CopyFailed(f"the {self._direction} worker is closed", outcome_known=True)
+            self._queue.append(copy)
+            self._changed.notify_all()
+        return copy.future
+
+    def hurry(self, future: Future[CopyResult]) -> None:
+        """Let a queued copy be the next one; nothing happens if it runs or is over."""
+        with self._changed:
+            for copy in self._queue:
+                if copy.future is future:
+                    self._queue.remove(copy)
+                    self._queue.appendleft(copy)
+                    return
+
+    def close(self, timeout: float) -> bool:
+        """Finish what is queued, close the stream and end the thread. May be called more than once.
+
+        What is not finished after ``timeout`` seconds fails: what was started with ``outcome_known=False``, the
+        queued ones, which then never start, with True.
+
+        Returns:
+            Whether the thread has ended. If not, the device does not answer, and only the end of the process helps.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        if not self._thread.is_alive():
+            return True
+        with self._changed:
+            queue, self._queue = self._queue, deque()
+            running = tuple(self._running)
+        text = f"the {self._direction} worker was closed and did not finish in {timeout:g} s"
+        for copy in running:
+            _fail(copy, CopyFailed(text, outcome_known=False))
+        for copy in queue:
+            _fail(copy, CopyFailed(text, outcome_known=True))
+        return False
+
+    # -- in the worker's thread ------------------------------------------------------------------------------------
+
+    def _run(self, opened: Future[None], name: str) -> None:
+        _prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)  # what top and gdb show; Python sets its own name only
+        _prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # ns; the default of 50 µs is as long as a copy of one block
+        try:
+            stream = self._device.open_stream(self._direction)
+        except BaseException as error:  # noqa: BLE001 - the constructor raises it
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        try:
+            self._serve(stream)
+            _settle(stream)
+            stream.close()
+        except BaseException as error:  # noqa: BLE001 - no thread ends unheard: every future and the owner get it
+            self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and _settles(stream))
+
+    def _serve(self, stream: CopyStream) -> None:
+        """Copy until closed and empty. Raises what the worker does not survive."""
+        while True:
+            chunk = self._chunk()
+            # Filled before it may be issued, so that nothing is planned while the link is idle.
+            filled = self._fill(stream, chunk)
+            if filled and (self._ahead < AHEAD_BYTES if chunk is None else not self._ahead):
+                self._issue(stream, alone=chunk is not None)
+                if chunk is None:
+                    self._retire(stream)
+            elif self._flights:
+                self._wait(stream, spin=chunk is not None)
+                self._retire(stream)
+            elif not filled:
+                return
+
+    def _fill(self, stream: CopyStream, chunk: int | None) -> bool:
+        """Have the next call ready to be issued, of this copy or the next one. False: there is none while others are
+        in flight, or there will be none any more."""
+        while self._ready is None:
+            if not self._calls:
+                if self._issuing is None:
+                    self._issuing = self._next(wait=not self._flights)
+                    if self._issuing is None:
+                        return False
+                self._calls.extend(self._issuing.plan.take(chunk))
+                if not self._calls:
+                    failpoints.hit("store.in_flight" if self._direction is Direction.STORE else "load.in_flight")
+                    self._flights.append(_Flight(self._issuing, None, 0, 0.0))
+                    self._issuing = None
+                    self._retire(stream)
+                    continue
+            call = self._calls.popleft()
+            self._ready = call.nbytes, stream.prepare(call, self._pool_address)
+        return True
+
+    def _issue(self, stream: CopyStream, *, alone: bool) -> None:
+        assert self._ready is not None
+        assert self._issuing is not None
+        nbytes, prepared = self._ready
+        self._ready = None
+        copy = self._issuing
+        timed = not alone or copy.calls % TIMED_CALLS == 0
+        copy.calls += 1
+        try:
+            mark = stream.issue(prepared, alone=alone, timed=timed)
+        except CopyFailed as error:
+            # The rest of this copy is not issued. Nothing of it moves any more, or nobody knows and its slots are
+            # never used again; either way its calls in flight are only waited for, so as not to disturb the others.
+            self._calls.clear()
+            self._issuing = None
+            copy.failed = True
+            error = _settled(stream, error)
+            self._end(copy)
+            _fail(copy, error)
+            return
+        self._flights.append(_Flight(copy, mark, nbytes, time.monotonic(), timed))
+        self._ahead += nbytes
+
+    def _retire(self, stream: CopyStream) -> None:
+        """Report what is over."""
+        while self._flights:
+            flight = self._flights[0]
+            if flight.mark is not None:
+                try:
+                    if not flight.mark.over():
+                        return
+                except CopyFailed as error:
+                    self._fail_flights(stream, error)
+                    return
+            self._flights.popleft()
+            now = time.monotonic()
+            if flight.mark is not None:
+                self._ahead -= flight.nbytes
+                if flight.nbytes >= RATE_SAMPLE_BYTES:
+                    seconds = max(1e-6, now - max(self._last_end, flight.issued))
+                    self._rate = max(RATE_DECAY * self._rate, flight.nbytes / seconds)
+                self._last_end = now
+                if flight.timed:
+                    flight.copy.timed.append((flight.mark, flight.nbytes))
+            elif not flight.copy.failed:
+                self._report(flight.copy, now)
+
+    def _report(self, copy: _Copy, now: float) -> None:
+        # Asked here and not between two calls of a paced store, where the link would idle meanwhile.
+        copying = sum([mark.seconds() for mark, _ in copy.timed])
+        if len(copy.timed) != copy.calls:
+            copying *= copy.plan.nbytes / sum([nbytes for _, nbytes in copy.timed])
+        self._previous_end = now
+        self._end(copy)
+        # The future may be resolved already: `close` gave up on it.
+        with suppress(InvalidStateError):
+            waited = max(0.0, now - copy.submitted - copying)
+            copy.future.set_result(CopyResult(copy.plan.nbytes, copying, waited, now))
+
+    def _wait(self, stream: CopyStream, *, spin: bool) -> None:
+        """Wait for the oldest call in flight, or until a copy is submitted."""
+        flight = self._flights[0]
+        assert flight.mark is not None
+        sleep = 0.0
+        if not spin:
+            begun = max(self._last_end, flight.issued)
+            sleep = begun + self._bytes_to_first_end() / self._rate - SPIN_SECONDS - time.monotonic()
+        if sleep <= 0:
+            if flight.copy.slept and any(each.mark is None for each in self._flights):
+                flight.copy.slept = False
+                self._before_end()
+            try:
+                flight.mark.wait()
+            except CopyFailed as error:
+                self._fail_flights(stream, error)
+            return
+        flight.copy.slept = True
+        with self._changed:
+            # What is queued although there is room waits for its event.
+            gated = self._queue and self._ahead < AHEAD_BYTES
+            self._changed.wait(min(sleep, POLL_SECONDS) if gated else sleep)
+
+    def _bytes_to_first_end(self) -> int:
+        """In flight up to the end of the oldest copy, which somebody waits for; or all, if its end is not issued."""
+        nbytes = 0
+        for flight in self._flights:
+            if flight.mark is None:
+                break
+            nbytes += flight.nbytes
+        return nbytes
+
+    def _fail_flights(self, stream: CopyStream, error: CopyFailed) -> None:
+        """An asynchronous error belongs to nobody: all that is in flight fails with it."""
+        error = _settled(stream, error)
+        copies = dict.fromkeys(flight.copy for flight in self._flights)
+        self._flights.clear()
+        self._ahead = 0
+        if self._issuing is not None:
+            copies[self._issuing] = None
+            self._calls.clear()
+            self._issuing = self._ready = None
+        for copy in copies:
+            if not copy.failed:
+                self._end(copy)
+                _fail(copy, CopyFailed(str(error), outcome_known=error.outcome_known))
+
+    def _next(self, *, wait: bool) -> _Copy | None:
+        """The next copy, marked as running. None: there is none, or with ``wait``, there will be none."""
+        with self._changed:
+            while (copy := self._take_startable()) is None:
+                if not wait or (self._closing and not self._queue):
+                    return None
+                if self._queue:  # for their events, which nobody tells us about
+                    self._changed.wait(POLL_SECONDS)
+                else:
+                    lingers = time.monotonic() - self._previous_end < self._linger
+                    self._changed.wait(NAP_SECONDS if lingers else None)
+            copy.started = time.monotonic()
+            self._running.append(copy)
+        try:
+            failpoints.hit("copy.device_lost")
+        except failpoints.FailpointError as error:
+            raise DeviceLost(str(error)) from error
+        if copy.on_start is not None:
+            copy.on_start()
+        return copy
+
+    def _take_startable(self) -> _Copy | None:
+        """The first queued copy that may start; those that were cancelled, or can never start, are resolved."""
+        for copy in tuple(self._queue):
+            try:
+                if copy.after is not None and not copy.future.cancelled() and not copy.after.over():
+                    continue
+            except CopyFailed as error:
+                self._queue.remove(copy)
+                if copy.future.set_running_or_notify_cancel():
+                    _fail(copy, error)
+                continue
+            self._queue.remove(copy)
+            if copy.future.set_running_or_notify_cancel():  # False: cancelled while it waited
+                return copy
+        return None
+
+    def _end(self, copy: _Copy) -> None:
+        """Before its future is resolved: who hears of the end sees ``running`` False."""
+        with self._changed:
+            self._running.remove(copy)
+
+    def _fail_all(self, error: BaseException, *, outcome_known: bool) -> None:
+        """End with this error.
+
+        Args:
+            outcome_known: of the copies that were started.
+        """
+        with self._changed:
+            self._failure = error
+            running, self._running = self._running, deque()
+            queue, self._queue = self._queue, deque()
+        for copy in running:
+            _fail(copy, self._refusal(error, outcome_known=outcome_known), error)
+        for copy in queue:
+            _fail(copy, self._refusal(error), error)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    def _refusal(self, failure: BaseException, *, outcome_known: bool = True) -> DeviceLost | CopyFailed:
+        """What a copy gets; one that was never started is of known outcome. A new object each: a raised exception
+        collects its tracebacks."""
+        if isinstance(failure, DeviceLost):
+            return DeviceLost(str(failure), outcome_known=outcome_known)
+        return CopyFailed(self._ended_by(failure), outcome_known=outcome_known)
+
+    def _ended_by(self, failure: BaseException) -> str:
+        return f"the {self._direction} worker has ended: {type(failure).__name__}: {failure}"
+
+
+def _settle(stream: CopyStream) -> None:
+    """Return when nothing moves any more that the stream was ever given.
+
+    Raises:
+        CopyFailed: with ``outcome_known=False``: that is not so after `SETTLE_SECONDS`, or the device does not say.
+        DeviceLost: the context is gone.
+    """
+    failpoints.hit("copy.settle")
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not stream.over():
+        if time.monotonic() >= deadline:
+            raise CopyFailed(f"copies still run {SETTLE_SECONDS:g} s after an error", outcome_known=False)
+        time.sleep(SETTLE_POLL_SECONDS)
+
+
+def _settles(stream: CopyStream) -> bool:
+    """Whether nothing moves any more, or soon does not."""
+    try:
+        _settle(stream)
+    except Exception as error:  # noqa: BLE001 - whatever it is: then nobody knows
+        _log.error("copies were not seen to end", error=f"{type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def _settled(stream: CopyStream, error: CopyFailed) -> CopyFailed:
+    """A copy's error, after what the device was given is over if that is possible."""
+    if error.outcome_known or not _settles(stream):
+        return error
+    return CopyFailed(str(error), outcome_known=True)
+
+
+def _fail(copy: _Copy, error: BaseException, cause: BaseException | None = None) -> None:
+    if cause is not None and cause is not error:
+        error.__cause__ = cause
+    with suppress(InvalidStateError):  # resolved already, or cancelled while it waited
+        copy.future.set_exception(error)

@@ -1,0 +1,416 @@
+"""Regions, block ids and slots -> the copies that move them. Pure: numpy and arithmetic, no clock, no driver.
+
+`bind` prepares a checked layout once. `BlockCopies` is the plan of one job: it hands out the driver calls slice by
+slice, so that the first bytes move while the rest is still being planned, without a Python loop per block or per row.
+A slot holds the regions one after another: region ``i`` starts at the sum of ``block_bytes`` of the regions before
+it, its rows without a gap.
+
+Three kinds of copies, and what each costs (NVIDIA H200, PCIe 5 x16; docs/benchmarks.md, "Copy methods"):
+
+* a **piece**, a contiguous range, in a batch with hundreds of others: its time on the link, but never less than the
+  host needs to issue it;
+* a **pitched copy**: equally spaced rows in one operation, a few microseconds more than its time on the link. The rows
+  of one block in a layer-stacked region, or one row of many consecutive blocks (a **run**);
+* a piece of a block-contiguous region, joined with its neighbour where both sides go on without a gap.
+
+`pitched_pays` decides between the first two. The first slice of a job prefers few operations whatever they cost: a
+batch of hundreds of pieces moves nothing until it has been issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.core.layout import check_block_ids
+from kvsidecar.device.base import COPY, CopyCall
+from kvsidecar.types import GroupLayout
+
+LINK_BYTES_PER_US: Final = 55_000.0
+"""PCIe 5 x16, one direction."""
+PIECE_ISSUE_US: Final = 0.45
+"""The host issues one piece of a batch in 0.2 to 0.45 µs; smaller pieces than it moves in this time starve the link."""
+PIECE_GAP_US: Final = 0.03
+"""The link idles between two pieces of a batch."""
+PITCHED_US: Final = 3.0
+"""The link idles between two pitched copies."""
+
+MAX_BATCH: Final = 256
+"""Pieces in one call. Larger batches are slower: 45 GB/s with 16,384 pieces of 64 KiB, 54 with 256 (measured)."""
+MAX_PITCHED: Final = 64
+"""Pitched copies in one call; the call takes about a microsecond for each before it returns."""
+CALL_BYTES: Final = 32 << 20
+"""Of one call: progress is known at the end of a call, so this bounds how far a worker is behind."""
+LEAD_BYTES: Final = 16 << 20
+"""Of the first slice."""
+SLICE_BYTES: Final = 128 << 20
+"""Of the following ones: planning one takes less time than copying the one before."""
+PACED_CALLS: Final = 8
+"""Of one slice while stores are paced: whether they are is asked once a slice."""
+FEW: Final = 4
+"""So few pieces are faster without a batch, which has a start-up cost of about 10 µs."""
+CUT_BYTES: Final = 4096
+"""A piece is cut at multiples of this, from its start."""
+
+
+def pitched_pays(
+    num_rows: int | npt.NDArray[np.uint64], row_bytes: int | npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Whether one pitched copy of these rows takes less time than a batch with a piece for each."""
+    link = np.asarray(row_bytes) / LINK_BYTES_PER_US
+    pays: npt.NDArray[np.bool_] = PITCHED_US + num_rows * link < num_rows * (
+        np.maximum(PIECE_ISSUE_US, link) + PIECE_GAP_US
+    )
+    return pays
+
+
+def run_pays_from(row_bytes: int) -> int:
+    """The least number of rows from which `pitched_pays`."""
+    link = row_bytes / LINK_BYTES_PER_US
+    return int(PITCHED_US / (max(PIECE_ISSUE_US, link) + PIECE_GAP_US - link)) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What is copied of every block: one entry per pitched copy or piece, bytes and addresses as uint64."""
+
+    address: npt.NDArray[np.uint64]
+    """Of the entry's first row in block 0."""
+    block_stride: npt.NDArray[np.uint64]
+    pitch: npt.NDArray[np.uint64]
+    row_bytes: npt.NDArray[np.uint64]
+    num_rows: npt.NDArray[np.uint64]
+    slot_offset: npt.NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+    def where(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> Columns:
+        return Columns(
+            self.address[mask],
+            self.block_stride[mask],
+            self.pitch[mask],
+            self.row_bytes[mask],
+            self.num_rows[mask],
+            self.slot_offset[mask],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The columns of one group by what may become of them."""
+
+    pitched: Columns
+    """More than one row."""
+    wide: Columns
+    """One row; runs of blocks are not worth looking for."""
+    narrow: Columns
+    """One row, so small that a run of blocks is better copied as one pitched copy."""
+    contiguous: bool
+    """One column with one row, and block after block without a gap: copies of neighbours can be joined."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the copies of many blocks are, for people; "runs" where the blocks lie side by side, else a batch."""
+        if self.contiguous:
+            return ("contiguous",)
+        columns = {"pitched": self.pitched, "batch": self.wide, "runs": self.narrow}
+        return tuple(kind for kind, some in columns.items() if len(some))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundGroup:
+    """A layout at its addresses, made once per registration."""
+
+    num_blocks: int
+    shard_bytes: int
+    """Bytes of one slot's content."""
+    few: Recipe
+    """As few copies as possible."""
+    fast: Recipe
+    """The copies that take the least time when there are many."""
+
+
+def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
+    """Put a checked layout at the addresses of its allocations.
+
+    Args:
+        layout: passed `kvsidecar.core.layout.check_regions`.
+        base_addresses: where each allocation is mapped in this process, in the registration's order.
+    """
+    regions = layout.regions
+    allocation = _uint64([region.allocation for region in regions])
+    num_rows = _uint64([region.num_rows for region in regions])
+    row_bytes = _uint64([region.row_bytes for region in regions])
+    stride = _uint64([region.row_stride for region in regions])
+    nbytes = num_rows * row_bytes
+    one_row = (num_rows == 1) | (stride == row_bytes)  # rows without a gap are one row
+    columns = Columns(
+        address=_uint64([base_addresses[region.allocation] + region.offset for region in regions]),
+        block_stride=_uint64([region.block_stride for region in regions]),
+        pitch=np.where(one_row, nbytes, stride),
+        row_bytes=np.where(one_row, nbytes, row_bytes),
+        num_rows=np.where(one_row, np.uint64(1), num_rows),
+        slot_offset=np.cumsum(nbytes) - nbytes,
+    )
+    longest_run = max(1, SLICE_BYTES // layout.shard_bytes)
+    few = _recipe(_joined_where_they_touch(columns, allocation), longest_run)
+    split = (columns.num_rows > 1) & ~pitched_pays(columns.num_rows, columns.row_bytes)
+    if not split.any():
+        return BoundGroup(layout.num_blocks, layout.shard_bytes, few, few)
+    counts = np.where(split, columns.num_rows, 1).astype(np.int64)
+    fast = _recipe(
+        _joined_where_they_touch(_one_by_one(columns, split, counts), np.repeat(allocation, counts)), longest_run
+    )
+    return BoundGroup(layout.num_blocks, layout.shard_bytes, few, fast)
+
+
+def _uint64(values: list[int]) -> npt.NDArray[np.uint64]:
+    return np.array(values, dtype=np.uint64)
+
+
+def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> Columns:
+    """An entry for each row of those that are split.
+
+    Args:
+        counts: entries that become of each.
+    """
+    each = columns.where(np.repeat(np.arange(len(columns)), counts))
+    split = np.repeat(split, counts)
+    row = (np.arange(len(split)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.uint64)
+    return Columns(
+        address=each.address + row * np.where(split, each.pitch, 0).astype(np.uint64),
+        block_stride=each.block_stride,
+        pitch=np.where(split, each.row_bytes, each.pitch),
+        row_bytes=each.row_bytes,
+        num_rows=np.where(split, np.uint64(1), each.num_rows),
+        slot_offset=each.slot_offset + row * each.row_bytes,
+    )
+
+
+def _joined_where_they_touch(columns: Columns, allocation: npt.NDArray[np.uint64]) -> Columns:
+    """Neighbours are one entry where both sides go on without a gap, in every block.
+
+    Two allocations may lie side by side by chance, and the driver refuses a copy that spans two mappings.
+    """
+    single = columns.num_rows == 1
+    joins = single[1:] & single[:-1] & (allocation[1:] == allocation[:-1])
+    joins &= columns.block_stride[1:] == columns.block_stride[:-1]
+    joins &= columns.address[1:] == columns.address[:-1] + columns.row_bytes[:-1]
+    joins &= columns.slot_offset[1:] == columns.slot_offset[:-1] + columns.row_bytes[:-1]
+    if not joins.any():
+        return columns
+    firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    row_bytes = np.add.reduceat(columns.row_bytes, firsts)
+    kept = columns.where(firsts)
+    alone = np.diff(np.append(firsts, len(columns))) == 1
+    return replace(kept, row_bytes=row_bytes, pitch=np.where(alone, kept.pitch, row_bytes))
+
+
+def _recipe(columns: Columns, longest_run: int) -> Recipe:
+    pitched = columns.num_rows > 1
+    narrow = ~pitched & pitched_pays(longest_run, columns.row_bytes)
+    contiguous = len(columns) == 1 and bool(
+        columns.num_rows[0] == 1 and columns.block_stride[0] == columns.row_bytes[0]
+    )
+    return Recipe(
+        pitched=columns.where(pitched),
+        wide=columns.where(~pitched & ~narrow),
+        narrow=columns.where(narrow),
+        contiguous=contiguous,
+    )
+
+
+class BlockCopies:
+    """The plan of one job. Implements `kvsidecar.device.base.CopyPlan`.
+
+    Args:
+        parts: per group its layout, the block ids (passed `check_block_ids`) and where each block's slot begins, in
+            bytes from the pool's base. A slot does not span two pin chunks.
+        boundary: no copy spans a pool offset that is a multiple of this: the driver refuses a copy over two
+            registrations, so the pin chunk size must be a multiple of it.
+
+    Raises:
+        InvalidRequest: an id is out of range. (Checked again: a bad one here is a write into memory that belongs to
+            somebody else.)
+        ValueError: the arrays of a part differ in length.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[BoundGroup, npt.NDArray[np.int64], npt.NDArray[np.int64]]], *, boundary: int
+    ) -> None:
+        self.nbytes = 0
+        for bound, block_ids, slots in parts:
+            if len(block_ids) != len(slots):
+                raise ValueError(f"{len(block_ids)} block ids but {len(slots)} slots")
+            if len(block_ids) and not 0 <= int(block_ids.min()) <= int(block_ids.max()) < bound.num_blocks:
+                check_block_ids(block_ids, bound.num_blocks)
+            self.nbytes += len(block_ids) * bound.shard_bytes
+        self._parts = parts
+        self._boundary = boundary
+        self._part = 0
+        self._next = 0
+        self._lead = True
+
+    def take(self, chunk: int | None) -> list[CopyCall]:
+        """The next slice's calls; empty when there are none left.
+
+        Args:
+            chunk: most bytes of one call, for stores that are paced; None for the fewest and fastest calls.
+        """
+        while self._part < len(self._parts):
+            bound, block_ids, slots = self._parts[self._part]
+            if self._next >= len(block_ids):
+                self._part, self._next = self._part + 1, 0
+                continue
+            # Paced, a batch would be cut into small ones, each with its start-up cost: few operations are faster.
+            few = self._lead or chunk is not None
+            nbytes = SLICE_BYTES if not few else LEAD_BYTES if chunk is None else PACED_CALLS * chunk
+            size = max(1, nbytes // bound.shard_bytes)
+            first, self._next = self._next, self._next + size
+            # Unsigned throughout: numpy makes floats of uint64 with int64, and floats lose the low bits of an address.
+            ids = block_ids[first : self._next].astype(np.uint64)
+            places = slots[first : self._next].astype(np.uint64)
+            pitched, pieces = _copies(bound.few if few else bound.fast, ids, places, self._boundary)
+            max_batch = MAX_PITCHED if self._lead else MAX_BATCH
+            self._lead = False
+            calls = _calls(pitched, MAX_PITCHED, chunk)
+            calls += _calls(pieces, max_batch, chunk)
+            return calls
+        return []
+
+
+Copies = npt.NDArray[np.void]
+"""dtype `COPY`, one dimension."""
+
+
+def _copies(
+    recipe: Recipe, ids: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64], boundary: int
+) -> tuple[Copies, Copies]:
+    """Pitched copies, and pieces, of one slice of blocks."""
+    pitched = _records(recipe.pitched, ids, slots)
+    if recipe.contiguous or len(recipe.narrow):
+        firsts, lengths, step = _runs(ids, slots, boundary)
+        if recipe.contiguous:
+            return pitched, _joined(recipe, ids, slots, firsts, lengths, step)
+        long = lengths >= run_pays_from(int(recipe.narrow.row_bytes.max()))
+        if long.any():
+            runs = _records(recipe.narrow, ids[firsts[long]], slots[firsts[long]])
+            runs["num_rows"] = np.repeat(lengths[long], len(recipe.narrow))
+            runs["device_pitch"] = np.tile(recipe.narrow.block_stride, int(long.sum()))
+            runs["host_pitch"] = step
+            pitched = np.concatenate([pitched, runs])
+        short = np.repeat(~long, lengths)
+        pieces = _records(recipe.narrow, ids[short], slots[short])
+        return pitched, np.concatenate([_records(recipe.wide, ids, slots), pieces])
+    return pitched, _records(recipe.wide, ids, slots)
+
+
+def _records(columns: Columns, ids: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64]) -> Copies:
+    """One copy per block and column, block by block."""
+    copies = np.empty((len(ids), len(columns)), dtype=COPY)
+    copies["device_address"] = columns.address + ids[:, np.newaxis] * columns.block_stride
+    copies["device_pitch"] = columns.pitch
+    copies["host_offset"] = slots[:, np.newaxis] + columns.slot_offset
+    copies["host_pitch"] = columns.row_bytes
+    copies["row_bytes"] = columns.row_bytes
+    copies["num_rows"] = columns.num_rows
+    return copies.ravel()
+
+
+def _runs(
+    ids: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64], boundary: int
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], int]:
+    """Runs of consecutive blocks in equally spaced slots: index of the first, length, and the distance of slots."""
+    distance = np.diff(slots.astype(np.int64))
+    # Rows go upwards in both places: a pitch is not negative.
+    ascending = (np.diff(ids.astype(np.int64)) == 1) & (distance > 0)
+    step = int(distance[ascending].min()) if ascending.any() else 0
+    same_chunk = slots[1:] // np.uint64(boundary) == slots[:-1] // np.uint64(boundary)
+    joins = ascending & (distance == step) & same_chunk
+    firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    lengths = np.diff(np.append(firsts, len(ids)))
+    return firsts, lengths, step
+
+
+def _joined(
+    recipe: Recipe,
+    ids: npt.NDArray[np.uint64],
+    slots: npt.NDArray[np.uint64],
+    firsts: npt.NDArray[np.intp],
+    lengths: npt.NDArray[np.intp],
+    step: int,
+) -> Copies:
+    """The pieces of a block-contiguous region, neighbours joined."""
+    columns = recipe.wide if len(recipe.wide) else recipe.narrow
+    if step != int(columns.row_bytes[0]):
+        return _records(columns, ids, slots)
+    pieces = _records(columns, ids[firsts], slots[firsts])
+    pieces["row_bytes"] *= lengths.astype(np.uint64)
+    return pieces
+
+
+def _calls(copies: Copies, max_copies: int, chunk: int | None) -> list[CopyCall]:
+    """Cut a list of copies into calls of a bounded number of copies and bytes."""
+    if not len(copies):
+        return []
+    nbytes = copies["row_bytes"] * copies["num_rows"]
+    limit = CALL_BYTES if chunk is None else chunk
+    total = int(nbytes.sum())
+    if total <= limit and len(copies) <= max_copies:
+        return [CopyCall(copies, _batched(copies), total)]
+    if chunk is not None or int(nbytes.max()) > limit:
+        copies, number = _cut(copies, limit)
+        nbytes = copies["row_bytes"] * copies["num_rows"]
+    else:
+        number = (np.cumsum(nbytes) - nbytes) // np.uint64(limit)
+    within = np.arange(len(copies)) - np.searchsorted(number, number)
+    starts = np.flatnonzero(within % max_copies == 0)
+    ends = np.append(starts[1:], len(copies))
+    totals = np.add.reduceat(nbytes, starts)
+    return [
+        CopyCall(copies[first:end], _batched(copies[first:end]), int(total))
+        for first, end, total in zip(starts.tolist(), ends.tolist(), totals.tolist(), strict=True)
+    ]
+
+
+def _batched(copies: Copies) -> bool:
+    return len(copies) > FEW and bool((copies["num_rows"] == 1).all())
+
+
+def _cut(copies: Copies, limit: int) -> tuple[Copies, npt.NDArray[np.uint64]]:
+    """Cut the copies where their bytes, one after another, pass a multiple of ``limit``.
+
+    Returns:
+        The copies, and for each which multiple it belongs to. Rows stay whole, so that it may be a row more.
+    """
+    size = (copies["row_bytes"] * copies["num_rows"]).astype(np.int64)
+    start = np.cumsum(size) - size
+    first = start // limit
+    counts = (start + size - 1) // limit - first + 1
+    part = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    result = np.repeat(copies, counts)
+    start, size, number = np.repeat(start, counts), np.repeat(size, counts), np.repeat(first, counts) + part
+    rows = result["num_rows"].astype(np.int64)
+    unit = np.where(rows > 1, result["row_bytes"].astype(np.int64), CUT_BYTES)
+    low = np.maximum(0, number * limit - start) // unit
+    high = ((number + 1) * limit - start) // unit
+    last = part == np.repeat(counts, counts) - 1
+    low_bytes = low * unit
+    high_bytes = np.where(last, size, high * unit)
+    single = rows == 1
+    result["device_address"] += np.where(single, low_bytes, low).astype(np.uint64) * np.where(
+        single, 1, result["device_pitch"]
+    ).astype(np.uint64)
+    result["host_offset"] += np.where(single, low_bytes, low).astype(np.uint64) * np.where(
+        single, 1, result["host_pitch"]
+    ).astype(np.uint64)
+    extent = (high_bytes - low_bytes).astype(np.uint64)
+    result["num_rows"] = np.where(single, 1, extent // result["row_bytes"])
+    result["row_bytes"] = np.where(single, extent, result["row_bytes"])
+    whole = extent > 0
+    return result[whole], number[whole].astype(np.uint64)

@@ -1,0 +1,146 @@
+"""Lookups and leases: what the cache answers, gated by readiness and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvsidecar.cache.block import Space
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.core.hashes import as_keys
+from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.readiness import Readiness
+from kvsidecar.types import LookupMode, Namespace, Refusal
+
+MAX_LEASES = 16384
+"""Of one user, and of all leases together that are nobody's."""
+MAX_LEASED_BLOCKS = 1 << 22
+"""In the leases of one user, 8 bytes each; a block that is in two counts twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHits:
+    """What is readable of one group's hashes."""
+
+    group: int
+    hits: int
+    found: Sequence[bool] = ()
+    """One flag per hash in `LookupMode.BITMAP`; empty in `LookupMode.PREFIX`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    ready: bool
+    groups: tuple[GroupHits, ...]
+    lease: int | None = None
+    lease_seconds: float = 0.0
+
+
+class Lookups:
+    """Answers at once, whatever the state of the pool. Used from the event loop.
+
+    Args:
+        clock: monotonic seconds, the clock of leases.
+        lease_max: the longest lease granted, in seconds.
+        stir: called with each lookup: loads follow.
+        owners_of: all owners of leases that are the same user as this one.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        readiness: Readiness,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        *,
+        lease_max: float,
+        stir: Callable[[], None] = lambda: None,
+        owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner],
+    ) -> None:
+        self._stir = stir
+        self._owners_of = owners_of
+        self._cache = cache
+        self._readiness = readiness
+        self._metrics = metrics
+        self._clock = clock
+        self._lease_max = lease_max
+        # A namespace that nobody has stored in is looked up like one that has other blocks, hash by hash: an answer
+        # that is quicker by a loop would tell a tenant which models the node serves (benchmarks/lookup_timing.py).
+        self._nobodys: dict[int, Space] = {}
+        self._hits = metrics.lookup_blocks.labels("hit")
+        self._misses = metrics.lookup_blocks.labels("miss")
+
+    def lookup(
+        self,
+        namespace: Namespace,
+        groups: Sequence[tuple[int, Sequence[bytes]]],
+        mode: LookupMode,
+        *,
+        lease_seconds: float = 0.0,
+        owner: bytes | None = None,
+    ) -> LookupResult:
+        """Which of these blocks are readable.
+
+        Args:
+            groups: (group, block hashes) pairs.
+            lease_seconds: take a lease of this length on the hits; 0 takes none. None is taken either if its user has
+                too many.
+            owner: the peer with whose end the lease ends.
+        """
+        self._stir()
+        if (refusal := self._readiness.refusal) is not None:
+            self._metrics.refuse(refusal)
+            nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
+            return LookupResult(False, nothing)
+        self.expire()
+        parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
+        lease = None
+        lease_seconds = min(lease_seconds, self._lease_max)
+        if lease_seconds > 0 and self._has_too_many(owner, sum([len(hashes) for _, hashes in groups])):
+            self._metrics.refuse(Refusal.LIMIT)
+            lease_seconds = 0.0
+        if lease_seconds > 0:
+            lease, found = self._cache.lookup_and_lease(parts, mode, self._clock(), lease_seconds, owner)
+        else:
+            found = [self._cache.lookup(space, hashes, mode) for space, hashes in parts]
+        result = tuple(_hits(group, hits, mode) for (group, _), hits in zip(groups, found, strict=True))
+        hits = sum([each.hits for each in result])
+        self._hits.inc(hits)
+        self._misses.inc(sum([len(hashes) for _, hashes in groups]) - hits)
+        return LookupResult(True, result, lease.id if lease else None, lease_seconds if lease else 0.0)
+
+    def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:
+        held = [self._cache.held(each) for each in ([None] if owner is None else self._owners_of(owner))]
+        leases, leased = sum([each[0] for each in held]), sum([each[1] for each in held])
+        return leases >= MAX_LEASES or leased + blocks > MAX_LEASED_BLOCKS
+
+    def _space(self, namespace: Namespace, group: int) -> Space:
+        space = self._cache.find_space(namespace, group)
+        if space is None:
+            width = namespace.hash_bytes
+            space = self._nobodys.get(width) or self._nobodys.setdefault(width, self._cache.empty_space(width))
+        return space
+
+    def release(self, lease: int) -> bool:
+        """End a lease. False if it had ended before."""
+        return self._cache.release(lease)
+
+    def renew(self, lease: int, lease_seconds: float) -> float:
+        """Let a lease live for this long from now. Returns the seconds granted, 0 if it had ended before."""
+        self.expire()
+        granted = min(lease_seconds, self._lease_max)
+        return granted if self._cache.renew(lease, self._clock(), granted) else 0.0
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+        expired = self._cache.expire(self._clock())
+        if expired:
+            self._metrics.refuse(Refusal.LEASE_EXPIRED, len(expired))
+
+    def clear(self, namespace: Namespace | None) -> int:
+        """Forget the blocks of one namespace, or of all. Returns how many can no longer be looked up."""
+        return self._cache.clear(namespace)
+
+
+def _hits(group: int, found: list[bool], mode: LookupMode) -> GroupHits:
+    return GroupHits(group, found.count(True), found if mode is LookupMode.BITMAP else ())

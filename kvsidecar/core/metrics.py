@@ -1,0 +1,254 @@
+"""Prometheus metrics of the daemon. Counters and histograms are told; gauges are read when somebody scrapes.
+
+Names follow prometheus.io/docs/practices/naming: base units, ``_total`` on counters, few label values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvsidecar import __version__
+from kvsidecar.support import log
+from kvsidecar.types import Direction, Refusal, State
+
+COPY_SECONDS_BUCKETS = (
+    *(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3),
+    *(12.8e-3, 25.6e-3, 51.2e-3, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0),
+)
+"""A 2 MiB block takes 40 us at the limit of PCIe 5 x16 (55 GB/s), a gigabyte 20 ms."""
+
+COPY_BYTES_BUCKETS = tuple(float(4**k) for k in range(7, 18))
+"""16 KiB to 16 GiB."""
+
+
+class SpanFate(StrEnum):
+    """What became of a span of a traced job, or of a job's spans that were not even made."""
+
+    EXPORTED = "exported"
+    EXPORT_FAILED = "export_failed"
+    """The collector refused them, or did not answer."""
+    QUEUE_FULL = "queue_full"
+    """A job had no spans, because those of others wait to be exported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What is read at a scrape. Bytes and seconds; per direction or per device where it says so."""
+
+    state: State
+    pool_total_bytes: int
+    pool_pinned_bytes: int
+    pool_used_bytes: int
+    pool_free_bytes: int
+    pool_reserved_bytes: int
+    pool_leased_bytes: int
+    pool_quarantined_bytes: int
+    blocks: int
+    leases: int
+    attached_ranks: int
+    evicted_blocks: int
+    evicted_bytes: int
+    jobs_queued: Mapping[Direction, int] = field(default_factory=dict)
+    jobs_running: Mapping[Direction, int] = field(default_factory=dict)
+    oldest_inflight_seconds: Mapping[Direction, float] = field(default_factory=dict)
+    imported_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Metrics:
+    """All metrics of one daemon, in a registry of its own.
+
+    Args:
+        backend: ``cuda`` or ``host``, for the build-info metric.
+    """
+
+    content_type = CONTENT_TYPE_LATEST
+    """Of what `render` returns."""
+
+    def __init__(self, backend: str) -> None:
+        self.registry = CollectorRegistry()
+        self._gauges: Callable[[], Gauges] | None = None
+        self._backend = backend
+        ProcessCollector(registry=self.registry)
+        self.refusals = Counter(
+            "kvsidecar_refusals", "Work that was declined, by reason.", ["reason"], registry=self.registry
+        )
+        self.copied_bytes = Counter(
+            "kvsidecar_copied_bytes", "Bytes moved by copies that succeeded.", ["direction"], registry=self.registry
+        )
+        self.copy_seconds = Histogram(
+            "kvsidecar_copy_seconds",
+            "Time in which the device moved the bytes of one job, by the device's own events (the host device: by the "
+            "clock around the copying); without planning, gaps between copies, and queueing.",
+            ["direction"],
+            buckets=COPY_SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+        self.queue_seconds = Histogram(
+            "kvsidecar_queue_seconds",
+            "The rest of the time from a job's submission to the end of its copies: behind others, planning, pacing.",
+            ["direction"],
+            buckets=COPY_SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+        self.copy_bytes = Histogram(
+            "kvsidecar_copy_size_bytes",
+            "Bytes of one job.",
+            ["direction"],
+            buckets=COPY_BYTES_BUCKETS,
+            registry=self.registry,
+        )
+        self.jobs = Counter(
+            "kvsidecar_jobs", "Jobs that ended, by direction and outcome.", ["direction", "outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.devices_lost = Counter(
+            "kvsidecar_devices_lost", "Devices that had an error their context does not survive.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.unsettled_copies = Counter(
+            "kvsidecar_unsettled_copies",
+            "Copies of unknown outcome, which may still move bytes; the daemon ends itself, and its copies with it.",
+            ["direction"],
+            registry=self.registry,
+        )
+        self.lookup_blocks = Counter(
+            "kvsidecar_lookup_blocks", "Blocks asked for in lookups.", ["result"], registry=self.registry
+        )
+        self.spans = Counter(
+            "kvsidecar_spans",
+            "Spans of traced jobs by what became of them; queue_full counts jobs that had none because of it.",
+            ["result"],
+            registry=self.registry,
+        )
+        self.malformed_traceparents = Counter(
+            "kvsidecar_malformed_traceparents",
+            "Jobs whose traceparent was ignored because it is none; counted while tracing is on.",
+            registry=self.registry,
+        )
+        self.pin_seconds = Histogram(
+            "kvsidecar_pin_seconds",
+            "Time from the start of pinning until the whole pool was pinned.",
+            buckets=(0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800),
+            registry=self.registry,
+        )
+        self.register_seconds = Gauge(
+            "kvsidecar_pin_register_seconds",
+            "Of the time that pinning took, in calls that pin; the rest waited for pages.",
+            registry=self.registry,
+        )
+        self.loop_lag_seconds = Histogram(
+            "kvsidecar_event_loop_lag_seconds",
+            "How late the event loop ran a timer.",
+            buckets=(1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0),
+            registry=self.registry,
+        )
+        # A series that appears with its first event cannot be alarmed on: create them all at zero.
+        for reason in Refusal:
+            self.refusals.labels(reason.value)
+        for direction in Direction:
+            for series in (
+                self.copied_bytes,
+                self.copy_seconds,
+                self.queue_seconds,
+                self.copy_bytes,
+                self.unsettled_copies,
+            ):
+                series.labels(direction.value)
+            for outcome in ("done", "declined", "failed"):
+                self.jobs.labels(direction.value, outcome)
+        for fate in SpanFate:
+            self.spans.labels(fate.value)
+        for result in ("hit", "miss"):
+            self.lookup_blocks.labels(result)
+        self.registry.register(self)
+
+    def read_gauges_from(self, source: Callable[[], Gauges]) -> None:
+        """Call ``source`` at every scrape from now on."""
+        self._gauges = source
+
+    def refuse(self, reason: Refusal, count: int = 1) -> None:
+        """Count a refusal."""
+        self.refusals.labels(reason.value).inc(count)
+
+    def refusal_counts(self) -> dict[str, int]:
+        """Refusals so far by reason, those that happened only."""
+        counts = {reason.value: int(self.value("kvsidecar_refusals_total", reason=reason.value)) for reason in Refusal}
+        return {reason: count for reason, count in counts.items() if count}
+
+    def value(self, name: str, **labels: str) -> float:
+        """Present value of one series; 0 if it has none."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing up front: the registry would call `collect` before the gauges have a source."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry at a scrape."""
+        info = GaugeMetricFamily("kvsidecar_build_info", "Always 1.", labels=["version", "backend"])
+        info.add_metric([__version__, self._backend], 1)
+        yield info
+        lost = CounterMetricFamily(
+            "kvsidecar_log_lines_lost", "Lines of the log that standard error did not take.", labels=["reason"]
+        )
+        for reason, count in log.lost().items():
+            lost.add_metric([reason], count)
+        yield lost
+        if self._gauges is None:
+            return
+        now = self._gauges()
+        yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon takes work.", value=now.state is State.READY)
+        state = GaugeMetricFamily("kvsidecar_state", "1 for the present state.", labels=["state"])
+        for each in State:
+            state.add_metric([each.value], each is now.state)
+        yield state
+        for name, text, value in (
+            ("pool_total_bytes", "Configured size of the host pool.", now.pool_total_bytes),
+            ("pool_pinned_bytes", "Bytes of the pool that are pinned.", now.pool_pinned_bytes),
+            ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", now.pool_used_bytes),
+            ("pool_free_bytes", "Bytes that no slot in use covers.", now.pool_free_bytes),
+            ("pool_reserved_bytes", "Bytes in slots that are being filled.", now.pool_reserved_bytes),
+            ("pool_leased_bytes", "Used bytes that a lease forbids to evict.", now.pool_leased_bytes),
+            ("pool_quarantined_bytes", "Bytes withdrawn after a copy of unknown outcome.", now.pool_quarantined_bytes),
+            ("blocks", "Blocks that can be looked up.", now.blocks),
+            ("leases", "Leases alive.", now.leases),
+            ("attached_ranks", "Engine ranks attached.", now.attached_ranks),
+        ):
+            yield GaugeMetricFamily(f"kvsidecar_{name}", text, value=value)
+        for name, text, value in (
+            ("evicted_blocks", "Blocks evicted to make room.", now.evicted_blocks),
+            ("evicted_bytes", "Bytes of the slots that eviction freed.", now.evicted_bytes),
+        ):
+            yield CounterMetricFamily(f"kvsidecar_{name}", text, value=value)
+        for name, text, values in (
+            ("jobs_queued", "Jobs that wait for their device.", now.jobs_queued),
+            ("jobs_running", "Jobs whose copies are in flight.", now.jobs_running),
+            ("oldest_inflight_seconds", "Age of the oldest job not yet over; 0 if none.", now.oldest_inflight_seconds),
+        ):
+            family = GaugeMetricFamily(f"kvsidecar_{name}", text, labels=["direction"])
+            for direction in Direction:
+                family.add_metric([direction.value], values.get(direction, 0))
+            yield family
+        imported = GaugeMetricFamily(
+            "kvsidecar_imported_gpu_bytes", "Engine memory mapped by the daemon.", labels=["device"]
+        )
+        for device, nbytes in now.imported_bytes.items():
+            imported.add_metric([device], nbytes)
+        yield imported

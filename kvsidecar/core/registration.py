@@ -1,0 +1,91 @@
+"""What a rank says of itself when it attaches, and all that can be refused of it before anybody else is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from kvsidecar.core.layout import MAX_ROWS, checking_regions
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.types import GroupLayout, Namespace, text_problem
+
+MAX_EVENTS = 256
+"""Of one rank's ring: more stores than that do not wait for their compute at once."""
+
+
+MAX_ALLOCATIONS = 4096
+"""Of one rank. Each is a call of the driver."""
+MAX_GROUPS = 128
+"""Of one rank. vLLM makes some ten, or where one kind of layer is there only once, one for each layer."""
+
+MAX_SHARDS = 1024
+"""Of one block: every block carries a list of that length."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaAllocation:
+    """An allocation named by its CUDA IPC handle; ``size`` is the client's claim in bytes."""
+
+    handle: bytes
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class FdAllocation:
+    """An allocation named by the index of a memfd sent over the attach socket; ``size`` is the client's claim."""
+
+    fd_index: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What one rank says of itself at Attach."""
+
+    token: bytes
+    instance: str
+    namespace: Namespace
+    rank: int
+    world_size: int
+    device: str
+    allocations: tuple[CudaAllocation | FdAllocation, ...]
+    groups: tuple[GroupLayout, ...]
+    event_handles: tuple[bytes, ...] = ()
+
+    def checking(self) -> Generator[None, None, None]:
+        """Everything that can be refused before a driver or the cache is asked, in small steps.
+
+        Raises:
+            InvalidRequest: the text says what to change.
+        """
+        if problem := self.namespace.problem():
+            raise InvalidRequest(problem)
+        if not self.instance:
+            raise InvalidRequest("instance is empty: name the engine deployment")
+        for name, text in (("instance", self.instance), ("device", self.device)):
+            if problem := text_problem(name, text):
+                raise InvalidRequest(problem)
+        if not 0 <= self.rank < self.world_size:
+            raise InvalidRequest(f"rank {self.rank} is outside world_size {self.world_size}")
+        if not self.groups:
+            raise InvalidRequest("no KV cache group is registered: a rank needs at least one")
+        if len(self.event_handles) > MAX_EVENTS:
+            raise InvalidRequest(f"a ring of {len(self.event_handles)} events is longer than {MAX_EVENTS}")
+        sizes = [allocation.size for allocation in self.allocations]
+        seen: set[int] = set()
+        rows = 0
+        for layout in self.groups:
+            if layout.group in seen:
+                raise InvalidRequest(f"group {layout.group} is registered twice")
+            seen.add(layout.group)
+            if layout.num_shards > MAX_SHARDS:
+                raise InvalidRequest(f"group {layout.group}: num_shards {layout.num_shards} is more than {MAX_SHARDS}")
+            if not 0 <= layout.shard < layout.num_shards:
+                raise InvalidRequest(
+                    f"group {layout.group}: shard {layout.shard} is outside num_shards {layout.num_shards}"
+                )
+            yield from checking_regions(layout, sizes)
+            rows += sum([region.num_rows for region in layout.regions])
+            if rows > MAX_ROWS:
+                raise InvalidRequest(f"the regions of all groups have more than {MAX_ROWS} rows together")
+            yield

@@ -1,0 +1,511 @@
+"""Who is attached: peers (processes on the attach socket) and sessions (ranks with registered memory).
+
+A peer is a process: its identity comes from the kernel (SO_PEERCRED), not from what it says. A session is one rank's
+registration. A session ends in one order only: no new jobs, running copies drained, memory unmapped, leases dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from kvsidecar.cache.block import Space
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.copier.hub import DeviceHub
+from kvsidecar.copier.worker import CopyResult, CopyWorker
+from kvsidecar.core.access import Access, Caller, Identity
+from kvsidecar.core.copy_plan import BoundGroup, bind
+from kvsidecar.core.quota import Quota
+from kvsidecar.core.registration import CudaAllocation, FdAllocation, Registration
+from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
+from kvsidecar.errors import (
+    AccessDenied,
+    CopyFailed,
+    DeviceError,
+    DeviceLost,
+    ImportRefused,
+    InvalidRequest,
+    NotPermitted,
+    UnknownPeer,
+)
+from kvsidecar.support import failpoints, log
+from kvsidecar.support.tasks import TaskSet, Turns
+from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal
+
+_log = log.get("instances")
+
+TOKEN_BYTES = 16
+ID_BITS = 48
+"""Sessions, leases and epochs are random numbers that survive a trip through JSON (2**53)."""
+
+
+MAX_RANKS = 256
+"""Of one user."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One process connected to the attach socket."""
+
+    token: bytes
+    pid: int
+    """In the daemon's PID namespace; 0 if the kernel cannot name it there."""
+    uid: int
+    gid: int
+    client: str
+    """Free text of the client, for logs."""
+    fds: tuple[int, ...]
+    """Memfds it sent; owned by this peer."""
+    caller: Caller
+    """What it may do, decided when it connected, and again when the policy changes."""
+    registering: int = 0
+    """Registrations under way: a driver's thread may have the descriptors in its hands."""
+    gone: bool = False
+
+    def close_fds(self) -> None:
+        """Once nobody uses them any more: by then another client's might have the same numbers."""
+        if not self.registering:
+            for fd in self.fds:
+                os.close(fd)
+            self.fds = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGroup:
+    """One KV cache group of a session: where its blocks lie on the device, and where they belong in the cache."""
+
+    layout: GroupLayout
+    bound: BoundGroup
+    space: Space
+
+
+@dataclass(slots=True, eq=False)
+class JobControl:
+    """A hand on a job that runs: it can be stopped before its copy starts, and never after."""
+
+    _stopped: Refusal | None = None
+    _worker: CopyWorker | None = None
+    _copying: Future[CopyResult] | None = None
+
+    def stopped(self) -> Refusal | None:
+        """Why the job shall not start, if it has not yet; None if it may."""
+        return self._stopped
+
+    def started(self, worker: CopyWorker, copying: Future[CopyResult]) -> None:
+        self._worker, self._copying = worker, copying
+
+    @property
+    def unsettled(self) -> str:
+        """What happened to its copy if that may still move bytes, now or later, as far as anybody here knows; else
+        empty."""
+        copying = self._copying
+        if copying is None or copying.cancelled():
+            return ""
+        if not copying.done():
+            return "it was given up"
+        error = copying.exception()
+        if error is None or (isinstance(error, CopyFailed | DeviceLost) and error.outcome_known):
+            return ""
+        return str(error) or type(error).__name__
+
+    def cancel(self, reason: Refusal) -> None:
+        """Do not start the copy, if it has not started yet."""
+        if self._stopped is None:
+            self._stopped = reason
+        if self._copying is not None:
+            self._copying.cancel()  # the worker's queue gives it up; a copy in flight cannot be cancelled
+
+    def hurry(self) -> None:
+        """Let the copy be the next one of its worker."""
+        if self._worker is not None and self._copying is not None:
+            self._worker.hurry(self._copying)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    direction: Direction
+    task: asyncio.Task[None]
+    control: JobControl
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached rank."""
+
+    id: int
+    peer: Peer
+    registration: Registration
+    device: Device
+    memories: tuple[DeviceMemory, ...]
+    groups: Mapping[int, SessionGroup]
+    attached_at: float
+    jobs: TaskSet
+    """Jobs that run for this session. They belong to the daemon: a client that goes away does not stop its copies."""
+    jobs_by_id: dict[int, RunningJob] = field(default_factory=dict)
+    """Store and load jobs by the client's own numbers."""
+    events: tuple[DeviceEvent, ...] = ()
+    """Ring of the engine's interprocess events; empty if stores are ordered on the host."""
+    device_order_refused: str = ""
+    """Why a ring that was registered is not used."""
+    denied: bool = False
+    """The policy has changed, and does not give the namespace to this user any more."""
+    outstanding_blocks: int = 0
+    """Of jobs that are not over."""
+    idle: bool = False
+    """The engine said that its GPU has nothing to do."""
+    copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
+    unsettled: bool = False
+    """A copy of a job that is over may still touch the memory."""
+    ending: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def imported_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self.memories)
+
+
+class Instances:
+    """All peers and sessions of the daemon. Used from the event loop.
+
+    Args:
+        on_task_error: told (task name, error) about a job that raised what nobody expected.
+        access: says what a peer may do.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        hub: DeviceHub,
+        clock: Callable[[], float],
+        on_task_error: Callable[[str, BaseException], None],
+        access: Access,
+    ) -> None:
+        self._cache = cache
+        self._hub = hub
+        self._clock = clock
+        self._on_task_error = on_task_error
+        self._access = access
+        self._peers: dict[bytes, Peer] = {}
+        self._sessions: dict[int, Session] = {}
+        self._tokens_of: dict[int, dict[bytes, None]] = {}
+        self._ranks_of = Quota(MAX_RANKS, "ranks attached")
+        self.turns = Turns()
+        """Of what takes long about a registration."""
+
+    # -- access ----------------------------------------------------------------------------------------------------
+
+    @property
+    def access(self) -> Access:
+        return self._access
+
+    @access.setter
+    def access(self, access: Access) -> None:
+        """Decide anew for all who are connected. Their connections stay open: a client takes the end of one for the
+        end of the daemon, and would give up stores that still read its memory."""
+        self._access = access
+        for peer in self._peers.values():
+            assert peer.caller.identity is not None
+            peer.caller = replace(peer.caller, grant=access.grant(peer.caller.identity))
+        for session in self._sessions.values():
+            session.denied = not session.peer.caller.grant.may_use(session.registration.namespace)
+
+    # -- peers -----------------------------------------------------------------------------------------------------
+
+    def add_peer(
+        self,
+        *,
+        pid: int,
+        uid: int,
+        gid: int,
+        client: str,
+        fds: tuple[int, ...],
+        groups: frozenset[int] = frozenset(),
+    ) -> Peer:
+        """A process has connected to the attach socket. Takes ownership of ``fds``.
+
+        Args:
+            groups: that it is in besides ``gid``.
+        """
+        token, who = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
+        peer = Peer(token, pid, uid, gid, client, fds, Caller(who, self._access.grant(who), token))
+        self._peers[peer.token] = peer
+        self._tokens_of.setdefault(uid, {})[peer.token] = None
+        return peer
+
+    def peer(self, token: bytes) -> Peer:
+        """The live peer with this token.
+
+        Raises:
+            UnknownPeer: there is none.
+        """
+        peer = self._peers.get(token)
+        if peer is None:
+            raise UnknownPeer(
+                "the token is not one of a live attach-socket connection: connect to the attach socket first, keep "
+                "that connection open, and send the token it answered"
+            )
+        return peer
+
+    def attached_namespaces(self, uid: int | None) -> frozenset[Namespace]:
+        """Those in which a rank of this user is attached."""
+        return frozenset(
+            session.registration.namespace for session in self._sessions.values() if session.peer.uid == uid
+        )
+
+    def tokens_of(self, token: object) -> list[bytes]:
+        """Of all live peers of the user that has this one."""
+        uid = self.uid_of(token)
+        return [] if uid is None else list(self._tokens_of[uid])
+
+    def uid_of(self, token: object) -> int | None:
+        """The user of the live peer with this token; None if there is none."""
+        peer = self._peers.get(token)  # type: ignore[call-overload]
+        return None if peer is None else peer.uid
+
+    def may_use_lease(self, lease: int, uid: int | None) -> bool:
+        """Whether a lease is this user's, as far as anybody knows: to others it is one that never was."""
+        if self._access.policy is None:
+            return True
+        found = self._cache.lease(lease, self._clock())
+        return found is None or found.owner is None or self.uid_of(found.owner) == uid
+
+    def remove_peer(self, peer: Peer) -> tuple[Session, ...]:
+        """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
+        if self._peers.pop(peer.token, None) is not None:
+            del self._tokens_of[peer.uid][peer.token]
+            if not self._tokens_of[peer.uid]:
+                del self._tokens_of[peer.uid]
+        peer.gone = True
+        self._cache.drop_owner(peer.token)
+        peer.close_fds()
+        return tuple(session for session in self._sessions.values() if session.peer is peer)
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def lives(self, session: int) -> bool:
+        """Whether there is a session of this number, also one that is ending."""
+        return session in self._sessions
+
+    def set_idle(self, session: Session, idle: bool) -> None:
+        """The engine says that its GPU has nothing to do, or has again."""
+        session.idle = idle
+        self._tell_busy()
+
+    def _tell_busy(self) -> None:
+        """Stores leave room for an engine's own copies only where there is one at work."""
+        busy = (each for each in self._sessions.values() if not each.idle and not each.ending)
+        self._hub.set_busy(frozenset(session.device.uuid for session in busy))
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def imported_bytes(self) -> dict[str, int]:
+        """Bytes of mapped engine memory by device UUID. An allocation mapped for two sessions counts once."""
+        seen: dict[str, dict[bytes, int]] = {}
+        for session in self._sessions.values():
+            for memory in session.memories:
+                seen.setdefault(session.device.uuid, {})[memory.key] = memory.nbytes
+        return {device: sum(allocations.values()) for device, allocations in seen.items()}
+
+    async def register(self, registration: Registration) -> Session:
+        """Attach one rank: all or nothing.
+
+        Raises:
+            InvalidRequest, NamespaceMismatch, UnknownPeer, NotPermitted, LimitExceeded, AccessDenied, DeviceNotFound,
+                ImportRefused: nothing is left behind.
+        """
+        await self.turns.run(registration.checking())
+        peer = self.peer(registration.token)
+        permit(peer.caller, registration.namespace)
+        self._ranks_of.take(peer.uid)
+        peer.registering += 1
+        try:
+            return await self._register(registration, peer)
+        except BaseException:
+            self._ranks_of.give_back(peer.uid)
+            raise
+        finally:
+            peer.registering -= 1
+            if peer.gone:
+                peer.close_fds()
+
+    async def _register(self, registration: Registration, peer: Peer) -> Session:
+        sources = [_source(allocation, peer) for allocation in registration.allocations]
+        device = await self._hub.device(registration.device)
+        spaces = self._open_spaces(registration)
+        memories: list[DeviceMemory] = []
+        events: tuple[DeviceEvent, ...] = ()
+        try:
+            for source, allocation in zip(sources, registration.allocations, strict=True):
+                memory = await asyncio.to_thread(device.import_memory, source)
+                memories.append(memory)
+                if memory.nbytes < allocation.size:
+                    raise ImportRefused(
+                        f"an allocation was registered with {allocation.size} bytes but has {memory.nbytes}"
+                    )
+            # In a thread as the import is: while a driver takes its time the loop goes on, and hears that clients go.
+            await asyncio.to_thread(lambda: failpoints.hit("attach.after_import"))
+            events, refused = await self._open_events(device, registration.event_handles)
+            bound = await self.turns.run(_binding(registration.groups, [memory.address for memory in memories]))
+            # The peer may have gone while the driver worked; nobody would end this session then.
+            permit(self.peer(registration.token).caller, registration.namespace)
+            # Last, and without an await until the session is there: of two users at once, one must see the other.
+            self._refuse_memory_of_others(device, memories, peer)
+            groups = {
+                layout.group: SessionGroup(layout, each, space)
+                for layout, each, space in zip(registration.groups, bound, spaces, strict=True)
+            }
+        except BaseException:
+            await _close_events(events)
+            await self._give_back(device, memories, spaces)
+            raise
+        session = Session(
+            id=secrets.randbits(ID_BITS) | 1,
+            peer=peer,
+            registration=registration,
+            device=device,
+            memories=tuple(memories),
+            groups=groups,
+            attached_at=self._clock(),
+            jobs=TaskSet(self._on_task_error),
+            events=events,
+            device_order_refused=refused,
+        )
+        self._sessions[session.id] = session
+        self._tell_busy()
+        return session
+
+    async def end(self, session: Session, *, gone: bool) -> None:
+        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended; one with a
+        copy of unknown outcome does so with this process only.
+
+        May be called more than once, also while it ends.
+
+        Args:
+            gone: the process is not there any more. Its jobs that have not started never will: what they wait for, an
+                event of a dead process, would never come (measured). Otherwise they are finished.
+        """
+        if gone:
+            for job in session.jobs_by_id.values():
+                job.control.cancel(Refusal.CANCELLED)
+        if session.ending:
+            await session.ended.wait()
+            return
+        session.ending = True
+        self._tell_busy()
+        # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
+        await session.jobs.join()
+        if session.unsettled:
+            await session.ended.wait()  # nobody may be told that its memory is touched no more, before it is true
+        await _close_events(session.events)
+        spaces = [group.space for group in session.groups.values()]
+        await self._give_back(session.device, list(session.memories), spaces)
+        del self._sessions[session.id]
+        self._ranks_of.give_back(session.peer.uid)
+        session.ended.set()
+
+    def _refuse_memory_of_others(self, device: Device, memories: Sequence[DeviceMemory], peer: Peer) -> None:
+        """A handle opens memory for whoever knows it. One that came into another user's hands must not: the daemon
+        would copy the KV of the first user to the second, or over it.
+
+        Raises:
+            AccessDenied: a session of another uid has one of these allocations.
+        """
+        wanted = {memory.key for memory in memories}
+        for session in self._sessions.values():
+            others = session.device is device and session.peer.uid != peer.uid
+            if others and not wanted.isdisjoint(memory.key for memory in session.memories):
+                raise AccessDenied(
+                    "an allocation is registered already by a process of another user: only ranks of one user may "
+                    "register the same memory"
+                )
+
+    async def _open_events(self, device: Device, handles: Sequence[bytes]) -> tuple[tuple[DeviceEvent, ...], str]:
+        """The ring, or an empty one and why: a rank whose events do not open orders its stores on the host."""
+        events: list[DeviceEvent] = []
+        try:
+            for handle in handles:
+                events.append(await asyncio.to_thread(device.import_event, handle))  # noqa: PERF401
+        except ImportRefused as error:
+            await _close_events(events)
+            return (), str(error)
+        return tuple(events), ""
+
+    def _open_spaces(self, registration: Registration) -> list[Space]:
+        spaces: list[Space] = []
+        try:
+            for layout in registration.groups:
+                spaces.append(  # noqa: PERF401 - what was opened before the one that fails must be closed again
+                    self._cache.open_space(
+                        registration.namespace, layout.group, layout.num_shards, layout.shard, layout.shard_bytes
+                    )
+                )
+        except BaseException:
+            for space in spaces:
+                self._cache.close_space(space)
+            raise
+        return spaces
+
+    async def _give_back(self, device: Device, memories: list[DeviceMemory], spaces: list[Space]) -> None:
+        for space in spaces:
+            self._cache.close_space(space)
+        for memory in memories:
+            try:
+                await asyncio.to_thread(device.release_memory, memory)
+            except DeviceError as error:
+                # A lost device unmaps nothing any more; the rest must be given back all the same.
+                _log.error("engine memory was not unmapped", device=device.uuid, error=str(error))
+
+
+def permit(caller: Caller, namespace: Namespace) -> None:
+    """Refuse a namespace that is not the caller's, whether or not anybody has stored in it.
+
+    Raises:
+        NotPermitted, UnknownPeer
+    """
+    if caller.grant.may_use(namespace):
+        return
+    if caller.identity is None:
+        raise unidentified()
+    raise NotPermitted(f"the policy gives {caller.identity} no namespace {str(namespace)!r}")
+
+
+def unidentified() -> UnknownPeer:
+    """The refusal of who asks a daemon with a policy, and does not say who it is."""
+    return UnknownPeer(
+        "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
+        f"answered in the metadata {TOKEN_METADATA}"
+    )
+
+
+def _binding(layouts: Sequence[GroupLayout], bases: Sequence[int]) -> Generator[None, None, list[BoundGroup]]:
+    bound = []
+    for layout in layouts:
+        bound.append(bind(layout, bases))
+        yield
+    return bound
+
+
+async def _close_events(events: Sequence[DeviceEvent]) -> None:
+    for event in events:
+        await asyncio.to_thread(event.close)
+
+
+def _source(allocation: CudaAllocation | FdAllocation, peer: Peer) -> MemorySource:
+    match allocation:
+        case CudaAllocation():
+            return CudaIpcSource(allocation.handle)
+        case FdAllocation():
+            if not 0 <= allocation.fd_index < len(peer.fds):
+                raise InvalidRequest(
+                    f"fd_index {allocation.fd_index} names none of the {len(peer.fds)} descriptors sent over the "
+                    "attach socket"
+                )
+            return MemfdSource(peer.fds[allocation.fd_index])

@@ -1,0 +1,5 @@
+"""The daemon's life: options, start and stop in order, reload, systemd, tracing.
+
+Imports `server` and below; neither the client nor an integration nor torch. Begin with `serve`, then `daemon`;
+`config` has every option once.
+"""

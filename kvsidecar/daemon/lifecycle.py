@@ -1,0 +1,111 @@
+"""What there is of a daemon from its first moment to its last: signals, the service manager, the lock, the probes.
+
+It imports little, so that a probe is answered while the rest of the daemon is still being imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from kvsidecar import __version__
+from kvsidecar.core.readiness import Readiness
+from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.systemd import Notifier
+from kvsidecar.server.endpoint import Endpoint
+from kvsidecar.server.http import Probes
+from kvsidecar.support import log
+
+_log = log.get("daemon")
+
+
+class Lifecycle:
+    """One run of the process, as an asynchronous context: its end stops the probes and gives up the lock.
+
+    Args:
+        settings: checked.
+        pool_bytes: size of the pool that is to be pinned.
+        notifier: tells the service manager.
+        reloads: SIGHUP sets `hung_up`; else that signal is left alone.
+
+    Raises:
+        ConfigError: the group of the sockets is none of this machine.
+    """
+
+    def __init__(self, settings: Settings, pool_bytes: int, *, notifier: Notifier, reloads: bool = False) -> None:
+        self._settings = settings
+        self._reloads = reloads
+        self._stopping = False
+        self.notifier = notifier
+        self.readiness = Readiness(pool_bytes)
+        self.endpoint = Endpoint(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
+        self.probes = Probes(self.readiness)
+        self.stop = asyncio.Event()
+        """Set when the daemon is to end."""
+        self.hung_up = asyncio.Event()
+        """Set when the settings are to be read again. Whoever does so clears it before."""
+        self.http = ""
+        """URL of the probes, once they are answered."""
+        self.readiness.listen(notifier.changed)
+
+    async def __aenter__(self) -> Lifecycle:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        if self._reloads:
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        self.notifier.changed(self.readiness.now)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.begin_stop(self._settings.drain_timeout)
+        # Until here whoever asks is told. Before the lock is given up: the daemon that waits for it may want this port.
+        await self.probes.stop()
+        self.endpoint.release()
+        if error is None:  # which is said by whoever ends the process
+            _log.info("stopped")
+
+    async def open(self) -> bool:
+        """Take the lock and answer probes. False if the daemon was told to stop while another one held the lock.
+
+        Raises:
+            AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start.
+        """
+        # The lock first: the daemon that holds it may have this port too.
+        if not await self.endpoint.acquire(wait_seconds=self._settings.lock_wait, stop=self.stop):
+            return False
+        port = await self.probes.start(self._settings.http_host, self._settings.http_port)
+        self.http = f"http://{self._settings.http_host}:{port}"
+        _log.debug("starting", http=self.http, version=__version__)
+        return True
+
+    def begin_stop(self, drain_timeout: float) -> None:
+        """Say everywhere that the end has begun; running copies get ``drain_timeout`` seconds. Only the first time."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self.readiness.shut_down()
+        self.notifier.stopping(drain_timeout)
+
+    def _signalled(self, number: int) -> None:
+        if self.stop.is_set():
+            _log.warning("second signal: exiting at once", signal=signal.Signals(number).name)
+            exit_at_once(128 + number)
+        _log.info("stopping", signal=signal.Signals(number).name)
+        self.stop.set()
+
+    def _hung_up(self) -> None:
+        if not self.stop.is_set():
+            self.hung_up.set()
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End the process, whatever still runs in it, with the last words of its log."""
+    log.flush()
+    os._exit(code)

@@ -1,0 +1,67 @@
+"""SIGHUP: the settings are read again, and those that can change while the daemon serves come into force."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvsidecar.daemon.config import Settings
+from kvsidecar.errors import ConfigError
+from kvsidecar.support import log
+
+RELOADABLE: Final = frozenset({"log_level", "store_chunk", "drain_timeout", "stuck_after", "policy"})
+"""What is looked up at each use, and the policy. The rest is built into sockets, the pool or the cache."""
+
+_log = log.get("reload")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What reading the settings again comes to. Options are named as in the file."""
+
+    settings: Settings
+    """In force from now on."""
+    taken: tuple[str, ...]
+    left: tuple[str, ...]
+    """Changed too, and in force only after a restart."""
+
+
+def change(in_force: Settings, read: Settings) -> Change:
+    """Take from ``read`` what can be taken."""
+    changed = [option for option in Settings.model_fields if getattr(read, option) != getattr(in_force, option)]
+    taken = tuple(option for option in changed if option in RELOADABLE)
+    left = tuple(option for option in changed if option not in RELOADABLE)
+    return Change(in_force.model_copy(update={option: getattr(read, option) for option in taken}), taken, left)
+
+
+class Reloader:
+    """Reads the settings again when it is told to.
+
+    Args:
+        settings: in force at the start.
+        read: as at the start: the same flags and file; the environment of a process does not change.
+        apply: brings settings into force, in the event loop.
+    """
+
+    def __init__(self, settings: Settings, read: Callable[[], Settings], apply: Callable[[Settings], None]) -> None:
+        self._settings = settings
+        self._read = read
+        self._apply = apply
+
+    async def reload(self) -> str:
+        """Returns what came of it, in a few words. A file with a mistake changes nothing."""
+        try:
+            read = await asyncio.to_thread(self._read)
+        except ConfigError as error:
+            _log.error("settings not reloaded", reason=str(error))
+            return f"settings not reloaded: {error}"
+        result = change(self._settings, read)
+        self._settings = result.settings
+        self._apply(result.settings)
+        _log.info("settings reloaded", changed=list(result.taken))
+        if result.left:
+            _log.warning("some settings need a restart", options=list(result.left))
+            return f"settings reloaded; a restart is needed for {', '.join(result.left)}"
+        return "settings reloaded"

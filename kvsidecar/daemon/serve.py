@@ -1,0 +1,180 @@
+"""What ``kvsidecar serve`` does, in order, and a bar for whoever watches.
+
+Settings -> log -> lock -> probes are answered -> the daemon is imported, the driver opened ->
+`kvsidecar.daemon.daemon`.
+
+Most of a start is imports. So only what answers a probe is imported here; the rest is imported in a thread, while
+probes are answered: whoever asks learns that the daemon is starting, and SIGTERM ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from kvsidecar.core.readiness import Snapshot
+from kvsidecar.daemon.config import PoolGeometry, Settings, load_settings, pool_geometry
+from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once
+from kvsidecar.daemon.systemd import Notifier
+from kvsidecar.errors import ConfigError
+from kvsidecar.support import failpoints, log, memory_limits, terminal
+from kvsidecar.support.units import format_duration, format_rate, format_size
+from kvsidecar.types import State
+
+if TYPE_CHECKING:
+    from kvsidecar.core.metrics import Metrics
+    from kvsidecar.daemon.daemon import Daemon
+    from kvsidecar.daemon.tracing import Tracing
+    from kvsidecar.device.base import Platform
+
+    MakeDaemon = Callable[[Lifecycle], Daemon]
+
+BAR_COLUMNS = 40
+"""Of the bar that shows how much of the pool is pinned."""
+
+
+def serve(flags: Mapping[str, str | None]) -> int:
+    """Run a daemon until it is told to stop. Returns the exit code.
+
+    Args:
+        flags: of the command line by option name; None for one that was not given.
+
+    Raises:
+        AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse: it cannot start; the text is one
+            sentence.
+    """
+    settings = load_settings(flags)
+    failpoints.configure_from_environment()
+    log.configure(log_format=settings.log_format, level=settings.log_level)
+    geometry = pool_geometry(settings)
+    _raise_descriptor_limit()
+    # At a terminal SIGHUP means that the terminal is gone, and the daemon shall go too.
+    read_settings = None if os.isatty(0) else lambda: load_settings(flags)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(settings, geometry, read_settings))
+
+
+async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> int:
+    """From the first probe that is answered to the last."""
+    notifier = Notifier.from_environment()
+    async with Lifecycle(settings, geometry.pool_bytes, notifier=notifier, reloads=read_settings is not None) as life:
+        if terminal.moves(sys.stderr) and settings.log_format != "json":
+            # A line as wide as the terminal would wrap as soon as its cursor stands behind it.
+            life.readiness.listen(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1)))
+        if not await life.open():
+            return 0
+        loading = _in_thread(lambda: _load(settings, geometry, read_settings))
+        told_to_stop = asyncio.ensure_future(life.stop.wait())
+        await asyncio.wait((loading, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            told_to_stop.cancel()
+            daemon = (await loading)(life)
+            # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
+            gc.freeze()
+            gc.enable()
+            return await daemon.run()
+    # The thread cannot be told to stop, and an import or a driver that hangs shall not hold up the end.
+    return exit_at_once(0)
+
+
+def _in_thread(load: Callable[[], MakeDaemon]) -> asyncio.Future[MakeDaemon]:
+    """Call ``load`` in a thread that no end of the event loop waits for. What it raises, the future raises."""
+    loaded: Future[MakeDaemon] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(load())
+        except BaseException as error:  # noqa: BLE001 - heard by whoever awaits the future
+            loaded.set_exception(error)
+
+    threading.Thread(target=run, name="kvsidecar-load", daemon=True).start()
+    return asyncio.wrap_future(loaded)
+
+
+def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> MakeDaemon:
+    """Import the daemon and open the devices. Returns what makes the daemon in the event loop.
+
+    Raises:
+        ConfigError, DriverUnusable: it cannot start.
+    """
+    failpoints.hit("start.load")
+    from kvsidecar.daemon.daemon import Daemon
+    from kvsidecar.device.platforms import open_platform
+    from kvsidecar.pool.host_pool import HostPool, PoolSpec
+
+    tracing = _tracing(settings)
+    platform, why = open_platform(settings.device)
+    log.get("daemon").info("device", backend=platform.name, why=why)
+    spec = PoolSpec(
+        nbytes=geometry.pool_bytes,
+        slab_bytes=geometry.slab_bytes,
+        chunk_bytes=geometry.chunk_bytes,
+        huge_pages=settings.huge_pages,
+        numa_nodes=_numa_nodes(settings, platform),
+        prefault_threads=settings.prefault_threads,
+        memory_check=settings.memory_check,
+    )
+    pool = HostPool(spec, platform)
+
+    def make(life: Lifecycle) -> Daemon:
+        return Daemon(
+            settings,
+            platform,
+            pool,
+            geometry.slab_bytes,
+            life=life,
+            read_settings=read_settings,
+            open_tracing=tracing,
+        )
+
+    return make
+
+
+def _raise_descriptor_limit() -> None:
+    """As many descriptors as the system allows: a shell's default of 1024 is a few hundred clients. (It is that low for
+    programs that use select(), which this one does not.)"""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _tracing(settings: Settings) -> Callable[[Metrics], Tracing] | None:
+    """What opens the tracing that is wanted. Raises ConfigError: it is not installed."""
+    if settings.tracing == "off":
+        return None
+    try:
+        from kvsidecar.daemon.tracing import Tracing
+    except ModuleNotFoundError as error:
+        wanted = f"tracing={settings.tracing} needs kvsidecar[tracing]: pip install 'kvsidecar[tracing]'"
+        raise ConfigError(f"{wanted} ({error})") from error
+    return Tracing
+
+
+def _numa_nodes(settings: Settings, platform: Platform) -> tuple[int, ...]:
+    """The nodes to split the pool over: those of the devices, where there are several nodes at all."""
+    online = memory_limits.numa_nodes()
+    if settings.numa == "off" or len(online) < 2:
+        return ()
+    return platform.numa_nodes() or tuple(online)
+
+
+def bar(now: Snapshot, columns: int) -> str:
+    """One line for a person who watches the pool being pinned, of so many columns at most; empty at any other time."""
+    if now.state is not State.PINNING:
+        return ""
+    text = f" {format_size(now.pinned_bytes)} of {format_size(now.pool_bytes)}"
+    if now.pin_bytes_per_second:
+        text += f", {format_rate(now.pin_bytes_per_second)}"
+    if now.eta_seconds is not None:
+        text += f", {format_duration(now.eta_seconds)} left"
+    room = max(0, min(BAR_COLUMNS, columns - len("pinning ") - len(text)))
+    filled = now.pinned_bytes * room // now.pool_bytes
+    return f"pinning {'█' * filled}{'░' * (room - filled)}{text}"[:columns]

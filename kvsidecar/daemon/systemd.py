@@ -1,0 +1,178 @@
+"""What the service manager (systemd) is told, by the protocol of sd_notify(3).
+
+Source: https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html and sd_watchdog_enabled(3). Messages are
+datagrams of ``NAME=value`` lines to the Unix socket in ``$NOTIFY_SOCKET``. Twenty lines do that, and the libraries for
+it either have had no release for years or need libsystemd.
+
+- ``READY=1`` when the daemon is ready, not before. A pool that cannot be pinned leaves the unit "activating" with the
+  reason as its status, until the start times out and the manager starts the daemon again.
+- ``EXTEND_TIMEOUT_USEC`` because a chunk was pinned, never because time has passed: a pin that hangs runs into the
+  timeout, a pin that takes ten minutes does not.
+- ``WATCHDOG=1`` from the event loop, while no copy is stuck: what makes /health fail makes the manager restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from kvsidecar.core.readiness import Snapshot
+from kvsidecar.support import log
+from kvsidecar.support.units import format_duration, format_rate, format_size
+from kvsidecar.types import State
+
+EXTEND_SECONDS: Final = 120
+"""A pinned chunk gives the next one this long. One of 1 GiB takes about 0.1 s, but chunk_size may be far larger, and a
+kernel that has to compact memory for huge pages far slower."""
+STOP_MARGIN_SECONDS: Final = 30
+"""To unmap, unpin and exit, after the running copies. A pool that takes longer to unpin is left to the kernel."""
+
+_SOCKET: Final = "NOTIFY_SOCKET"
+_log = log.get("notify")
+
+
+class NotifySocket:
+    """The manager's end, or nobody's.
+
+    Args:
+        address: value of ``$NOTIFY_SOCKET``: an absolute path, or ``@`` and an abstract name; None: nobody listens.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address: str | None = None
+        if address is None:
+            return
+        if address[:1] not in ("/", "@"):
+            # systemd can also name AF_VSOCK, to a virtual machine's init only.
+            _log.warning("the service manager cannot be told anything", address=address, reason="no Unix socket")
+            return
+        self._address = "\0" + address[1:] if address[0] == "@" else address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        # A manager that hangs must not hang the daemon: its queue then fills up, and a message is lost, loudly.
+        self._socket.setblocking(False)
+
+    def send(self, *lines: str) -> None:
+        """One message. Failures are logged: nothing here depends on the manager."""
+        if self._address is None:
+            return
+        try:
+            self._socket.sendto("\n".join(lines).encode(), self._address)
+        except OSError as error:
+            _log.error("the service manager was not told", lines=lines, error=str(error))
+
+
+def watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
+    """How often the manager wants to hear of this process at least, or None if it does not.
+
+    Raises nothing: a value that cannot be read is one that systemd did not write.
+    """
+    value = environ.get("WATCHDOG_USEC", "")
+    if not value.isdecimal() or int(value) == 0 or environ.get("WATCHDOG_PID", str(pid)) != str(pid):
+        return None
+    return int(value) / 1e6
+
+
+def status_text(now: Snapshot) -> str:
+    """One line for a person, as ``systemctl status`` shows it."""
+    pool = format_size(now.pool_bytes)
+    if now.state is State.READY:
+        return f"ready: {pool} pinned"
+    if now.state is State.PINNING:
+        text = f"pinning: {format_size(now.pinned_bytes)} of {pool} ({now.pinned_bytes * 100 // now.pool_bytes} %)"
+        if now.pin_bytes_per_second:
+            text += f", {format_rate(now.pin_bytes_per_second)}"
+        if now.eta_seconds:  # not at the end either
+            text += f", {format_duration(now.eta_seconds)} left"
+        return text
+    return f"{'not ready' if now.state is State.FAILED else now.state.value}: {now.reason}"
+
+
+class Notifier:
+    """Turns what happens in the daemon into messages. Used by the event loop's thread only.
+
+    Args:
+        listener: where they go.
+        watchdog: seconds within which the manager wants to hear of the daemon; None: it does not.
+    """
+
+    def __init__(self, listener: NotifySocket, watchdog: float | None) -> None:
+        self._send = listener.send
+        self._watchdog = watchdog
+        self._pinned_bytes = 0
+        self._status = ""
+        self._stuck: str | None = None
+        self._ready = False
+        """READY=1 was sent."""
+
+    @classmethod
+    def from_environment(cls) -> Notifier:
+        """For the manager that started this process, if one did."""
+        return cls(NotifySocket(os.environ.get(_SOCKET)), watchdog_seconds(os.environ, os.getpid()))
+
+    def changed(self, now: Snapshot) -> None:
+        """Readiness has changed."""
+        lines = []
+        if now.state is State.PINNING and now.pinned_bytes > self._pinned_bytes:
+            self._pinned_bytes = now.pinned_bytes
+            lines.append(_extend(EXTEND_SECONDS))
+        if now.state is State.READY and not self._ready:
+            self._ready = True
+            lines.append("READY=1")
+        self._status = status_text(now)
+        self._send(*lines, self._status_line())
+
+    def stopping(self, drain_timeout: float) -> None:
+        """The end has begun; running copies get ``drain_timeout`` seconds, whatever the unit's TimeoutStopSec says."""
+        self._status = "stopping: running copies are finished first"
+        self._send("STOPPING=1", _extend(drain_timeout + STOP_MARGIN_SECONDS), self._status_line())
+
+    async def reloading(self, reload: Callable[[], Awaitable[str]]) -> None:
+        """Run ``reload``, which says in a few words what came of it, and must not raise."""
+        # While the daemon is not ready, READY=1 at the end would say that it is.
+        if not self._ready:
+            await reload()
+            return
+        # CLOCK_MONOTONIC in microseconds, for Type=notify-reload.
+        self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        result = await reload()
+        self._send("READY=1", f"STATUS={_one_line(self._status)} ({_one_line(result)})")
+
+    async def watch(self, stuck: Callable[[], str | None]) -> None:
+        """Say at every half of the watchdog's time that the daemon makes progress, for as long as it does.
+
+        This runs in the event loop, so it falls silent when the loop does. Not before READY=1: until then the start
+        timeout bounds what may hang, and the manager does not ask.
+
+        Args:
+            stuck: why the copy workers make no progress, or None; what /health asks.
+        """
+        if self._watchdog is None:
+            return
+        while True:
+            reason = stuck()
+            if (reason is None) != (self._stuck is None):
+                self._stuck = reason
+                if reason is None:
+                    _log.info("progress again")
+                else:
+                    _log.error("no progress: the watchdog is not fed", reason=reason, watchdog_seconds=self._watchdog)
+                self._send(self._status_line())
+            if self._ready and reason is None:
+                self._send("WATCHDOG=1")
+            await asyncio.sleep(self._watchdog / 2)
+
+    def _status_line(self) -> str:
+        return "STATUS=" + _one_line(self._status if self._stuck is None else f"stuck: {self._stuck}")
+
+
+def _extend(seconds: float) -> str:
+    return f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}"
+
+
+def _one_line(text: str) -> str:
+    """A driver's error may have several, and each would be read as a field."""
+    return " ".join(text.split())

@@ -1,0 +1,305 @@
+"""NVIDIA GPUs through the CUDA driver API. Import it only where a GPU is wanted: only the modules ``cuda*`` here import
+cuda.
+
+Sources: CUDA Driver API, "Initialization", "Primary Context Management", "Memory Management" (cuIpcOpenMemHandle,
+cuMemHostRegister); CUDA C++ Programming Guide, "Interprocess Communication".
+No kernel is ever launched here: it would be time-sliced against the engine's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+import uuid as uuids
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cuda.bindings import driver
+
+from kvsidecar.device.base import (
+    CopyStream,
+    CudaIpcSource,
+    Device,
+    DeviceEvent,
+    DeviceMemory,
+    MemorySource,
+)
+from kvsidecar.device.cuda import status as cuda_status
+from kvsidecar.device.cuda.status import OK, STICKY, check, describe
+from kvsidecar.device.cuda.stream import CudaCopyStream, CudaEvent
+from kvsidecar.device.system import mps_runs, pci_numa_node
+from kvsidecar.errors import (
+    DeviceError,
+    DeviceNotFound,
+    DriverUnusable,
+    ImportRefused,
+    PinFailed,
+)
+from kvsidecar.types import Direction
+
+IPC_HANDLE_BYTES: Final = 64
+"""``CU_IPC_HANDLE_SIZE``."""
+
+
+class CudaPlatform:
+    """All GPUs that the driver shows. Implements `kvsidecar.device.base.Platform`. Thread-safe.
+
+    Args:
+        pin_device: UUID of the GPU whose context pins host memory; None is the first. Pinned memory works for every
+            GPU, but the one that pins gets a context (about 270 MiB of its memory), so name one that is in use.
+    """
+
+    def __init__(self, *, pin_device: str | None = None) -> None:
+        count = cuda_status.initialize()
+        if count == 0:
+            raise DriverUnusable(
+                "the CUDA driver sees no GPU; check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's GPU request"
+            )
+        self._lock = threading.Lock()
+        self._devices: dict[str, CudaDevice] = {}
+        self._handles: dict[str, Any] = {}
+        for ordinal in range(count):
+            handle = check(driver.cuDeviceGet(ordinal), f"opening GPU {ordinal}", DriverUnusable)
+            self._handles[_uuid(handle)] = handle
+        self._pin_uuid = pin_device if pin_device is not None else next(iter(self._handles))
+        self._find(self._pin_uuid)
+
+    @property
+    def name(self) -> str:
+        return "cuda"
+
+    def device_uuids(self) -> tuple[str, ...]:
+        return tuple(self._handles)
+
+    def device(self, uuid: str) -> Device:
+        return self._device(uuid)
+
+    def numa_nodes(self) -> tuple[int, ...]:
+        nodes = (_numa_node(handle) for handle in self._handles.values())
+        return tuple(dict.fromkeys(node for node in nodes if node is not None))
+
+    def pin_limit(self) -> int | None:
+        """No limit of the platform's own: NVIDIA's kernel module does not count RLIMIT_MEMLOCK; cgroups do count."""
+        return None
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Register one chunk. Prefault it and keep chunks small (1 GiB): the call holds this process's mmap lock."""
+        try:
+            self._device(self._pin_uuid).make_current()
+        except DeviceError as error:
+            raise PinFailed(f"no context to pin with: {error}") from error
+        # PORTABLE: pinned for the contexts of all GPUs, also of those that come later. With unified addressing (all
+        # 64-bit Linux) the address on the device is the address itself, so nobody asks cuMemHostGetDevicePointer.
+        (status,) = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)
+        if status != OK:
+            raise PinFailed(f"cuMemHostRegister of {nbytes} bytes: {describe(status)}")
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        self._device(self._pin_uuid).make_current()
+        (status,) = driver.cuMemHostUnregister(address)
+        # In a lost context every call fails, and the pages are given back when the process ends. An error would only
+        # keep the caller from giving back the rest.
+        if status.name not in STICKY:
+            check((status,), f"cuMemHostUnregister of {nbytes} bytes")
+
+    def close(self) -> None:
+        with self._lock:
+            for device in self._devices.values():
+                device.close()
+            self._devices.clear()
+
+    def _find(self, uuid: str) -> Any:
+        handle = self._handles.get(uuid)
+        if handle is None:
+            visible = ", ".join(self._handles)
+            raise DeviceNotFound(f"device {uuid} is not visible to the daemon; visible: {visible}")
+        if uuid.startswith("MIG-"):
+            raise DeviceNotFound(f"device {uuid} is a MIG device, which CUDA IPC does not support: use whole GPUs")
+        return handle
+
+    def _device(self, uuid: str) -> CudaDevice:
+        with self._lock:
+            device = self._devices.get(uuid)
+            if device is None:
+                device = self._devices[uuid] = CudaDevice(uuid, self._find(uuid))
+            return device
+
+
+@dataclass(slots=True)
+class _Mapping:
+    memory: DeviceMemory
+    imported: bool
+    uses: int
+
+
+class CudaDevice:
+    """One GPU and its primary context. Implements `kvsidecar.device.base.Device`. Thread-safe.
+
+    A thread that calls a method gets this context as its current one: cuDevicePrimaryCtxRetain does not push it, and
+    without it every call ends in CUDA_ERROR_INVALID_CONTEXT.
+    """
+
+    def __init__(self, uuid: str, handle: Any) -> None:
+        self._uuid = uuid
+        self._handle = handle
+        self._numa_node = _numa_node(handle)
+        self._context = _open_context(uuid, handle)
+        self._lock = threading.Lock()
+        self._mappings: dict[bytes, _Mapping] = {}
+        self._own = 0
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PITCH
+        self.max_pitch = int(check(driver.cuDeviceGetAttribute(attribute, handle), "asking for the maximum pitch"))
+        self.ordinal = int(handle)
+
+    @property
+    def uuid(self) -> str:
+        return self._uuid
+
+    @property
+    def numa_node(self) -> int | None:
+        return self._numa_node
+
+    def make_current(self) -> None:
+        check(driver.cuCtxSetCurrent(self._context), f"using the context of {self._uuid}")
+
+    def import_memory(self, source: MemorySource) -> DeviceMemory:
+        if not isinstance(source, CudaIpcSource):
+            raise ImportRefused(f"device {self._uuid} takes a CUDA IPC handle, not a memfd")
+        if len(source.handle) != IPC_HANDLE_BYTES:
+            raise ImportRefused(f"a CUDA IPC handle has {IPC_HANDLE_BYTES} bytes; this one has {len(source.handle)}")
+        # The handle is a bearer secret and keys end up in logs, so the key is its digest. Memory that was freed and
+        # allocated again gets another handle, so the key is never that of the old allocation.
+        key = hashlib.sha256(source.handle).digest()[:16]
+        self.make_current()
+        with self._lock:
+            mapping = self._mappings.get(key)
+            if mapping is None:
+                address, nbytes = self._open(source.handle)
+                mapping = _Mapping(DeviceMemory(address, nbytes, key), imported=True, uses=0)
+                self._mappings[key] = mapping
+            mapping.uses += 1
+            return mapping.memory
+
+    def release_memory(self, memory: DeviceMemory) -> None:
+        self.make_current()
+        with self._lock:
+            mapping = self._mappings.get(memory.key)
+            if mapping is None:
+                raise ValueError("memory is released that is not mapped: released twice, or by another device")
+            mapping.uses -= 1
+            if mapping.uses:
+                return
+            del self._mappings[memory.key]
+            # Until this close the memory of a dead engine stays allocated (measured): the next engine has no room.
+            if mapping.imported:
+                check(driver.cuIpcCloseMemHandle(mapping.memory.address), "cuIpcCloseMemHandle")
+            else:
+                check(driver.cuMemFree(mapping.memory.address), "cuMemFree")
+
+    def import_event(self, handle: bytes) -> DeviceEvent:
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise ImportRefused(f"a CUDA IPC event handle has {IPC_HANDLE_BYTES} bytes; this one has {len(handle)}")
+        self.make_current()
+        opened = driver.CUipcEventHandle()
+        ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_BYTES)
+        status, event = driver.cuIpcOpenEventHandle(opened)
+        if status != OK:
+            check(driver.cuMemGetInfo()[:1], f"after a refused event, {self._uuid} does not answer")
+            raise ImportRefused(
+                f"the interprocess event does not open on {self._uuid} ({describe(status)}): events need a /dev/shm "
+                "that engine and daemon share, and the same user; without them stores are ordered on the host"
+            )
+        return CudaEvent(self, event)
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        self.make_current()
+        address = int(check(driver.cuMemAlloc(nbytes), f"allocating {nbytes} bytes on {self._uuid}"))
+        with self._lock:
+            self._own += 1
+            memory = DeviceMemory(address=address, nbytes=nbytes, key=b"own-%d" % self._own)
+            self._mappings[memory.key] = _Mapping(memory, imported=False, uses=1)
+        return memory
+
+    def open_stream(self, direction: Direction) -> CopyStream:
+        return CudaCopyStream(self, direction)
+
+    def close(self) -> None:
+        """Give the context back. An error of it changes nothing any more: the process is going down."""
+        driver.cuDevicePrimaryCtxRelease(self._handle)
+
+    def _open(self, raw: bytes) -> tuple[int, int]:
+        """Map the allocation behind a handle: its address here and its true size in bytes."""
+        handle = driver.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), raw, IPC_HANDLE_BYTES)
+        lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS  # the only flag there is, and required
+        status, pointer = driver.cuIpcOpenMemHandle(handle, int(lazy))
+        if status != OK:
+            # A bad handle is the client's, whatever code the driver picks; only a context that does not answer any
+            # more is ours. cuMemGetInfo fails in every context that a sticky error has ended.
+            check(driver.cuMemGetInfo()[:1], f"after a refused handle, {self._uuid} does not answer")
+            raise ImportRefused(
+                f"the CUDA IPC handle does not open on {self._uuid} ({describe(status)}). Likely causes: the memory is "
+                "not from cuMemAlloc (PyTorch expandable_segments:True, vLLM sleep mode); it was freed; it lies on "
+                "another GPU; engine and daemon have the same PID value in different PID namespaces (share the PID "
+                "namespace); their CUDA drivers differ"
+            )
+        address = int(pointer)
+        try:
+            return address, self._true_size(address)
+        except DeviceError:
+            driver.cuIpcCloseMemHandle(address)
+            raise
+
+    def _true_size(self, address: int) -> int:
+        """Bytes of an opened allocation.
+
+        It may lie on another GPU than the client says: the driver opens it all the same, through peer access, and calls
+        it memory of this one (measured: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is that of the context that opened it). Its
+        copies take the way through that GPU, and are right.
+        """
+        base, nbytes = check(driver.cuMemGetAddressRange(address), "asking for an allocation's size", ImportRefused)
+        return int(base) + int(nbytes) - address
+
+
+def _open_context(uuid: str, handle: Any) -> Any:
+    """The primary context of a GPU: one context per GPU and process may open IPC handles."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+    mode = check(driver.cuDeviceGetAttribute(attribute, handle), "asking for the compute mode", DriverUnusable)
+    modes = driver.CUcomputemode
+    exclusive = mode == modes.CU_COMPUTEMODE_EXCLUSIVE_PROCESS and not mps_runs()
+    if exclusive or mode == modes.CU_COMPUTEMODE_PROHIBITED:
+        # Refused before the context is made: the daemon would get it, and then no engine could start.
+        name = "EXCLUSIVE_PROCESS" if exclusive else "PROHIBITED"
+        raise DriverUnusable(
+            f"{uuid} has compute mode {name}, so daemon and engine cannot both use it; "
+            f"set it with: nvidia-smi -i {uuid} -c DEFAULT (or run MPS)"
+        )
+    status, context = driver.cuDevicePrimaryCtxRetain(handle)
+    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise DriverUnusable(
+            f"{uuid} has no memory left for the daemon's context (about 300 MiB): leave room, for example with a lower "
+            "gpu_memory_utilization, or start the daemon first"
+        )
+    if status != OK:
+        raise DriverUnusable(f"no context on {uuid}: {describe(status)}")
+    check(driver.cuCtxSetCurrent(context), f"using the context of {uuid}", DriverUnusable)
+    # The driver reserves memory for kernels that this process never launches: 527 MiB by default, 267 MiB like this
+    # (H200). It clamps a value below its minimum; a limit that it refuses costs memory and nothing else.
+    limits = driver.CUlimit
+    driver.cuCtxSetLimit(limits.CU_LIMIT_STACK_SIZE, 0)
+    driver.cuCtxSetLimit(limits.CU_LIMIT_MALLOC_HEAP_SIZE, 1 << 20)
+    driver.cuCtxSetLimit(limits.CU_LIMIT_PRINTF_FIFO_SIZE, 64 << 10)
+    return context
+
+
+def _uuid(handle: Any) -> str:
+    """As nvidia-smi prints it. A MIG device is known by its name ("NVIDIA H200 MIG 1g.18gb")."""
+    name = check(driver.cuDeviceGetName(128, handle), "asking for a GPU's name", DriverUnusable)
+    raw = check(driver.cuDeviceGetUuid(handle), "asking for a GPU's UUID", DriverUnusable)
+    return f"{'MIG' if b' MIG ' in name else 'GPU'}-{uuids.UUID(bytes=bytes(raw.bytes))}"
+
+
+def _numa_node(handle: Any) -> int | None:
+    status, bus = driver.cuDeviceGetPCIBusId(32, handle)
+    return pci_numa_node(bus.split(b"\0")[0].decode()) if status == OK else None

@@ -1,0 +1,374 @@
+"""The host pool: reserve, bind to NUMA nodes, prefault and pin host memory; all of it or nothing.
+
+Exactly the configured bytes: one anonymous mapping, registered chunk by chunk. No caching allocator that rounds up.
+
+Why faulting and pinning are apart: MADV_POPULATE_WRITE faults with several threads and returns an error where a touch
+would be a SIGBUS; the driver faults with one thread. While a chunk is pinned, the next one is faulted in. Why chunks:
+during one registration the kernel holds this process's ``mmap_lock``, so everything else in it that maps memory waits;
+and one call on 512 GiB or more fails in current drivers.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.device.base import Platform
+from kvsidecar.errors import PinFailed, PinStopped
+from kvsidecar.pool import host_memory
+from kvsidecar.support import failpoints, log, memory_limits
+from kvsidecar.support.memory_limits import ROOT, HugePages, PageKind, Pages
+from kvsidecar.support.units import GiB, MiB, format_size
+
+_log = log.get("pool")
+
+
+PREFAULT_BYTES: Final = 32 * MiB
+"""Faulted in by one call at most. The call holds this process's ``mmap_lock``, and an engine that attaches meanwhile
+has its memory mapped in between. (For the same reason these threads keep their priority: one of a low one that is put
+aside while it holds the lock holds up an attach for seconds.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """What to reserve. Sizes in bytes."""
+
+    nbytes: int
+    """A multiple of the system's page size."""
+    slab_bytes: int
+    """NUMA parts begin at multiples of it, so that a slab lies on one node."""
+    chunk_bytes: int = GiB
+    """Pinned by one call of `Platform.pin`; a multiple of ``slab_bytes``."""
+    huge_pages: HugePages = HugePages.AUTO
+    numa_nodes: tuple[int, ...] = ()
+    """Nodes to split the pool over; empty: wherever the kernel puts it."""
+    prefault_threads: int = 4
+    memory_check: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PinProgress:
+    """How far pinning has come. Bytes and seconds since the start of `HostPool.pin`."""
+
+    total_bytes: int
+    pinned_bytes: int
+    bytes_per_second: float
+    eta_seconds: float | None
+    """None until the first chunk is pinned."""
+    seconds: float
+    register_seconds: float = 0.0
+    """In calls of `Platform.pin`. The kernel clears the pages of the next chunk meanwhile."""
+    faulted_seconds: float = 0.0
+    """When the last page so far was there; the whole pool was pinned this much later than faulted in alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Contiguous bytes of the pool that belong on one NUMA node. ``offset`` counts from the pool's base."""
+
+    offset: int
+    nbytes: int
+    node: int | None
+
+
+class HostPool:
+    """The pinned memory of one daemon. Used once: after a failure, a stop or `close` it stays closed.
+
+    `pin` and `close` block, and may be called from any thread; one runs at a time.
+
+    Args:
+        spec: what to reserve.
+        platform: how it is pinned.
+        root: stands for ``/`` when limits are read.
+        clock: seconds, monotonic.
+
+    Raises:
+        ValueError: the sizes of the spec do not fit together.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        platform: Platform,
+        *,
+        root: Path = ROOT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if spec.nbytes <= 0 or spec.nbytes % mmap.PAGESIZE or spec.chunk_bytes % mmap.PAGESIZE:
+            raise ValueError(f"pool and chunk must be multiples of the page size ({mmap.PAGESIZE} bytes)")
+        if spec.slab_bytes <= 0 or spec.chunk_bytes <= 0 or spec.chunk_bytes % spec.slab_bytes:
+            raise ValueError("chunk_bytes must be a multiple of slab_bytes")
+        self._spec = spec
+        self._platform = platform
+        self._root = root
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._used = False
+        self._address: int | None = None
+        self._pinned: list[Part] = []
+        self._lost = 0
+        self._pages: Pages | None = None
+        self._bound: tuple[int, ...] = ()
+        self._parts = split_over_nodes(spec.nbytes, spec.slab_bytes, self._nodes())
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        return self._spec.nbytes
+
+    @property
+    def address(self) -> int:
+        """Of the first byte. A RuntimeError before `pin` has reserved it and after it was given back."""
+        if self._address is None:
+            raise RuntimeError("the pool is not reserved")
+        return self._address
+
+    @property
+    def page_kind(self) -> PageKind:
+        """Which pages it got; known from `pin` on."""
+        if self._pages is None:
+            raise RuntimeError("the pool is not reserved")
+        return self._pages.kind
+
+    @property
+    def numa_nodes(self) -> tuple[int, ...]:
+        """Nodes that parts of the pool are bound to: empty on one node, before `pin`, or where binding was refused."""
+        return self._bound
+
+    def numa_of(self, offset: int) -> int | None:
+        """The node that the byte at this offset is meant for, or None. Known before `pin`."""
+        return next(part.node for part in self._parts if offset < part.offset + part.nbytes)
+
+    def numa_of_slab(self) -> tuple[int | None, ...]:
+        """`numa_of`, for each slab."""
+        return tuple(self.numa_of(offset) for offset in range(0, self.nbytes, self._spec.slab_bytes))
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """All bytes of the pool, not a copy. Using a view after `close` is a segmentation fault."""
+        return host_memory.as_array(self.address, self.nbytes)
+
+    # -- pin and give back ---------------------------------------------------------------------------------------------
+
+    def check(self) -> Pages:
+        """Which pages the pool would have. Changes nothing.
+
+        Raises:
+            PoolRefused: it does not fit a limit, and ``memory_check`` is on; or its pages cannot be had here.
+        """
+        pages = self._choose_pages()
+        if self._spec.memory_check:
+            self._check_limits(pages)
+        return pages
+
+    def pin(self, on_progress: Callable[[PinProgress], None], stop: threading.Event) -> None:
+        """Reserve, bind, then prefault and pin chunk by chunk. Returns when the whole pool is pinned.
+
+        Args:
+            on_progress: called in this thread, before the first chunk and after each.
+            stop: looked at before each chunk.
+
+        Raises:
+            PoolRefused: it does not fit a limit; nothing was touched.
+            PinFailed: a chunk failed; everything before it has been given back.
+            PinStopped: ``stop`` was set; everything has been given back.
+        """
+        with self._lock:
+            if self._used:
+                raise RuntimeError("a pool is pinned once")
+            self._used = True
+            pages = self.check()
+            try:
+                self._reserve(pages)
+                self._bind()
+                self._pin_chunks(pages, on_progress, stop)
+            except (PinFailed, PinStopped) as error:
+                outcome = self._give_back()
+                raise type(error)(f"{error}: {outcome}" if outcome else str(error)) from error.__cause__
+            except BaseException:
+                self._give_back()
+                raise
+
+    def close(self) -> None:
+        """Unpin and unmap. Does nothing the second time. Waits for a running `pin`: set its ``stop`` first.
+
+        No copy may be using the pool. Takes about as long as pinning: a process that only exits need not call it, the
+        kernel does the same.
+
+        Raises:
+            PinFailed: some chunks could not be unpinned; everything else was.
+        """
+        with self._lock:
+            self._used = True
+            pinned = len(self._pinned)
+            outcome = self._give_back()
+            if self._lost:
+                raise PinFailed(f"of {pinned} chunks, {outcome}")
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _nodes(self) -> tuple[int, ...]:
+        bindable = memory_limits.numa_nodes(self._root)
+        if len(bindable) < 2:
+            return ()
+        wanted = tuple(dict.fromkeys(self._spec.numa_nodes))
+        if unusable := sorted(set(wanted) - bindable.keys()):
+            _log.warning("NUMA nodes not used: not online, without memory, or outside the cpuset", nodes=unusable)
+        return tuple(node for node in wanted if node in bindable)
+
+    def _node_bytes(self) -> dict[int, int]:
+        return {part.node: part.nbytes for part in self._parts if part.node is not None}
+
+    def _choose_pages(self) -> Pages:
+        wish = self._spec.huge_pages
+        candidates = memory_limits.page_candidates(wish, self.nbytes, self._root)
+        for pages in candidates:
+            # mbind refuses to cut an explicit huge page in two.
+            cut = any(part.offset % pages.nbytes for part in self._parts)
+            if pages.kind is not PageKind.HUGETLB:
+                return pages
+            if not cut and not memory_limits.hugetlb_problem(self.nbytes, pages.nbytes, self._node_bytes(), self._root):
+                return pages
+        return candidates[0]  # Explicit huge pages were asked for and do not fit: the check or the kernel says why.
+
+    def _check_limits(self, pages: Pages) -> None:
+        cuda = self._platform.name == "cuda"
+        memory_limits.check_fits(
+            self.nbytes,
+            pages=pages,
+            bookkeeping=memory_limits.bookkeeping_bytes(self.nbytes) if cuda else 0,
+            pin_limit=self._platform.pin_limit(),
+            node_bytes=self._node_bytes(),
+            root=self._root,
+        )
+
+    def _reserve(self, pages: Pages) -> None:
+        self._pages = pages
+        try:
+            failpoints.hit("pool.reserve")
+            self._address = host_memory.map_pages(self.nbytes, pages)
+            # A core dump would hold every prompt of the node, and take the pool's size on disk.
+            host_memory.advise(self._address, self.nbytes, mmap.MADV_DONTDUMP)
+            # A fork makes pages copy-on-write: the first write would then give this process, or the child, a page
+            # that the GPU does not know, while copies go on to the old one. (Kernels since 5.12 copy pinned pages in
+            # fork instead, which here is the whole pool.)
+            host_memory.advise(self._address, self.nbytes, mmap.MADV_DONTFORK)
+        except (OSError, failpoints.FailpointError) as error:
+            raise PinFailed(f"{format_size(self.nbytes)} could not be reserved: {_reason(error)}") from error
+
+    def _bind(self) -> None:
+        for part in self._parts:
+            if part.node is None:
+                continue
+            try:
+                host_memory.bind(self.address + part.offset, part.nbytes, part.node)
+            except OSError as error:
+                # Docker's default seccomp profile allows mbind only with CAP_SYS_NICE. A pool on the wrong node is
+                # slower, not wrong.
+                _log.warning("the pool is not bound to its NUMA node", node=part.node, error=_reason(error))
+            else:
+                self._bound += (part.node,)
+
+    def _pin_chunks(self, pages: Pages, on_progress: Callable[[PinProgress], None], stop: threading.Event) -> None:
+        started = self._clock()
+        registering = faulted = 0.0
+        chunks = list(_chunks(self._parts, self._spec.chunk_bytes))
+        done = 0
+        on_progress(self._progress(done, started, registering, faulted))
+        # Leaving the block waits for all threads, also after a failure: nothing may be unmapped under one that still
+        # touches it.
+        with ThreadPoolExecutor(self._spec.prefault_threads, thread_name_prefix="kvsidecar-prefault") as threads:
+            faulting = [] if stop.is_set() else self._prefault(chunks[0], pages, threads)
+            for number, chunk in enumerate(chunks, start=1):
+                if stop.is_set():
+                    raise PinStopped(f"pinning was stopped before chunk {number} of {len(chunks)}")
+                try:
+                    failpoints.hit("pool.prefault_chunk")
+                    faulted = max(piece.result() for piece in faulting) - started
+                    if number < len(chunks):
+                        faulting = self._prefault(chunks[number], pages, threads)
+                    failpoints.hit("pool.pin_chunk")
+                    began = self._clock()
+                    self._platform.pin(self.address + chunk.offset, chunk.nbytes)
+                    registering += self._clock() - began
+                except Exception as error:
+                    where = f"{format_size(chunk.nbytes)} at {format_size(chunk.offset)}"
+                    raise PinFailed(f"chunk {number} of {len(chunks)} ({where}): {_reason(error)}") from error
+                self._pinned.append(chunk)
+                done += chunk.nbytes
+                on_progress(self._progress(done, started, registering, faulted))
+
+    def _prefault(self, chunk: Part, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[float]]:
+        """Begin to fault a chunk in. It is there when all of these are over; each says when it was."""
+        step = min(PREFAULT_BYTES, -(-chunk.nbytes // self._spec.prefault_threads))
+        step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
+        start, end = self.address + chunk.offset, self.address + chunk.offset + chunk.nbytes
+
+        def populate(address: int, nbytes: int) -> float:
+            host_memory.populate(address, nbytes)
+            return self._clock()
+
+        return [threads.submit(populate, piece, min(step, end - piece)) for piece in range(start, end, step)]
+
+    def _progress(self, done: int, started: float, registering: float, faulted: float) -> PinProgress:
+        seconds = self._clock() - started
+        rate = done / seconds if seconds > 0 else 0.0
+        eta = (self.nbytes - done) / rate if rate else None
+        return PinProgress(self.nbytes, done, rate, eta, seconds, registering, faulted)
+
+    def _give_back(self) -> str:
+        """Unpin in reverse order and unmap. Says what came of it, or "" if nothing was pinned."""
+        pinned = len(self._pinned)
+        while self._pinned:
+            chunk = self._pinned.pop()
+            try:
+                self._platform.unpin(self.address + chunk.offset, chunk.nbytes)
+            except Exception as error:  # noqa: BLE001 - the chunks before it must still be given back
+                _log.error("a chunk cannot be unpinned", offset=chunk.offset, nbytes=chunk.nbytes, error=str(error))
+                self._lost += 1
+        if self._address is not None and not self._lost:
+            host_memory.unmap(self._address, self.nbytes)
+        # Memory that the driver still holds registered stays mapped: other memory at these addresses would be copied
+        # from and to the old pages, silently.
+        self._address = None
+        if self._lost:
+            return f"{self._lost} could not be given back; restart the daemon"
+        return "the chunks before it were given back" if pinned else ""
+
+
+def _reason(error: Exception) -> str:
+    """An OSError without its number, which says nothing to a person."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def split_over_nodes(nbytes: int, slab_bytes: int, nodes: tuple[int, ...]) -> tuple[Part, ...]:
+    """Cut a pool into one contiguous part a node, of sizes that differ by at most one unit and the rest.
+
+    Parts begin at multiples of ``slab_bytes`` and of 2 MiB, which is a whole huge page. A pool of fewer such units than
+    nodes uses only some nodes.
+    """
+    unit = math.lcm(slab_bytes, memory_limits.THP_BYTES)
+    nodes = nodes[: max(1, nbytes // unit)]
+    if not nodes:
+        return (Part(0, nbytes, None),)
+    starts = [nbytes // unit * index // len(nodes) * unit for index in range(len(nodes))]
+    ends = [*starts[1:], nbytes]
+    return tuple(Part(start, end - start, node) for start, end, node in zip(starts, ends, nodes, strict=True))
+
+
+def _chunks(parts: tuple[Part, ...], chunk_bytes: int) -> Iterator[Part]:
+    """What is pinned by one call each: a chunk never lies in two parts; the last of a part may be shorter."""
+    for part in parts:
+        end = part.offset + part.nbytes
+        for offset in range(part.offset, end, chunk_bytes):
+            yield Part(offset, min(chunk_bytes, end - offset), part.node)

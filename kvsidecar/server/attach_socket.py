@@ -1,0 +1,334 @@
+"""The attach socket: who a client is, which memory it shares, and whether it still lives.
+
+gRPC carries no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
+first: the kernel says who it is (SO_PEERCRED), its memfds arrive as SCM_RIGHTS, and it gets a token for gRPC. The
+connection stays open; the kernel closes it when the process dies, however it dies. After the Welcome it is the fast
+lane, unless that is off.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from kvsidecar.core.quota import Quota
+from kvsidecar.core.sessions import Instances, Peer
+from kvsidecar.errors import InvalidRequest, LimitExceeded
+from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.server.local_protocol import Lane
+from kvsidecar.support import log
+from kvsidecar.support.tasks import TaskSet
+from kvsidecar.types import PROTOCOL, Refusal
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+MAX_HELLO_BYTES = 4096
+MAX_FDS = 253
+"""SCM_MAX_FD of the kernel: more cannot arrive in one message."""
+MAX_CONNECTIONS = 1024
+"""Of one user: an engine has three for each rank, and three for its scheduler."""
+MAX_MEMFDS = 4096
+"""Of one user, in all of its connections."""
+HELLO_SECONDS = 5.0
+"""A connection that says nothing for this long is closed: silent ones would hold descriptors."""
+
+_UCRED = struct.Struct("3i")
+_SO_PEERGROUPS = 59
+"""Linux 4.13 (include/uapi/asm-generic/socket.h). Python has no name for it."""
+_SO_PEERPIDFD = 77
+
+_log = log.get("attach")
+
+
+class AttachSocket:
+    """Serves the attach socket on the event loop.
+
+    Args:
+        on_gone: called with a peer whose connection has ended.
+        lane: makes the fast lane of a peer; None if there is none.
+        refuse: counts a refusal.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        mode: int,
+        gid: int | None,
+        epoch: int,
+        instances: Instances,
+        on_gone: Callable[[Peer], None],
+        lane: Callable[[Peer], Lane] | None,
+        refuse: Callable[[Refusal], None],
+        tasks: TaskSet,
+    ) -> None:
+        self._path = path
+        self._mode = mode
+        self._gid = gid
+        self._epoch = epoch
+        self._instances = instances
+        self._on_gone = on_gone
+        self._lane = lane
+        self._refuse = refuse
+        self._tasks = tasks
+        self._connections_of = Quota(MAX_CONNECTIONS, "connections to the attach socket")
+        self._memfds_of = Quota(MAX_MEMFDS, "descriptors handed over")
+        self._listener: socket.socket | None = None
+        self._connections: dict[socket.socket, Lane | None] = {}
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Bind and accept. The path must be free: the daemon's lock has been taken before."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        old = os.umask(0o177)
+        try:
+            listener.bind(str(self._path))
+        finally:
+            os.umask(old)
+        if self._gid is not None:
+            os.chown(self._path, -1, self._gid)
+        self._path.chmod(self._mode)
+        listener.listen(1024)
+        self._listener = listener
+        self._accepting = self._tasks.spawn(self._accept(listener), name="attach-socket")
+
+    async def stop(self) -> None:
+        """Close the socket and every connection."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        for connection, lane in tuple(self._connections.items()):
+            # The reader sees the end of the stream and cleans up as for a client that went away.
+            if lane is not None:
+                lane.shut_down()
+                continue
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if self._listener is not None:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # EMFILE and its kin pass when others close; a busy loop on them would starve the daemon.
+                _log.warning("accept failed", error=str(error))
+                await asyncio.sleep(0.1)
+                continue
+            connection.setblocking(False)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            pid, uid, gid = _UCRED.unpack(credentials)
+            try:
+                self._connections_of.take(uid)
+            except LimitExceeded as error:
+                with connection:  # without a line of log each: nobody shall fill that with them
+                    self._refuse(Refusal.LIMIT)
+                    _send_at_once(connection, self._welcome_error(str(error)))
+                continue
+            self._connections[connection] = None
+            self._tasks.spawn(self._serve(connection, pid, uid, gid), name="attach-connection")
+
+    def _turn_away(self, connection: socket.socket, reason: Refusal, text: str) -> None:
+        self._refuse(reason)
+        _log.warning("attach connection refused", error=text)
+        _send_at_once(connection, self._welcome_error(text))
+
+    def _welcome_error(self, text: str) -> pb.Welcome:
+        return pb.Welcome(epoch=self._epoch, error=text)
+
+    async def _serve(self, connection: socket.socket, pid: int, uid: int, gid: int) -> None:
+        peer: Peer | None = None
+        memfds = 0
+        try:
+            try:
+                hello, fds = await asyncio.wait_for(_receive_hello(connection), HELLO_SECONDS)
+            except TimeoutError:
+                self._turn_away(connection, Refusal.UNFINISHED, f"no Hello was complete within {HELLO_SECONDS:g} s")
+                return
+            except InvalidRequest as error:
+                self._turn_away(connection, Refusal.INVALID_REQUEST, str(error))
+                return
+            if refused := self._hello_problem(hello, fds, uid):
+                _close_all(fds)
+                await _send(connection, self._welcome_error(refused))
+                return
+            memfds = len(fds)
+            groups = _groups(connection)
+            peer = self._instances.add_peer(pid=pid, uid=uid, gid=gid, client=hello.client, fds=fds, groups=groups)
+            _log.debug("client connected", pid=pid, uid=uid, client=hello.client, fds=len(fds))
+            await _send(connection, pb.Welcome(token=peer.token, epoch=self._epoch, fast_lane=self._lane is not None))
+            if self._lane is not None:
+                await self._serve_lane(connection, pid, self._lane(peer))
+            else:
+                await _until_gone(connection, pid, asyncio.ensure_future(_until_closed(connection)))
+        except OSError as error:
+            _log.debug("attach connection broke", error=str(error))
+        finally:
+            self._connections.pop(connection)
+            connection.close()
+            self._connections_of.give_back(uid)
+            self._memfds_of.give_back(uid, memfds)
+            if peer is not None:
+                self._on_gone(peer)
+
+    def _hello_problem(self, hello: pb.Hello, fds: tuple[int, ...], uid: int) -> str:
+        """Why this client is not taken; empty if it is. Then its descriptors count."""
+        if hello.protocol != PROTOCOL:
+            self._refuse(Refusal.REGISTER_REFUSED)
+            return (
+                f"the daemon speaks protocol {PROTOCOL}, the client {hello.protocol}: "
+                "use the same kvsidecar release on both sides"
+            )
+        try:
+            self._memfds_of.take(uid, len(fds))
+        except LimitExceeded as error:
+            self._refuse(Refusal.LIMIT)
+            return str(error)
+        return ""
+
+    async def _serve_lane(self, connection: socket.socket, pid: int, lane: Lane) -> None:
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: lane, connection)
+        self._connections[connection] = lane
+        try:
+            await _until_gone(connection, pid, lane.closed)
+        finally:
+            transport.abort()
+
+
+async def _until_gone(connection: socket.socket, pid: int, closed: asyncio.Future[None]) -> None:
+    """Return when the process has gone: its connection is ``closed``, or its pidfd says so.
+
+    Each alone has a gap: a forked child that outlives the engine keeps the connection open, and a pidfd of a process
+    in a PID namespace that is not visible here cannot be had.
+    """
+    loop = asyncio.get_running_loop()
+    ends = {closed}
+    pidfd = _pidfd(connection, pid)
+    died = loop.create_future()
+    if pidfd is not None:
+        loop.add_reader(pidfd, _set, died)
+        ends.add(died)
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for end in ends:
+            end.cancel()
+        if pidfd is not None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+
+async def _until_closed(connection: socket.socket) -> None:
+    """Without a lane nothing more is said; a read ends when every copy of the client's descriptor is closed."""
+    with contextlib.suppress(OSError):
+        while await asyncio.get_running_loop().sock_recv(connection, 1024):
+            pass
+
+
+def _groups(connection: socket.socket) -> frozenset[int]:
+    """The supplementary groups of the peer when it connected.
+
+    None where the kernel cannot say (before 4.13) or there are more than the 256 that Python's getsockopt has room for:
+    the client then has what its user and its primary group are given.
+    """
+    with contextlib.suppress(OSError):
+        return frozenset(array.array("I", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)))
+    return frozenset()
+
+
+def _pidfd(connection: socket.socket, pid: int) -> int | None:
+    """A pidfd of the peer, or None where the system has none."""
+    with contextlib.suppress(OSError):
+        # Linux 6.5: of the very process that connected; a PID may have been given to another one meanwhile.
+        return int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    if pid > 0:  # 0: the process is in a PID namespace that this one does not see
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+    return None
+
+
+async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int, ...]]:
+    """One Hello with its descriptors. Raises InvalidRequest, and closes what arrived, if they do not fit."""
+    data = b""
+    fds: list[int] = []
+    try:
+        need = FRAME_LENGTH.size
+        while len(data) < need:
+            chunk, new_fds = await _recvmsg(connection, need - len(data))
+            fds += new_fds
+            if not chunk:
+                raise InvalidRequest("the client closed the connection before its Hello was complete")
+            data += chunk
+            if len(data) == FRAME_LENGTH.size:
+                (length,) = FRAME_LENGTH.unpack(data)
+                if length > MAX_HELLO_BYTES:
+                    raise InvalidRequest(f"a Hello of {length} bytes is over the limit of {MAX_HELLO_BYTES}")
+                need = FRAME_LENGTH.size + length
+        try:
+            hello = pb.Hello.FromString(data[FRAME_LENGTH.size :])
+        except Exception as error:  # protobuf's DecodeError is not part of its typed interface
+            raise InvalidRequest(f"the Hello does not parse: {error}") from error
+        if hello.num_fds != len(fds):
+            raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, {len(fds)} arrived")
+    except BaseException:
+        _close_all(fds)
+        raise
+    return hello, tuple(fds)
+
+
+async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
+    """recvmsg on the event loop (asyncio has no call that returns ancillary data)."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            data, ancillary, flags, _ = connection.recvmsg(
+                nbytes, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            readable = loop.create_future()
+            loop.add_reader(connection.fileno(), _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(connection.fileno())
+            continue
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        if flags & socket.MSG_CTRUNC:
+            _close_all(fds)
+            raise InvalidRequest(f"more than {MAX_FDS} descriptors in one message")
+        return data, list(fds)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _send_at_once(connection: socket.socket, message: pb.Welcome) -> None:
+    """As far as that goes without waiting."""
+    with contextlib.suppress(OSError):
+        connection.send(_framed(message))
+
+
+async def _send(connection: socket.socket, message: pb.Welcome) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, _framed(message))
+
+
+def _framed(message: pb.Welcome) -> bytes:
+    payload = message.SerializeToString()
+    return FRAME_LENGTH.pack(len(payload)) + payload

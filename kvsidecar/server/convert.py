@@ -1,0 +1,132 @@
+"""Between protobuf messages and the daemon's own types, both ways. No decision is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.core.hashes import PackedHashes
+from kvsidecar.core.jobs import GroupBlocks, JobResult
+from kvsidecar.core.layout import MAX_REGIONS, STEP
+from kvsidecar.core.readiness import Snapshot
+from kvsidecar.core.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, Registration
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.protocol.wire import (
+    MODE_FROM_WIRE,
+    OUTCOME_TO_WIRE,
+    STATE_TO_WIRE,
+    namespace_from_wire,
+    region_from_wire,
+)
+from kvsidecar.types import GroupLayout, LookupMode, Region
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+MAX_PARTS = 512
+"""Of one job. Each costs some microseconds, and an empty one two bytes on the wire."""
+
+
+def registration_from(message: pb.Register) -> Generator[None, None, Registration]:
+    """In small steps, see `kvsidecar.support.tasks.Turns`.
+
+    Raises:
+        InvalidRequest: an allocation names no source, or there is more of something than a rank may have.
+    """
+    regions = sum(len(group.regions) for group in message.groups)
+    for what, count, limit in (
+        ("allocations", len(message.allocations), MAX_ALLOCATIONS),
+        ("groups", len(message.groups), MAX_GROUPS),
+        ("regions", regions, MAX_REGIONS),
+    ):
+        if count > limit:  # before each becomes an object here
+            raise InvalidRequest(f"a rank with {count} {what} is over the limit of {limit}")
+    allocations: list[CudaAllocation | FdAllocation] = []
+    for index, allocation in enumerate(message.allocations):
+        if index % STEP == STEP - 1:
+            yield
+        match allocation.WhichOneof("source"):
+            case "cuda_ipc_handle":
+                allocations.append(CudaAllocation(allocation.cuda_ipc_handle, allocation.size))
+            case "fd_index":
+                allocations.append(FdAllocation(allocation.fd_index, allocation.size))
+            case _:
+                raise InvalidRequest(f"allocation {index} names neither a CUDA IPC handle nor a file descriptor")
+    groups: list[GroupLayout] = []
+    for group in message.groups:
+        found: list[Region] = []
+        for region in group.regions:
+            found.append(region_from_wire(region))
+            if len(found) % STEP == 0:
+                yield
+        groups.append(GroupLayout(group.group, group.num_blocks, group.shard, group.num_shards, tuple(found)))
+        yield
+    return Registration(
+        token=message.token,
+        instance=message.instance,
+        namespace=namespace_from_wire(message.namespace),
+        rank=message.rank,
+        world_size=message.world_size,
+        device=message.device,
+        allocations=tuple(allocations),
+        groups=tuple(groups),
+        event_handles=tuple(message.event_handles),
+    )
+
+
+def ids_from(packed: bytes) -> npt.NDArray[np.int64]:
+    """Raises InvalidRequest: these are no 8-byte integers."""
+    if len(packed) % 8:
+        raise InvalidRequest(f"{len(packed)} bytes of block ids are no multiple of 8")
+    return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
+
+
+def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[GroupBlocks]:
+    """Raises InvalidRequest for hashes of another width, for ids that are none, and for too many parts."""
+    if len(messages) > MAX_PARTS:
+        raise InvalidRequest(
+            f"a job of {len(messages)} parts is over the limit of {MAX_PARTS}: one for each group will do"
+        )
+    return [
+        GroupBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))
+        for message in messages
+    ]
+
+
+def mode_from(mode: int) -> LookupMode:
+    """Raises InvalidRequest for an unknown mode."""
+    try:
+        return MODE_FROM_WIRE[mode]  # type: ignore[index]
+    except KeyError:
+        raise InvalidRequest(f"lookup mode {mode} is unknown: use MODE_PREFIX or MODE_BITMAP") from None
+
+
+def bitmap_to(found: Sequence[bool]) -> bytes:
+    """Bit i of byte i / 8, least significant first."""
+    return np.packbits(np.frombuffer(bytes(found), np.uint8), bitorder="little").tobytes()
+
+
+def readiness_to(snapshot: Snapshot) -> pb.Readiness:
+    return pb.Readiness(
+        state=STATE_TO_WIRE[snapshot.state],
+        pool_bytes=snapshot.pool_bytes,
+        pinned_bytes=snapshot.pinned_bytes,
+        pin_bytes_per_second=snapshot.pin_bytes_per_second,
+        eta_seconds=snapshot.eta_seconds,
+        reason=snapshot.reason,
+    )
+
+
+def job_done_to(job: int, result: JobResult) -> pb.JobDone:
+    return pb.JobDone(
+        job=job,
+        outcome=OUTCOME_TO_WIRE[result.outcome],
+        reason=result.reason.value if result.reason else "",
+        error=result.error,
+        copied_blocks=result.copied_blocks,
+        skipped_blocks=result.skipped_blocks,
+        bytes=result.nbytes,
+        copy_seconds=result.copy_seconds,
+        queue_seconds=result.queue_seconds,
+        unsettled=result.unsettled,
+    )

@@ -1,0 +1,53 @@
+"""Requests that are no protobuf: an answer in words, where gRPC's own is UNKNOWN with a stack trace in our log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.server.status import code_of
+
+
+class TolerantRegistrar:
+    """Stands in for the server where a service is added to it: its methods get what does not parse, too.
+
+    A unary method is not called then. A streaming method reads the `InvalidRequest` in the place of the message, and
+    must raise it. Done here, once per method, since an interceptor would cost every call.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, _handlers: object) -> None:
+        """The same methods again, in another form."""
+
+    def add_registered_method_handlers(self, service: str, methods: Mapping[str, Any]) -> None:
+        tolerant = {name: _tolerant(method) for name, method in methods.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, tolerant),))
+
+
+def _tolerant(method: Any) -> Any:
+    decode = _decoder(method.request_deserializer)
+    if method.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(method.stream_stream, decode, method.response_serializer)
+
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        if isinstance(request, InvalidRequest):
+            await context.abort(code_of(request), str(request))
+        return await method.unary_unary(request, context)
+
+    return grpc.unary_unary_rpc_method_handler(call, decode, method.response_serializer)
+
+
+def _decoder(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def tolerant(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError as error:
+            return InvalidRequest(f"a message of {len(data)} bytes does not parse: {error}")
+
+    return tolerant

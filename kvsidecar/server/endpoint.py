@@ -1,0 +1,159 @@
+"""The daemon's place in the file system: a lock, then sockets with the configured mode and group.
+
+A second gRPC server binds a live Unix path without an error, steals it, and unlinks it when it stops (measured with
+grpcio 1.85). So the lock comes first, and only who holds it may remove a stale socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import grp
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+from kvsidecar.errors import ConfigError, SocketInUse
+from kvsidecar.support import log
+
+RETRY_SECONDS = 0.05
+"""How often a lock that another daemon holds is tried."""
+
+_log = log.get("endpoint")
+
+
+class Endpoint:
+    """The lock and the socket paths of one daemon.
+
+    Args:
+        path: of the gRPC socket; the attach socket is beside it.
+        mode: of both sockets.
+        group: that owns both sockets; None leaves it to the process.
+    """
+
+    def __init__(self, path: Path, *, mode: int, group: str | None) -> None:
+        self.grpc_path = path
+        self.attach_path = path.with_name(path.name + ".attach")
+        self._lock_path = path.with_name(path.name + ".lock")
+        self.mode = mode
+        self.gid = group_id("socket_group", group)
+        self._lock: int | None = None
+
+    async def acquire(self, *, wait_seconds: float, stop: asyncio.Event) -> bool:
+        """Take the lock and free the paths. False if ``stop`` was set while another daemon held the lock.
+
+        A daemon that was told to end, or killed, keeps the lock until its pool is unpinned, which takes seconds for a
+        large one: a second pool beside it might not fit. Whether it is ending cannot be told from outside (a process
+        that was killed still listens while the kernel takes its memory down), so any holder is waited for.
+
+        Args:
+            wait_seconds: how long, at most.
+
+        Raises:
+            SocketInUse: another daemon holds the lock, or a path holds what is not a socket of ours.
+        """
+        lock = self._open_lock()
+        try:
+            if not await self._lock_within(lock, wait_seconds, stop):
+                return False
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            for path in (self.grpc_path, self.attach_path):
+                self._remove_stale(path)
+            self._lock = lock  # from here on what lies at the paths is ours to remove
+            return True
+        finally:
+            if self._lock is None:
+                os.close(lock)
+
+    def _open_lock(self) -> int:
+        directory = self.grpc_path.parent
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o755 if self.mode & 0o077 else 0o700)
+            return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise SocketInUse(f"cannot use {directory} for the socket ({error.strerror}): set socket") from error
+
+    async def _lock_within(self, lock: int, wait_seconds: float, stop: asyncio.Event) -> bool:
+        deadline = time.monotonic() + wait_seconds
+        told = False
+        # Asked again and again: a thread that blocks in flock() could not be told to stop.
+        while not _try_lock(lock):
+            holder = os.pread(lock, 300, 0).decode(errors="replace") or "a process that has not named itself"
+            if (left := deadline - time.monotonic()) <= 0:
+                raise SocketInUse(
+                    f"another kvsidecar serves {self.grpc_path} ({holder}): stop it, or give this one its own socket"
+                )
+            if not told:
+                _log.warning(
+                    "waiting for another daemon to end",
+                    socket=str(self.grpc_path),
+                    holder=holder,
+                    wait_seconds=wait_seconds,
+                )
+                told = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), min(left, RETRY_SECONDS))
+                return False
+        return True
+
+    def secure_grpc_socket(self) -> None:
+        """Give the bound gRPC socket its group and mode, and check that it is ours.
+
+        Raises:
+            SocketInUse: somebody replaced it.
+        """
+        if self.gid is not None:
+            os.chown(self.grpc_path, -1, self.gid)
+        self.grpc_path.chmod(self.mode)
+        for path in (self.grpc_path, self.attach_path):
+            found = path.lstat()
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+                raise SocketInUse(f"{path} is not the socket this daemon made: who else writes to its directory?")
+            if stat.S_IMODE(found.st_mode) != self.mode:
+                raise SocketInUse(f"{path} has mode {stat.S_IMODE(found.st_mode):04o} instead of {self.mode:04o}")
+
+    def release(self) -> None:
+        """Remove what is left of the sockets and give up the lock. The lock file stays: removing it would let two
+        daemons lock two files of the same name."""
+        if self._lock is None:
+            return
+        for path in (self.grpc_path, self.attach_path):
+            path.unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+
+    def _remove_stale(self, path: Path) -> None:
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            raise SocketInUse(f"{path} exists and is no socket: remove it, or set socket to another path")
+        if found.st_uid != os.geteuid():
+            raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set socket to another path")
+        path.unlink()
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def group_id(option: str, group: str | None) -> int | None:
+    """The number of the group that an option names. Raises ConfigError if there is none."""
+    if group is None:
+        return None
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(f"{option}='{group}' is not a group of this machine") from None

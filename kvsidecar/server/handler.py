@@ -1,0 +1,297 @@
+"""What the daemon answers, whatever carried the question: gRPC (`service.py`) or the fast lane (`lane.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from kvsidecar import __version__
+from kvsidecar.core.access import Access, Caller
+from kvsidecar.core.hashes import PackedHashes
+from kvsidecar.core.jobs import Transfers
+from kvsidecar.core.lookups import Lookups
+from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.registration import MAX_GROUPS
+from kvsidecar.core.sessions import Instances, Session, permit, unidentified
+from kvsidecar.errors import (
+    InvalidRequest,
+    KVSidecarError,
+    LimitExceeded,
+    NotPermitted,
+    ProtocolMismatch,
+    Unavailable,
+    Unfinished,
+    UnknownPeer,
+)
+from kvsidecar.protocol.wire import namespace_from_wire
+from kvsidecar.server import convert as translate
+from kvsidecar.server.attach_stream import AttachStream, Send
+from kvsidecar.support import log
+from kvsidecar.support.tasks import TaskSet
+from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace, Refusal
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+INTERNAL = "internal error; see the daemon's log"
+
+REASONS: Mapping[type[KVSidecarError], Refusal] = {
+    NotPermitted: Refusal.DENIED,
+    UnknownPeer: Refusal.UNIDENTIFIED,
+    LimitExceeded: Refusal.LIMIT,
+    Unfinished: Refusal.UNFINISHED,
+    InvalidRequest: Refusal.INVALID_REQUEST,
+}
+"""As what a refused request is counted. (A registration that is refused for another reason has its own.)"""
+
+_log = log.get("rpc")
+
+
+class Handler:
+    """One object for all requests. Every method raises a `KVSidecarError` for a refusal; the carrier answers its code.
+
+    Args:
+        tasks: owns what must go on when a carrier has gone: the ends of sessions.
+        status: builds the answer to Status for this caller, or a page of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        instances: Instances,
+        transfers: Transfers,
+        lookups: Lookups,
+        readiness: Readiness,
+        metrics: Metrics,
+        tasks: TaskSet,
+        status: Callable[[Caller, pb.StatusPage | None], pb.StatusReply],
+    ) -> None:
+        self._epoch = epoch
+        self._instances = instances
+        self._transfers = transfers
+        self._lookups = lookups
+        self._readiness = readiness
+        self._metrics = metrics
+        self.tasks = tasks
+        self._status = status
+        self._on_dropped: dict[int, Callable[[], object]] = {}
+
+    # -- who asks --------------------------------------------------------------------------------------------------
+
+    def caller(self, token: bytes) -> Caller:
+        """Who has this token; without one nobody knows. Raises UnknownPeer if it is of no live connection."""
+        return self._instances.peer(token).caller if token else self._instances.access.anonymous
+
+    def uid_of(self, token: bytes) -> int | None:
+        """The user whose live connection has this token; None if there is none."""
+        return self._instances.uid_of(token)
+
+    @property
+    def access(self) -> Access:
+        """In force now."""
+        return self._instances.access
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether lookups and leases need no caller: there is no policy, and whoever could connect may use all."""
+        return self._instances.access.policy is None
+
+    def refused(self, error: KVSidecarError) -> None:
+        """Count a refusal that a carrier is about to answer."""
+        if (reason := REASONS.get(type(error))) is not None:
+            self._metrics.refuse(reason)
+
+    # -- attach ----------------------------------------------------------------------------------------------------
+
+    def registering(self, first: Any) -> asyncio.Task[Session | KVSidecarError]:
+        """Register the rank of a stream's first message, in a task: a driver call that imports memory cannot be taken
+        back half way when the client dies. A refusal is an answer, not a failure of the task."""
+        return self.tasks.spawn(self._try_to_register(first), name="register")
+
+    def open(self, session: Session, send: Send, on_dropped: Callable[[], object] | None = None) -> AttachStream:
+        """The stream of a registered rank; its first answer has been sent.
+
+        Args:
+            on_dropped: called when the session has ended because its process has gone, whatever its stream says.
+        """
+        if on_dropped is not None:
+            self._on_dropped[session.id] = on_dropped
+        registered = pb.Registered(
+            epoch=self._epoch,
+            session=session.id,
+            readiness=translate.readiness_to(self._readiness.now),
+            version=__version__,
+            device_order=bool(session.events),
+            device_order_refused=session.device_order_refused,
+        )
+        send(pb.AttachReply(registered=registered))
+        return AttachStream(
+            session, send, instances=self._instances, readiness=self._readiness, transfers=self._transfers
+        )
+
+    async def end(self, session: Session, *, gone: bool) -> None:
+        """End a session in order; see `Instances.end`. Returns when its memory is unmapped."""
+        first = not session.ending
+        await self._instances.end(session, gone=gone)
+        if first:
+            _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
+        self._on_dropped.pop(session.id, None)
+
+    async def drop(self, session: Session) -> None:
+        """The process of this rank has gone: end the session, then what is left of its stream."""
+        on_dropped = self._on_dropped.get(session.id)
+        await self.end(session, gone=True)
+        if on_dropped is not None:
+            on_dropped()
+
+    async def _try_to_register(self, first: Any) -> Session | KVSidecarError:
+        try:
+            return await self._register(first)
+        except KVSidecarError as error:
+            denied = isinstance(error, NotPermitted | LimitExceeded)
+            self._metrics.refuse(REASONS[type(error)] if denied else Refusal.REGISTER_REFUSED)
+            _log.warning("attach refused", reason=str(error))
+            return error
+        except Exception as error:  # noqa: BLE001 - whatever it was, the client is owed an answer
+            _log.error("a registration failed unexpectedly", error=str(error), exc_info=error)
+            return KVSidecarError(INTERNAL)
+
+    async def _register(self, first: Any) -> Session:
+        if isinstance(first, InvalidRequest):  # it did not parse
+            raise first
+        if not isinstance(first, pb.AttachRequest) or first.WhichOneof("message") != "register":
+            raise InvalidRequest("the first message of an Attach stream must be `register`")
+        message: pb.Register = first.register
+        if message.protocol != PROTOCOL:
+            raise ProtocolMismatch(
+                f"the daemon speaks protocol {PROTOCOL}, the client {message.protocol}: "
+                "use the same kvsidecar release on both sides"
+            )
+        if self._readiness.refusal is Refusal.DRAINING:
+            raise Unavailable("the daemon is draining and takes no new ranks", refusal=Refusal.DRAINING)
+        registration = await self._instances.turns.run(translate.registration_from(message))
+        session = await self._instances.register(registration)
+        _log.info(
+            "rank attached",
+            instance=registration.instance,
+            rank=registration.rank,
+            world_size=registration.world_size,
+            device=registration.device,
+            pid=session.peer.pid,
+            imported_bytes=session.imported_bytes,
+        )
+        return session
+
+    # -- lookups and leases ----------------------------------------------------------------------------------------
+
+    def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
+        namespace = _namespace(request.namespace)
+        permit(caller, namespace)
+        if len(request.groups) > MAX_GROUPS:
+            raise InvalidRequest(f"a lookup in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
+        mode = translate.mode_from(request.mode)
+        owner = self._instances.peer(request.token).token if request.token else None
+        result = self._lookups.lookup(
+            namespace,
+            [(group.group, PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups],
+            mode,
+            lease_seconds=request.lease_ms / 1000,
+            owner=owner,
+        )
+        reply = pb.LookupReply(ready=result.ready, epoch=self._epoch)
+        if result.lease:
+            reply.lease, reply.lease_ms = result.lease, int(result.lease_seconds * 1000)
+        for group in result.groups:
+            hits = reply.groups.add(group=group.group, hits=group.hits)
+            if mode is LookupMode.BITMAP:
+                hits.bitmap = translate.bitmap_to(group.found)
+        return reply
+
+    def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseReply:
+        self._identify(caller)
+        mine = self._instances.may_use_lease(request.lease, caller.uid)
+        return pb.ReleaseReply(released=mine and self._lookups.release(request.lease))
+
+    def renew(self, request: pb.RenewRequest, caller: Caller) -> pb.RenewReply:
+        self._identify(caller)
+        mine = self._instances.may_use_lease(request.lease, caller.uid)
+        granted = self._lookups.renew(request.lease, request.lease_ms / 1000) if mine else 0
+        return pb.RenewReply(renewed=granted > 0, lease_ms=int(granted * 1000))
+
+    def _identify(self, caller: Caller) -> None:
+        """Raises UnknownPeer: a daemon with a policy wants to know who asks for leases."""
+        if caller.identity is None and not self.open_to_all:
+            raise unidentified()
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
+        reply = self._status(caller, request.page if request.HasField("page") else None)
+        reply.session_ended = bool(request.session) and not self._instances.lives(request.session)
+        return reply
+
+    def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearReply:
+        if request.HasField("namespace") == request.all:
+            raise InvalidRequest("clear takes either a namespace or `all`")
+        namespace = None if request.all else namespace_from_wire(request.namespace)
+        if namespace is not None and (problem := namespace.problem()):
+            raise InvalidRequest(problem)
+        self._permit_clear(namespace, caller)
+        blocks = self._lookups.clear(namespace)
+        _log.info("cleared", namespace=str(namespace) if namespace else "all", blocks=blocks)
+        return pb.ClearReply(blocks=blocks)
+
+    def drain(self, _request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
+        if not caller.grant.admin:
+            raise _not_admin(caller, "drain")
+        self._readiness.drain("an operator asked to drain")
+        _log.info("draining", by=str(caller.identity or "whoever may open the socket"))
+        return pb.DrainReply()
+
+    def cancel_drain(self, _request: pb.CancelDrainRequest, caller: Caller) -> pb.CancelDrainReply:
+        if not caller.grant.admin:
+            raise _not_admin(caller, "take back a drain")
+        if cancelled := self._readiness.cancel_drain():
+            _log.info("drain taken back", by=str(caller.identity or "whoever may open the socket"))
+        return pb.CancelDrainReply(cancelled=cancelled)
+
+    def _permit_clear(self, namespace: Namespace | None, caller: Caller) -> None:
+        """An engine that resets its cache clears its own namespace: one that the policy gives to it, or in which it is
+        attached where there is none. Raises NotPermitted, UnknownPeer."""
+        if caller.grant.admin:
+            return
+        if namespace is None:
+            raise _not_admin(caller, "clear all namespaces")
+        if not self.open_to_all:
+            permit(caller, namespace)
+        elif namespace not in self._instances.attached_namespaces(caller.uid):
+            raise _not_admin(caller, "clear a namespace in which they have no rank attached")
+
+
+def _not_admin(caller: Caller, what: str) -> KVSidecarError:
+    if caller.identity is None:
+        return UnknownPeer(
+            f"only admins may {what}: connect to the attach socket, keep that connection open, and send the token it "
+            f"answered in the metadata {TOKEN_METADATA}"
+        )
+    return NotPermitted(f"only admins may {what}, and {caller.identity} is none")
+
+
+_CACHED_BYTES = 1024
+"""Of a namespace on the wire. Nobody shall fill the cache with texts of megabytes."""
+
+
+def _namespace(message: pb.Namespace) -> Namespace:
+    """A checked namespace: schedulers name the same one in every step. Raises InvalidRequest."""
+    packed = message.SerializeToString()
+    return (_unpack if len(packed) <= _CACHED_BYTES else _unpack.__wrapped__)(packed)
+
+
+@lru_cache(maxsize=256)
+def _unpack(packed: bytes) -> Namespace:
+    namespace = namespace_from_wire(pb.Namespace.FromString(packed))
+    if problem := namespace.problem():
+        raise InvalidRequest(problem)
+    return namespace

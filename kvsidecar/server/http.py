@@ -1,0 +1,120 @@
+"""The probes: /health, /ready, /metrics, /status on one small TCP port.
+
+They are answered before the daemon that they ask about is there: this module imports none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvsidecar.core.readiness import Readiness
+from kvsidecar.server.http_connection import Connections, HttpConnection, note_arrival
+from kvsidecar.server.plain_http import web
+from kvsidecar.support.addresses import cannot_listen
+from kvsidecar.types import Refusal
+
+if TYPE_CHECKING:
+    from kvsidecar.core.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a daemon says of itself."""
+
+    metrics: Metrics
+    stuck: Callable[[], str | None]
+    """Why the process cannot go on, or None if it can. Never because of a slow pin or an engine's fault: a restart
+    costs the whole cache."""
+    status: Callable[[], dict[str, Any]]
+    """The JSON of /status."""
+
+
+class Probes:
+    """An HTTP server on the daemon's own event loop: if the loop hangs, so does /health, which is the point."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+        self._sources: Sources | None = None
+        """None until the daemon is there."""
+        self._refused: Counter[Refusal] = Counter()
+        """Before there were metrics to count them."""
+        application = web.Application(middlewares=[note_arrival])
+        application.router.add_get("/health", self._health)
+        application.router.add_get("/ready", self._ready)
+        application.router.add_get("/metrics", self._scrape)
+        application.router.add_get("/status", self._show_status)
+        self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
+        self._connections = Connections(self._refuse)
+        self._listener: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen. Returns the port, chosen by the system if ``port`` is 0.
+
+        Raises:
+            AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
+        """
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: HttpConnection(server, self._connections), host, port
+            )
+        except OSError as error:
+            raise cannot_listen("HTTP", f"{host}:{port}", "http_host and http_port", error) from error
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    def answer_from(self, sources: Sources) -> None:
+        """The daemon is there, and is asked from now on."""
+        self._sources = sources
+        for reason, count in self._refused.items():
+            sources.metrics.refuse(reason, count)
+        self._refused.clear()
+
+    async def stop(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        stuck = None if self._sources is None else self._sources.stuck()
+        return _json({"alive": stuck is None, "reason": stuck or ""}, 200 if stuck is None else 503)
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        now = self._readiness.now
+        body = {
+            "ready": self._readiness.ready,
+            "state": now.state.value,
+            "pool_bytes": now.pool_bytes,
+            "pinned_bytes": now.pinned_bytes,
+            "pin_bytes_per_second": round(now.pin_bytes_per_second),
+            "eta_seconds": None if now.eta_seconds is None else round(now.eta_seconds, 3),
+            "reason": now.reason,
+        }
+        return _json(body, 200 if self._readiness.ready else 503)
+
+    async def _scrape(self, _request: web.Request) -> web.Response:
+        if self._sources is None:
+            return web.Response(text=self._readiness.now.reason + "\n", status=503)
+        metrics = self._sources.metrics
+        return web.Response(body=metrics.render(), headers={"Content-Type": metrics.content_type})
+
+    async def _show_status(self, _request: web.Request) -> web.Response:
+        if self._sources is None:
+            return _json({"reason": self._readiness.now.reason}, 503)
+        return _json(self._sources.status(), 200)
+
+    def _refuse(self, reason: Refusal) -> None:
+        if self._sources is None:
+            self._refused[reason] += 1
+        else:
+            self._sources.metrics.refuse(reason)
+
+
+def _json(body: dict[str, Any], status: int) -> web.Response:
+    return web.Response(text=json.dumps(body) + "\n", status=status, content_type="application/json")

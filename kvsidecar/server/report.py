@@ -1,0 +1,266 @@
+"""What Status, /status and the gauges of /metrics say: one reading of the daemon's parts."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvsidecar import __version__
+from kvsidecar.cache.block import Space
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.copier.hub import DeviceHub
+from kvsidecar.core.access import Caller
+from kvsidecar.core.jobs import Transfers
+from kvsidecar.core.metrics import Gauges, Metrics
+from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.sessions import Instances, Session
+from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
+from kvsidecar.server import convert as translate
+from kvsidecar.types import Direction, Namespace
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+NAMESPACES_BYTES = RANKS_BYTES = 1 << 20
+"""Of each in one answer: together half of what a message may have. The longest texts allowed make 8 KiB of one."""
+_fields = attrgetter(*(field.name for field in fields(Namespace)))
+"""By which namespaces are ordered where all are listed."""
+MAX_LISTED = 1024
+"""Of each in one answer: to list more would hold up the event loop for tens of milliseconds."""
+FRAME_BYTES = 8
+"""Of a message in a repeated field, besides its own bytes: not more."""
+
+
+class Report:
+    """Reads all parts; changes none. Used from the event loop.
+
+    Args:
+        page_kind: how the pool's pages are backed, once it is reserved.
+        numa_nodes: the nodes that the pool is split over.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        backend: str,
+        cache: BlockCache,
+        hub: DeviceHub,
+        instances: Instances,
+        transfers: Transfers,
+        readiness: Readiness,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._epoch = epoch
+        self._backend = backend
+        self._cache = cache
+        self._hub = hub
+        self._instances = instances
+        self._transfers = transfers
+        self._readiness = readiness
+        self._metrics = metrics
+        self._clock = clock
+        self._started_at = clock()
+        self.page_kind = ""
+        self.numa_nodes: tuple[int, ...] = ()
+
+    def gauges(self) -> Gauges:
+        """For a scrape of /metrics."""
+        cache, readiness = self._cache.stats(), self._readiness.now
+        queued = dict.fromkeys(Direction, 0)
+        running = dict.fromkeys(Direction, 0)
+        for _, direction, worker in self._hub.workers():
+            queued[direction] += worker.queued
+            running[direction] += worker.running
+        return Gauges(
+            state=readiness.state,
+            pool_total_bytes=readiness.pool_bytes,
+            pool_pinned_bytes=readiness.pinned_bytes,
+            pool_used_bytes=cache.used_bytes,
+            pool_free_bytes=cache.free_bytes + cache.wasted_bytes,
+            pool_reserved_bytes=cache.reserved_bytes,
+            pool_leased_bytes=cache.leased_bytes,
+            pool_quarantined_bytes=cache.quarantined_bytes,
+            blocks=cache.readable_blocks,
+            leases=cache.leases,
+            attached_ranks=len(self._instances),
+            evicted_blocks=cache.evicted_blocks,
+            evicted_bytes=cache.evicted_bytes,
+            jobs_queued=queued,
+            jobs_running=running,
+            oldest_inflight_seconds={direction: self._transfers.oldest_seconds(direction) for direction in Direction},
+            imported_bytes=self._instances.imported_bytes(),
+        )
+
+    def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> pb.StatusReply:
+        """For the Status RPC: all of it for an admin, what is the caller's own for others.
+
+        Args:
+            page: behind which namespace and rank to go on; None for the largest namespaces.
+        """
+        everything = caller.grant.admin
+        gauges = self.gauges()
+        reply = pb.StatusReply(
+            epoch=self._epoch,
+            version=__version__,
+            uptime_seconds=self._clock() - self._started_at,
+            readiness=translate.readiness_to(self._readiness.now),
+            pool=pb.PoolStatus(
+                total_bytes=gauges.pool_total_bytes, page_kind=self.page_kind, numa_nodes=self.numa_nodes
+            ),
+            backend=self._backend,
+            partial=not everything,
+        )
+        if everything:
+            self._add_totals(reply, gauges)
+        visible = self._visible(caller)
+        namespaces = _by_namespace(space for space in self._cache.spaces if visible(space.namespace))
+        ranks = [session for session in self._instances if everything or session.peer.uid == caller.uid]
+        reply.totals.namespaces, reply.totals.ranks = len(namespaces), len(ranks)
+        reply.totals.blocks = sum([each.blocks for each in namespaces.values()])
+        reply.totals.bytes = sum([each.bytes for each in namespaces.values()])
+        reply.totals.jobs_running = sum([len(session.jobs_by_id) for session in ranks])
+        if page is None:
+            listed = sorted(namespaces, key=lambda namespace: -namespaces[namespace].bytes)
+        else:
+            ranks = sorted((each for each in ranks if each.id > page.after_session), key=lambda session: session.id)
+            listed = sorted(namespaces, key=_fields)
+            if page.HasField("after_namespace"):
+                after = _fields(namespace_from_wire(page.after_namespace))
+                listed = listed[bisect_right(listed, after, key=_fields) :]
+        complete = _fill(reply.ranks, map(self._rank, ranks), RANKS_BYTES)
+        complete &= _fill(reply.namespaces, (namespaces[each].status(each) for each in listed), NAMESPACES_BYTES)
+        reply.more = page is not None and not complete
+        return reply
+
+    def _visible(self, caller: Caller) -> Callable[[Namespace], bool]:
+        """Which namespaces are shown. Without a policy the caller's own are those in which it has ranks."""
+        if caller.grant.admin:
+            return lambda _: True
+        if self._instances.access.policy is None:
+            return self._instances.attached_namespaces(caller.uid).__contains__
+        return caller.grant.may_use
+
+    def _add_totals(self, reply: pb.StatusReply, gauges: Gauges) -> None:
+        value = self._metrics.value
+        reply.pool.MergeFrom(
+            pb.PoolStatus(
+                used_bytes=gauges.pool_used_bytes,
+                free_bytes=gauges.pool_free_bytes,
+                reserved_bytes=gauges.pool_reserved_bytes,
+                leased_bytes=gauges.pool_leased_bytes,
+                quarantined_bytes=gauges.pool_quarantined_bytes,
+                blocks=gauges.blocks,
+                leases=gauges.leases,
+                evicted_blocks=gauges.evicted_blocks,
+                evicted_bytes=gauges.evicted_bytes,
+            )
+        )
+        reply.jobs.CopyFrom(
+            pb.JobsStatus(
+                queued=sum(gauges.jobs_queued.values()),
+                running=sum(gauges.jobs_running.values()),
+                oldest_inflight_seconds=max(gauges.oldest_inflight_seconds.values()),
+                stores_done=int(value("kvsidecar_jobs_total", direction="store", outcome="done")),
+                loads_done=int(value("kvsidecar_jobs_total", direction="load", outcome="done")),
+                stored_bytes=int(value("kvsidecar_copied_bytes_total", direction="store")),
+                loaded_bytes=int(value("kvsidecar_copied_bytes_total", direction="load")),
+            )
+        )
+        reply.lookups.CopyFrom(
+            pb.LookupsStatus(
+                hits=int(value("kvsidecar_lookup_blocks_total", result="hit")),
+                misses=int(value("kvsidecar_lookup_blocks_total", result="miss")),
+            )
+        )
+        reply.refusals.update(self._metrics.refusal_counts())
+
+    def _rank(self, session: Session) -> pb.RankStatus:
+        registration = session.registration
+        return pb.RankStatus(
+            session=session.id,
+            instance=registration.instance,
+            rank=registration.rank,
+            world_size=registration.world_size,
+            device=registration.device,
+            pid=session.peer.pid,
+            imported_bytes=session.imported_bytes,
+            jobs_running=len(session.jobs_by_id),
+            attached_seconds=self._clock() - session.attached_at,
+            namespace=namespace_to_wire(registration.namespace),
+            idle=session.idle,
+            stored_bytes=session.copied_bytes[Direction.STORE],
+            loaded_bytes=session.copied_bytes[Direction.LOAD],
+        )
+
+    def json(self) -> dict[str, Any]:
+        """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either."""
+        return message_json(self.reply(self._instances.access.anonymous))
+
+
+@dataclass(slots=True)
+class _Usage:
+    """Of one namespace, all groups together."""
+
+    blocks: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    def status(self, namespace: Namespace) -> pb.NamespaceStatus:
+        return pb.NamespaceStatus(
+            namespace=namespace_to_wire(namespace),
+            blocks=self.blocks,
+            bytes=self.bytes,
+            hits=self.hits,
+            misses=self.misses,
+        )
+
+
+def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, _Usage]:
+    found: dict[Namespace, _Usage] = {}
+    for space in spaces:
+        usage = found.setdefault(space.namespace, _Usage())
+        usage.blocks += space.readable
+        usage.bytes += space.readable * space.block_bytes
+        usage.hits += space.hits
+        usage.misses += space.misses
+    return found
+
+
+def _fill(field: Any, messages: Iterable[Message], nbytes: int) -> bool:
+    """Add messages to a repeated field while they fit. False if one did not."""
+    for message in messages:
+        nbytes -= message.ByteSize() + FRAME_BYTES
+        if nbytes < 0 or len(field) == MAX_LISTED:
+            return False
+        field.append(message)
+    return True
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """A protobuf message as JSON for people and jq: every field, under its own name, and numbers as numbers.
+
+    (protobuf's own JSON form writes 64-bit integers as strings.)
+    """
+    return {field.name: _field_json(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field_json(message: Message, field: Any) -> Any:
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(value)
+    if field.is_repeated:
+        return [message_json(each) if field.message_type else each for each in value]
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    if field.message_type is not None:
+        return message_json(value)
+    if field.enum_type is not None:
+        # STATE_READY -> "ready", as /ready says it
+        return field.enum_type.values_by_number[value].name.partition("_")[2].lower()
+    return value

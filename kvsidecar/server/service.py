@@ -1,0 +1,255 @@
+"""The gRPC carrier: messages to the handler and back, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Hashable
+from typing import Any, NoReturn
+
+import grpc
+
+from kvsidecar.core.access import Caller
+from kvsidecar.core.quota import Quota
+from kvsidecar.core.sessions import Session
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, UnknownPeer
+from kvsidecar.server.attach_stream import AttachStream
+from kvsidecar.server.handler import Handler
+from kvsidecar.server.status import code_of
+from kvsidecar.server.turns import Turns
+from kvsidecar.support import log
+from kvsidecar.types import TOKEN_METADATA
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+
+_log = log.get("rpc")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+MAX_LOOKUP_STREAMS = 128
+"""Of one user, and of all together who sent no token."""
+LARGE_LOOKUP_BYTES = 16 * 1024
+"""Of hashes. A lookup of more than that waits for its user's turn, as all do on streams."""
+FIRST_MESSAGE_SECONDS = 5.0
+"""An Attach stream that says nothing for this long is ended."""
+LAST_WORDS_SECONDS = 5.0
+"""A client whose attach connection has ended has this long to read the answers that it is owed."""
+MAX_UNREAD = 8192
+"""Answers kept for a client that does not read its stream; each is about 100 bytes."""
+
+
+async def abort(context: Context, error: KVSidecarError) -> NoReturn:
+    await context.abort(code_of(error), str(error))
+    raise AssertionError("abort returned")
+
+
+def _unary(name: str, *, for_admins: bool = False) -> Any:
+    """The RPC of a method of the handler; a `KVSidecarError` is answered with its status code."""
+
+    async def call(self: Service, request: Any, context: Context) -> Any:
+        try:
+            return getattr(self._handler, name)(request, self._caller(request, context, for_admins=for_admins))
+        except KVSidecarError as error:
+            await self._refuse(context, error)
+
+    return call
+
+
+def token_of(request: Any, context: Context) -> bytes:
+    """The token of the call's metadata; else of a lookup itself, which names one for its lease; empty without any."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TOKEN_METADATA and isinstance(value, bytes):
+            return value
+    return request.token if isinstance(request, pb.LookupRequest) else b""
+
+
+def _is_large(request: pb.LookupRequest) -> bool:
+    return sum([len(group.hashes) for group in request.groups]) > LARGE_LOOKUP_BYTES
+
+
+class Service(pb_grpc.SidecarServicer):
+    """One RPC per method, and the two streams."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._streams_of = Quota(MAX_LOOKUP_STREAMS, "streams of lookups")
+        self._turns = Turns()
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
+        try:
+            if _is_large(request):
+                await self._turns.wait(self._user(request, context))
+            return self._handler.lookup(request, self._caller(request, context))
+        except KVSidecarError as error:
+            await self._refuse(context, error)
+
+    Release = _unary("release")
+    Renew = _unary("renew")
+    Status = _unary("status", for_admins=True)
+    Clear = _unary("clear", for_admins=True)
+    Drain = _unary("drain", for_admins=True)
+    CancelDrain = _unary("cancel_drain", for_admins=True)
+
+    def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
+        """Who asks this. Raises KVSidecarError: nobody who may."""
+        anyone = self._handler.open_to_all and not for_admins
+        return self._handler.caller(b"" if anyone else token_of(request, context))
+
+    def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
+        """With whom it takes turns: who sends no token, with the others who do not."""
+        return self._handler.uid_of(token_of(request, context))
+
+    def _stream_holder(self, context: Context) -> Hashable:
+        """With whom a stream of lookups is counted. Raises KVSidecarError."""
+        # Who sends no token is counted with the others who do not, whether or not it may look up then.
+        return self._handler.caller(token_of(None, context)).uid
+
+    async def _refuse(self, context: Context, error: KVSidecarError) -> NoReturn:
+        self._handler.refused(error)
+        await abort(context, error)
+
+    async def LookupStream(  # noqa: N802
+        self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
+    ) -> AsyncIterator[pb.LookupReply]:
+        try:
+            holder = self._stream_holder(context)
+            self._streams_of.take(holder)
+        except KVSidecarError as error:
+            await self._refuse(context, error)
+        try:
+            # One after the other: the next request is read when the reply to the last one has been written, which gRPC
+            # lets happen no sooner than there is room for it in what the client has said that it takes.
+            async for request in requests:
+                if isinstance(request, InvalidRequest):  # it did not parse
+                    raise request
+                await self._turns.wait(holder)
+                # Each time: a connection to the attach socket that has ended gives nothing any more.
+                yield self._handler.lookup(request, self._caller(request, context))
+        except KVSidecarError as error:
+            await self._refuse(context, error)
+        finally:
+            self._streams_of.give_back(holder)
+
+    async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
+        try:
+            # Not wait_for: in Python 3.11 that loses the cancellation of a stream which ends with its first message.
+            async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+                first = await context.read()
+        except TimeoutError:
+            silent = LimitExceeded(f"the stream said nothing for {FIRST_MESSAGE_SECONDS:g} s: register at once")
+            await self._refuse(context, silent)
+        registering = self._handler.registering(first)
+        try:
+            session = await asyncio.shield(registering)
+        except asyncio.CancelledError:
+            registering.add_done_callback(self._end_orphan)
+            raise
+        if isinstance(session, KVSidecarError):
+            await abort(context, session)
+        await _Attached(self._handler, session, context).serve()
+
+    def _end_orphan(self, registering: asyncio.Task[Session | KVSidecarError]) -> None:
+        if not registering.cancelled() and registering.exception() is None:
+            session = registering.result()
+            if isinstance(session, Session):
+                self._handler.tasks.spawn(self._handler.end(session, gone=True), name="end-orphan")
+
+
+class _Attached:
+    """One Attach stream of gRPC, after its registration."""
+
+    def __init__(self, handler: Handler, session: Session, context: Context) -> None:
+        self._handler = handler
+        self._session = session
+        self._context = context
+        # One reply per job, and some of readiness: bounded by MAX_UNREAD, beyond which the stream is ended.
+        self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
+        self._reading = False
+        self._dropped = False
+        """The session has ended, because its connection to the attach socket has."""
+
+    async def serve(self) -> None:
+        """Until the stream is over, and the session with it."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def dropped() -> None:
+            self._dropped = True
+            if self._reading:
+                task.cancel()
+
+        stream = self._handler.open(self._session, self._outbox.put_nowait, dropped)
+        writer = self._handler.tasks.spawn(self._write(), name="attach-writer")
+        try:
+            refused = await self._serve(stream, writer)
+        finally:
+            writer.cancel()
+        if refused is not None:
+            self._handler.refused(refused)
+            await abort(self._context, refused)
+
+    async def _serve(self, stream: AttachStream, writer: asyncio.Task[None]) -> KVSidecarError | None:
+        """Read, end the session, and write what is owed. Returns why the stream must end with an error, or None."""
+        refused: KVSidecarError | None = None
+        gone = True
+        try:
+            refused = await self._read(stream)
+            gone = False
+        finally:
+            stream.close()
+            if gone:
+                writer.cancel()  # nobody reads any more what is owed
+            await self._end(gone=gone)
+        if not isinstance(refused, LimitExceeded):  # what is owed would wait for a client that does not read
+            self._outbox.put_nowait(None)
+            # Whose attach connection has ended has mostly gone as a whole, or else need not be reading.
+            await asyncio.wait([writer], timeout=LAST_WORDS_SECONDS if self._dropped else None)
+        return refused
+
+    async def _read(self, stream: AttachStream) -> KVSidecarError | None:
+        """Until the client half-closes. Returns why the stream must end with an error, or None.
+
+        Raises:
+            CancelledError: the client has gone.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading = True
+        try:
+            while (message := await self._context.read()) is not grpc.aio.EOF:
+                if isinstance(message, InvalidRequest):  # it did not parse
+                    raise message
+                if self._outbox.qsize() >= MAX_UNREAD:
+                    raise LimitExceeded(
+                        f"{MAX_UNREAD} answers wait for this client to read them: "
+                        "read the Attach stream while jobs are sent"
+                    )
+                stream.take(message)
+        except KVSidecarError as error:
+            return error
+        except asyncio.CancelledError:
+            if not self._dropped or task.uncancel():  # gRPC says, too, that the client has gone
+                raise
+            return UnknownPeer("the connection to the attach socket whose token this rank registered with has ended")
+        finally:
+            self._reading = False
+        return None
+
+    async def _end(self, *, gone: bool) -> None:
+        """End the session, in a task of its own: this handler is cancelled when the client dies, the end must come
+        nevertheless."""
+        tasks, session = self._handler.tasks, self._session
+        try:
+            await asyncio.shield(tasks.spawn(self._handler.end(session, gone=gone), name=f"end-{session.id:x}"))
+        except asyncio.CancelledError:
+            # grpc.aio reads the end of a broken stream like that of one that was half-closed, and cancels afterwards.
+            # The client is not there any more: what has not started never shall.
+            if not gone:
+                tasks.spawn(self._handler.end(session, gone=True), name=f"end-{session.id:x}")
+            raise
+
+    async def _write(self) -> None:
+        try:
+            while (reply := await self._outbox.get()) is not None:
+                await self._context.write(reply)
+        except grpc.aio.BaseError as error:
+            # The client has gone, and the handler has not heard of it yet: nobody reads what is owed.
+            _log.debug("a reply was not written", error=str(error))

@@ -1,0 +1,121 @@
+"""The daemon's certificate, key and client CA: checked before they are used, read again when the files change."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kvsidecar.errors import ConfigError
+from kvsidecar.support import log
+
+_log = log.get("tls")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files."""
+
+    certificate: Path
+    """Of the daemon, with what its clients need to check it."""
+    key: Path
+    client_ca: Path
+    """Who signs the certificates of clients."""
+
+
+class Certificates:
+    """Reads the files at the start, and when a client connects after they have changed.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read, is not what it should be, or the key is others' to read.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._seen = self._stamp()
+        self._first = self._read()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For a port on which every client must show a certificate of the CA."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._first,
+            self._changed,  # type: ignore[arg-type]  # may return None, says gRPC's documentation
+            require_client_authentication=True,
+        )
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What gRPC asks at every handshake, in a thread of its own; None: as before."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return None
+        self._seen = stamp  # told once, also if they are wrong: half-written files change again
+        try:
+            read = self._read()
+        except ConfigError as error:
+            _log.error("certificates not read again: those before stay in force", reason=str(error))
+            return None
+        _log.info("certificates read again", certificate=str(self._files.certificate))
+        return read
+
+    def _stamp(self) -> tuple[object, ...]:
+        return tuple(_stamp(path) for path in (self._files.certificate, self._files.key, self._files.client_ca))
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        files = self._files
+        certificate = _content("tls_certificate", files.certificate)
+        key = _content("tls_key", files.key, check=_check_key)
+        authority = _content("tls_client_ca", files.client_ca)
+        # gRPC says of a bad file only that no client could connect. Python's ssl says what is wrong, before.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(files.certificate, files.key, password=_no_password)
+        except (ssl.SSLError, ValueError) as error:
+            pair = f"tls_certificate={str(files.certificate)!r} and tls_key={str(files.key)!r}"
+            raise ConfigError(f"{pair} are not a certificate and its key, in PEM ({_why(error)})") from error
+        try:
+            context.load_verify_locations(cadata=authority.decode("ascii"))
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"tls_client_ca={str(files.client_ca)!r} holds no certificates in PEM ({_why(error)})"
+            ) from error
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
+
+
+def _content(option: str, path: Path, check: Callable[[str, os.stat_result], None] | None = None) -> bytes:
+    shown = f"{option}={str(path)!r}"
+    try:
+        with path.open("rb") as file:
+            if check is not None:
+                check(shown, os.fstat(file.fileno()))
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}") from error
+
+
+def _check_key(shown: str, found: os.stat_result) -> None:
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o027:  # a group that may read it is how Kubernetes and certificate managers hand one over
+        raise ConfigError(f"{shown} has mode {mode:04o}: others may read it or its group write it; chmod 0640 or less")
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{shown} belongs to uid {found.st_uid}: it must be root's or the daemon's own")
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "reason", None) or error).lower().replace("_", " ")

@@ -1,0 +1,187 @@
+"""Named points in the code at which a test or an operator can make things go wrong, by configuration.
+
+Off by default, and then a hit is one truth test of an empty dict. On with, for example::
+
+    KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(0.05);pool.pin_chunk@3=raise(out of memory)"
+
+Rules are separated by ``;``. ``name@N`` means the N-th hit of that name only, counted from 0 since `configure`; without
+it every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``hold(path)`` (wait for a byte from the named pipe at this
+path), ``kill`` (SIGKILL to the own process: nothing is flushed, no handler runs, as when the kernel's OOM killer
+strikes). All rules that match a hit apply, in the order written.
+
+Every rule that applies is said in the log before it does what it does: nobody shall look for the cause of a fault that
+was ordered, and a test knows from the line that the point is reached.
+
+A ``delay`` or a ``hold`` sleeps in the thread that hits the point. In a point that the event loop passes it stops the
+whole loop.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from kvsidecar.errors import ConfigError
+from kvsidecar.support import log
+
+VARIABLE = "KVSIDECAR_FAILPOINTS"
+
+KNOWN: dict[str, str] = {
+    "pool.reserve": "before address space for the host pool is reserved",
+    "pool.prefault_chunk": "before the pages of one chunk of the pool are faulted in",
+    "pool.pin_chunk": "before one chunk of the pool is pinned",
+    "store.after_reserve": "a store job has its slots, nothing is copied yet",
+    "store.before_copy": "before the copies of a store job are issued",
+    "store.before_seal": "the copies of a store job are over, its blocks are not readable yet",
+    "load.before_copy": "before the copies of a load job are issued",
+    "store.in_flight": "in the worker's thread: the copies of a store job are issued, and not over",
+    "load.in_flight": "in the worker's thread: the copies of a load job are issued, and not over",
+    "copy.device_lost": "in the worker's thread, before a job's copies: raise() stands for a sticky CUDA error",
+    "copy.settle": "in the worker's thread, before the device is asked whether all that it was given is over",
+    "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
+    "start.load": "probes are answered; in the thread that imports the rest of the daemon, before it does",
+}
+"""Every point there is, and where it lies. Tests hold that the code has each of them once, that an engine's ordinary
+day passes each, and that some test goes wrong there."""
+
+
+class FailpointError(RuntimeError):
+    """Raised by a ``raise(text)`` rule. Not a KVSidecarError: it stands for a fault that nobody foresaw."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    only_hit: int | None
+    action: Literal["raise", "delay", "hold", "kill"]
+    text: str
+    seconds: float
+
+
+_log = log.get("failpoints")
+
+_RULE = re.compile(
+    r"\s*(?P<name>[\w.]+)(?:@(?P<only_hit>\d+))?=(?:(?P<kill>kill)|(?P<action>\w+)\((?P<argument>[^)]*)\))\s*"
+)
+
+_rules: dict[str, list[_Rule]] = {}
+_hits: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def hit(name: str) -> None:
+    """Pass the point ``name``: nothing happens unless a rule names it.
+
+    Raises:
+        FailpointError: a ``raise(text)`` rule matched.
+    """
+    if _rules:
+        _apply(name)
+
+
+def configure(spec: str) -> None:
+    """Replace all rules by those of ``spec`` and count hits from 0 again. An empty spec turns everything off.
+
+    Raises:
+        ConfigError: the spec does not parse or names an unknown point; the rules before stay in force.
+    """
+    rules: dict[str, list[_Rule]] = {}
+    for part in _split(spec):
+        name, rule = _parse(part)
+        rules.setdefault(name, []).append(rule)
+    with _lock:
+        _rules.clear()
+        _hits.clear()
+        _rules.update(rules)
+
+
+def configure_from_environment(environ: Mapping[str, str] | None = None) -> None:
+    """`configure` with ``KVSIDECAR_FAILPOINTS``; off if it is not set.
+
+    Args:
+        environ: instead of ``os.environ``.
+
+    Raises:
+        ConfigError: as `configure`.
+    """
+    configure((os.environ if environ is None else environ).get(VARIABLE, ""))
+
+
+def clear() -> None:
+    """Turn every point off."""
+    configure("")
+
+
+@contextmanager
+def active(spec: str) -> Iterator[None]:
+    """For tests: the rules of ``spec`` inside the block, none after it."""
+    configure(spec)
+    try:
+        yield
+    finally:
+        clear()
+
+
+def _apply(name: str) -> None:
+    with _lock:
+        number = _hits.get(name, 0)
+        _hits[name] = number + 1
+        matching = [rule for rule in _rules.get(name, ()) if rule.only_hit in (None, number)]
+    # Outside the lock: a delay at one point must not hold up the hits of other threads.
+    for rule in matching:
+        _log.warning("failpoint", name=name, hit=number, action=rule.action)
+        if rule.action == "delay":
+            time.sleep(rule.seconds)
+        elif rule.action == "hold":
+            with open(rule.text, "rb", buffering=0) as pipe:
+                pipe.read(1)
+        elif rule.action == "kill":
+            log.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise FailpointError(rule.text)
+
+
+def _split(spec: str) -> list[str]:
+    """The rules of a spec. A ``;`` inside parentheses belongs to the text."""
+    return [part for part in re.split(r";(?![^(]*\))", spec) if part.strip()]
+
+
+def _parse(part: str) -> tuple[str, _Rule]:
+    found = _RULE.fullmatch(part)
+    if found is None:
+        raise ConfigError(f"{VARIABLE}: {part.strip()!r} is not name=action or name@N=action: {_ACTIONS}")
+    name = found["name"]
+    if name not in KNOWN:
+        near = get_close_matches(name, KNOWN, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KNOWN)}"
+        raise ConfigError(f"{VARIABLE}: {name!r} is not a failpoint: {hint}")
+    only_hit = int(found["only_hit"]) if found["only_hit"] is not None else None
+    if found["kill"]:
+        return name, _Rule(only_hit, "kill", "", 0.0)
+    if found["action"] == "raise":
+        return name, _Rule(only_hit, "raise", found["argument"], 0.0)
+    if found["action"] == "hold" and stat.S_ISFIFO(_mode(found["argument"])):
+        return name, _Rule(only_hit, "hold", found["argument"], 0.0)
+    if found["action"] == "delay" and re.fullmatch(r"\d+(\.\d+)?", found["argument"]):
+        return name, _Rule(only_hit, "delay", "", float(found["argument"]))
+    raise ConfigError(f"{VARIABLE}: {part.strip()!r} has no known action: {_ACTIONS}")
+
+
+def _mode(path: str) -> int:
+    """Type and permissions of a file; 0 if there is none."""
+    try:
+        return os.stat(path).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+_ACTIONS = "actions are raise(text), delay(seconds), hold(path of a named pipe) and kill"

@@ -1,0 +1,146 @@
+"""Structured logs: text for a person at a terminal, one JSON object a line for everything else.
+
+What becomes of standard error is no concern of the daemon's: see `kvsidecar.support.log_writer`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Final, TextIO, cast
+
+from kvsidecar.support import terminal
+from kvsidecar.support.imports import without
+from kvsidecar.support.log_writer import LogStream, LogWriter, Loss
+
+with without("rich"):  # it would draw tracebacks for a renderer that is not used here; a tenth of the daemon's start
+    import structlog
+
+FLUSH_SECONDS: Final = 1.0
+"""How long the end of the process waits for whoever reads the log."""
+_WIDE: Final = 120
+"""A terminal of so many columns has room for a column of events."""
+
+_COLORS: Final = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "31"}
+
+
+class Text:
+    """Renders an event for a person: time, level, event, values; wrapped between values where the terminal ends.
+
+    Args:
+        stream: where it goes.
+    """
+
+    def __init__(self, stream: terminal.Stream) -> None:
+        self._stream = stream
+        self._colors = terminal.colors(stream)
+
+    def __call__(self, _logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
+        level, exception = event.pop("level", "info"), event.pop("exception", None)
+        time, name = event.pop("timestamp", ""), _printable(event.pop("event", ""), quote=False)
+        width = terminal.width(self._stream) if self._stream.isatty() else 0
+        padded = name + " " if width and width < _WIDE else f"{name:<32}"
+        head = f"{time} [{level:<8}] {padded}"
+        text = f"{self._in('2', time)} [{self._in(_COLORS.get(level, '0'), f'{level:<8}')}] {self._in('1', padded)}"
+        column = len(head)
+        for key in sorted(event):
+            value = _printable(event[key])
+            length = len(key) + 1 + len(value)
+            if width and column + 1 + length > width and column > len(time) + 1:
+                text, column = text.rstrip() + "\n" + " " * len(time), len(time)
+            text += f" {self._in('36', key)}={self._in('35', value)}"
+            column += 1 + length
+        return text if exception is None else f"{text}\n{exception}"
+
+    def _in(self, color: str, text: str) -> str:
+        return f"\x1b[{color}m{text}\x1b[0m" if self._colors and text else text
+
+
+def _printable(value: object, *, quote: bool = True) -> str:
+    """A value on one line, without characters that would steer the terminal: clients choose some of them."""
+    text = value if isinstance(value, str) else repr(value)
+    plain = text.isprintable() and not (quote and isinstance(value, str) and (not text or set(text) & set(" =\"'")))
+    return text if plain else repr(text)
+
+
+def configure(*, log_format: str, level: str) -> None:
+    """Set up logging for this process, or change it. Takes the place of ``sys.stderr``.
+
+    Args:
+        log_format: ``text``, ``json``, or ``auto``: text if standard error is a terminal.
+        level: ``debug``, ``info``, ``warning`` or ``error``.
+    """
+    stream = _stream()
+    text = stream.isatty() if log_format == "auto" else log_format == "text"
+    render: structlog.typing.Processor = Text(stream) if text else structlog.processors.JSONRenderer()
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if text else "iso", utc=not text),
+        structlog.processors.format_exc_info,
+    ]
+
+    def describe(lost: Mapping[Loss, int]) -> str:
+        event: Any = {"part": "log", "event": "lines of the log were lost", **{reason: lost[reason] for reason in lost}}
+        for process in (*shared, render):
+            event = process(None, "error", event)
+        return str(event)
+
+    stream.writer.describe = describe
+    structlog.configure(
+        processors=[*shared, render],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
+        cache_logger_on_first_use=False,
+    )
+    # Libraries (grpc, aiohttp) log through the standard module: let their warnings come out in the same form.
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render]
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+def _stream() -> LogStream:
+    """What stands in for standard error from now on."""
+    if isinstance(sys.stderr, LogStream):
+        return sys.stderr
+    if sys.stderr is None:
+        # Started without standard error. Its number must not go to a file that is opened later, a socket, the lock:
+        # drivers print to descriptor 2.
+        while (null := os.open(os.devnull, os.O_RDWR)) < 2:
+            pass
+        sys.stderr = os.fdopen(null, "w", encoding="utf-8")
+    stream = LogStream(LogWriter(sys.stderr.fileno(), str), sys.stderr, terminal.PLAIN)
+    sys.stderr = stream
+    atexit.register(flush)
+    return stream
+
+
+def flush() -> None:
+    """Before the process ends: wait for what is not written yet, for `FLUSH_SECONDS` at most."""
+    if isinstance(sys.stderr, LogStream):
+        sys.stderr.writer.flush(FLUSH_SECONDS)
+
+
+def lost() -> dict[str, int]:
+    """Lines of the log that were lost so far, by reason."""
+    counts = sys.stderr.writer.lost() if isinstance(sys.stderr, LogStream) else dict.fromkeys(Loss, 0)
+    return {reason.value: count for reason, count in counts.items()}
+
+
+def show(status: str) -> None:
+    """Keep a line below the log at a terminal until the next one is shown; an empty one for none."""
+    if isinstance(stream := sys.stderr, LogStream):
+        stream.writer.show(stream.encode(status))
+
+
+def get(name: str) -> structlog.typing.FilteringBoundLogger:
+    """A logger; its events carry ``part=name``."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(part=name)
+    return logger

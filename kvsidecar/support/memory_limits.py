@@ -1,0 +1,412 @@
+"""How much host memory this process may have, and whether a pool fits: read from /proc, /sys and the cgroup files.
+
+Pinned memory cannot be reclaimed or swapped: a pool that exceeds a limit does not slow down, it gets this process or an
+engine killed. So every limit that can be read is checked before a byte is touched, and a refusal names it.
+
+Every reader takes ``root``, the directory that stands for ``/``; tests give it a made-up tree. A file that is missing
+or unreadable means "no such limit", never an error: the kernel still has the last word.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvsidecar.errors import PoolRefused
+from kvsidecar.support.units import MiB, Size, format_size
+
+ROOT = Path("/")
+
+PIN_BOOKKEEPING_BYTES = 24
+"""Kernel memory per pinned 4 KiB page under CUDA, also with huge pages: 8 for the ``struct page *`` that
+pin_user_pages fills in and 16 for NVIDIA's ``nvidia_pte_t`` (open kernel module 595.45.04). About 0.6 %."""
+
+HEADROOM_BYTES = 256 * MiB
+"""What the daemon itself may grow by after the check: CUDA contexts, gRPC, the cache's index. An estimate."""
+
+THP_BYTES = 2 * MiB
+_UNLIMITED = 1 << 60
+"""cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63."""
+_CAP_IPC_LOCK = 14
+
+
+class HugePages(StrEnum):
+    """Which pages the pool shall have (setting ``huge_pages``)."""
+
+    AUTO = "auto"
+    THP = "thp"
+    HUGETLB = "hugetlb"
+    NONE = "none"
+
+
+class PageKind(StrEnum):
+    """Which pages the pool has."""
+
+    HUGETLB = "hugetlb"
+    THP = "thp"
+    SMALL = "small"
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    kind: PageKind
+    nbytes: int
+    """Of one page; for transparent huge pages, of the page that the kernel tries to use."""
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupLimit:
+    """One limit of one cgroup, in bytes."""
+
+    path: str
+    """As this process sees it: ``/`` is the container itself where cgroups are namespaced."""
+    source: str
+    """The file it was read from."""
+    limit: int
+    in_use: int
+    """Without page cache that the kernel would drop first."""
+
+    @property
+    def room(self) -> int:
+        return max(0, self.limit - self.in_use)
+
+    def __str__(self) -> str:
+        name = "the container's cgroup" if self.path == "/" else f"the cgroup {self.path}"
+        return f"{name} allows {format_size(self.limit)} ({format_size(self.in_use)} in use)"
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """Memory of a NUMA node, in bytes."""
+
+    total: int
+    available: int
+    """Free, or page cache that the kernel would drop first."""
+
+
+# -- readers -----------------------------------------------------------------------------------------------------
+
+
+def meminfo(root: Path = ROOT) -> dict[str, int]:
+    """``/proc/meminfo`` in bytes, by name."""
+    return _meminfo(_read(root / "proc/meminfo"))
+
+
+def memlock_limit(root: Path = ROOT) -> int | None:
+    """Bytes that this process may ``mlock`` (RLIMIT_MEMLOCK), or None: no limit, or CAP_IPC_LOCK lifts it.
+
+    CUDA's registration does not count against it (the open kernel module has no such accounting); ``mlock`` does.
+    """
+    found = re.search(r"^Max locked memory\s+(\S+)", _read(root / "proc/self/limits"), re.MULTILINE)
+    if found is None or found[1] == "unlimited" or _has_cap_ipc_lock(root):
+        return None
+    return int(found[1])
+
+
+def memory_cgroups(root: Path = ROOT) -> tuple[CgroupLimit, ...]:
+    """Every memory limit on the way from the own cgroup up to the topmost visible one, v1 and v2."""
+    limits = []
+    for path, directory in _cgroup_levels("memory", root):
+        stat = dict(line.split(maxsplit=1) for line in _read(directory / "memory.stat").splitlines() if " " in line)
+        # Above memory.high the kernel throttles every allocation, and nothing pinned can be reclaimed to get below it.
+        for source in ("memory.max", "memory.high"):
+            limit = _read_int(directory / source)
+            if limit is not None:
+                used = (_read_int(directory / "memory.current") or 0) - int(stat.get("inactive_file", 0))
+                limits.append(CgroupLimit(path, source, limit, max(0, used)))
+        limit = _read_int(directory / "memory.limit_in_bytes")
+        if limit is not None and limit < _UNLIMITED:
+            used = (_read_int(directory / "memory.usage_in_bytes") or 0) - int(stat.get("total_inactive_file", 0))
+            limits.append(CgroupLimit(path, "memory.limit_in_bytes", limit, max(0, used)))
+    return tuple(limits)
+
+
+def hugetlb_cgroups(page_bytes: int, root: Path = ROOT) -> tuple[CgroupLimit, ...]:
+    """Limits of the hugetlb controller for one page size. Kubernetes sets 0 for a pod that requests no huge pages."""
+    size = f"{page_bytes >> 30}GB" if page_bytes >= 1 << 30 else f"{page_bytes >> 20}MB"
+    limits = []
+    for path, directory in _cgroup_levels("hugetlb", root):
+        for kind in ("", "rsvd."):
+            for maximum, usage in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+                source = f"hugetlb.{size}.{kind}{maximum}"
+                limit = _read_int(directory / source)
+                if limit is not None and limit < _UNLIMITED:
+                    in_use = _read_int(directory / f"hugetlb.{size}.{kind}{usage}") or 0
+                    limits.append(CgroupLimit(path, source, limit, in_use))
+    return tuple(limits)
+
+
+def hugetlb_page_sizes(root: Path = ROOT) -> tuple[int, ...]:
+    """Sizes of explicit huge pages that the kernel has, smallest first."""
+    names = [entry.name for entry in _entries(root / "sys/kernel/mm/hugepages")]
+    found = (re.fullmatch(r"hugepages-(\d+)kB", name) for name in names)
+    return tuple(sorted(int(match[1]) << 10 for match in found if match))
+
+
+def hugetlb_free(page_bytes: int, root: Path = ROOT, node: int | None = None) -> int:
+    """Free explicit huge pages of one size that nobody has reserved, a count; on one NUMA node or on all."""
+    where = "sys/kernel/mm" if node is None else f"sys/devices/system/node/node{node}"
+    directory = root / where / "hugepages" / f"hugepages-{page_bytes >> 10}kB"
+    # Free pages include those that another mapping has reserved and not touched yet. (Nodes have no such count.)
+    return max(0, (_read_int(directory / "free_hugepages") or 0) - (_read_int(directory / "resv_hugepages") or 0))
+
+
+def thp_enabled(root: Path = ROOT) -> bool:
+    """Whether ``madvise(MADV_HUGEPAGE)`` gets transparent huge pages in this process."""
+    mode = re.search(r"\[(\w+)\]", _read(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    off_for_process = re.search(r"^THP_enabled:\s*0", _read(root / "proc/self/status"), re.MULTILINE)
+    return mode is not None and mode[1] in ("always", "madvise") and not off_for_process
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """The kernel's list format: ``0-1,4`` is 0, 1, 4."""
+    numbers: list[int] = []
+    for part in text.split(",") if text.strip() else ():
+        first, _, last = part.strip().partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return tuple(numbers)
+
+
+def numa_nodes(root: Path = ROOT) -> dict[int, NumaNode]:
+    """NUMA nodes that are online, have memory, and are open to this process (its cpuset), by number, in order."""
+    directory = root / "sys/devices/system/node"
+    online = set(parse_ranges(_read(directory / "online")))
+    if with_memory := _read(directory / "has_memory"):
+        online &= set(parse_ranges(with_memory))
+    # mbind to a node outside the cpuset fails with EINVAL.
+    if allowed := re.search(r"^Mems_allowed_list:\s*(\S+)", _read(root / "proc/self/status"), re.MULTILINE):
+        online &= set(parse_ranges(allowed[1]))
+    nodes = {}
+    for node in sorted(online):
+        text = _read(directory / f"node{node}/meminfo")
+        info = _meminfo(re.sub(r"^Node \d+ ", "", text, flags=re.MULTILINE))
+        available = sum(info.get(name, 0) for name in ("MemFree", "Inactive(file)", "SReclaimable"))
+        nodes[node] = NumaNode(info.get("MemTotal", 0), available)
+    return nodes
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------
+
+
+def resolve_size(size: Size, root: Path = ROOT) -> int:
+    """Bytes of a pool size. A percentage is one of the machine's memory or the tightest cgroup limit, if less.
+
+    Always whole memory pages, and for a percentage whole 64 MiB (2 MiB below 512 MiB), so that no slab or huge page is
+    cut; rounded down.
+    """
+    whole = min([meminfo(root).get("MemTotal", 0), *(limit.limit for limit in memory_cgroups(root))])
+    nbytes = size.of(whole)
+    unit = mmap.PAGESIZE
+    if size.percent is not None and nbytes >= 2 * MiB:
+        unit = 64 * MiB if nbytes >= 512 * MiB else 2 * MiB
+    return nbytes // unit * unit
+
+
+def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pages, ...]:
+    """Which pages a pool of ``nbytes`` may have, best first; explicit huge pages whether or not enough are free.
+
+    Raises:
+        PoolRefused: the wish cannot be met on this machine or with this size.
+    """
+    small = Pages(PageKind.SMALL, mmap.PAGESIZE)
+    thp = Pages(PageKind.THP, THP_BYTES)
+    sizes = hugetlb_page_sizes(root)
+    hugetlb = tuple(Pages(PageKind.HUGETLB, size) for size in sizes if nbytes % size == 0)
+    if wish is HugePages.NONE:
+        return (small,)
+    if wish is HugePages.HUGETLB:
+        if not hugetlb:
+            if not sizes:
+                raise PoolRefused("the kernel has no explicit huge pages: use --huge-pages thp")
+            raise PoolRefused(
+                f"the pool of {nbytes} bytes is not a multiple of the huge page size {format_size(sizes[0])}: "
+                f"use such a --pool-size, or --huge-pages thp"
+            )
+        return hugetlb
+    if wish is HugePages.THP:
+        if not thp_enabled(root):
+            raise PoolRefused(
+                "transparent huge pages are off: write madvise to /sys/kernel/mm/transparent_hugepage/enabled, "
+                "or use --huge-pages auto"
+            )
+        return (thp,)
+    return (*hugetlb, thp if thp_enabled(root) else small)
+
+
+def hugetlb_problem(nbytes: int, page_bytes: int, node_bytes: Mapping[int, int], root: Path = ROOT) -> str | None:
+    """Why a pool does not fit the explicit huge pages of one size, as a sentence, or None.
+
+    Args:
+        node_bytes: parts of the pool that are to be bound to NUMA nodes.
+    """
+    size = format_size(page_bytes)
+    free = hugetlb_free(page_bytes, root)
+    if nbytes > free * page_bytes:
+        return (
+            f"the pool needs {nbytes // page_bytes} huge pages of {size} but {free} are free: "
+            f"raise vm.nr_hugepages, lower --pool-size or use --huge-pages auto"
+        )
+    for node, part in node_bytes.items():
+        free = hugetlb_free(page_bytes, root, node)
+        if part > free * page_bytes:
+            return (
+                f"the pool needs {part // page_bytes} huge pages of {size} on NUMA node {node} but {free} are free "
+                f"there: raise the node's nr_hugepages, lower --pool-size or use --numa off"
+            )
+    for limit in hugetlb_cgroups(page_bytes, root):
+        if nbytes > limit.room:
+            return (
+                f"the pool needs {format_size(nbytes)} of {size} huge pages but {limit}: "
+                f"raise the container's limit of huge pages, lower --pool-size or use --huge-pages auto"
+            )
+    return None
+
+
+def bookkeeping_bytes(nbytes: int) -> int:
+    """Kernel memory that CUDA's registration of ``nbytes`` costs beside it."""
+    return -(-nbytes // 4096) * PIN_BOOKKEEPING_BYTES
+
+
+def check_fits(
+    nbytes: int,
+    *,
+    pages: Pages,
+    bookkeeping: int = 0,
+    pin_limit: int | None = None,
+    node_bytes: Mapping[int, int] | None = None,
+    root: Path = ROOT,
+) -> None:
+    """Refuse a pool that exceeds a limit. Changes nothing.
+
+    Args:
+        bookkeeping: kernel memory that pinning costs beside the pool, see `bookkeeping_bytes`.
+        pin_limit: bytes that the platform may pin, if it has a limit of its own.
+        node_bytes: parts of the pool that are to be bound to NUMA nodes.
+
+    Raises:
+        PoolRefused: names the need, the limit and what to do.
+    """
+    if pin_limit is not None and nbytes > pin_limit:
+        raise PoolRefused(
+            f"the pool needs {_apart(nbytes, pin_limit)} but this process may lock {format_size(pin_limit)} "
+            f"(RLIMIT_MEMLOCK): set LimitMEMLOCK=infinity or --ulimit memlock=-1, or lower --pool-size"
+        )
+    hugetlb = pages.kind is PageKind.HUGETLB
+    if hugetlb and (problem := hugetlb_problem(nbytes, pages.nbytes, node_bytes or {}, root)):
+        raise PoolRefused(problem)
+    beside = bookkeeping + HEADROOM_BYTES
+    # Explicit huge pages were taken out of the machine's memory when they were made; a cgroup's memory limit counts
+    # them only where cgroup2 is mounted so (commit 8cba9576df60, Linux 6.6).
+    in_cgroup = nbytes if not hugetlb or _hugetlb_counts_as_memory(root) else 0
+    for limit in memory_cgroups(root):
+        if in_cgroup + beside > limit.room:
+            raise PoolRefused(
+                f"the pool needs {_need(in_cgroup, beside, limit.room)} but {limit}: "
+                f"raise the container's memory limit or lower --pool-size"
+            )
+    if hugetlb:
+        return
+    info = meminfo(root)
+    available = info.get("MemAvailable")
+    if available is not None and nbytes + beside > available:
+        raise PoolRefused(
+            f"the pool needs {_need(nbytes, beside, available)} but {format_size(available)} of the machine's "
+            f"{format_size(info.get('MemTotal', 0))} are available: lower --pool-size, or use --memory-check off "
+            f"where memory is added as it is used"
+        )
+    # A bound page comes from its node or not at all: the kernel kills a process rather than use another node.
+    for number, node in numa_nodes(root).items():
+        part = (node_bytes or {}).get(number, 0)
+        if part > node.available:
+            raise PoolRefused(
+                f"the pool needs {_apart(part, node.available)} on NUMA node {number} but "
+                f"{format_size(node.available)} are free there: lower --pool-size or use --numa off"
+            )
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _need(nbytes: int, beside: int, room: int) -> str:
+    if nbytes > room:
+        return _apart(nbytes, room)
+    extra = f"{format_size(beside)} for the kernel's bookkeeping and the daemon itself"
+    return f"{format_size(nbytes)} and {extra}" if nbytes else extra
+
+
+def _apart(need: int, limit: int) -> str:
+    """``need`` as text, in bytes where rounding would make it read like the limit that it exceeds."""
+    return format_size(need) if format_size(need) != format_size(limit) else f"{need} bytes"
+
+
+def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
+    """(path as this process sees it, directory) of the own cgroup, its parent and so on; v2 and v1."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, own = line.split(":", 2)
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        for fields, fstype, options in _mounts(root):
+            if fstype != ("cgroup2" if number == "0" else "cgroup"):
+                continue
+            if number != "0" and controller not in options.split(","):
+                continue
+            mount_root, mount_point = fields[3].rstrip("/"), fields[4]
+            # Where only the own subtree is mounted (Docker with host cgroup namespace), the path still starts at the
+            # top. Anything else that does not match, "/.." for one, is served by the topmost visible directory.
+            below = own.removeprefix(mount_root).strip("/") if f"{own}/".startswith(f"{mount_root}/") else ""
+            parts = [] if ".." in below.split("/") else [part for part in below.split("/") if part]
+            for depth in range(len(parts), -1, -1):
+                here = "/".join(parts[:depth])
+                yield f"{mount_root}/{here}".rstrip("/") or "/", root / mount_point.lstrip("/") / here
+            break
+
+
+def _mounts(root: Path) -> Iterator[tuple[list[str], str, str]]:
+    """(fields, file system type, options of the file system) of each line of mountinfo (proc_pid_mountinfo(5))."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, filesystem = left.split(), right.split()
+        if len(fields) >= 6 and len(filesystem) >= 3:
+            yield fields, filesystem[0], filesystem[2]
+
+
+def _hugetlb_counts_as_memory(root: Path) -> bool:
+    return any(fstype == "cgroup2" and "memory_hugetlb_accounting" in options for _, fstype, options in _mounts(root))
+
+
+def _has_cap_ipc_lock(root: Path) -> bool:
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(root / "proc/self/status"), re.MULTILINE)
+    # mlock asks for the capability in the initial user namespace: in a rootless container a full CapEff is worth
+    # nothing here.
+    uid_map = _read(root / "proc/self/uid_map").split()
+    initial_namespace = not uid_map or uid_map == ["0", "0", "4294967295"]
+    return found is not None and initial_namespace and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def _meminfo(text: str) -> dict[str, int]:
+    found = re.findall(r"^([^:\n]+):\s+(\d+)( kB)?$", text, re.MULTILINE)
+    return {name: int(number) * (1024 if kb else 1) for name, number, kb in found}
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _read_int(path: Path) -> int | None:
+    """The number in a file; None for "max", a missing file, or anything else."""
+    text = _read(path).strip()
+    return int(text) if text.isdecimal() else None

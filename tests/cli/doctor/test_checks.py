@@ -1,0 +1,233 @@
+"""Tables of facts, and what the doctor says about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvsidecar.cli.doctor.checks import CHECKS, Finding, Verdict, examine, expandable
+from kvsidecar.cli.doctor.facts import (
+    Daemon,
+    Driver,
+    Engine,
+    Facts,
+    Gpu,
+    Kernel,
+    Memory,
+    Place,
+    SocketFacts,
+    Wishes,
+)
+from kvsidecar.cli.doctor.view import as_json, summary
+from kvsidecar.support.memory_limits import CgroupLimit, NumaNode
+from kvsidecar.support.units import GiB, MiB
+from kvsidecar.types import State
+
+H200 = Gpu("GPU-aaaaaaaa-0000", "NVIDIA H200", "0000:17:00.0", 0, 140 * GiB, 0)
+DRIVER = Driver(
+    installed=True, module_version="580.95.05", cuda_version=13000, calls=38, gpus=(H200,), bindings="13.0.3"
+)  # fmt: skip
+NO_DRIVER = Driver(installed=False)
+HERE = Place(ipc_namespace=0xEFFFFFFF, pid_namespace=1, shm_device=5, shm_bytes=64 * GiB, shm_writable=True)
+ENGINE = Engine(77, True, 0, {}, ("vllm", "serve"), HERE)
+MEMORY = Memory(
+    available=400 * GiB,
+    cgroups=(CgroupLimit("/", "memory.max", 300 * GiB, 0),),
+    memlock=8 * MiB,
+    thp="madvise",
+    hugetlb_free={2 * MiB: 0},
+    numa={0: NumaNode(500 * GiB, 400 * GiB)},
+    page_kind="thp",
+)
+SOCKET = "/run/kvsidecar/kvsidecar.sock"
+GOOD = Facts(
+    user="kv",
+    uid=990,
+    version="1.0",
+    kernel=Kernel("6.8.0", pidfd=True, memfd=True, peer_pidfd=True),
+    wishes=Wishes(pool_bytes=200 * GiB, socket=SOCKET, socket_mode=0o660, socket_group="llm"),
+    driver=DRIVER,
+    nvidia_nodes=("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"),
+    closed_nvidia_nodes=(),
+    memory=MEMORY,
+    socket=SocketFacts(0, True, True, 0o660, "kv", "llm", ("alice", "bob")),
+    daemon=Daemon(State.READY, "", False, "1.0", 4242, 2),
+    place=HERE,
+    engine=ENGINE,
+)
+
+
+def found(check: str, facts: Facts) -> list[Finding]:
+    return [finding for finding in examine(facts) if finding.check == check]
+
+
+def test_a_machine_where_all_is_well_has_no_problem_and_no_warning() -> None:
+    findings = examine(GOOD)
+    # The pool of a running daemon is not asked for again.
+    assert {finding.check for finding in findings if finding.verdict is not Verdict.OK} == {"memory"}
+    assert {finding.check for finding in findings} == set(CHECKS)
+
+
+def changed(**parts: Any) -> Facts:
+    return replace(GOOD, **parts)
+
+
+def gpu(**fields: Any) -> Facts:
+    return changed(driver=replace(DRIVER, gpus=(replace(H200, **fields),)))
+
+
+def driver(**fields: Any) -> Facts:
+    return changed(driver=replace(DRIVER, **fields))
+
+
+def wishes(**fields: Any) -> Wishes:
+    return replace(GOOD.wishes, **fields)
+
+
+def memory(**fields: Any) -> Facts:
+    return changed(memory=replace(MEMORY, **fields), daemon=Daemon())
+
+
+def engine(**fields: Any) -> Facts:
+    return changed(engine=replace(ENGINE, **fields))
+
+
+HOST = {"driver": NO_DRIVER, "nvidia_nodes": ()}
+EXPANDABLE = "expandable_segments:True"
+OK, WARNING, PROBLEM, NOT_CHECKED = Verdict
+
+TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
+    ("settings", changed(wishes=Wishes(problem="--pool-size='x' is not a size")), PROBLEM, "'x' is not", "Correct"),
+    ("kernel", changed(kernel=Kernel("4.1", False, True, False)), PROBLEM, "without pidfd", "Linux 5.4"),
+    ("kernel", changed(kernel=Kernel("5.15", True, True, False)), WARNING, "SO_PEERPIDFD", "6.5"),
+    ("driver", changed(**HOST), WARNING, "no CUDA driver", "570"),
+    ("driver", changed(**HOST, wishes=wishes(device="cuda")), PROBLEM, "device is cuda", "570"),
+    ("driver", changed(driver=NO_DRIVER, wishes=wishes(device="host")), NOT_CHECKED, "device is host", ""),
+    ("driver", changed(driver=NO_DRIVER), PROBLEM, "no libcuda.so.1", "NVIDIA_DRIVER_CAPABILITIES"),
+    ("driver", driver(problem="the CUDA driver does not start: CUDA_ERROR_X"), PROBLEM, "CUDA_ERROR_X", "nvidia-smi"),
+    ("driver", driver(cuda_version=12040), PROBLEM, "CUDA 12.4 is too old", "CUDA 12.8"),
+    ("driver", GOOD, OK, "driver 580.95.05, CUDA 13.0", ""),
+    ("CUDA calls", driver(missing_calls=("cuInit",)), PROBLEM, "lacks cuInit", "570"),
+    ("CUDA calls", driver(missing_optional_calls=("cuMemcpyBatchAsync",)), WARNING, "cuMemcpyBatchAsync", "570"),
+    ("CUDA bindings", driver(bindings=""), PROBLEM, "not installed", "pip install"),
+    ("CUDA bindings", driver(bindings="12.9.1"), PROBLEM, "12.9.1 is too old", "pip install"),
+    ("device files", changed(closed_nvidia_nodes=("/dev/nvidiactl",)), PROBLEM, "kv may not open /dev/nvidiactl", "kv"),
+    ("device files", changed(closed_nvidia_nodes=("/dev/nvidia-modeset",)), OK, "/dev/nvidia0", ""),
+    ("device files", changed(nvidia_nodes=("/dev/nvidia0", "/dev/nvidiactl")), PROBLEM, "nvidia-uvm", "modprobe"),
+    ("GPU", driver(gpus=()), WARNING, "sees no GPU", "CUDA_VISIBLE_DEVICES"),
+    ("GPU", changed(driver=replace(DRIVER, gpus=()), wishes=wishes(device="cuda")), PROBLEM, "no GPU", "nvidia-smi"),
+    ("GPU", gpu(compute_mode=3), PROBLEM, "EXCLUSIVE_PROCESS", "nvidia-smi -i GPU-aaaaaaaa-0000 -c DEFAULT"),
+    ("GPU", changed(driver=replace(DRIVER, gpus=(replace(H200, compute_mode=3),), mps=True)), OK, "H200", ""),
+    ("GPU", gpu(compute_mode=2), PROBLEM, "PROHIBITED", "DEFAULT"),
+    ("GPU", gpu(uuid="MIG-1"), PROBLEM, "MIG", "whole GPUs"),
+    ("GPU", GOOD, OK, "GPU-aaaaaaaa-0000 NVIDIA H200, 140 GiB, 0000:17:00.0", ""),
+    ("NUMA", memory(numa={0: NumaNode(GiB, 0), 1: NumaNode(GiB, 0)}), OK, "node 0: 1 GiB, GPU-aaaaaaaa; node 1", ""),
+    (
+        "NUMA",
+        replace(gpu(numa_node=None), memory=replace(MEMORY, numa={0: NumaNode(GiB, 0), 1: NumaNode(GiB, 0)})),
+        WARNING,
+        "is not known",
+        "topology",
+    ),
+    ("huge pages", memory(thp="never", page_kind="small"), WARNING, "transparent: never", "madvise"),
+    (
+        "huge pages",
+        changed(memory=replace(MEMORY, page_kind="small"), wishes=wishes(huge_pages="none")),
+        OK,
+        "small",
+        "",
+    ),
+    ("memlock", changed(**HOST), PROBLEM, "kv may lock 8 MiB, less than the pool of 200 GiB", "LimitMEMLOCK"),
+    ("memlock", GOOD, OK, "does not count", ""),
+    ("memlock", changed(**HOST, memory=replace(MEMORY, memlock=None)), OK, "no limit", ""),
+    ("memory", memory(), OK, "200 GiB fits: 400 GiB available, the container's cgroup allows 300 GiB", ""),
+    (
+        "memory",
+        memory(refusal="the pool needs 400 GiB but the container's cgroup allows 300 GiB: lower --pool-size"),
+        PROBLEM,
+        "the pool needs 400 GiB but the container's cgroup allows 300 GiB",
+        "Lower --pool-size.",
+    ),
+    ("memory", changed(wishes=Wishes(problem="x")), NOT_CHECKED, "not known", ""),
+    ("IPC namespace", changed(place=replace(HERE, ipc_namespace=7)), OK, "container", ""),
+    ("/dev/shm", changed(place=replace(HERE, shm_device=None)), WARNING, "no /dev/shm", "tmpfs"),
+    ("/dev/shm", changed(place=replace(HERE, shm_writable=False)), WARNING, "kv may not write", "tmpfs"),
+    ("socket", GOOD, OK, "mode 0660, so kv and root, and the group llm (alice, bob) may connect", ""),
+    ("socket", changed(socket=SocketFacts(0, False)), PROBLEM, f"kv may not make {SOCKET}", "--socket"),
+    ("socket", changed(socket=SocketFacts(None, True)), OK, "can be made: mode 0660", ""),
+    (
+        "socket",
+        changed(socket=SocketFacts(1001, True), wishes=wishes(socket="/tmp/kvsidecar-990/k.sock")),
+        PROBLEM,
+        "/tmp/kvsidecar-990 belongs to uid 1001",
+        "--socket",
+    ),
+    ("daemon", GOOD, OK, "ready: 1.0, pid 4242, 2 ranks attached", ""),
+    ("daemon", changed(daemon=Daemon(refused=True)), PROBLEM, "kv may not connect", "join the group"),
+    ("daemon", changed(daemon=Daemon(reason="Connection refused")), PROBLEM, "nobody answers", "stale"),
+    ("daemon", changed(daemon=Daemon(), socket=SocketFacts(0, True)), NOT_CHECKED, "none runs", ""),
+    ("daemon", changed(daemon=Daemon(State.FAILED, "no memory")), PROBLEM, "failed: no memory", "start it again"),
+    ("daemon", changed(daemon=Daemon(State.PINNING)), WARNING, "pinning", "kvsidecar top"),
+    ("daemon", changed(daemon=Daemon(State.DRAINING)), WARNING, "draining", "drain --cancel"),
+    ("engine", changed(engine=None), NOT_CHECKED, "--pid", ""),
+    ("engine", engine(exists=False), PROBLEM, "no process 77", "PID namespace"),
+    ("allocator", engine(environ=None), NOT_CHECKED, "may not read", "root"),
+    ("allocator", engine(environ={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}), PROBLEM, "PYTORCH_CUDA_ALLOC_CONF", "Take"),
+    ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": f"a:1,{EXPANDABLE}"}), PROBLEM, "PYTORCH_ALLOC_CONF", "Take"),
+    ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": "a:1"}), OK, "no expandable", ""),
+    ("engine's place", engine(place=None), NOT_CHECKED, "may not look", "root"),
+    ("engine's place", engine(place=replace(HERE, shm_device=6)), WARNING, "/dev/shm: not those of the daemon", "host"),
+    ("engine's place", engine(place=replace(HERE, ipc_namespace=6)), WARNING, "IPC namespace", "share"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "facts", "verdict", "text", "fix"), TABLE, ids=[f"{row[0]}-{row[2]}-{row[3][:24]}" for row in TABLE]
+)
+def test_each_fact_has_its_verdict_and_its_fix(check: str, facts: Facts, verdict: Verdict, text: str, fix: str) -> None:
+    (finding,) = found(check, facts)
+    assert finding.verdict is verdict
+    assert text in finding.text
+    assert fix in finding.fix
+    assert bool(finding.fix) == bool(fix)
+
+
+def test_another_pid_namespace_and_sleep_mode_are_warnings_of_their_own() -> None:
+    place = found("engine's place", engine(place=replace(HERE, pid_namespace=2)))
+    assert [finding.verdict for finding in place] == [OK, WARNING]
+    sleeping = found("allocator", engine(command=("vllm", "serve", "--enable-sleep-mode")))
+    assert [finding.verdict for finding in sleeping] == [OK, WARNING]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=range(len(TABLE)))
+def test_every_problem_and_warning_has_a_fix_of_one_sentence(row: tuple[str, Facts, Verdict, str, str]) -> None:
+    for finding in examine(row[1]):
+        if finding.verdict in (PROBLEM, WARNING):
+            assert finding.fix.endswith("."), finding
+            assert ". " not in finding.fix, finding
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:64, expandable_segments : True", True),
+        ("expandable_segments:False", False),
+        ("expandable_segments:True,expandable_segments:False", False),
+        ("", False),
+        ("pinned_use_expandable_segments:True", False),
+    ],
+)
+def test_expandable_segments_are_read_as_pytorch_reads_them(value: str, on: bool) -> None:
+    assert expandable(value) is on
+
+
+def test_a_program_gets_every_finding_and_the_number_of_problems() -> None:
+    findings = examine(changed(**HOST, wishes=wishes(device="cuda")))
+    body = as_json(findings)
+    assert body["problems"] == 2  # the driver, and memlock
+    assert len(body["findings"]) == len(findings)
+    assert set(body["findings"][0]) == {"check", "verdict", "text", "fix"}
+    assert summary(findings).startswith("2 problems, no warnings, ")

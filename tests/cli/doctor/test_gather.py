@@ -1,0 +1,139 @@
+"""The facts of the machine that the tests run on, and drivers that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.cli.doctor import gather as gathering
+from kvsidecar.cli.doctor.checks import Verdict, examine
+from kvsidecar.cli.doctor.gather import gather
+from kvsidecar.device.cuda import calls as driver_calls
+from kvsidecar.support.units import MiB
+from kvsidecar.types import State
+from tests.harness import SECONDS, DaemonProcess, environment
+
+FLAGS = {"device": "host", "pool_size": "1MiB", "config": None}
+
+
+def driver_that(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> None:
+    """Let the probe be this program instead."""
+    program = directory / "python"
+    program.write_text(f"#!{sys.executable}\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gathering.sys, "executable", str(program))
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("KVSIDECAR_")]:
+        monkeypatch.delenv(name)
+
+
+def test_this_machine_is_looked_at_whatever_it_has(short_dir: Path) -> None:
+    facts = gather({**FLAGS, "socket": str(short_dir / "kvs.sock")}, None)
+    assert facts.wishes.pool_bytes == MiB
+    assert facts.memory.page_kind
+    assert facts.memory.available
+    assert facts.kernel.pidfd
+    assert facts.kernel.memfd
+    assert facts.place.ipc_namespace == os.stat("/proc/self/ns/ipc").st_ino
+    assert facts.daemon.state is None
+    assert not facts.socket.exists
+    assert examine(facts)
+
+
+def test_a_running_daemon_and_its_socket_are_seen(daemon: DaemonProcess) -> None:
+    facts = gather({**FLAGS, "socket": daemon.socket}, daemon.process.pid)
+    assert facts.daemon.state is State.READY
+    assert facts.daemon.pid == daemon.process.pid
+    assert (facts.socket.exists, facts.socket.mode) == (True, 0o600)
+    assert facts.engine is not None
+    assert facts.engine.place == facts.place
+    assert facts.engine.uid == os.getuid()
+
+
+def test_a_dead_daemons_socket_is_a_problem(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as dead:
+        dead.process.kill()
+        dead.process.wait()
+        findings = examine(gather({**FLAGS, "socket": dead.socket}, None))
+    assert [each.verdict for each in findings if each.check == "daemon"] == [Verdict.PROBLEM]
+
+
+def test_an_engines_allocator_variables_are_read(short_dir: Path) -> None:
+    sleeper = [sys.executable, "-c", "print(flush=True); input()"]
+    variables = environment(PYTORCH_ALLOC_CONF="expandable_segments:True", SECRET="x")
+    with subprocess.Popen(sleeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as engine:
+        assert engine.stdout is not None
+        engine.stdout.readline()
+        facts = gather({**FLAGS, "socket": str(short_dir / "kvs.sock")}, engine.pid)
+        engine.communicate(b"\n", SECONDS)
+    assert facts.engine is not None
+    assert facts.engine.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # and nothing else of them
+    gone = gather({**FLAGS, "socket": str(short_dir / "kvs.sock")}, engine.pid)
+    assert gone.engine is not None
+    assert not gone.engine.exists
+
+
+def test_a_pool_that_does_not_fit_is_refused_in_the_daemons_words(short_dir: Path) -> None:
+    facts = gather({**FLAGS, "pool_size": "60TiB", "socket": str(short_dir / "kvs.sock")}, None)
+    assert facts.memory.refusal.startswith("the pool needs 60 TiB")
+
+
+def test_a_bad_setting_is_a_fact_and_no_crash(short_dir: Path) -> None:
+    facts = gather({**FLAGS, "pool_size": "lots", "socket": str(short_dir / "kvs.sock")}, None)
+    assert facts.wishes.problem.startswith("--pool-size='lots'")
+    assert facts.wishes.socket == str(short_dir / "kvs.sock")
+    assert examine(facts)
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "said"),
+    [
+        ("import os; os.abort()", SECONDS, "ended with -6"),
+        ("import time; time.sleep(3600)", 0.5, "does not start within"),
+        ("print('no JSON')", SECONDS, "ended with 0"),
+    ],
+)
+def test_a_driver_that_crashes_or_hangs_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, short_dir: Path, script: str, seconds: float, said: str
+) -> None:
+    monkeypatch.setattr(gathering, "PROBE_SECONDS", seconds)
+    driver_that(monkeypatch, short_dir, script)
+    facts = gather({**FLAGS, "device": "auto", "socket": str(short_dir / "kvs.sock")}, None)
+    assert said in facts.driver.problem
+    (finding,) = [each for each in examine(facts) if each.check == "driver"]
+    assert finding.verdict is Verdict.PROBLEM
+
+
+def test_what_a_driver_says_becomes_facts(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
+    card = {"uuid": "GPU-1", "name": "X", "bus_id": "0000:ff:1f.7", "memory_bytes": 7, "compute_mode": 0}
+    said = {"installed": True, "cuda_version": 13000, "calls": 3, "missing_calls": ["cuX"], "gpus": [card]}
+    driver_that(monkeypatch, short_dir, f"print({json.dumps(json.dumps(said))})")
+    driver = gather({**FLAGS, "socket": str(short_dir / "kvs.sock")}, None).driver
+    assert (driver.cuda_version, driver.missing_calls, driver.problem) == (13000, ("cuX",), "")
+    assert [gpu.uuid for gpu in driver.gpus] == ["GPU-1"]
+
+
+def test_the_list_of_needed_calls_is_what_the_code_calls() -> None:
+    device = Path(driver_calls.__file__).parent
+    source = "".join(path.read_text() for path in device.glob("*.py"))
+    assert set(re.findall(r"\bdriver\.(cu[A-Z]\w*)\(", source)) == driver_calls.NEEDED
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no NVIDIA GPU")
+def test_the_gpus_of_the_doctor_are_those_of_the_daemon(short_dir: Path) -> None:
+    from kvsidecar.device.cuda.platform import CudaPlatform
+
+    driver = gather({**FLAGS, "socket": str(short_dir / "kvs.sock")}, None).driver
+    assert tuple(gpu.uuid for gpu in driver.gpus) == CudaPlatform().device_uuids()
+    assert not driver.problem
+    assert not driver.missing_calls

@@ -1,0 +1,323 @@
+"""The operators' commands as processes, against real daemons."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvsidecar.cli.operate.commands import cancel_drain, find_namespace, open_jobs, waits_for
+from kvsidecar.client import Blocks, Namespace
+from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.cli.test_main import run
+from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, environment, hashes, wait_until_ready
+from tests.terminal import Terminal
+
+# -- engines -----------------------------------------------------------------------------------------------------
+
+
+def test_engines_lists_every_rank_with_what_it_copied(daemon: DaemonProcess) -> None:
+    none = run("engines", "--socket", daemon.socket)
+    assert (none.returncode, none.stdout) == (0, "No engine is attached.\n")
+    rank = Rank(daemon, instance="my-engine")
+    done(rank.store("a", "b"))
+    done(rank.load("a", at=[5]))
+    shown = run("engines", "--socket", daemon.socket, COLUMNS="120").stdout
+    for word in ("my-engine", "0/1", "host", "24 KiB", "12 KiB", str(os.getpid()), "m"):
+        assert word in shown, word
+    (body,) = json.loads(run("engines", "--socket", daemon.socket, "--json").stdout)
+    assert (body["stored_bytes"], body["loaded_bytes"]) == (2 * 12288, 12288)
+    assert body["namespace"]["model"] == "m"
+    rank.close()
+
+
+def test_status_counts_lookups_and_evictions(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    for number in range(0, 120, 4):  # 120 blocks of 12 KiB into a pool of 1 MiB
+        done(rank.store(*range(number, number + 4)))
+    rank.hits(119, "x")
+    with daemon.client() as client:
+        reply = client.status()
+    assert (reply.lookups.hits, reply.lookups.misses) == (1, 1)
+    assert reply.pool.evicted_blocks == 120 - reply.pool.blocks
+    assert reply.pool.evicted_bytes == reply.pool.evicted_blocks * 12288
+    rank.close()
+
+
+@pytest.mark.parametrize("command", [["engines"], ["clear", "--all", "--yes"], ["drain"], ["top", "--once"]])
+def test_without_a_daemon_each_command_says_so(short_dir: Path, command: list[str]) -> None:
+    missing = run(*command, "--socket", str(short_dir / "none.sock"))
+    assert missing.returncode == 69
+    assert "no kvsidecar answers" in missing.stderr
+    assert missing.stderr.count("\n") == 1
+
+
+# -- clear -------------------------------------------------------------------------------------------------------
+
+
+def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None:
+    one = Rank(daemon)
+    other = Rank(daemon, namespace=Namespace("other", "bf16", "LBNHC", 16, 1, 1, "sha256"), instance="other")
+    done(one.store("a", "b"))
+    done(other.store("a"))
+    cleared = run("clear", "--socket", daemon.socket, "--namespace", "m")
+    assert (cleared.returncode, cleared.stdout) == (0, "2 blocks forgotten.\n")
+    assert (one.hits("a"), other.hits("a")) == (0, 1)
+    one.close()
+    other.close()
+
+
+def test_clear_of_all_asks_first(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a", "b"))
+    command = [sys.executable, "-m", "kvsidecar", "clear", "--all", "--socket", daemon.socket]
+
+    def answer(text: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=SECONDS, env=environment(), check=False
+        )
+
+    for nothing in ("n\n", ""):
+        refused = answer(nothing)
+        assert refused.returncode == 1
+        assert "Forget all 2 blocks (24 KiB) of 1 namespaces?" in refused.stdout
+    assert rank.hits("a", "b") == 2
+    assert answer("y\n").returncode == 0
+    assert rank.hits("a", "b") == 0
+    done(rank.store("a"))
+    assert run("clear", "--all", "--yes", "--socket", daemon.socket).stdout == "1 block forgotten.\n"
+    assert rank.hits("a") == 0
+    rank.close()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all", "--namespace", "m"]])
+def test_clear_wants_exactly_one_target(arguments: list[str]) -> None:
+    assert run("clear", *arguments).returncode == 2
+
+
+def test_a_namespace_is_named_by_its_model_or_where_that_is_not_enough_by_all_of_it() -> None:
+    small = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
+    large = Namespace("m", "bf16", "LBNHC", 32, 1, 1, "sha256")
+    both = pb.StatusReply(namespaces=[pb.NamespaceStatus(namespace=namespace_to_wire(each)) for each in (small, large)])
+    only = pb.StatusReply(namespaces=both.namespaces[:1])
+    assert find_namespace("m", only) == small
+    assert find_namespace(str(large), both) == large
+    unclear = find_namespace("m", both)
+    assert isinstance(unclear, str)
+    assert str(small) in unclear
+    assert str(large) in unclear
+    assert find_namespace("x", both) == "no namespace has the model 'x'; there is 'm'"
+    assert "none at all" in str(find_namespace("x", pb.StatusReply()))
+
+
+def test_clear_of_an_unknown_namespace_changes_nothing(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    done(rank.store("a"))
+    refused = run("clear", "--namespace", "x", "--socket", daemon.socket)
+    assert refused.returncode == 1
+    assert "no namespace has the model 'x'; there is 'm'" in refused.stderr
+    assert rank.hits("a") == 1
+    rank.close()
+
+
+# -- drain -------------------------------------------------------------------------------------------------------
+
+
+def test_drain_stops_new_work_and_returns_at_once(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    drained = run("drain", "--socket", daemon.socket)
+    assert drained.returncode == 0
+    assert "Draining" in drained.stdout
+    assert "No job is running." in drained.stdout
+    assert rank.store("a").reason == "draining"
+    assert daemon.get("/ready")[1]["state"] == "draining"
+    assert daemon.get("/health")[0] == 200
+    assert "draining already" in run("drain", "--wait", "--socket", daemon.socket).stdout
+    rank.close()
+
+
+def test_a_drain_by_mistake_is_taken_back(daemon: DaemonProcess) -> None:
+    with daemon.client() as client:
+        assert run("drain", "--cancel", "--socket", daemon.socket).stdout == "It was not draining, it is ready.\n"
+        assert "`kvsidecar drain --cancel`" in run("drain", "--socket", daemon.socket).stdout
+        assert daemon.get("/ready")[1]["state"] == "draining"
+        back = run("drain", "--cancel", "--socket", daemon.socket)
+        assert back.returncode == 0
+        assert back.stdout == "Taken back: new work is taken again, and what was stored is still there.\n"
+        assert daemon.get("/ready")[0] == 200
+        assert client.status().readiness.reason == ""
+    assert run("drain", "--cancel", "--wait", "--socket", daemon.socket).returncode == 2
+
+
+def test_what_cannot_be_taken_back_is_said() -> None:
+    class Daemon:
+        cancelled = False
+        readiness = pb.Readiness(state=pb.Readiness.STATE_DRAINING, reason="the daemon is shutting down")
+
+        def cancel_drain(self) -> bool:
+            return self.cancelled
+
+        def status(self) -> pb.StatusReply:
+            return pb.StatusReply(readiness=self.readiness)
+
+    said = Console(record=True, file=io.StringIO())
+    daemon = Daemon()
+    assert not cancel_drain(daemon, said)  # type: ignore[arg-type]
+    assert said.export_text() == "Not taken back: the daemon is shutting down.\n"
+    daemon.cancelled, daemon.readiness = True, pb.Readiness(state=pb.Readiness.STATE_FAILED, reason="no memory")
+    assert cancel_drain(daemon, said)  # type: ignore[arg-type]
+    assert said.export_text() == "Taken back, but it is failed: no memory.\n"
+
+
+def test_drain_waits_for_the_copy_that_runs(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon, instance="busy")
+        rank.fill(0, "a")
+        job = rank.client.store([Blocks(0, hashes("a"), [0])])
+        daemon.wait_log("failpoint")
+        late = run("drain", "--wait", "--timeout", "0", "--socket", daemon.socket)
+        assert late.returncode == 1
+        assert "After 0 s still waiting for 1 job to end (busy 0/1)" in " ".join(late.stdout.split())
+        with waiting_drain(daemon) as waiting:
+            assert waiting.stdout is not None
+            while "waiting for 1 job to end (busy 0/1)" not in (line := waiting.stdout.readline()):
+                assert line, "it does not wait"
+            gate.let_pass()
+            said, _ = waiting.communicate(timeout=SECONDS)
+            assert said.endswith("Drained: no job is running.\n")
+        assert waiting.returncode == 0
+        done(rank.finish(job))
+        rank.close()
+
+
+@contextmanager
+def waiting_drain(daemon: DaemonProcess) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-u", "-m", "kvsidecar", "drain", "--wait", "--socket", daemon.socket]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(COLUMNS="120")) as waiting:
+        try:
+            yield waiting
+        finally:
+            waiting.kill()  # one that waits for ever fails the test and does not hang it
+
+
+def test_a_daemon_that_ends_while_it_is_waited_for_is_drained(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        rank.client.store([Blocks(0, hashes("a"), [0])])
+        daemon.wait_log("failpoint")
+        with waiting_drain(daemon) as waiting:
+            assert waiting.stdout is not None
+            assert "Draining" in waiting.stdout.readline()
+            assert "waiting" in waiting.stdout.readline()
+            daemon.process.kill()
+            said, _ = waiting.communicate(timeout=SECONDS)
+            assert said == "The daemon has ended.\n"
+        assert waiting.returncode == 0
+        rank.close()
+
+
+def test_jobs_of_an_engine_that_has_gone_are_waited_for_too() -> None:
+    assert open_jobs(pb.StatusReply(jobs=pb.JobsStatus(running=1, queued=2))) == 3
+    held = pb.StatusReply(ranks=[pb.RankStatus(instance="e", world_size=1, jobs_running=4)])
+    assert open_jobs(held) == 4
+    assert waits_for(held) == "4 jobs to end (e 0/1)"
+
+
+# -- top ---------------------------------------------------------------------------------------------------------
+
+
+def test_top_once_prints_one_screen(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon, instance="my-engine")
+    done(rank.store("a"))
+    shown = run("top", "--once", "--interval", "0.1", "--socket", daemon.socket, COLUMNS="100")
+    assert shown.returncode == 0
+    for word in ("kvsidecar ready", "12 KiB of 1 MiB used", "Store", "in 1 job", "my-engine"):
+        assert word in shown.stdout, word
+    assert "\x1b" not in shown.stdout
+    rank.close()
+
+
+def test_top_without_a_terminal_asks_for_once() -> None:
+    refused = run("top")
+    assert refused.returncode == 2
+    assert "--once" in refused.stderr
+
+
+@contextmanager
+def top(socket: str) -> Iterator[Terminal]:
+    with Terminal("top", "--interval", "0.1", "--socket", socket) as terminal:
+        yield terminal
+
+
+@pytest.mark.parametrize("way", ["q", "ctrl-c", "sigterm"])
+def test_top_ends_and_leaves_the_terminal_as_it_was(daemon: DaemonProcess, way: str) -> None:
+    with top(daemon.socket) as terminal:
+        terminal.until("kvsidecar ready")
+        assert not terminal.restored()
+        if way == "sigterm":
+            terminal.process.send_signal(signal.SIGTERM)
+        else:
+            terminal.press(b"q" if way == "q" else b"\x03")
+        assert terminal.end() == 0
+        assert terminal.restored()
+
+
+def test_top_survives_a_daemon_that_goes_and_comes_back(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as first:
+        first.wait_ready()
+        with top(first.socket) as terminal:
+            terminal.until("kvsidecar ready")
+            first.process.kill()
+            first.process.wait()
+            terminal.until("No answer for")
+            with DaemonProcess(short_dir) as second:
+                second.wait_ready()
+                terminal.until("restarted 1x while watched")
+                assert "No answer" not in terminal.until("Jobs")
+                with second.client() as client:
+                    rank = Rank(second, client=client, instance="newcomer")
+                    wait_until_ready(client)
+                    terminal.until("newcomer")
+                    rank.close()
+            terminal.press(b"q")
+            assert terminal.end() == 0
+
+
+def test_top_shows_the_pin(short_dir: Path, gate: Gate) -> None:
+    gate.let_pass(3)
+    held = f"pool.pin_chunk={gate}"
+    flags = ["--pool-size", "4MiB", "--chunk-size", "64KiB", "--slab-size", "64KiB"]
+    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=held) as daemon, top(daemon.socket) as terminal:
+        terminal.until("kvsidecar pinning")
+        assert "%" in terminal.until("left")
+        terminal.press(b"q")
+        assert terminal.end() == 0
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctors_exit_code_says_whether_there_is_a_problem(daemon: DaemonProcess) -> None:
+    flags = ("--device", "host", "--pool-size", "1MiB", "--socket", daemon.socket)
+    well = run("doctor", *flags, COLUMNS="120")
+    assert well.returncode == 0, well.stdout
+    assert "ready: " in well.stdout
+    assert well.stdout.splitlines()[-1].startswith("no problems, ")
+    ill = run("doctor", *flags, "--pid", str(2**22 + 1), COLUMNS="120")
+    assert ill.returncode == 1
+    assert "fix: " in ill.stdout
+    body = json.loads(run("doctor", *flags, "--json").stdout)
+    assert body["problems"] == 0
+    assert {each["verdict"] for each in body["findings"]} <= {"ok", "warning", "problem", "not checked"}

@@ -1,0 +1,142 @@
+"""One screen of `kvsidecar top`, and the rates in it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvsidecar.cli.operate.rates import Look, between
+from kvsidecar.cli.operate.top_view import Screen, render, short_device
+from kvsidecar.support.units import GiB
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+
+def rank(session: int, name: str = "llama", **fields: Any) -> pb.RankStatus:
+    device = "GPU-1a2b3c4d-0000-1111-2222-333344445555"
+    return pb.RankStatus(session=session, instance=name, rank=session, world_size=9, device=device, pid=77, **fields)
+
+
+def reply(epoch: int = 1, ranks: Iterable[pb.RankStatus] = (), **jobs: Any) -> pb.StatusReply:
+    return pb.StatusReply(
+        epoch=epoch,
+        version="1.0",
+        backend="cuda",
+        uptime_seconds=7200,
+        readiness=pb.Readiness(state=pb.Readiness.STATE_READY),
+        pool=pb.PoolStatus(total_bytes=64 * GiB, used_bytes=32 * GiB, blocks=1000, page_kind="thp"),
+        jobs=pb.JobsStatus(**jobs),
+        ranks=ranks,
+    )
+
+
+def text(screen: Screen, width: int = 80, height: int = 24) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height)
+    console.print(render(screen, width, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def screen(now: pb.StatusReply, before: pb.StatusReply | None = None, **fields: Any) -> Screen:
+    rates = None if before is None else between(Look(10.0, before), Look(12.0, now))
+    history = () if rates is None else ((rates.stored_bytes, rates.loaded_bytes),)
+    return Screen(**{"reply": now, "rates": rates, "history": history, "lost_for": None, **fields})
+
+
+def test_rates_are_what_was_counted_between_two_looks_per_second() -> None:
+    before = reply(ranks=[rank(1, stored_bytes=100)], stored_bytes=1000, loaded_bytes=0)
+    before.lookups.hits, before.lookups.misses, before.refusals["not_found"] = 10, 10, 1
+    now = reply(ranks=[rank(1, stored_bytes=300), rank(2, loaded_bytes=50)], stored_bytes=3000, loaded_bytes=400)
+    now.lookups.hits, now.lookups.misses = 40, 20
+    now.refusals["not_found"], now.refusals["pool_full"] = 1, 5
+    now.pool.evicted_bytes = 2000
+    rates = between(Look(10.0, before), Look(12.0, now))
+    assert rates is not None
+    assert (rates.stored_bytes, rates.loaded_bytes, rates.evicted_bytes) == (1000, 200, 1000)
+    assert (rates.hits, rates.misses, rates.hit_rate) == (15, 5, 0.75)
+    assert rates.refusals == {"pool_full": 5}
+    assert rates.ranks == {1: (100, 0)}  # what rank 2 did before it was first seen is no rate
+
+
+def test_there_are_no_rates_over_a_restart_nor_over_no_time() -> None:
+    assert between(Look(1.0, reply(epoch=1, stored_bytes=9)), Look(2.0, reply(epoch=2))) is None
+    assert between(Look(1.0, reply()), Look(1.0, reply())) is None
+
+
+def test_no_lookups_have_no_hit_rate() -> None:
+    rates = between(Look(1.0, reply()), Look(2.0, reply()))
+    assert rates is not None
+    assert rates.hit_rate is None
+
+
+def test_a_screen_shows_pool_rates_hits_jobs_refusals_and_engines() -> None:
+    before = reply(ranks=[rank(1)])
+    now = reply(
+        ranks=[rank(1, jobs_running=3, stored_bytes=4_000_000_000)],
+        running=2, queued=5, oldest_inflight_seconds=0.25, stored_bytes=20_000_000_000, loaded_bytes=2_000_000_000,
+        stores_done=12,
+    )  # fmt: skip
+    now.lookups.hits, now.lookups.misses = 75, 25
+    now.refusals["pool_full"] = 4
+    shown = "\n".join(text(screen(now, before), width=120))
+    for word in (
+        "kvsidecar ready", "32 GiB of 64 GiB used", "10 GB/s", "1 GB/s", "18.63 GiB in 12 jobs", "75%",
+        "2 running, 5 queued, oldest 250 ms", "pool_full 4 (+4)", "llama", "1/9", "2 GB/s", "GPU-1a2b3c4d", "77",
+    ):  # fmt: skip
+        assert word in shown, word
+
+
+def test_the_bar_of_a_pin_shows_how_far_it_is() -> None:
+    now = reply()
+    now.readiness.state = pb.Readiness.STATE_PINNING
+    now.readiness.pool_bytes, now.readiness.pinned_bytes = 100, 25
+    now.readiness.pin_bytes_per_second, now.readiness.eta_seconds = 9.8e9, 73
+    (bar,) = [line for line in text(screen(now)) if line.startswith("Pin")]
+    assert "25%, 9.8 GB/s, 1 min 13 s left" in bar
+    assert bar.count("█") * 3 == bar.count("░")
+
+
+def test_a_daemon_that_is_gone_is_said_above_what_it_said_last() -> None:
+    gone = Screen(reply=reply(), rates=None, history=(), lost_for=12.0, lost_reason="no kvsidecar answers")
+    lines = text(gone)
+    assert "No answer for 12 s" in lines[0]
+    assert "no kvsidecar answers" in lines[1]
+    assert "kvsidecar ready" in lines[2]
+    never = Screen(reply=None, rates=None, history=(), lost_for=1.0, lost_reason="no kvsidecar answers")
+    assert len(text(never)) == 2
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+@pytest.mark.parametrize("height", [15, 24])
+@pytest.mark.parametrize("ranks", [0, 1, 50])
+def test_a_screen_fits_the_terminal(width: int, height: int, ranks: int) -> None:
+    many = [rank(number, "an-engine-with-a-long-name-" + "x" * 60) for number in range(ranks)]
+    now = reply(ranks=many, stored_bytes=10**15, loaded_bytes=10**15, stores_done=10**9, oldest_inflight_seconds=1)
+    now.refusals.update({"pool_full": 10**6, "not_found": 10**6, "invalid_request": 1})
+    now.readiness.reason = "r" * 300
+    lines = text(screen(now, reply(ranks=many), lost_for=1.0, lost_reason="e" * 300), width, height)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_engines_that_do_not_fit_are_counted_and_the_busy_ones_stay() -> None:
+    ranks = [rank(number, f"e{number:02}", stored_bytes=1000 if number == 37 else 0) for number in range(50)]
+    before = [rank(number, f"e{number:02}") for number in range(50)]
+    lines = text(screen(reply(ranks=ranks), reply(ranks=before)), height=20)
+    assert any(line.startswith("e37") for line in lines)
+    listed = [line for line in lines if line.startswith("e") and not line.startswith("engine")]
+    assert f"and {50 - len(listed)} less busy" in lines[-1]
+
+
+def test_a_name_cannot_steer_the_terminal() -> None:
+    lines = text(screen(reply(ranks=[rank(1, "\x1b[2J[red]evil")])))
+    assert not any("\x1b" in line for line in lines)
+    assert any("[red]evil" in line for line in lines)
+
+
+def test_a_gpu_is_told_by_the_start_of_its_uuid() -> None:
+    assert short_device("GPU-1a2b3c4d-0000-1111-2222-333344445555") == "GPU-1a2b3c4d"
+    assert short_device("host") == "host"

@@ -1,0 +1,145 @@
+"""What a person at the command line sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.daemon.config import Settings, flag_of, variable_of
+from tests.harness import SECONDS, DaemonProcess, Rank, done, environment
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvsidecar", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment(**variables))
+
+
+def test_help_shows_every_option_with_its_default_and_variable() -> None:
+    text = run("serve", "--help", COLUMNS="200").stdout
+    for option in Settings.model_fields:
+        assert flag_of(option) in text
+        assert variable_of(option) in text.replace("\n", "").replace(" ", "")
+    assert text.count("[default:") == len(Settings.model_fields) + 1
+
+
+@pytest.mark.parametrize("module", ["torch", "grpc", "aiohttp", "numpy", "cuda", "uvloop", "rich", "matplotlib"])
+def test_help_imports_nothing_heavy(module: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "kvsidecar", "serve", "--help"]
+    times = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment()).stderr
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in times.splitlines()}
+    assert "kvsidecar" in imported
+    assert module not in imported
+
+
+def test_no_file_of_the_daemon_pulls_in_torch(short_dir: Path) -> None:
+    (short_dir / "torch.py").write_text("raise SystemExit('torch was imported')")
+    modules = ("daemon.daemon", "cli.main", "device.host", "cli.demo.run", "bench.run")
+    script = "import " + ", ".join(f"kvsidecar.{module}" for module in modules)
+    path = os.pathsep.join([str(short_dir), *filter(None, sys.path)])
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=environment(PYTHONPATH=path),
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "sentence"),
+    [
+        (("--pool-size", "lots"), {}, "--pool-size='lots'"),
+        ((), {"KVSIDECAR_POOL_SIZ": "1GiB"}, "KVSIDECAR_POOL_SIZ is not a setting: did you mean KVSIDECAR_POOL_SIZE?"),
+        (("--http-port", "99999"), {}, "--http-port='99999'"),
+        ((), {"KVSIDECAR_FAILPOINTS": "no.such=kill"}, "no.such"),
+        (("--socket-group", "no-such-group", "--socket-mode", "0660"), {}, "no-such-group"),
+    ],
+)
+def test_a_bad_setting_stops_the_start_with_one_sentence(
+    short_dir: Path, arguments: tuple[str, ...], variables: dict[str, str], sentence: str
+) -> None:
+    socket = str(short_dir / "kvs.sock")
+    flags = ["--device", "host", "--socket", socket]
+    if "--pool-size" not in arguments:
+        flags += ["--pool-size", "1MiB"]
+    refused = run("serve", *flags, *arguments, **variables)
+    assert refused.returncode == 78
+    assert sentence in refused.stderr
+    said = [line for line in refused.stderr.splitlines() if not line.startswith("{")]
+    assert len(said) == 1
+    assert said[0].startswith("kvsidecar: ")
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence(short_dir: Path) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    refused = run("serve", "--device", "cuda", "--socket", str(short_dir / "kvs.sock"))
+    assert refused.returncode == 69
+    assert refused.stderr.count("\n") == 1
+    assert "driver" in refused.stderr
+
+
+def test_an_http_port_in_use_is_one_sentence(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as daemon:
+        port = daemon.http.rpartition(":")[2]
+        socket = str(short_dir / "other.sock")
+        refused = run(
+            "serve", "--device", "host", "--pool-size", "1MiB", "--socket", socket, "--http-port", port
+        )  # fmt: skip
+    assert refused.returncode == 75, "it may pass: a service manager starts it again"
+    said = [line for line in refused.stderr.splitlines() if not line.startswith("{")]
+    assert len(said) == 1
+    assert f"127.0.0.1:{port} (Address already in use): free it, or set http_host and http_port" in said[0]
+
+
+def test_an_address_that_no_machine_will_have_is_a_wrong_setting(short_dir: Path) -> None:
+    flags = ["--device", "host", "--pool-size", "1MiB", "--socket", str(short_dir / "kvs.sock")]
+    refused = run("serve", *flags, "--http-port", "0", "--http-host", "no such host")
+    assert refused.returncode == 78
+    assert "HTTP cannot listen on no such host:0" in refused.stderr
+    later = run("serve", *flags, "--http-port", "0", "--http-host", "192.0.2.1")  # of no network; TEST-NET-1
+    assert later.returncode == 75
+    assert "192.0.2.1:0 (Cannot assign requested address)" in later.stderr
+
+
+def test_status_without_a_daemon_says_so(short_dir: Path) -> None:
+    missing = run("status", "--socket", str(short_dir / "none.sock"))
+    assert missing.returncode == 69
+    assert "no kvsidecar answers" in missing.stderr
+    assert missing.stderr.count("\n") == 1
+
+
+def test_status_shows_state_pool_namespaces_engines_and_refusals(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon, instance="my-engine")
+    done(rank.store("a", "b"))
+    rank.hits("a", "x")
+    rank.load("x", at=[1])
+    text = run("status", "--socket", daemon.socket, COLUMNS="120").stdout
+    for word in ("ready", "on host", "24 KiB of 1 MiB used", "2 blocks", "my-engine", "0/1", "50%", "not_found 1"):
+        assert word in text, word
+
+    body = json.loads(run("status", "--socket", daemon.socket, "--json").stdout)
+    assert body["readiness"]["state"] == "ready"
+    assert body["pool"]["used_bytes"] == 2 * 12288
+    assert body["ranks"][0]["instance"] == "my-engine"
+    assert body["namespaces"][0]["namespace"]["model"] == "m"
+    assert body["refusals"] == {"not_found": 1}
+    assert body == {**daemon.get("/status")[1], "uptime_seconds": body["uptime_seconds"], "ranks": body["ranks"]}
+    rank.close()
+
+
+def test_the_demo_verifies_every_byte() -> None:
+    shown = run("demo", "--blocks", "40", "--device", "host", COLUMNS="120")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "verified: engine B loaded what engine A had stored" in shown.stdout
+    assert "killed with SIGKILL" in shown.stdout
+
+
+def test_the_demo_refuses_nonsense() -> None:
+    assert run("demo", "--blocks", "0").returncode == 1

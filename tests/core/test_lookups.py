@@ -1,0 +1,69 @@
+"""Leases of one user are limited; what is over is answered without a lease, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvsidecar.core import lookups as module
+from kvsidecar.core.hashes import PackedHashes
+from kvsidecar.core.lookups import LookupResult, Lookups
+from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.readiness import Readiness
+from kvsidecar.types import LookupMode
+from tests.cache.support import keys, namespace, new_cache, open_space, store
+
+NAMES = keys(*range(4))
+USERS = {b"a1": [b"a1", b"a2"], b"a2": [b"a1", b"a2"], b"b": [b"b"]}
+
+
+class World:
+    def __init__(self) -> None:
+        self.cache = new_cache(8)
+        self.metrics = Metrics("host")
+        readiness = Readiness(1 << 20)
+        readiness.pinning()
+        readiness.become_ready()
+        self.lookups = Lookups(
+            self.cache, readiness, self.metrics, lambda: 0.0, lease_max=60.0, owners_of=USERS.__getitem__
+        )
+        store(self.cache, open_space(self.cache), *range(4))
+
+    def lookup(self, owner: bytes | None, blocks: int = 1) -> LookupResult:
+        packed = PackedHashes(b"".join(NAMES[:blocks]), 32)
+        return self.lookups.lookup(namespace(), [(0, packed)], LookupMode.PREFIX, lease_seconds=9, owner=owner)
+
+    @property
+    def limited(self) -> float:
+        return self.metrics.value("kvsidecar_refusals_total", reason="limit")
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(module, "MAX_LEASES", 3)
+    monkeypatch.setattr(module, "MAX_LEASED_BLOCKS", 6)
+    made = World()
+    yield made
+    made.cache.check_integrity()
+
+
+def test_leases_are_counted_over_all_connections_of_a_user(world: World) -> None:
+    taken = [world.lookup(owner) for owner in (b"a1", b"a2", b"a2", b"a1")]
+    assert [each.lease is not None for each in taken] == [True, True, True, False]
+    assert (taken[-1].groups[0].hits, taken[-1].lease_seconds) == (1, 0.0), "the answer itself is the same"
+    assert world.limited == 1
+    assert world.lookup(b"b").lease is not None
+    assert world.lookup(None).lease is not None
+    assert taken[1].lease is not None
+    world.lookups.release(taken[1].lease)
+    assert world.lookup(b"a1").lease is not None
+
+
+def test_blocks_in_leases_are_counted_and_given_back_with_their_owner(world: World) -> None:
+    assert world.lookup(b"a1", 4).lease is not None
+    assert world.lookup(b"a2", 3).lease is None
+    assert world.lookup(b"a2", 2).lease is not None
+    world.cache.drop_owner(b"a1")
+    assert world.lookup(b"a2", 4).lease is not None
+    assert world.limited == 1

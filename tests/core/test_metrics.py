@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvsidecar.core.metrics import Gauges, Metrics
+from kvsidecar.types import Direction, Refusal, State
+
+
+def gauges(state: State = State.READY) -> Gauges:
+    return Gauges(
+        state=state,
+        pool_total_bytes=100,
+        pool_pinned_bytes=100,
+        pool_used_bytes=40,
+        pool_free_bytes=50,
+        pool_reserved_bytes=10,
+        pool_leased_bytes=5,
+        pool_quarantined_bytes=0,
+        blocks=4,
+        leases=1,
+        attached_ranks=2,
+        evicted_blocks=7,
+        evicted_bytes=70,
+        jobs_queued={Direction.STORE: 3},
+        imported_bytes={"GPU-1": 12},
+    )
+
+
+def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_every_refusal_reason_is_exported_at_zero_before_it_happens() -> None:
+    samples = scrape(Metrics("host"))
+    for reason in Refusal:
+        assert samples["kvsidecar_refusals_total", (("reason", reason.value),)] == 0
+
+
+def test_gauges_are_read_at_the_scrape() -> None:
+    metrics = Metrics("host")
+    metrics.read_gauges_from(gauges)
+    samples = scrape(metrics)
+    assert samples["kvsidecar_pool_used_bytes", ()] == 40
+    assert samples["kvsidecar_jobs_queued", (("direction", "store"),)] == 3
+    assert samples["kvsidecar_jobs_queued", (("direction", "load"),)] == 0
+    assert samples["kvsidecar_imported_gpu_bytes", (("device", "GPU-1"),)] == 12
+    assert samples["kvsidecar_evicted_blocks_total", ()] == 7
+    assert samples["kvsidecar_ready", ()] == 1
+
+
+def test_exactly_one_state_is_set() -> None:
+    metrics = Metrics("host")
+    metrics.read_gauges_from(lambda: gauges(State.PINNING))
+    samples = scrape(metrics)
+    states = {state: samples["kvsidecar_state", (("state", state.value),)] for state in State}
+    assert [state for state, value in states.items() if value] == [State.PINNING]
+    assert samples["kvsidecar_ready", ()] == 0
+
+
+def test_copy_seconds_resolve_a_single_block() -> None:
+    metrics = Metrics("cuda")
+    metrics.copy_seconds.labels("load").observe(45e-6)
+    samples = scrape(metrics)
+    assert samples["kvsidecar_copy_seconds_bucket", (("direction", "load"), ("le", "5e-05"))] == 1
+
+
+def test_refusal_counts_list_what_happened_only() -> None:
+    metrics = Metrics("host")
+    metrics.refuse(Refusal.POOL_FULL, 3)
+    assert metrics.refusal_counts() == {"pool_full": 3}

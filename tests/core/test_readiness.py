@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from kvsidecar.core.readiness import Readiness, Snapshot
+from kvsidecar.types import Refusal, State
+
+
+def test_work_is_declined_until_ready_and_again_when_draining() -> None:
+    readiness = Readiness(1000)
+    assert readiness.refusal is Refusal.NOT_READY
+    readiness.pinning(pinned_bytes=10)
+    assert readiness.refusal is Refusal.NOT_READY
+    readiness.become_ready()
+    assert readiness.refusal is None
+    readiness.drain("bye")
+    assert readiness.refusal is Refusal.DRAINING
+
+
+def test_ready_says_that_everything_is_pinned_and_gives_no_reason() -> None:
+    readiness = Readiness(1000)
+    readiness.pinning(pinned_bytes=400, bytes_per_second=100.0, eta_seconds=6.0)
+    assert readiness.now == Snapshot(State.PINNING, 1000, 400, 100.0, 6.0, "the pool is being pinned")
+    readiness.become_ready()
+    assert readiness.now.pinned_bytes == 1000
+    assert readiness.now.reason == ""
+    assert readiness.now.eta_seconds is None
+
+
+def test_a_failure_is_never_overwritten_by_late_progress() -> None:
+    readiness = Readiness(1000)
+    readiness.pinning(pinned_bytes=400)
+    readiness.fail("chunk 3: out of memory")
+    readiness.pinning(pinned_bytes=500)
+    readiness.become_ready()
+    assert readiness.now.state is State.FAILED
+    assert readiness.now.reason == "chunk 3: out of memory"
+    assert readiness.now.pinned_bytes == 0
+
+
+def test_draining_hides_every_state() -> None:
+    for before in ("starting", "pinning", "ready", "failed"):
+        readiness = Readiness(1000)
+        if before != "starting":
+            readiness.pinning()
+        if before == "ready":
+            readiness.become_ready()
+        if before == "failed":
+            readiness.fail("x")
+        readiness.drain("stop")
+        readiness.become_ready()
+        readiness.fail("late")
+        assert readiness.now.state is State.DRAINING
+
+
+def test_a_drain_that_is_taken_back_shows_the_state_as_it_is_by_then() -> None:
+    readiness = Readiness(1000)
+    heard: list[State] = []
+    readiness.listen(lambda now: heard.append(now.state))
+    assert not readiness.cancel_drain(), "there was none"
+    readiness.drain("an operator asked to drain")
+    readiness.pinning(pinned_bytes=400, eta_seconds=3.0)
+    assert (readiness.now.state, readiness.now.pinned_bytes, readiness.now.eta_seconds) == (State.DRAINING, 400, None)
+    assert readiness.cancel_drain()
+    assert (readiness.now.state, readiness.now.eta_seconds) == (State.PINNING, 3.0)
+    readiness.drain("again")
+    readiness.become_ready()
+    assert not readiness.ready
+    assert readiness.cancel_drain()
+    assert readiness.ready
+    assert readiness.now.reason == ""
+    readiness.drain("again")
+    readiness.fail("every device is lost")
+    assert readiness.now.reason == "again"
+    assert readiness.cancel_drain()
+    assert (readiness.now.state, readiness.now.reason) == (State.FAILED, "every device is lost")
+    starting = [State.DRAINING, State.DRAINING, State.PINNING, State.DRAINING, State.DRAINING, State.READY]
+    assert heard == [*starting, State.DRAINING, State.DRAINING, State.FAILED]
+
+
+def test_nothing_takes_a_shutdown_back() -> None:
+    readiness = Readiness(1000)
+    readiness.pinning()
+    readiness.become_ready()
+    readiness.drain("an operator asked to drain")
+    readiness.shut_down()
+    assert readiness.now.reason == "the daemon is shutting down"
+    assert not readiness.cancel_drain()
+    assert readiness.refusal is Refusal.DRAINING
+
+
+def test_listeners_hear_every_change_until_they_stop_listening() -> None:
+    readiness = Readiness(1000)
+    heard: list[State] = []
+    stop = readiness.listen(lambda now: heard.append(now.state))
+    readiness.pinning()
+    readiness.become_ready()
+    stop()
+    readiness.drain("x")
+    assert heard == [State.PINNING, State.READY]

@@ -1,0 +1,279 @@
+"""Who may attach what: limits of a registration, and memory that belongs to one user."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Generator, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.client import HostBuffer
+from kvsidecar.copier.hub import DeviceHub
+from kvsidecar.core.access import Access
+from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
+from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, Registration
+from kvsidecar.core.sessions import Instances, Peer, Session
+from kvsidecar.device.host import HostPlatform
+from kvsidecar.errors import AccessDenied, InvalidRequest
+from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire
+from kvsidecar.server.convert import registration_from
+from kvsidecar.support.tasks import Turns
+from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.harness import NAMESPACE, layout
+
+POOL_BYTES = 1 << 20
+CHUNK = 4096
+
+
+@pytest.fixture
+def buffer() -> Iterator[HostBuffer]:
+    buffer = HostBuffer(1 << 20)
+    yield buffer
+    buffer.close()
+
+
+class World:
+    """Instances over the real host device and an empty cache."""
+
+    def __init__(self) -> None:
+        self.cache = BlockCache(SlotAllocator(POOL_BYTES, POOL_BYTES))
+        self.hub = DeviceHub(HostPlatform(), lambda *_: None, store_chunk=CHUNK)
+        self.instances = Instances(self.cache, self.hub, lambda: 0.0, lambda *_: None, Access(None, owner=0))
+
+    def peer(self, buffer: HostBuffer, *, uid: int) -> Peer:
+        return self.instances.add_peer(pid=1, uid=uid, gid=1, client="", fds=(buffer.fd,))
+
+    async def attach(self, peer: Peer, **changes: Any) -> Session:
+        registration = Registration(
+            token=peer.token,
+            instance="i",
+            namespace=NAMESPACE,
+            rank=0,
+            world_size=1,
+            device="host",
+            allocations=(FdAllocation(0, 1 << 20),),
+            groups=(layout(),),
+        )
+        return await self.instances.register(dataclasses.replace(registration, **changes))
+
+
+async def test_stores_are_paced_while_an_engine_is_at_work_on_their_device(buffer: HostBuffer) -> None:
+    world = World()
+
+    def chunks() -> tuple[int | None, int | None]:
+        return world.hub.chunk("host", Direction.STORE), world.hub.chunk("host", Direction.LOAD)
+
+    assert chunks() == (None, None)
+    one, two = [await world.attach(world.peer(buffer, uid=1000)) for _ in range(2)]
+    assert chunks() == (CHUNK, None)  # copies to the device disturb nobody
+    assert world.hub.chunk("another", Direction.STORE) is None
+    world.instances.set_idle(one, True)
+    assert chunks() == (CHUNK, None)
+    world.instances.set_idle(two, True)
+    assert chunks() == (None, None)
+    world.instances.set_idle(one, False)
+    assert chunks() == (CHUNK, None)
+    await world.instances.end(one, gone=False)
+    assert chunks() == (None, None)
+
+
+async def test_memory_of_one_user_is_refused_to_another_while_it_is_attached(buffer: HostBuffer) -> None:
+    world = World()
+    first = await world.attach(world.peer(buffer, uid=1000))
+    stranger = world.peer(buffer, uid=1001)
+    with pytest.raises(AccessDenied, match="by a process of another user"):
+        await world.attach(stranger)
+    assert len(world.instances) == 1
+    await world.instances.end(first, gone=False)
+    assert await world.attach(stranger) is not None
+
+
+async def test_memory_may_be_shared_by_processes_of_one_user(buffer: HostBuffer) -> None:
+    world = World()
+    sessions = [await world.attach(world.peer(buffer, uid=1000)) for _ in range(2)]
+    assert sessions[0].memories == sessions[1].memories
+
+
+async def test_a_refused_user_leaves_nothing_behind(buffer: HostBuffer) -> None:
+    world = World()
+    first = await world.attach(world.peer(buffer, uid=1000))
+    with pytest.raises(AccessDenied):
+        await world.attach(world.peer(buffer, uid=1001), namespace=dataclasses.replace(NAMESPACE, model="other"))
+    await world.instances.end(first, gone=False)
+    assert world.instances.imported_bytes() == {}
+    device = first.device
+    with pytest.raises(ValueError, match="not mapped"):  # the first one's end was the last use
+        device.release_memory(first.memories[0])
+    assert world.cache.find_space(NAMESPACE, 0) is None
+    assert world.cache.find_space(dataclasses.replace(NAMESPACE, model="other"), 0) is None
+
+
+async def test_of_two_users_who_attach_the_same_memory_at_once_one_is_refused(buffer: HostBuffer) -> None:
+    world = World()
+    peers = [world.peer(buffer, uid=uid) for uid in (1000, 1001)]
+    results = await asyncio.gather(*(world.attach(peer) for peer in peers), return_exceptions=True)
+    assert sorted(type(result).__name__ for result in results) == ["AccessDenied", "Session"]
+
+
+async def test_different_users_may_attach_memory_of_their_own(buffer: HostBuffer) -> None:
+    world = World()
+    other = HostBuffer(1 << 20)
+    await world.attach(world.peer(buffer, uid=1000))
+    await world.attach(world.peer(other, uid=1001))
+    assert len(world.instances) == 2
+    other.close()
+
+
+LONGEST = "é" * (MAX_TEXT_BYTES // 2)
+"""Bytes are counted, not characters."""
+
+
+@pytest.mark.parametrize("field", ["model", "dtype", "kv_layout", "hash_algorithm", "extra"])
+def test_every_text_of_a_namespace_is_bounded(field: str) -> None:
+    assert dataclasses.replace(NAMESPACE, **{field: LONGEST}).problem() is None
+    problem = dataclasses.replace(NAMESPACE, **{field: LONGEST + "x"}).problem()
+    assert problem is not None
+    assert problem.startswith(f"namespace.{field} has {MAX_TEXT_BYTES + 1} bytes; it may have {MAX_TEXT_BYTES}")
+
+
+@pytest.mark.parametrize("field", ["instance", "device"])
+async def test_every_text_of_a_registration_is_bounded_and_not_echoed(buffer: HostBuffer, field: str) -> None:
+    world = World()
+    peer = world.peer(buffer, uid=1)
+    with pytest.raises(InvalidRequest, match=f"{field} has {MAX_TEXT_BYTES + 1} bytes") as refused:
+        await world.attach(peer, **{field: LONGEST + "x"})
+    assert "é" not in str(refused.value)
+    if field == "instance":
+        await world.attach(peer, instance=LONGEST)
+
+
+async def test_a_namespace_that_is_too_long_is_refused_at_attach(buffer: HostBuffer) -> None:
+    world = World()
+    with pytest.raises(InvalidRequest, match=r"namespace\.model has"):
+        await world.attach(
+            world.peer(buffer, uid=1), namespace=dataclasses.replace(NAMESPACE, model="x" * (MAX_TEXT_BYTES + 1))
+        )
+
+
+async def test_the_rows_of_all_groups_together_are_limited(buffer: HostBuffer) -> None:
+    world = World()
+    half = split_into(1, MAX_ROWS // 2 + 1)
+    groups = (half, dataclasses.replace(half, group=1))
+    with pytest.raises(InvalidRequest, match=f"of all groups have more than {MAX_ROWS} rows"):
+        await world.attach(world.peer(buffer, uid=1000), groups=groups)
+    session = await world.attach(world.peer(buffer, uid=1000), groups=(half,))
+    await world.instances.end(session, gone=False)
+
+
+def at_the_limits(what: str) -> tuple[GroupLayout, ...]:
+    """As large a registration as is allowed, in one way or another."""
+    match what:
+        case "regions":
+            return (split_into(MAX_REGIONS, 1),)
+        case "rows":
+            return (split_into(2, MAX_ROWS // 2),)
+        case "regions and rows":
+            return (split_into(MAX_REGIONS, MAX_ROWS // MAX_REGIONS),)
+        case _:
+            per_group = MAX_REGIONS // MAX_GROUPS
+            rows = MAX_ROWS // MAX_GROUPS // per_group
+            return tuple(
+                dataclasses.replace(split_into(per_group, rows), group=group, num_blocks=3)
+                for group in range(MAX_GROUPS)
+            )
+
+
+def split_into(regions: int, rows: int) -> GroupLayout:
+    """Rows outermost, and in each row the regions side by side in every block: all spans interleave."""
+    stride = 2 * regions
+    return GroupLayout(0, 4, 0, 1, tuple(Region(0, 2 * i, 4 * stride, stride, 1, rows) for i in range(regions)))
+
+
+@pytest.mark.parametrize("what", ["regions", "rows", "regions and rows", "groups"])
+async def test_the_largest_registration_holds_up_the_event_loop_hardly_longer_than_a_small_one(
+    buffer: HostBuffer, what: str
+) -> None:
+    """Measured in seconds of the processor that the loop's thread takes without a pause, so that what else the machine
+    does is not counted."""
+    world = World()
+    peer = world.peer(buffer, uid=1000)
+
+    async def longest_step(groups: tuple[GroupLayout, ...]) -> float:
+        message = pb.Register(
+            token=peer.token,
+            instance="i",
+            namespace=namespace_to_wire(NAMESPACE),
+            world_size=1,
+            device="host",
+            allocations=[pb.Allocation(fd_index=0, size=1 << 20)],
+            groups=[layout_to_wire(each) for each in groups],
+        )
+
+        async def attach() -> None:
+            registration = await world.instances.turns.run(registration_from(message))
+            await world.instances.end(await world.instances.register(registration), gone=False)
+
+        attaching = asyncio.create_task(attach())
+        longest, before = 0.0, time.thread_time()
+        while not attaching.done():
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            longest, before = max(longest, now - before), now
+        await attaching
+        return longest
+
+    small, large = [], []
+    for _ in range(7):
+        small.append(await longest_step((split_into(64, 1),)))
+        large.append(await longest_step(at_the_limits(what)))
+    assert min(large) < 16 * min(small)
+
+
+async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_steps() -> None:
+    turns, order = Turns(), list[str]()
+
+    def steps(name: str, count: int) -> Generator[None, None, str]:
+        for number in range(count):
+            order.append(f"{name}{number}")
+            yield
+        return name
+
+    async def bystander() -> None:
+        while True:
+            order.append("|")
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(bystander())
+    await asyncio.sleep(0)
+    assert await asyncio.gather(*(turns.run(steps(*each)) for each in (("a", 20), ("b", 20), ("c", 1)))) == [*"abc"]
+    others.cancel()
+    taken = [each[0] for each in order]
+    assert all("|" in pair for pair in pairwise(taken)), "two steps without a look at the others"
+    assert order.index("c0") < order.index("a2"), "a short computation waits for a long one"
+
+
+async def test_a_computation_that_fails_lets_the_others_have_their_turns() -> None:
+    turns = Turns()
+
+    def fails() -> Generator[None, None, None]:
+        yield
+        raise InvalidRequest("no")
+
+    def goes_on() -> Generator[None, None, int]:
+        yield
+        yield
+        return 7
+
+    outcomes = await asyncio.gather(turns.run(fails()), turns.run(goes_on()), return_exceptions=True)
+    assert [type(outcomes[0]), outcomes[1]] == [InvalidRequest, 7]
+    cancelled = asyncio.create_task(turns.run(goes_on()))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    assert await turns.run(goes_on()) == 7

@@ -1,0 +1,86 @@
+"""The files of deploy/systemd, without a systemd that runs them (see e2e/test_systemd.py)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.daemon.config import load_settings
+from kvsidecar.daemon.daemon import EXIT_UNSETTLED
+from kvsidecar.daemon.reload import RELOADABLE
+from kvsidecar.daemon.systemd import EXTEND_SECONDS, STOP_MARGIN_SECONDS
+
+UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
+UNIT = (UNITS / "kvsidecar.service").read_text()
+
+
+def check(directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(UNITS / "check"), str(directory)], capture_output=True, text=True, timeout=60)
+
+
+def variables(text: str, pattern: str) -> dict[str, str]:
+    found = dict(re.findall(pattern, text, re.MULTILINE))
+    return {name: value for name, value in found.items() if name.startswith("KVSIDECAR_")}
+
+
+def test_every_variable_of_the_unit_and_of_the_example_is_a_setting_with_a_good_value() -> None:
+    in_unit = variables(UNIT, r"^Environment=(\w+)=(.*)$")
+    in_example = variables((UNITS / "kvsidecar.env").read_text(), r"^#?(KVSIDECAR_\w+)=(.*)$")
+    assert in_unit["KVSIDECAR_SOCKET"] == "/run/kvsidecar/kvsidecar.sock"
+    assert len(in_example) > 4
+    load_settings({}, {**in_unit, **in_example}, default_file=Path("/nowhere"))
+
+
+def test_the_times_of_the_unit_fit_the_defaults_and_the_words_that_name_them() -> None:
+    defaults = load_settings({}, {}, default_file=Path("/nowhere"))
+    times = {name: int(value) for name, value in re.findall(r"^(\w+Sec)=(\d+)s$", UNIT, re.MULTILINE)}
+    assert times["TimeoutStopSec"] >= defaults.drain_timeout + STOP_MARGIN_SECONDS
+    assert f"stuck_after ({defaults.stuck_after:.0f} s)" in UNIT
+    assert f"drain_timeout ({defaults.drain_timeout:.0f} s)" in UNIT
+    readme = (UNITS / "README.md").read_text()
+    assert EXTEND_SECONDS == 120
+    assert "two minutes" in readme
+    assert f"`drain_timeout` + {STOP_MARGIN_SECONDS} s" in readme
+    assert f"every {times['WatchdogSec'] / 2:.0f} s" in readme
+    for text in (readme, (UNITS / "kvsidecar.env").read_text()):
+        assert all(option in text for option in RELOADABLE)
+
+
+def test_a_daemon_that_ends_itself_to_end_its_copies_is_started_again() -> None:
+    (prevented,) = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.MULTILINE)
+    assert "Restart=on-failure" in UNIT
+    assert str(EXIT_UNSETTLED) not in prevented.split()
+
+
+systemd_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")
+
+
+@systemd_analyze
+def test_the_units_pass_the_check() -> None:
+    done = check(UNITS)
+    assert done.returncode == 0, done.stdout
+    assert "not checked" not in done.stdout
+
+
+@systemd_analyze
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("LockPersonality=yes", "LockPersonalty=yes"),
+        ("TimeoutStopSec=60s", "TimeoutStopSec=soon"),
+        ("Type=notify", "Type=notify-me"),
+        ("ExecStart=/opt/kvsidecar/bin/kvsidecar serve", "ExecStart=/opt/kvsidecar/kvsidecar serve"),
+        ("NoNewPrivileges=yes\nCapabilityBoundingSet=\n", ""),
+    ],
+)
+def test_a_unit_with_a_mistake_fails_the_check(tmp_path: Path, line: str, instead: str) -> None:
+    for unit in UNITS.glob("*.service"):
+        shutil.copy(unit, tmp_path)
+    assert line in UNIT
+    (tmp_path / "kvsidecar.service").write_text(UNIT.replace(line, instead))
+    done = check(tmp_path)
+    assert done.returncode == 1, done.stdout

@@ -1,0 +1,750 @@
+"""HostPool: exactly the configured bytes, all of them pinned, or nothing. Real memory, real mlock, /proc as witness."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from kvsidecar.device.base import Device
+from kvsidecar.errors import PinFailed, PinStopped, PoolRefused
+from kvsidecar.pool import host_memory
+from kvsidecar.pool.host_pool import HostPool, Part, PinProgress, PoolSpec, split_over_nodes
+from kvsidecar.support import failpoints, memory_limits
+from kvsidecar.support.memory_limits import HugePages, PageKind
+from kvsidecar.support.units import GiB, KiB, MiB
+
+NBYTES = 4 * MiB + 4 * KiB
+"""Not a multiple of a chunk or of a huge page, and inside the usual RLIMIT_MEMLOCK of 8 MiB."""
+CHUNKS = ((0, MiB), (MiB, MiB), (2 * MiB, MiB), (3 * MiB, MiB), (4 * MiB, 4 * KiB))
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+pytestmark = pytest.mark.skipif(
+    (memory_limits.memlock_limit() or 8 * MiB) < 8 * MiB, reason="this process may lock less than 8 MiB"
+)
+
+
+class MlockPlatform:
+    """Pins with mlock and remembers every call; fails on demand."""
+
+    def __init__(
+        self,
+        name: str = "host",
+        *,
+        fail_at: int | None = None,
+        limit: int | None = None,
+        refuse_unpin: Callable[[int], bool] = lambda number: False,
+    ) -> None:
+        self.name = name
+        self.calls: list[tuple[str, int, int]] = []
+        self._fail_at = fail_at
+        self._limit = limit
+        self._refuse_unpin = refuse_unpin
+        self._unpins = count()
+
+    def pin_limit(self) -> int | None:
+        return self._limit
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if len(self.calls) == self._fail_at:
+            raise PinFailed("out of memory")
+        assert _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0
+        self.calls.append(("pin", address, nbytes))
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        if self._refuse_unpin(next(self._unpins)):
+            raise RuntimeError("the context is gone")
+        assert _libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0
+        self.calls.append(("unpin", address, nbytes))
+
+    def numa_nodes(self) -> tuple[int, ...]:
+        return ()
+
+    def device_uuids(self) -> tuple[str, ...]:
+        return ()
+
+    def device(self, uuid: str) -> Device:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Mapped:
+    """Sums over the pool's mappings, in bytes: those that are in no core dump and not inherited by a fork."""
+
+    size: int = 0
+    resident: int = 0
+    locked: int = 0
+    flags: frozenset[str] = frozenset()
+
+
+def mapped() -> Mapped:
+    total = Mapped()
+    for block in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:
+        flags = frozenset(re.search(r"^VmFlags:(.*)$", block, re.MULTILINE)[1].split())  # type: ignore[index]
+        if {"dc", "dd"} <= flags:
+            numbers = {name: int(kb) * KiB for name, kb in re.findall(r"^(\w+): +(\d+) kB$", block, re.MULTILINE)}
+            total.size += numbers["Size"]
+            total.resident += numbers["Rss"] + numbers["Private_Hugetlb"]
+            total.locked += numbers["Locked"]
+            total.flags |= flags
+    return total
+
+
+def spec(**changes: object) -> PoolSpec:
+    values: dict[str, object] = {
+        "nbytes": NBYTES,
+        "slab_bytes": 256 * KiB,
+        "chunk_bytes": MiB,
+        "huge_pages": HugePages.NONE,
+        "memory_check": False,
+    }
+    return PoolSpec(**values | changes)  # type: ignore[arg-type]
+
+
+def ignore(progress: PinProgress) -> None:
+    pass
+
+
+def never() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Whatever a test does: no pool memory was there before it, and none is after it."""
+    assert mapped() == Mapped()
+    yield
+    failpoints.clear()
+    assert mapped() == Mapped()
+
+
+@pytest.fixture
+def pools() -> Iterator[list[HostPool]]:
+    made: list[HostPool] = []
+    yield made
+    for pool in made:
+        pool.close()
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def two_nodes(root: Path, *, free_kb: int = 1 << 30, allowed: str = "0-1") -> Path:
+    """A machine with two NUMA nodes and madvise for transparent huge pages."""
+    return tree(
+        root,
+        {
+            "proc/meminfo": "MemTotal: 1073741824 kB\nMemAvailable: 1073741824 kB\n",
+            "proc/self/status": f"Mems_allowed_list:\t{allowed}\n",
+            "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+            "sys/devices/system/node/online": "0-1\n",
+            "sys/devices/system/node/has_memory": "0-1\n",
+            "sys/devices/system/node/node0/meminfo": f"Node 0 MemTotal: 99 kB\nNode 0 MemFree: {free_kb} kB\n",
+            "sys/devices/system/node/node1/meminfo": f"Node 1 MemTotal: 99 kB\nNode 1 MemFree: {free_kb} kB\n",
+        },
+    )
+
+
+def pins(platform: MlockPlatform, base: int) -> list[tuple[int, int]]:
+    return [(address - base, nbytes) for what, address, nbytes in platform.calls if what == "pin"]
+
+
+def unpins(platform: MlockPlatform, base: int) -> list[tuple[int, int]]:
+    return [(address - base, nbytes) for what, address, nbytes in platform.calls if what == "unpin"]
+
+
+# -- exactly the bytes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("huge_pages", [HugePages.NONE, HugePages.AUTO])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_exactly_the_configured_bytes_are_mapped_resident_and_pinned_and_all_are_given_back(
+    huge_pages: HugePages, threads: int, pools: list[HostPool]
+) -> None:
+    pool = HostPool(spec(huge_pages=huge_pages, prefault_threads=threads), MlockPlatform())
+    pools.append(pool)
+    assert mapped() == Mapped()
+    pool.pin(ignore, never())
+    now = mapped()
+    assert (now.size, now.resident, now.locked) == (NBYTES, NBYTES, NBYTES)
+    pool.close()
+    assert mapped() == Mapped()
+
+
+@pytest.mark.parametrize("huge_pages", [HugePages.NONE, HugePages.AUTO])
+def test_of_the_address_space_taken_for_alignment_only_the_bytes_stay(
+    huge_pages: HugePages, pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: set[int] = set()
+    real_mmap, real_munmap = host_memory.mmap_at, host_memory.unmap
+
+    def pages(address: int, nbytes: int) -> range:
+        return range(address // (4 * KiB), (address + nbytes) // (4 * KiB))
+
+    def mmap(address: int | None, nbytes: int, protection: int, flags: int) -> int:
+        result = real_mmap(address, nbytes, protection, flags)
+        taken.update(pages(result, nbytes))
+        return result
+
+    def munmap(address: int, nbytes: int) -> None:
+        real_munmap(address, nbytes)
+        taken.difference_update(pages(address, nbytes))
+
+    monkeypatch.setattr(host_memory, "mmap_at", mmap)
+    monkeypatch.setattr(host_memory, "unmap", munmap)
+    pool = HostPool(spec(huge_pages=huge_pages), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never())
+    assert taken == set(pages(pool.address, NBYTES))
+    pool.close()
+    assert taken == set()
+
+
+def test_the_view_is_all_of_the_pinned_memory(pools: list[HostPool]) -> None:
+    pool = HostPool(spec(), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never())
+    view = pool.view()
+    assert (view.nbytes, view.ctypes.data) == (NBYTES, pool.address)
+    assert not view.any()
+    view[:] = np.arange(NBYTES, dtype=np.uint64).astype(np.uint8)
+    assert int(pool.view()[-1]) == (NBYTES - 1) % 256
+
+
+def test_prefaulting_covers_each_chunk_once_before_it_is_pinned(
+    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = MlockPlatform()
+    touched: list[tuple[int, int, int]] = []
+    lock = threading.Lock()
+
+    def record(address: int, nbytes: int) -> None:
+        with lock:
+            touched.append((address, nbytes, len(platform.calls)))
+
+    monkeypatch.setattr(host_memory, "populate", record)
+    pool = HostPool(spec(prefault_threads=3), platform)
+    pools.append(pool)
+    pool.pin(ignore, never())
+    covered = sorted((address - pool.address, nbytes, chunks_before) for address, nbytes, chunks_before in touched)
+    assert covered[0][0] == 0
+    assert all(first[0] + first[1] == second[0] for first, second in pairwise(covered))
+    assert covered[-1][0] + covered[-1][1] == NBYTES
+    # At most one chunk ahead: what is faulted in and not pinned is given back page by page if pinning is stopped.
+    assert all(offset // MiB - 1 <= chunks_before <= offset // MiB for offset, _, chunks_before in covered)
+
+
+def test_the_next_chunk_is_faulted_in_while_one_is_pinned(
+    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = MlockPlatform()
+    faulted: set[int] = set()
+    changed = threading.Condition()
+
+    def populate(address: int, nbytes: int) -> None:
+        with changed:
+            faulted.add((address - pool.address) // MiB)
+            changed.notify_all()
+
+    def pin(address: int, nbytes: int) -> None:
+        chunk = (address - pool.address) // MiB
+        with changed:
+            assert chunk in faulted
+            assert chunk == len(CHUNKS) - 1 or changed.wait_for(lambda: chunk + 1 in faulted, 30)
+
+    monkeypatch.setattr(host_memory, "populate", populate)
+    monkeypatch.setattr(platform, "pin", pin)
+    monkeypatch.setattr(platform, "unpin", lambda address, nbytes: None)
+    pool = HostPool(spec(), platform)
+    pools.append(pool)
+    pool.pin(ignore, never())
+
+
+def test_prefaulting_runs_in_as_many_threads_as_configured(
+    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(4, timeout=30)
+    monkeypatch.setattr(host_memory, "populate", lambda address, nbytes: together.wait())
+    pool = HostPool(spec(nbytes=MiB, prefault_threads=4), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never())
+
+
+def test_the_lock_that_an_attach_needs_is_free_between_small_pieces(
+    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(host_memory, "populate", lambda address, nbytes: sizes.append(nbytes))
+    monkeypatch.setattr("kvsidecar.pool.host_pool.PREFAULT_BYTES", 2 * MiB)
+    pool = HostPool(spec(nbytes=9 * MiB, chunk_bytes=8 * MiB, prefault_threads=1), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never())
+    assert sizes == [2 * MiB] * 4 + [MiB]
+
+
+def test_on_a_kernel_without_populate_the_pages_are_touched_instead(
+    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = host_memory.advise
+
+    def old_kernel(address: int, nbytes: int, advice: int) -> None:
+        if advice == 23:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(address, nbytes, advice)
+
+    monkeypatch.setattr(host_memory, "advise", old_kernel)
+    platform = MlockPlatform()
+    resident: list[int] = []
+    monkeypatch.setattr(platform, "pin", lambda address, nbytes: resident.append(mapped().resident))
+    monkeypatch.setattr(platform, "unpin", lambda address, nbytes: None)
+    pool = HostPool(spec(), platform)
+    pools.append(pool)
+    pool.pin(ignore, never())
+    at_least = [MiB, 2 * MiB, 3 * MiB, 4 * MiB, NBYTES]  # and perhaps some of the next chunk
+    assert all(least <= found <= least + MiB for found, least in zip(resident, at_least, strict=True))
+
+
+# -- order, failure, stop ----------------------------------------------------------------------------------------
+
+
+def test_chunks_are_pinned_in_order_and_unpinned_in_reverse(pools: list[HostPool]) -> None:
+    platform = MlockPlatform()
+    pool = HostPool(spec(), platform)
+    pools.append(pool)
+    pool.pin(ignore, never())
+    base = pool.address
+    assert pins(platform, base) == list(CHUNKS)
+    pool.close()
+    assert unpins(platform, base) == list(reversed(CHUNKS))
+
+
+@pytest.mark.parametrize("failing", range(len(CHUNKS)))
+def test_a_chunk_that_cannot_be_pinned_gives_back_all_before_it_in_reverse(failing: int) -> None:
+    platform = MlockPlatform(fail_at=failing)
+    pool = HostPool(spec(), platform)
+    with pytest.raises(PinFailed, match=rf"^chunk {failing + 1} of 5 \(.*\): out of memory") as raised:
+        pool.pin(ignore, never())
+    assert str(raised.value).endswith(": the chunks before it were given back") == (failing > 0)
+    done = [call[1:] for call in platform.calls if call[0] == "pin"]
+    assert [nbytes for _, nbytes in done] == [nbytes for _, nbytes in CHUNKS[:failing]]
+    assert [call[1:] for call in platform.calls if call[0] == "unpin"] == done[::-1]
+    assert mapped() == Mapped()
+    with pytest.raises(RuntimeError, match="not reserved"):
+        _ = pool.address
+
+
+def test_the_error_of_a_chunk_says_which_and_where() -> None:
+    with pytest.raises(PinFailed) as raised:
+        HostPool(spec(), MlockPlatform(fail_at=4)).pin(ignore, never())
+    said = "chunk 5 of 5 (4 KiB at 4 MiB): out of memory: the chunks before it were given back"
+    assert str(raised.value) == said
+
+
+@pytest.mark.parametrize(
+    "point", ["pool.reserve", "pool.prefault_chunk@0", "pool.prefault_chunk@3", "pool.pin_chunk@2"]
+)
+def test_a_fault_at_any_step_is_a_failure_that_leaves_nothing(point: str) -> None:
+    platform = MlockPlatform()
+    with failpoints.active(f"{point}=raise(planted)"), pytest.raises(PinFailed, match="planted"):
+        HostPool(spec(), platform).pin(ignore, never())
+    assert mapped() == Mapped()
+    before = int(point[-1]) if "@" in point else 0
+    assert [what for what, _, _ in platform.calls] == ["pin"] * before + ["unpin"] * before
+
+
+def test_no_page_to_prefault_is_a_failure_and_waits_for_the_threads_that_still_touch_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed, finished = threading.Event(), threading.Event()
+    first = threading.Lock()
+    real_populate, real_munmap = host_memory.populate, host_memory.unmap
+    finished_at_unmap: list[bool] = []
+
+    def populate(address: int, nbytes: int) -> None:
+        if first.acquire(blocking=False):
+            failed.set()
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        assert failed.wait(30)
+        real_populate(address, nbytes)
+        finished.set()
+
+    def munmap(address: int, nbytes: int) -> None:
+        finished_at_unmap.append(finished.is_set())
+        real_munmap(address, nbytes)
+
+    pool = HostPool(spec(nbytes=4 * MiB, chunk_bytes=4 * MiB, prefault_threads=2), MlockPlatform())
+    monkeypatch.setattr(host_memory, "populate", populate)
+    started: list[PinProgress] = []
+
+    def watch_unmapping_from_now_on(progress: PinProgress) -> None:
+        started.append(progress)
+        monkeypatch.setattr(host_memory, "unmap", munmap)
+
+    with pytest.raises(PinFailed, match=r"chunk 1 of 1 \(4 MiB at 0 B\): Cannot allocate memory$"):
+        pool.pin(watch_unmapping_from_now_on, never())
+    assert finished_at_unmap == [True]
+
+
+@pytest.mark.parametrize("stop_after", range(len(CHUNKS)))
+def test_stop_between_chunks_gives_everything_back(stop_after: int) -> None:
+    platform = MlockPlatform()
+    stop = threading.Event()
+
+    def stop_then(progress: PinProgress) -> None:
+        if progress.pinned_bytes == sum(nbytes for _, nbytes in CHUNKS[:stop_after]):
+            stop.set()
+
+    with pytest.raises(PinStopped, match=f"before chunk {stop_after + 1} of 5"):
+        HostPool(spec(), platform).pin(stop_then, stop)
+    assert [what for what, _, _ in platform.calls] == ["pin"] * stop_after + ["unpin"] * stop_after
+    assert mapped() == Mapped()
+
+
+def test_close_during_pinning_waits_until_it_has_stopped() -> None:
+    platform = MlockPlatform()
+    pool = HostPool(spec(), platform)
+    stop = threading.Event()
+    closer = threading.Thread(target=pool.close)
+    about_to_wait = threading.Event()
+    real_lock = pool._lock
+
+    class WatchedLock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is closer:
+                about_to_wait.set()
+            real_lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            real_lock.release()
+
+    def close_meanwhile(progress: PinProgress) -> None:
+        if progress.pinned_bytes == 2 * MiB:
+            closer.start()
+            assert about_to_wait.wait(30)
+        if progress.pinned_bytes == 3 * MiB:
+            assert [what for what, _, _ in platform.calls] == ["pin"] * 3
+            stop.set()
+
+    pool._lock = WatchedLock()  # type: ignore[assignment]
+    with pytest.raises(PinStopped):
+        pool.pin(close_meanwhile, stop)
+    closer.join(30)
+    assert not closer.is_alive()
+    assert [what for what, _, _ in platform.calls] == ["pin"] * 3 + ["unpin"] * 3
+
+
+def test_an_error_in_the_progress_callback_leaves_nothing() -> None:
+    def broken(progress: PinProgress) -> None:
+        if progress.pinned_bytes:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        HostPool(spec(), MlockPlatform()).pin(broken, never())
+    assert mapped() == Mapped()
+
+
+def test_a_chunk_that_cannot_be_unpinned_stays_mapped_and_the_others_are_given_back() -> None:
+    platform = MlockPlatform(refuse_unpin=lambda number: number == 0)
+    pool = HostPool(spec(), platform)
+    pool.pin(ignore, never())
+    base = pool.address
+    with (
+        pytest.raises(PinFailed, match="of 5 chunks, 1 could not be given back; restart the daemon"),
+        capture_logs() as logs,
+    ):
+        pool.close()
+    assert unpins(platform, base) == list(reversed(CHUNKS[:-1]))
+    assert [entry["error"] for entry in logs] == ["the context is gone"]
+    # The driver may still use the old pages for these addresses, so nothing else may come to lie there.
+    assert mapped().size == NBYTES
+    assert _libc.munmap(ctypes.c_void_p(base), ctypes.c_size_t(NBYTES)) == 0
+
+
+def test_close_is_idempotent_and_a_pool_is_pinned_once() -> None:
+    platform = MlockPlatform()
+    pool = HostPool(spec(), platform)
+    pool.pin(ignore, never())
+    with pytest.raises(RuntimeError, match="pinned once"):
+        pool.pin(ignore, never())
+    assert mapped().locked == NBYTES
+    pool.close()
+    calls = len(platform.calls)
+    pool.close()
+    assert len(platform.calls) == calls
+    with pytest.raises(RuntimeError, match="pinned once"):
+        pool.pin(ignore, never())
+
+
+def test_progress_counts_bytes_and_estimates_the_end(pools: list[HostPool]) -> None:
+    seen: list[PinProgress] = []
+    now = 100.0
+    platform = MlockPlatform()
+    pin = platform.pin
+
+    def pin_in_half_a_second(address: int, nbytes: int) -> None:
+        nonlocal now
+        pin(address, nbytes)
+        now += 0.5
+
+    def progress(progress: PinProgress) -> None:
+        nonlocal now
+        seen.append(progress)
+        now += 1.5
+
+    platform.pin = pin_in_half_a_second  # type: ignore[method-assign]
+    pool = HostPool(spec(nbytes=4 * MiB), platform, clock=lambda: now)
+    pools.append(pool)
+    pool.pin(progress, never())
+    assert [p.register_seconds for p in seen] == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert [p.pinned_bytes for p in seen] == [0, MiB, 2 * MiB, 3 * MiB, 4 * MiB]
+    assert {p.total_bytes for p in seen} == {4 * MiB}
+    assert seen[0].eta_seconds is None
+    assert [p.eta_seconds for p in seen[1:]] == [6.0, 4.0, 2.0, 0.0]
+    assert [p.seconds for p in seen] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert [p.bytes_per_second for p in seen[1:]] == [MiB / 2] * 4
+
+
+# -- limits ------------------------------------------------------------------------------------------------------
+
+
+def machine(root: Path, available: int) -> Path:
+    return tree(root, {"proc/meminfo": f"MemTotal: {available // KiB * 2} kB\nMemAvailable: {available // KiB} kB\n"})
+
+
+def test_a_pool_that_exceeds_a_limit_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    platform = MlockPlatform()
+    seen: list[PinProgress] = []
+    with pytest.raises(PoolRefused, match="lower --pool-size"):
+        HostPool(spec(memory_check=True), platform, root=machine(tmp_path, MiB)).pin(seen.append, never())
+    assert (platform.calls, seen) == ([], [])
+
+
+def test_a_pool_above_the_platforms_own_limit_is_refused(tmp_path: Path) -> None:
+    platform = MlockPlatform(limit=NBYTES - 1)
+    with pytest.raises(PoolRefused, match="RLIMIT_MEMLOCK"):
+        HostPool(spec(memory_check=True), platform, root=machine(tmp_path, GiB)).pin(ignore, never())
+    assert platform.calls == []
+
+
+def test_with_the_memory_check_off_only_the_kernel_decides(pools: list[HostPool], tmp_path: Path) -> None:
+    pool = HostPool(spec(memory_check=False), MlockPlatform(limit=1), root=machine(tmp_path, MiB))
+    pools.append(pool)
+    pool.pin(ignore, never())
+    assert mapped().locked == NBYTES
+
+
+def test_cuda_pinning_counts_the_kernels_bookkeeping(pools: list[HostPool], tmp_path: Path) -> None:
+    enough_without = NBYTES + memory_limits.HEADROOM_BYTES
+    root = machine(tmp_path, enough_without)
+    with pytest.raises(PoolRefused, match="bookkeeping"):
+        HostPool(spec(memory_check=True), MlockPlatform("cuda"), root=root).pin(ignore, never())
+    pool = HostPool(spec(memory_check=True), MlockPlatform("host"), root=root)
+    pools.append(pool)
+    pool.pin(ignore, never())
+
+
+# -- kinds of pages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not memory_limits.thp_enabled(), reason="transparent huge pages are off")
+def test_transparent_huge_pages_are_asked_for_at_an_aligned_address(pools: list[HostPool]) -> None:
+    for _ in range(3):  # 6 MiB together: an ordinary user may lock 8
+        pool = HostPool(spec(nbytes=2 * MiB, huge_pages=HugePages.THP), MlockPlatform())
+        pools.append(pool)
+        pool.pin(ignore, never())
+        assert pool.page_kind is PageKind.THP
+        assert pool.address % (2 * MiB) == 0
+    assert "hg" in mapped().flags
+
+
+def test_small_pages_are_kept_small_on_a_machine_where_huge_ones_are_always_on(pools: list[HostPool]) -> None:
+    pool = HostPool(spec(huge_pages=HugePages.NONE), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never())
+    assert pool.page_kind is PageKind.SMALL
+    assert "nh" in mapped().flags or not memory_limits.thp_enabled()
+
+
+def test_auto_takes_transparent_huge_pages_where_too_few_explicit_ones_are_free(
+    pools: list[HostPool], tmp_path: Path
+) -> None:
+    root = two_nodes(tmp_path)
+    tree(root, {"sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "1\n"})
+    pool = HostPool(spec(nbytes=4 * MiB, huge_pages=HugePages.AUTO), MlockPlatform(), root=root)
+    pools.append(pool)
+    pool.pin(ignore, never())
+    assert pool.page_kind is PageKind.THP
+
+
+def test_explicit_huge_pages_that_are_not_free_are_a_refusal_or_a_clean_failure(tmp_path: Path) -> None:
+    root = tree(tmp_path, {"sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "1\n"})
+    wish = {"nbytes": 4 * GiB, "chunk_bytes": GiB, "huge_pages": HugePages.HUGETLB}
+    with pytest.raises(PoolRefused, match="needs 2048 huge pages of 2 MiB but 1 are free"):
+        HostPool(spec(memory_check=True, **wish), MlockPlatform(), root=root).pin(ignore, never())
+    # Unchecked, the kernel refuses the mapping itself (unless this machine has 2048 free ones).
+    if memory_limits.hugetlb_free(2 * MiB) < 2048:
+        with pytest.raises(PinFailed, match="4 GiB could not be reserved: "):
+            HostPool(spec(**wish), MlockPlatform(), root=root).pin(ignore, never())
+
+
+@pytest.mark.skipif(memory_limits.hugetlb_free(2 * MiB) < 2, reason="no free explicit huge pages on this machine")
+@pytest.mark.parametrize("wish", [HugePages.HUGETLB, HugePages.AUTO])
+def test_explicit_huge_pages_hold_exactly_the_pool_and_are_given_back(wish: HugePages, pools: list[HostPool]) -> None:
+    free = memory_limits.hugetlb_free(2 * MiB)
+    pool = HostPool(spec(nbytes=4 * MiB, huge_pages=wish, memory_check=True), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never())
+    assert pool.page_kind is PageKind.HUGETLB
+    assert (mapped().size, mapped().resident) == (4 * MiB, 4 * MiB)
+    assert memory_limits.hugetlb_free(2 * MiB) == free - 2
+    pool.close()
+    assert memory_limits.hugetlb_free(2 * MiB) == free
+
+
+# -- NUMA --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    nbytes=st.integers(1, 1 << 20).map(lambda n: n * 4 * KiB),
+    slab=st.sampled_from([4 * KiB, MiB, 3 * MiB, 64 * MiB]),
+    nodes=st.lists(st.integers(0, 9), unique=True, max_size=4).map(tuple),
+)
+def test_parts_cover_the_pool_evenly_and_cut_no_slab_or_huge_page(
+    nbytes: int, slab: int, nodes: tuple[int, ...]
+) -> None:
+    parts = split_over_nodes(nbytes, slab, nodes)
+    assert parts[0].offset == 0
+    assert all(first.offset + first.nbytes == second.offset for first, second in pairwise(parts))
+    assert parts[-1].offset + parts[-1].nbytes == nbytes
+    assert all(part.nbytes > 0 and part.offset % slab == 0 and part.offset % (2 * MiB) == 0 for part in parts)
+    assert tuple(part.node for part in parts) == (nodes[: len(parts)] or (None,))
+    sizes = [part.nbytes for part in parts]
+    assert max(sizes) - min(sizes) < 2 * max(slab, 6 * MiB)
+    assert len(parts) == len(nodes) or not nodes or nbytes < (len(parts) + 1) * max(slab, 6 * MiB)
+
+
+def test_each_node_gets_its_part_and_no_chunk_lies_on_two(pools: list[HostPool], tmp_path: Path) -> None:
+    bound: list[tuple[int, int, int]] = []
+    platform = MlockPlatform()
+    where = spec(nbytes=6 * MiB, chunk_bytes=1536 * KiB, slab_bytes=512 * KiB, numa_nodes=(1, 0))
+    pool = HostPool(where, platform, root=two_nodes(tmp_path))
+    pools.append(pool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory, "bind", lambda *arguments: bound.append(arguments))
+        pool.pin(ignore, never())
+    base = pool.address
+    assert bound == [(base, 2 * MiB, 1), (base + 2 * MiB, 4 * MiB, 0)]
+    assert pool.numa_nodes == (1, 0)
+    starts = [offset for offset, _ in pins(platform, base)]
+    assert starts == [0, 1536 * KiB, 2 * MiB, 3584 * KiB, 5 * MiB]
+    assert [pool.numa_of(offset) for offset in (0, 2 * MiB - 1, 2 * MiB, 6 * MiB - 1)] == [1, 1, 0, 0]
+    assert pool.numa_of_slab() == (1,) * 4 + (0,) * 8
+
+
+def test_pages_are_really_bound_and_a_refused_node_is_a_warning(pools: list[HostPool], tmp_path: Path) -> None:
+    probe = host_memory.map_pages(4 * KiB, memory_limits.Pages(PageKind.SMALL, 4 * KiB))
+    try:
+        host_memory.bind(probe, 4 * KiB, 0)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS):
+            raise
+        pytest.skip(f"mbind: {error}")
+    finally:
+        host_memory.unmap(probe, 4 * KiB)
+    here = len(memory_limits.numa_nodes())
+    pool = HostPool(spec(nbytes=4 * MiB, numa_nodes=(0, 1)), MlockPlatform(), root=two_nodes(tmp_path))
+    pools.append(pool)
+    with capture_logs() as logs:
+        pool.pin(ignore, never())
+    assert mapped().locked == 4 * MiB
+    line = re.search(rf"^{pool.address:x} (\S+)", Path("/proc/self/numa_maps").read_text(), re.MULTILINE)
+    assert line is not None
+    assert line[1] == "bind:0"
+    if here == 1:
+        # Node 1 exists only in the made-up tree: the kernel refuses it, the pool is there all the same.
+        assert pool.numa_nodes == (0,)
+        assert [entry["node"] for entry in logs if entry["log_level"] == "warning"] == [1]
+
+
+def test_a_kernel_that_forbids_binding_costs_a_warning_not_the_pool(
+    pools: list[HostPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(address: int, nbytes: int, node: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(host_memory, "bind", forbidden)
+    pool = HostPool(spec(nbytes=4 * MiB, numa_nodes=(0, 1)), MlockPlatform(), root=two_nodes(tmp_path))
+    pools.append(pool)
+    with capture_logs() as logs:
+        pool.pin(ignore, never())
+    assert pool.numa_nodes == ()
+    assert [entry["error"] for entry in logs] == ["Operation not permitted"] * 2
+    assert mapped().locked == 4 * MiB
+
+
+def test_nothing_is_bound_on_a_machine_with_one_node(
+    pools: list[HostPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "bind", lambda *arguments: pytest.fail("bound"))
+    root = tree(tmp_path, {"sys/devices/system/node/online": "0\n"})
+    pool = HostPool(spec(numa_nodes=(0,)), MlockPlatform(), root=root)
+    pools.append(pool)
+    pool.pin(ignore, never())
+    assert pool.numa_of_slab() == (None,) * 17
+
+
+def test_a_node_outside_the_cpuset_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    root = two_nodes(tmp_path)
+    tree(root, {"sys/devices/system/node/online": "0-2\n", "sys/devices/system/node/has_memory": "0-2\n"})
+    with capture_logs() as logs:
+        pool = HostPool(spec(nbytes=4 * MiB, numa_nodes=(2, 1)), MlockPlatform(), root=root)
+    assert pool.numa_of_slab() == (1,) * 16
+    assert [entry["nodes"] for entry in logs] == [[2]]
+
+
+def test_a_part_larger_than_its_node_is_refused_because_binding_would_get_the_process_killed(tmp_path: Path) -> None:
+    root = two_nodes(tmp_path, free_kb=1024)
+    with pytest.raises(PoolRefused, match="2 MiB on NUMA node 0 but 1 MiB are free there"):
+        HostPool(spec(nbytes=4 * MiB, numa_nodes=(0, 1), memory_check=True), MlockPlatform(), root=root).pin(
+            ignore, never()
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nbytes": 0},
+        {"nbytes": NBYTES + 1},
+        {"chunk_bytes": 0},
+        {"chunk_bytes": MiB + 1},
+        {"chunk_bytes": MiB, "slab_bytes": 3 * MiB},
+        {"slab_bytes": 0},
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_a_programming_error(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"multiple"):
+        HostPool(spec(**changes), MlockPlatform())
+
+
+def test_a_part_knows_its_place() -> None:
+    assert split_over_nodes(GiB, 64 * MiB, (3,)) == (Part(0, GiB, 3),)

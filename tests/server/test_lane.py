@@ -1,0 +1,177 @@
+"""One connection of the fast lane, with its transport in the test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.server.half_read import HalfRead
+from kvsidecar.server.handler import INTERNAL
+from kvsidecar.server.local_protocol import FRAMES_PER_TURN, MAX_EARLY_BYTES, Lane
+from kvsidecar.support.tasks import TaskSet
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+
+class Transport:
+    """Records what is written, and what becomes of it."""
+
+    def __init__(self) -> None:
+        self.replies: list[pb.LaneReply] = []
+        self.reading = True
+        self.closing = False
+
+    def write(self, data: bytes) -> None:
+        self.replies.append(pb.LaneReply.FromString(data[FRAME_LENGTH.size :]))
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        assert high > 0
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def close(self) -> None:
+        self.closing = True
+
+    abort = close
+
+
+class Handler:
+    """Registers when the test says so, and looks up what it says."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.tasks = TaskSet(lambda name, error: self.failures.append(f"{name}: {error}"))
+        self.registered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.lookup: Callable[[Any, Any], Any] = lambda *_: pb.LookupReply(ready=True)
+        self.taken: list[int] = []
+        self.ended = False
+
+    def refused(self, _error: Exception) -> None:
+        """It counts nothing."""
+
+    async def registering(self, _first: Any) -> Any:
+        return await self.registered
+
+    def open(self, _session: Any, send: Callable[[pb.AttachReply], None]) -> Any:
+        send(pb.AttachReply(registered=pb.Registered(session=1)))
+        return SimpleNamespace(take=lambda message: self.taken.append(message.store.job), close=lambda: None)
+
+    async def end(self, _session: Any, *, gone: bool) -> None:
+        assert not gone
+        self.ended = True
+
+
+def made(half_read: HalfRead | None = None) -> tuple[Lane, Transport, Handler]:
+    transport, handler = Transport(), Handler()
+    lane = Lane(handler, half_read or HalfRead(), SimpleNamespace(token=b"t", uid=1, client="c", caller=None))  # type: ignore[arg-type]
+    lane.connection_made(transport)  # type: ignore[arg-type]
+    return lane, transport, handler
+
+
+def framed(*requests: pb.LaneRequest) -> bytes:
+    return b"".join(FRAME_LENGTH.pack(request.ByteSize()) + request.SerializeToString() for request in requests)
+
+
+def register() -> pb.LaneRequest:
+    return pb.LaneRequest(attach=pb.AttachRequest(register=pb.Register(token=b"t")))
+
+
+def store(job: int, nbytes: int = 0) -> pb.LaneRequest:
+    return pb.LaneRequest(attach=pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(hashes=bytes(nbytes))])))
+
+
+async def settled(handler: Handler) -> None:
+    await handler.tasks.join(10)
+    assert not handler.failures
+
+
+async def test_what_comes_before_the_answer_to_the_registration_is_kept_within_a_bound() -> None:
+    for size, refused in ((MAX_EARLY_BYTES // 4, False), (MAX_EARLY_BYTES // 2, True)):
+        lane, transport, handler = made()
+        lane.data_received(framed(register(), store(1, size), store(2, size)))
+        assert transport.reading is not refused
+        handler.registered.set_result(SimpleNamespace())
+        await settled(handler)
+        if refused:
+            ended, error = transport.replies[-2:]
+            assert ended.ended.error.code == error.error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+            assert (handler.ended, transport.closing) == (True, True), "the session that came to be was not ended"
+        else:
+            assert handler.taken == [1, 2]
+
+
+async def test_a_registration_that_is_refused_after_the_client_detached_is_told_once() -> None:
+    lane, transport, handler = made()
+    lane.data_received(framed(register(), store(1), pb.LaneRequest(detach=pb.Detach())))
+    handler.registered.set_result(InvalidRequest("no"))
+    await settled(handler)
+    (reply,) = transport.replies
+    assert (reply.ended.error.code, reply.ended.error.text) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "no")
+    assert not handler.taken
+
+
+async def test_a_flood_lets_others_have_their_turn() -> None:
+    lane, transport, _ = made()
+    lane.data_received(framed(*(pb.LaneRequest(call=call, lookup=pb.LookupRequest()) for call in range(1, 201))))
+    turns = []
+    while len(transport.replies) < 200:
+        turns.append(len(transport.replies))
+        assert not transport.reading, "more is read while this much is still to do"
+        await asyncio.sleep(0)
+    assert turns == [FRAMES_PER_TURN, 2 * FRAMES_PER_TURN, 3 * FRAMES_PER_TURN]
+    assert transport.reading
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_request_that_fails_unexpectedly_is_answered_and_costs_no_other() -> None:
+    lane, transport, handler = made()
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    handler.lookup = fail
+    lane.data_received(framed(pb.LaneRequest(call=1, lookup=pb.LookupRequest())))
+    assert (transport.replies[0].call, transport.replies[0].error.text) == (1, INTERNAL)
+    handler.lookup = lambda *_: pb.LookupReply(ready=True)
+    lane.data_received(framed(pb.LaneRequest(call=2, lookup=pb.LookupRequest())))
+    assert transport.replies[1].lookup.ready
+
+
+async def test_nothing_is_written_to_a_connection_that_is_over() -> None:
+    lane, transport, handler = made()
+    lane.data_received(framed(register()))
+    transport.abort()
+    lane.connection_lost(None)
+    handler.registered.set_result(SimpleNamespace())
+    await settled(handler)
+    assert lane.closed.done()
+    assert not transport.replies
+    assert not handler.ended, "whoever watches the connection ends the session, as that of one that has gone"
+
+
+async def test_the_room_of_a_connection_that_is_refused_is_free_before_the_client_has_read_why() -> None:
+    half_read = HalfRead(1000, seconds=0.02)
+    message = framed(store(1, 900))
+    late, transport, handler = made(half_read)
+    late.data_received(message[:-1])
+    while not transport.closing:  # noqa: ASYNC110 - it is the transport of the tests, which tells nobody
+        await asyncio.sleep(0.01)
+    assert "was not complete" in transport.replies[-1].error.text
+    other, other_transport, _ = made(half_read)
+    other.data_received(message[:-1])
+    assert other_transport.reading, "it waits for room that nobody uses"
+    other.connection_lost(None)
+    await settled(handler)

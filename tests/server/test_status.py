@@ -1,0 +1,32 @@
+"""Every error has a gRPC status code."""
+
+from __future__ import annotations
+
+import inspect
+
+import grpc
+import pytest
+
+from kvsidecar import errors
+from kvsidecar.server.status import CODES, code_of
+from kvsidecar.types import Refusal
+
+ALL = [
+    error
+    for _, error in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(error, errors.KVSidecarError) and error.__module__ == errors.__name__
+]
+
+
+@pytest.mark.parametrize("error", ALL, ids=lambda error: error.__name__)
+def test_every_error_is_in_the_table(error: type[errors.KVSidecarError]) -> None:
+    assert error in CODES
+
+
+def test_no_error_maps_to_ok_or_unknown() -> None:
+    assert not {grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN} & set(CODES.values())
+
+
+def test_errors_with_arguments_of_their_own_are_mapped_too() -> None:
+    assert code_of(errors.CopyFailed("x", outcome_known=True)) is grpc.StatusCode.INTERNAL
+    assert code_of(errors.Unavailable("x", refusal=Refusal.DRAINING)) is grpc.StatusCode.UNAVAILABLE
