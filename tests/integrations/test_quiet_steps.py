@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport
+from kvsidecar.integrations.vllm.stores import RETRY_SECONDS
 from kvsidecar.integrations.vllm.worker import WorkerSide
 from tests.integrations.engine import Clock, Request, Step, TinyPool, side
 from tests.integrations.test_scheduler import ATTACHED, run, stored_hashes
@@ -53,6 +54,19 @@ def test_the_blocks_of_a_preempted_request_are_not_waited_for() -> None:
     blocks = run(made, pool, request, 8)
     pool.free_blocks(reversed(blocks))
     (job,) = made.build_orders(Step(Unseen(first=1), preempted_req_ids={"r"})).stores
+    assert stored_hashes((job,)) == request.block_hashes
+
+
+def test_what_is_due_is_not_waited_for() -> None:
+    pool, clock = TinyPool(32), Clock()
+    made = side(pool=pool, clock=clock, store_interval=INTERVAL)
+    made.take_report(ATTACHED)
+    request = Request("r", list(range(8)))
+    run(made, pool, request, 8)
+    (job,) = made.build_orders(Step({"r": 1})).stores
+    made.take_report(RankReport(stored={job.number: 1}, not_stored=frozenset({job.number})))
+    clock.now += RETRY_SECONDS
+    (job,) = made.build_orders(Step(Unseen(r=1))).stores
     assert stored_hashes((job,)) == request.block_hashes
 
 

@@ -16,8 +16,8 @@ if importlib.util.find_spec("vllm") is None:
 else:
     os.environ.update(ENVIRONMENT)
 
-TIMEOUT = 400
-"""Seconds a test may take: an engine of several processes starts in 40 on an idle machine."""
+TIMEOUT = 1800
+"""Seconds after which a test is taken to hang. An engine of several processes starts in 40 on an idle machine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,7 +41,7 @@ ENVIRONMENT = {
 }
 """What an engine needs offline, on two cores. It must be set before torch is imported."""
 
-START = 180.0
+START = 900.0
 """Seconds within which an engine process has started, or answered: ranks that share two cores with other work spin for
 each other, and a step may take seconds."""
 
@@ -275,9 +275,10 @@ def _step_aside() -> None:
     """Let other sessions run before this one, of several processes. Ranks that spin for each other on two cores keep
     every other process of the machine waiting for up to 90 s (measured with a process that only sleeps), also the
     daemon, until its jobs' deadlines are over. The scheduler of Linux weighs sessions first, so nice(2) does not help.
-    An engine of one process spins for nobody, and on a busy machine would not start in time."""
+    An engine of one process spins for nobody, and one that starts has nobody to spin for yet: on a busy machine it
+    would get next to nothing."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
+        Path("/proc/self/autogroup").write_text("10")
 
 
 class EngineProcess:
@@ -298,7 +299,6 @@ class EngineProcess:
         **options: Any,
     ) -> None:
         command = [sys.executable, "-m", self.module, json.dumps([model, transfer, options])]
-        several = {**ENVIRONMENT, **(variables or {})}["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -306,7 +306,6 @@ class EngineProcess:
             text=True,
             env=environment(**{**ENVIRONMENT, **(variables or {})}),
             start_new_session=True,
-            preexec_fn=_step_aside if several else None,
         )
         self._replies: SimpleQueue[str | None] = SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -411,6 +410,8 @@ def serve(new: Callable[..., Any]) -> None:
 
     model, transfer, options = json.loads(sys.argv[1])
     engine = new(model, transfer, **options)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
+        _step_aside()
     reply("started")
     for line in sys.stdin:
         method, arguments, options = json.loads(line)
