@@ -125,10 +125,10 @@ def _driver() -> Driver:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
         said: dict[str, Any] = json.loads(ran.stdout)
     except subprocess.TimeoutExpired:
-        said = {"installed": True, "problem": f"the CUDA driver does not start within {PROBE_SECONDS:g} s"}
+        said = {"installed": True, "problem": f"the CUDA driver did not start within {PROBE_SECONDS:g} s"}
     except ValueError:
         last = (ran.stderr.strip().splitlines() or ["no output"])[-1]
-        said = {"installed": True, "problem": f"asking the CUDA driver ended with {ran.returncode}: {last}"}
+        said = {"installed": True, "problem": f"the probe of the CUDA driver exited with {ran.returncode}: {last}"}
     gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in said.pop("gpus", ()))
     for name in ("missing_calls", "missing_optional_calls"):
         said[name] = tuple(said.get(name, ()))

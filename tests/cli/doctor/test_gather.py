@@ -97,9 +97,9 @@ def test_a_bad_setting_is_a_fact_and_no_crash(short_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "seconds", "said"),
     [
-        ("import os; os.abort()", SECONDS, "ended with -6"),
-        ("import time; time.sleep(3600)", 0.5, "does not start within"),
-        ("print('no JSON')", SECONDS, "ended with 0"),
+        ("import os; os.abort()", SECONDS, "exited with -6"),
+        ("import time; time.sleep(3600)", 0.5, "did not start within"),
+        ("print('no JSON')", SECONDS, "exited with 0"),
     ],
 )
 def test_a_driver_that_crashes_or_hangs_is_a_finding(
