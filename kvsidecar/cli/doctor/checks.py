@@ -50,11 +50,11 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 def _settings(facts: Facts) -> Iterable[Result]:
-    wishes = facts.wishes
-    if wishes.problem:
-        yield _PROBLEM, wishes.problem, "Correct the setting: the daemon does not start with it."
+    config = facts.config
+    if config.problem:
+        yield _PROBLEM, config.problem, "Correct the setting: the daemon does not start with it."
         return
-    yield _OK, f"kvsidecar {facts.version}: pool {format_size(wishes.pool_bytes)}, device {wishes.device}"
+    yield _OK, f"kvsidecar {facts.version}: pool {format_size(config.pool_bytes)}, device {config.device}"
 
 
 def _kernel(facts: Facts) -> Iterable[Result]:
@@ -71,7 +71,7 @@ def _kernel(facts: Facts) -> Iterable[Result]:
 
 
 def _driver(facts: Facts) -> Iterable[Result]:
-    driver, device = facts.driver, facts.wishes.device
+    driver, device = facts.driver, facts.config.device
     if device == "host":
         yield _NOT_CHECKED, "device is host, which needs no driver"
         return
@@ -118,7 +118,7 @@ def _calls(facts: Facts) -> Iterable[Result]:
 
 def _bindings(facts: Facts) -> Iterable[Result]:
     found = facts.driver.bindings
-    if facts.wishes.device == "host" or not facts.driver.installed:
+    if facts.config.device == "host" or not facts.driver.installed:
         yield _NOT_CHECKED, f"cuda-python {found or 'is not installed'}; not needed without a CUDA driver"
     elif not found:
         yield (
@@ -158,7 +158,7 @@ def _gpus(facts: Facts) -> Iterable[Result]:
         yield _NOT_CHECKED, "there is no CUDA driver to ask"
         return
     if not driver.gpus:
-        verdict = _PROBLEM if facts.wishes.device == "cuda" else _WARNING
+        verdict = _PROBLEM if facts.config.device == "cuda" else _WARNING
         fix = "Check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's GPU request."
         yield verdict, "the CUDA driver sees no GPU", fix
         return
@@ -204,7 +204,7 @@ def _huge_pages(facts: Facts) -> Iterable[Result]:
     text = f"transparent: {memory.thp or 'not in this kernel'}; explicit: {explicit or 'none'}"
     if memory.page_kind:
         text += f"; the pool gets {memory.page_kind}"
-    if memory.page_kind == "small" and facts.wishes.huge_pages != "none":
+    if memory.page_kind == "small" and facts.config.huge_pages != "none":
         fix = (
             "Write madvise to /sys/kernel/mm/transparent_hugepage/enabled, or reserve huge pages with vm.nr_hugepages."
         )
@@ -214,10 +214,10 @@ def _huge_pages(facts: Facts) -> Iterable[Result]:
 
 
 def _memlock(facts: Facts) -> Iterable[Result]:
-    limit, pool = facts.memory.memlock, facts.wishes.pool_bytes
+    limit, pool = facts.memory.memlock, facts.config.pool_bytes
     if limit is None:
         yield _OK, "no limit"
-    elif facts.driver.gpus and facts.wishes.device != "host":
+    elif facts.driver.gpus and facts.config.device != "host":
         yield _OK, f"{format_size(limit)}; pinning for a GPU does not count against it"
     elif pool > limit:
         fix = "Set LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (Docker) or ulimit -l, or lower --pool-size."
@@ -227,8 +227,8 @@ def _memlock(facts: Facts) -> Iterable[Result]:
 
 
 def _memory(facts: Facts) -> Iterable[Result]:
-    memory, wishes = facts.memory, facts.wishes
-    if wishes.problem:
+    memory, config = facts.memory, facts.config
+    if config.problem:
         yield _NOT_CHECKED, "the pool size is unknown"
         return
     have = [] if memory.available is None else [f"{format_size(memory.available)} available"]
@@ -240,10 +240,10 @@ def _memory(facts: Facts) -> Iterable[Result]:
     elif memory.refusal:
         text, _, fix = memory.refusal.rpartition(": ")
         yield _PROBLEM, text, f"{fix[:1].upper()}{fix[1:]}."
-    elif not wishes.memory_check:
+    elif not config.memory_check:
         yield _NOT_CHECKED, f"memory_check is off; {room}"
     else:
-        yield _OK, f"the pool of {format_size(wishes.pool_bytes)} fits: {room}"
+        yield _OK, f"the pool of {format_size(config.pool_bytes)} fits: {room}"
 
 
 # -- namespaces and sockets --------------------------------------------------------------------------------------
@@ -272,21 +272,21 @@ def _shm(facts: Facts) -> Iterable[Result]:
 
 
 def _socket(facts: Facts) -> Iterable[Result]:
-    socket, wishes = facts.socket, facts.wishes
-    directory = wishes.socket.rpartition("/")[0]
+    socket, config = facts.socket, facts.config
+    directory = config.socket.rpartition("/")[0]
     if socket.exists:
-        yield _OK, f"{wishes.socket}: {_who(socket.mode, socket.owner, socket.group, socket.group_members)}"
+        yield _OK, f"{config.socket}: {_who(socket.mode, socket.owner, socket.group, socket.group_members)}"
         return
     if directory.startswith("/tmp/") and socket.directory_owner not in (None, facts.uid):
         fix = "Set --socket to a path in a directory that you own."
         yield _PROBLEM, f"{directory} belongs to uid {socket.directory_owner}, who could impersonate the daemon", fix
     elif not socket.directory_usable:
         fix = "Run the daemon as a user who may write there, create the directory, or set --socket."
-        yield _PROBLEM, f"{facts.user} cannot create {wishes.socket}", fix
+        yield _PROBLEM, f"{facts.user} cannot create {config.socket}", fix
     else:
-        group = wishes.socket_group or "the daemon's group"
-        may = _who(wishes.socket_mode, facts.user, group, ())
-        yield _OK, f"{wishes.socket} can be created: {may}"
+        group = config.socket_group or "the daemon's group"
+        may = _who(config.socket_mode, facts.user, group, ())
+        yield _OK, f"{config.socket} can be created: {may}"
 
 
 def _who(mode: int, owner: str, group: str, members: tuple[str, ...]) -> str:
@@ -303,12 +303,12 @@ def _daemon(facts: Facts) -> Iterable[Result]:
     daemon = facts.daemon
     if daemon.refused:
         fix = f"Add {facts.user} to the socket's group, and start the daemon with --socket-mode 0660."
-        yield _PROBLEM, f"{facts.user} may not connect to {facts.wishes.socket}", fix
+        yield _PROBLEM, f"{facts.user} may not connect to {facts.config.socket}", fix
     elif daemon.state is None and facts.socket.exists:
         fix = "Start the daemon, which removes a stale socket; if it is already running, it hangs: read its log."
         yield _PROBLEM, f"the socket exists, but nothing answers: {daemon.reason}", fix
     elif daemon.state is None:
-        yield _NOT_CHECKED, f"none is running at {facts.wishes.socket}"
+        yield _NOT_CHECKED, f"none is running at {facts.config.socket}"
     elif daemon.state is State.FAILED:
         yield _PROBLEM, f"failed: {daemon.reason}", "Fix the reason, then restart the daemon."
     else:

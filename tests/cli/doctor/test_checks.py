@@ -10,6 +10,7 @@ import pytest
 from kvsidecar.cli.doctor.checks import CHECKS, Finding, Verdict, examine, expandable
 from kvsidecar.cli.doctor.facts import (
     Daemon,
+    DaemonConfig,
     Driver,
     Engine,
     Facts,
@@ -18,7 +19,6 @@ from kvsidecar.cli.doctor.facts import (
     Memory,
     Place,
     SocketFacts,
-    Wishes,
 )
 from kvsidecar.cli.doctor.view import as_json, summary
 from kvsidecar.support.memory_limits import CgroupLimit, NumaNode
@@ -47,7 +47,7 @@ GOOD = Facts(
     uid=990,
     version="1.0",
     kernel=Kernel("6.8.0", pidfd=True, memfd=True, peer_pidfd=True),
-    wishes=Wishes(pool_bytes=200 * GiB, socket=SOCKET, socket_mode=0o660, socket_group="llm"),
+    config=DaemonConfig(pool_bytes=200 * GiB, socket=SOCKET, socket_mode=0o660, socket_group="llm"),
     driver=DRIVER,
     nvidia_nodes=("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"),
     closed_nvidia_nodes=(),
@@ -82,8 +82,8 @@ def driver(**fields: Any) -> Facts:
     return changed(driver=replace(DRIVER, **fields))
 
 
-def wishes(**fields: Any) -> Wishes:
-    return replace(GOOD.wishes, **fields)
+def config(**fields: Any) -> DaemonConfig:
+    return replace(GOOD.config, **fields)
 
 
 def memory(**fields: Any) -> Facts:
@@ -99,12 +99,18 @@ EXPANDABLE = "expandable_segments:True"
 OK, WARNING, PROBLEM, NOT_CHECKED = Verdict
 
 TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
-    ("settings", changed(wishes=Wishes(problem="--pool-size='x' is not a size")), PROBLEM, "'x' is not", "Correct"),
+    (
+        "settings",
+        changed(config=DaemonConfig(problem="--pool-size='x' is not a size")),
+        PROBLEM,
+        "'x' is not",
+        "Correct",
+    ),
     ("kernel", changed(kernel=Kernel("4.1", False, True, False)), PROBLEM, "without pidfd", "Linux 5.4"),
     ("kernel", changed(kernel=Kernel("5.15", True, True, False)), WARNING, "SO_PEERPIDFD", "6.5"),
     ("driver", changed(**HOST), WARNING, "no CUDA driver", "570"),
-    ("driver", changed(**HOST, wishes=wishes(device="cuda")), PROBLEM, "device is cuda", "570"),
-    ("driver", changed(driver=NO_DRIVER, wishes=wishes(device="host")), NOT_CHECKED, "device is host", ""),
+    ("driver", changed(**HOST, config=config(device="cuda")), PROBLEM, "device is cuda", "570"),
+    ("driver", changed(driver=NO_DRIVER, config=config(device="host")), NOT_CHECKED, "device is host", ""),
     ("driver", changed(driver=NO_DRIVER), PROBLEM, "libcuda.so.1 is missing", "NVIDIA_DRIVER_CAPABILITIES"),
     ("driver", driver(problem="the CUDA driver does not start: CUDA_ERROR_X"), PROBLEM, "CUDA_ERROR_X", "nvidia-smi"),
     ("driver", driver(cuda_version=12040), PROBLEM, "CUDA 12.4 is too old", "CUDA 12.8"),
@@ -117,7 +123,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("device files", changed(closed_nvidia_nodes=("/dev/nvidia-modeset",)), OK, "/dev/nvidia0", ""),
     ("device files", changed(nvidia_nodes=("/dev/nvidia0", "/dev/nvidiactl")), PROBLEM, "nvidia-uvm", "modprobe"),
     ("GPU", driver(gpus=()), WARNING, "sees no GPU", "CUDA_VISIBLE_DEVICES"),
-    ("GPU", changed(driver=replace(DRIVER, gpus=()), wishes=wishes(device="cuda")), PROBLEM, "no GPU", "nvidia-smi"),
+    ("GPU", changed(driver=replace(DRIVER, gpus=()), config=config(device="cuda")), PROBLEM, "no GPU", "nvidia-smi"),
     ("GPU", gpu(compute_mode=3), PROBLEM, "EXCLUSIVE_PROCESS", "nvidia-smi -i GPU-aaaaaaaa-0000 -c DEFAULT"),
     ("GPU", changed(driver=replace(DRIVER, gpus=(replace(H200, compute_mode=3),), mps=True)), OK, "H200", ""),
     ("GPU", gpu(compute_mode=2), PROBLEM, "PROHIBITED", "DEFAULT"),
@@ -134,7 +140,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("huge pages", memory(thp="never", page_kind="small"), WARNING, "transparent: never", "madvise"),
     (
         "huge pages",
-        changed(memory=replace(MEMORY, page_kind="small"), wishes=wishes(huge_pages="none")),
+        changed(memory=replace(MEMORY, page_kind="small"), config=config(huge_pages="none")),
         OK,
         "small",
         "",
@@ -150,7 +156,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "the pool needs 400 GiB but the container's cgroup allows 300 GiB",
         "Lower --pool-size.",
     ),
-    ("memory", changed(wishes=Wishes(problem="x")), NOT_CHECKED, "unknown", ""),
+    ("memory", changed(config=DaemonConfig(problem="x")), NOT_CHECKED, "unknown", ""),
     ("IPC namespace", changed(place=replace(HERE, ipc_namespace=7)), OK, "container", ""),
     ("/dev/shm", changed(place=replace(HERE, shm_device=None)), WARNING, "no /dev/shm", "tmpfs"),
     ("/dev/shm", changed(place=replace(HERE, shm_writable=False)), WARNING, "kv may not write", "tmpfs"),
@@ -159,7 +165,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("socket", changed(socket=SocketFacts(None, True)), OK, "can be created: mode 0660", ""),
     (
         "socket",
-        changed(socket=SocketFacts(1001, True), wishes=wishes(socket="/tmp/kvsidecar-990/k.sock")),
+        changed(socket=SocketFacts(1001, True), config=config(socket="/tmp/kvsidecar-990/k.sock")),
         PROBLEM,
         "/tmp/kvsidecar-990 belongs to uid 1001",
         "--socket",
@@ -237,7 +243,7 @@ def test_expandable_segments_are_read_as_pytorch_reads_them(value: str, on: bool
 
 
 def test_a_program_gets_every_finding_and_the_number_of_problems() -> None:
-    findings = examine(changed(**HOST, wishes=wishes(device="cuda")))
+    findings = examine(changed(**HOST, config=config(device="cuda")))
     body = as_json(findings)
     assert body["problems"] == 2  # the driver, and memlock
     assert len(body["findings"]) == len(findings)
