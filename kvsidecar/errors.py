@@ -1,4 +1,4 @@
-"""Every exception kvsidecar raises on purpose. ``server/status.py`` maps each to a gRPC code; a test holds that.
+"""Every exception that kvsidecar raises on purpose. ``server/status.py`` maps each to a gRPC code; a test holds that.
 
 The text of an error is written for the person who gets it: what was wrong, with numbers, and what to do. It never
 names another client's instance, address or handle (CVE-2025-23320 showed what such a text is worth to an attacker).
@@ -21,34 +21,34 @@ class ConfigError(KVSidecarError):
 
 
 class SocketInUse(KVSidecarError):
-    """Another daemon serves this socket, or the path holds something that is not ours to remove."""
+    """Another daemon serves this socket, or the path exists and is not a socket that the daemon may remove."""
 
 
 class AddressUnavailable(KVSidecarError):
-    """A TCP address cannot be listened on now, and may be later: another program has the port."""
+    """A TCP address cannot be bound at present: another program has the port, or the address does not exist yet."""
 
 
 class PoolRefused(KVSidecarError):
-    """The pool does not fit a limit; nothing was touched. The text names need and limit."""
+    """The pool exceeds a memory limit; nothing was allocated. The text names the size and the limit."""
 
 
 class PinFailed(KVSidecarError):
-    """A chunk could not be reserved, prefaulted or pinned; everything done before it has been given back."""
+    """A chunk could not be reserved, prefaulted or pinned; all memory has been released."""
 
 
 class PinStopped(KVSidecarError):
-    """Pinning was told to stop; everything done before has been given back."""
+    """Pinning was stopped on request; all memory has been released."""
 
 
 # -- devices -----------------------------------------------------------------------------------------------------
 
 
 class DeviceError(KVSidecarError):
-    """Base of errors of a device or its driver."""
+    """Base of device and driver errors."""
 
 
 class DriverUnusable(DeviceError):
-    """No usable CUDA driver: not installed, too old, or it does not start. The text says which."""
+    """The CUDA driver is unusable: not installed, too old, or it fails to start. The text says which."""
 
 
 class DeviceNotFound(DeviceError):
@@ -56,14 +56,14 @@ class DeviceNotFound(DeviceError):
 
 
 class ImportRefused(DeviceError):
-    """A memory handle does not open, or is not what the registration says."""
+    """A memory handle cannot be opened, or its memory is not what the registration says."""
 
 
 class DeviceLost(DeviceError):
     """The device had an error that its context does not survive (a sticky CUDA error).
 
     Args:
-        outcome_known: of the copy that ended with it, as that of `CopyFailed`.
+        outcome_known: as in `CopyFailed`, for the copy that ended with the device.
     """
 
     def __init__(self, message: str, *, outcome_known: bool = False) -> None:
@@ -75,8 +75,8 @@ class CopyFailed(DeviceError):
     """A copy failed.
 
     Args:
-        outcome_known: True if no byte of the copy can move any more, so its slots may be reused. False if that is
-            not known: the slots must be quarantined.
+        outcome_known: True if the copy can no longer move a byte, so its slots may be reused. False if it still
+            might: its slots must be quarantined.
     """
 
     def __init__(self, message: str, *, outcome_known: bool) -> None:
@@ -88,7 +88,7 @@ class CopyFailed(DeviceError):
 
 
 class InvalidRequest(KVSidecarError):
-    """The request does not make sense, whatever the state of the daemon."""
+    """The request is invalid, whatever the state of the daemon."""
 
 
 class NamespaceMismatch(KVSidecarError):
@@ -96,31 +96,31 @@ class NamespaceMismatch(KVSidecarError):
 
 
 class ProtocolMismatch(KVSidecarError):
-    """The client speaks another protocol number."""
+    """The client speaks another version of the protocol."""
 
 
 class UnknownPeer(KVSidecarError):
-    """The token is not one of a live attach-socket connection."""
+    """The token does not belong to an open attach-socket connection."""
 
 
 class AccessDenied(KVSidecarError):
-    """The request would reach what belongs to another user of the machine."""
+    """The request names something that belongs to another user of the machine."""
 
 
 class NotPermitted(KVSidecarError):
-    """The caller may not use this namespace, or is no admin."""
+    """The caller may not use this namespace, or is not an admin."""
 
 
 class LimitExceeded(KVSidecarError):
-    """The client asks for more than one client may have at once."""
+    """The request would exceed a per-client limit."""
 
 
 class Unfinished(KVSidecarError):
-    """The client did not send the rest of what it had begun, in the time there is for that."""
+    """The client started a message and did not complete it in time."""
 
 
 class Unavailable(KVSidecarError):
-    """The daemon does not take this request in its present state.
+    """The daemon does not accept this request in its current state.
 
     Args:
         refusal: the counted reason.
@@ -143,7 +143,7 @@ class DaemonUnreachable(ClientError):
 
 
 class SocketDenied(DaemonUnreachable):
-    """There is a daemon, or may be one, whose socket this user may not open. The text says what to change."""
+    """This user has no permission to open the daemon's socket. The text says what to change."""
 
 
 class AttachRefused(ClientError):
@@ -151,7 +151,7 @@ class AttachRefused(ClientError):
 
 
 class RequestDenied(ClientError):
-    """The daemon answers, and does not give this to the caller; the text is the daemon's."""
+    """The daemon denied the request; the text is the daemon's."""
 
 
 class NotExportable(ClientError):

@@ -10,7 +10,7 @@ region              one strided piece of an engine's allocation
 shard               one rank's part of a block; a block is readable when all its shards are sealed
 slot                one fixed-size place in the host pool; holds one shard, all its rows contiguous
 reservation         a slot being filled; ends in ``seal`` or ``abort``
-lease, pin          a client's promise with an expiry that blocks will not be evicted; a count that forbids eviction
+lease, pin          the daemon's promise to a client, with an expiry, not to evict blocks; a count that forbids it
 store job           copies of one request, device to host
 load job            copies of one request, host to device
 epoch               random number of one daemon run
@@ -23,22 +23,22 @@ from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
 
 PROTOCOL = 1
-"""Number of the wire protocol; a client with another one is refused at Attach."""
+"""Version of the wire protocol. A client with another version is refused at Attach."""
 
 TOKEN_METADATA = "kvsidecar-token-bin"
-"""gRPC metadata with the token of the attach socket: who sends a unary request or a stream of lookups."""
+"""gRPC metadata key for the token from the attach socket. It identifies the sender of a unary call or lookup stream."""
 
 HASH_BYTES_MIN = 16
 """Shorter hashes collide by accident or by intent (CVE-2025-25183: Python's 8-byte ``hash()`` as block hash)."""
 HASH_BYTES_MAX = 64
 
 MAX_TEXT_BYTES = 1024
-"""Of each text of a client that the daemon keeps, in UTF-8. Namespaces outlive their engines, and every lookup, status
-and log line carries such texts."""
+"""Longest text from a client that the daemon keeps, in bytes of UTF-8. Namespaces outlive their engines, and every
+lookup, status and log line carries such texts."""
 
 
 class Direction(StrEnum):
-    """Way of a copy, named after the job that asks for it."""
+    """Direction of a copy, named after the job that asks for it."""
 
     STORE = "store"
     """Device to host (D2H)."""
@@ -57,53 +57,53 @@ class State(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Every reason for which work is declined. Each is a label value of ``kvsidecar_refusals_total``."""
+    """Every reason for which a request or job is refused. Each is a label value of ``kvsidecar_refusals_total``."""
 
     NOT_READY = "not_ready"
-    """The pool is not pinned yet, or pinning failed."""
+    """The daemon is not ready: the pool is still being pinned, or pinning failed."""
     DRAINING = "draining"
-    """The daemon is going down, or was told to drain."""
+    """The daemon is draining or shutting down."""
     POOL_FULL = "pool_full"
-    """Not enough slots are free or evictable for the whole job; nothing was evicted."""
+    """The pool has too few free or evictable slots for the whole job. Nothing was evicted."""
     POOL_FRAGMENTED = "pool_fragmented"
-    """The bytes would be enough, but blocks of another size that must stay (leased, or being copied) hold the slabs."""
+    """The pool has enough bytes, but pinned blocks of another size (leased, or being copied) occupy the slabs."""
     NOT_FOUND = "not_found"
-    """A block to load is not readable: never stored, evicted, or not all of its shards are sealed."""
+    """A block to load is not readable: it was never stored, it was evicted, or some of its shards are not sealed."""
     STALE_LEASE = "stale_lease"
-    """The lease that a load names has expired, or was released long before."""
+    """The lease that the load names has expired or was released."""
     DEVICE_LOST = "device_lost"
-    """The GPU had an error that its context does not survive."""
+    """The GPU had an error that its CUDA context does not survive."""
     COPY_FAILED = "copy_failed"
-    """The driver refused or failed the copy."""
+    """The driver rejected the copy, or the copy failed."""
     CANCELLED = "cancelled"
-    """A flush told the job not to start."""
+    """A flush cancelled the job before it started."""
     DEADLINE = "deadline"
-    """The copy had not started at the job's deadline, and never will."""
+    """The copy had not started by the job's deadline. It never will."""
     CHECKSUM = "checksum"
-    """A shard's bytes in the pool are not those that were stored; its block is a miss and its slot quarantined."""
+    """The bytes of a shard differ from those that were stored. The block is a miss and the slot is quarantined."""
     INVALID_REQUEST = "invalid_request"
-    """Block ids, groups or sizes that do not fit what the rank registered."""
+    """The request does not match what the rank registered: block ids, groups or sizes."""
     REGISTER_REFUSED = "register_refused"
-    """An Attach whose registration was refused."""
+    """The registration of an Attach was refused; the error says why."""
     LEASE_EXPIRED = "lease_expired"
-    """A lease ended by time, not by Release."""
+    """A lease expired before the client released it."""
     DENIED = "denied"
-    """The caller may not use this namespace, or is no admin."""
+    """The caller may not use this namespace, or is not an admin."""
     UNIDENTIFIED = "unidentified"
-    """The caller sent no token, or one of no live connection, where it has to say who it is."""
+    """The caller must identify itself, and sent no token or the token of a connection that has ended."""
     LIMIT = "limit"
-    """One user would have had more than one may have at once."""
+    """The request would exceed a per-user or per-rank limit."""
     UNFINISHED = "unfinished"
-    """A client began a message, a request or a stream, and did not go on in the time there is for that."""
+    """A client started a message, request or stream and did not complete it in time."""
     CLIENT_GONE = "client_gone"
-    """Nobody was there any more for an answer."""
+    """The client was gone before it could be answered."""
 
 
 class Outcome(StrEnum):
-    """What became of a job."""
+    """How a job ended."""
 
     DONE = "done"
-    """Every block is copied, or was there already."""
+    """Every block was copied, or was already present."""
     DECLINED = "declined"
     """Nothing was copied; the reason says why."""
     FAILED = "failed"
@@ -122,11 +122,11 @@ class LookupMode(Enum):
     PREFIX = "prefix"
     """The longest run of readable blocks from the first."""
     BITMAP = "bitmap"
-    """Each block for itself."""
+    """Each block on its own."""
 
 
 def text_problem(name: str, text: str) -> str | None:
-    """What is wrong with a text that the daemon is to keep, or None."""
+    """What is wrong with a client's text that the daemon would keep, or None."""
     length = len(text.encode())
     return f"{name} has {length} bytes; it may have {MAX_TEXT_BYTES}" if length > MAX_TEXT_BYTES else None
 

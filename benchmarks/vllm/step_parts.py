@@ -21,9 +21,9 @@ from kvsidecar.client.connection import Connection
 from kvsidecar.client.jobs import Job, Jobs
 from kvsidecar.client.session import Session
 from kvsidecar.integrations.vllm import stores, storing
-from kvsidecar.integrations.vllm.known import Known
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.worker import WorkerSide
 
 PARTS: tuple[tuple[int, Any, str, str], ...] = (
@@ -35,9 +35,9 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     (0, SchedulerSide, "build_orders", "the step's orders"),
     (1, stores.Stores, "_consider", "which blocks are new"),
     (1, stores, "choose", "which of them to store"),
-    (2, Known, "find", "what is stored already"),
+    (2, StoredFilter, "find", "what is stored already"),
     (2, storing, "_keys", "what the GPU's cache says of them"),
-    (1, Known, "add", "note them"),
+    (1, StoredFilter, "add", "note them"),
     (1, BlockPool, "touch", "hold them (vLLM)"),
     (1, stores.Stores, "take_jobs", "the store's job"),
     (0, WorkerSide, "bind", "a worker takes the orders"),

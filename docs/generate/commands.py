@@ -13,7 +13,7 @@ HEAD = """\
 <!-- Made by `make docs` from kvsidecar/cli/main.py: change that. -->
 # Commands
 
-What `kvsidecar COMMAND --help` says. [operating.md](operating.md) shows the commands at work, with their
+The output of `kvsidecar COMMAND --help`. [operating.md](operating.md) shows the commands in use, and lists all
 [exit codes](operating.md#exit-codes) in one table.
 """
 

@@ -14,29 +14,29 @@ HEAD = f"""\
 <!-- Made by `make docs` from kvsidecar/daemon/config.py: change that. -->
 # Configuration
 
-Every option of `kvsidecar serve` has one name in three spellings: a flag, a variable, a line of a TOML file. The value
-comes from the first of these that has it:
+Every option of `kvsidecar serve` can be set by a flag, an environment variable or a line of a TOML file. The first of
+these sources that sets it wins:
 
 1. the flag: `kvsidecar serve --pool-size 64GiB`
 2. the environment: `KVSIDECAR_POOL_SIZE=64GiB`
-3. the file: `pool_size = "64GiB"` in `{DEFAULT_FILE}`, or in the file that `--config` or `{CONFIG_VARIABLE}` names
+3. the file: `pool_size = "64GiB"` in `{DEFAULT_FILE}`, or in the file named by `--config` or `{CONFIG_VARIABLE}`
 4. the default
 
-An unknown name or a bad value stops the start with one sentence that names it, and the exit code 78. `kvsidecar doctor`
-reads the same sources and checks them against the machine.
+If a name is unknown or a value is invalid, the daemon prints one sentence that names it and exits with code 78.
+`kvsidecar doctor` reads the same sources and checks them against the machine.
 
-**Sizes** are a number of bytes, or one with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024; `Ki`, `Mi`, ... mean
-the same) or `KB`, `MB`, `GB`, `TB` (powers of 1000). **Seconds** are a number, such as `0.5`. **on|off** also takes
-`true|false` and, in the file, a bare `true`.
+**Sizes** are a number of bytes, or a number with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024; `Ki`, `Mi`, ...
+mean the same) or `KB`, `MB`, `GB`, `TB` (powers of 1000). **Seconds** are a number, such as `0.5`. **on|off** also
+accepts `true|false` and, in the file, a bare `true`.
 
-**Reload**: SIGHUP (`systemctl reload kvsidecar`) reads the file again. Options that say so below come into force then;
-the log names the others that have changed and need a restart. A restart empties the cache. Flags and variables of a
-process do not change.
+**Reload**: SIGHUP (`systemctl reload kvsidecar`) makes the daemon read the file again. Some options, marked below, take
+effect at once. The log names other options that have changed and need a restart. A restart empties the cache. A reload
+does not change flags and environment variables.
 
-Variables that are no options: `{CONFIG_VARIABLE}`; `KVSIDECAR_CONNECT` and those that begin with it, which are for the
-operators' commands ([operating.md](operating.md#from-another-host)); `KVSIDECAR_FAILPOINTS`, which injects faults in
-tests ([faults.md](faults.md)); and those that Kubernetes makes for a Service whose name begins with `kvsidecar`, which
-are ignored.
+These variables are not options: `{CONFIG_VARIABLE}`; `KVSIDECAR_CONNECT` and variables that begin with it, which are
+for the admin commands ([operating.md](operating.md#from-another-host)); `KVSIDECAR_FAILPOINTS`, which injects faults in
+tests ([faults.md](faults.md)); and the variables that Kubernetes creates for a Service whose name begins with
+`kvsidecar`, which are ignored.
 """
 
 SECTIONS = {
@@ -50,7 +50,7 @@ SECTIONS = {
     "drain_timeout": "Start, stop and threads",
     "log_format": "Log",
 }
-"""The option that begins a section -> its title. The others follow in the order of the model."""
+"""First option of each section -> the section's title. The others follow in the order of the model."""
 
 EXAMPLES = {
     "socket": "/run/kvsidecar/kvsidecar.sock",
@@ -63,7 +63,7 @@ EXAMPLES = {
     "tls_client_ca": "/etc/kvsidecar/clients.crt",
     "prefault_threads": "8",
 }
-"""Where the default is a sentence, or there is none."""
+"""Example values of options that have no default, or a sentence for one."""
 _UNITS = {"SIZE": "bytes", "SECONDS": "seconds", "COUNT": "threads", "PORT": "TCP port"}
 
 
@@ -78,14 +78,14 @@ def page() -> str:
 
 
 def default_of(option: click.Option) -> str:
-    """As ``--help`` shows it."""
+    """The default, as ``--help`` shows it."""
     shown = re.search(r"\[default: (.*); env: \w+\]$", option.help or "")
     assert shown, option.name
     return shown[1]
 
 
 def file_line(name: str, values: str, default: str) -> str:
-    """A line of the TOML file: the default, or an example where that is a sentence."""
+    """A line of the TOML file with the default, or with an example if the default is a sentence."""
     value = EXAMPLES.get(name, default)
     if values == "TOML":
         return f"{name} = {value}"
@@ -108,7 +108,7 @@ def _section(name: str, option: click.Option) -> str:
     if units:
         rows.append(("Unit", units[0]))
     rows.append(("Default", default if _is_sentence(default) else code(default)))
-    rows.append(("Reload", "comes into force" if name in RELOADABLE else "needs a restart"))
+    rows.append(("Reload", "takes effect on reload" if name in RELOADABLE else "requires a restart"))
     text = prose(Settings.model_fields[name].description or "")
     return f"### {name}\n\n{text}\n\n{table(('Flag', code(flag_of(name))), rows)}\n"
 

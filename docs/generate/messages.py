@@ -25,13 +25,13 @@ HEAD = f"""\
 <!-- Made by `make docs` from proto/{PROTO} and the limits in kvsidecar/: change those. -->
 # Messages of the wire
 
-Every RPC, message and field of [sidecar.proto](../proto/{PROTO}), with its comments; then the limits
-that the daemon holds clients to, and the status codes it answers. How they are used: [wire.md](wire.md).
+Every RPC, message and field of [sidecar.proto](../proto/{PROTO}), the limits that the daemon enforces on clients, and
+the status codes it returns. [wire.md](wire.md) shows how they are used.
 """
 
 STATUS = """\
-A request that is refused ends with one of these codes and a text that says what to change. It never names another
-client's instance, address or handle. What the start of the daemon or the client library raises is not listed.
+A refused request ends with one of these codes and a text that says what to change. The text never names another
+client's instance, address or handle. Errors of the daemon's start and of the client library are not listed.
 """
 
 LIMITS = (
@@ -73,34 +73,34 @@ WHAT = {
     "MAX_MESSAGE_BYTES": "bytes of one message, on gRPC and on the fast lane",
     "HASH_BYTES_MIN": "bytes of a block hash, at least",
     "HASH_BYTES_MAX": "bytes of a block hash, at most",
-    "MAX_TEXT_BYTES": "bytes of each text that the daemon keeps: the fields of a namespace, instance, device",
+    "MAX_TEXT_BYTES": "bytes of each text that the daemon keeps: fields of a namespace, instance, device",
     "MAX_BLOCKS": "blocks of a group",
     "MAX_REGIONS": "regions of all groups of a rank",
     "MAX_ROWS": "rows of all regions of a rank",
     "MAX_SHARDS": "shards of a block",
     "MAX_EVENTS": "events of a ring",
     "MAX_GROUPS": "groups of a rank, and of a lookup",
-    "MAX_PARTS": "parts of a job; one with more is declined as `invalid_request`",
+    "MAX_PARTS": "parts of a job; a job with more is declined as `invalid_request`",
     "MAX_ALLOCATIONS": "allocations of a rank",
     "MAX_RANKS": "ranks of one user",
-    "MAX_JOBS": "jobs of a rank that are not over; one more is declined as `limit`",
-    "MAX_OUTSTANDING_BLOCKS": "blocks in the jobs of a rank that are not over; a job beyond is declined as `limit`",
-    "MAX_FLUSHES": "flushes of a rank that wait; one more is answered at once, with what is pending then",
-    "MAX_LEASES": "leases of one user; a lookup beyond is answered without one",
-    "MAX_LEASED_BLOCKS": "blocks in the leases of one user; a lookup beyond is answered without one",
-    "MAX_LOOKUP_STREAMS": "streams of lookups of one user, and of all without a token together (gRPC)",
-    "FIRST_MESSAGE_SECONDS": "seconds that an Attach stream may be silent before its Register (gRPC)",
+    "MAX_JOBS": "unfinished jobs of a rank; one more is declined as `limit`",
+    "MAX_OUTSTANDING_BLOCKS": "blocks in the unfinished jobs of a rank; a job that exceeds it is declined as `limit`",
+    "MAX_FLUSHES": "pending flushes of a rank; one more is answered at once, with the jobs still pending",
+    "MAX_LEASES": "leases of one user; a lookup beyond that gets no lease",
+    "MAX_LEASED_BLOCKS": "blocks in the leases of one user; a lookup beyond that gets no lease",
+    "MAX_LOOKUP_STREAMS": "lookup streams of one user, and of all callers without a token together (gRPC)",
+    "FIRST_MESSAGE_SECONDS": "seconds that an Attach stream may take to send its Register (gRPC)",
     "MAX_CONNECTIONS": "connections of one user to the attach socket",
-    "MAX_MEMFDS": "file descriptors handed over by one user",
-    "MAX_UNREAD": "answers that wait for a client which does not read its Attach stream, before that is ended (gRPC)",
+    "MAX_MEMFDS": "memfds handed over by one user",
+    "MAX_UNREAD": "replies queued for a client that does not read its Attach stream, before the stream is ended (gRPC)",
     "MAX_HELLO_BYTES": "bytes of a Hello",
     "MAX_FDS": "file descriptors with a Hello",
-    "HELLO_SECONDS": "seconds that a connection of the attach socket has for its Hello",
-    "MAX_HALF_READ_BYTES": "bytes of one user's messages of which the end has not come (fast lane)",
+    "HELLO_SECONDS": "seconds that a new attach-socket connection has to send its Hello",
+    "MAX_HALF_READ_BYTES": "bytes of one user's incomplete messages (fast lane)",
     "MESSAGE_SECONDS": "seconds from the first byte of a message to its last (fast lane)",
-    "MAX_EARLY_BYTES": "bytes of messages behind a registration that is not answered yet (fast lane)",
-    "MAX_UNREAD_BYTES": "bytes of answers that wait for a client which does not read (fast lane)",
-    "LAST_WORDS_SECONDS": "seconds that a refused client has to read why (fast lane)",
+    "MAX_EARLY_BYTES": "bytes of messages queued behind an unanswered registration (fast lane)",
+    "MAX_UNREAD_BYTES": "bytes of replies queued for a client that does not read (fast lane)",
+    "LAST_WORDS_SECONDS": "seconds that a refused client has to read the error (fast lane)",
 }
 
 _KINDS = {
@@ -184,7 +184,7 @@ def _limits() -> str:
         value = getattr(module, name)
         return f"{value:,g}" if isinstance(value, float) else f"{value:,}", WHAT[name]
 
-    return table(("Limit", "Of"), [row(module, name) for module, name in LIMITS])
+    return table(("Limit", "Applies to"), [row(module, name) for module, name in LIMITS])
 
 
 def _codes() -> str:
@@ -193,7 +193,7 @@ def _codes() -> str:
         for error, grpc_code in status.CODES.items()
         if _reaches_clients(error)
     ]
-    rows.append((code(status.CODES[errors.KVSidecarError].name), "any other", "What nobody expected; see the log."))
+    rows.append((code(status.CODES[errors.KVSidecarError].name), "any other", "Unexpected error; see the log."))
     return table(("Code", "Error", "When"), rows)
 
 

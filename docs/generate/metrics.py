@@ -17,16 +17,17 @@ HEAD = """\
 <!-- Made by `make docs` from kvsidecar/core/metrics.py and kvsidecar/types.py: change those. -->
 # Metrics
 
-`GET /metrics` on the HTTP port answers in Prometheus' text format. Names follow Prometheus' practice: base units,
-`_total` on counters. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and `NAME_count`. Every series whose
-labels are known beforehand is there from the start, at 0, so that an alert on its first event works.
+`GET /metrics` on the HTTP port returns the metrics in the Prometheus text format. Names follow the Prometheus
+conventions: base units, and `_total` on counters. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and
+`NAME_count`. Every series whose labels are known in advance exists from the start, at 0, so that an alert on its first
+event works.
 
 [The dashboard](../deploy/grafana/kvsidecar.json) and [the alerts](../deploy/prometheus/alerts.yaml) use these names,
-and `make check` holds them against a running daemon. [runbook.md](runbook.md) says what to do about each alert.
+and `make check` verifies them against a running daemon. [runbook.md](runbook.md) says what to do about each alert.
 """
 
 OPEN = {
-    "version": "of kvsidecar",
+    "version": "version of kvsidecar",
     "backend": "`cuda` or `host`",
     "device": "a GPU's UUID, or `host`",
 }
@@ -51,13 +52,13 @@ GROUPS = {
 """Title -> how the names of its metrics begin, after ``kvsidecar_``."""
 
 REASONS = """\
-Work that was declined, counted by reason in `kvsidecar_refusals_total`. The same words are the `reason` of a job's end
-([client.md](client.md#when-a-job-ends)). None of them is an error of the daemon: a store that is declined is a miss
-later, and a load that is declined is computed by the engine.
+Refused requests and declined jobs are counted by reason in `kvsidecar_refusals_total`. A declined job carries the same
+`reason` ([client.md](client.md#when-a-job-ends)). None of these is an error of the daemon: a declined store is a miss
+later, and the engine computes the blocks of a declined load.
 """
 
 PROCESS = """\
-Of Prometheus' own collector: the daemon's process. Linux only, like the daemon.
+Metrics of the daemon's process, from the standard Prometheus process collector.
 """
 
 

@@ -1,4 +1,4 @@
-"""Store and load of every layout, through RPC: by blocks a job, jobs in flight, one and both directions."""
+"""Store and load bandwidth of every layout, through RPC: by blocks per job, jobs in flight, one or both directions."""
 
 from __future__ import annotations
 

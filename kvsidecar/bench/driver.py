@@ -1,4 +1,4 @@
-"""The CUDA driver as the benchmark needs it, by ctypes: streams, pinned memory, asynchronous copies.
+"""The part of the CUDA driver that the benchmark uses, through ctypes: streams, pinned memory, asynchronous copies.
 
 `kvsidecar.client.cuda_driver` has what an engine needs to share memory; this is what it takes to time it. Every call is
 checked. The context is made current in each thread that comes, once.

@@ -1,4 +1,4 @@
-"""What ends a measurement, or the whole run, with one sentence."""
+"""Errors that end a measurement or the whole run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class BenchError(KVSidecarError):
 
 
 class BadOption(BenchError):
-    """An option of ``kvsidecar bench`` is wrong. The text is one sentence that names it."""
+    """An option of ``kvsidecar bench`` is invalid. The text is one sentence that names it."""
 
 
 class Skipped(BenchError):

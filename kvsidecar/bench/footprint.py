@@ -1,4 +1,4 @@
-"""What the daemon costs beside its pool: GPU memory, and host memory with few and with many blocks."""
+"""The daemon's memory besides its pool: on the GPU, and on the host with few and with many blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's own work on the GPU, slowed by the daemon's copies at full speed."""
+"""How much the daemon's copies at full speed slow an engine's own work on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One-block jobs per second with 1 to 8 ranks attached: what the daemon's own work allows."""
+"""One-block jobs per second with 1 to 8 attached ranks, which the daemon's own overhead limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler and an engine's thread wait for: lookups, submissions, polls."""
+"""Latencies of the calls that a scheduler and an engine's thread wait for: lookups, submissions, polls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: the machine, in a few facts."""
+"""The facts about the machine that a result depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvsidecar bench` is told, checked before anything runs."""
+"""The options of `kvsidecar bench`, validated before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's steps while a daemon pins its pool, and how fast it pins."""
+"""The rate of pinning, and an engine's step times meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report as PNGs that can go into somebody's slides. Needs matplotlib, the extra ``kvsidecar[bench]``."""
+"""A report as PNG plots. Needs matplotlib, the extra ``kvsidecar[bench]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a run: a daemon of its own, and children that play engines. None outlives the run."""
+"""The processes of a run: its daemon, and children that act as engines. None outlives the run."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Daemon(Protocol):
 
 
 class RunningDaemon:
-    """One that somebody else runs.
+    """A daemon that was already running.
 
     Raises:
-        DaemonUnreachable: nobody answers.
+        DaemonUnreachable: no daemon answers.
         BenchError: it is not ready.
     """
 
@@ -97,7 +97,7 @@ class PrivateDaemon:
     Args:
         device: ``cuda`` or ``host``.
         flags: further options of serve.
-        cores: that it may run on; None for all.
+        cores: the cores that it may run on; None for all.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""An engine rank that keeps the daemon busy while somebody else measures: ``python -m kvsidecar.bench.rank CONFIG``.
+"""An engine rank that keeps the daemon busy during a measurement: ``python -m kvsidecar.bench.rank CONFIG``.
 
 A process of its own, because its client's threads would hold the interpreter lock of the one that measures.
 """

@@ -22,7 +22,7 @@ SYSTEM = "kvsidecar"
 
 @dataclass(slots=True)
 class Measurement:
-    """One measurement: its rows as far as it came, and what became of it."""
+    """One measurement: the rows that it completed, and its outcome."""
 
     name: str
     status: str = "running"

@@ -1,4 +1,4 @@
-"""`kvsidecar bench`: one measurement after another, and then what they say."""
+"""`kvsidecar bench`: runs the measurements in turn, then reports them."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _write(report: Report, options: Options) -> None:
 
 
 class Progress:
-    """What goes on, on standard error: one line a measurement, and what it is at where somebody watches."""
+    """Progress on standard error: one line per measurement, and on a terminal the current step."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""What every measurement works with: the device, the daemon, sizes that fit, and how long to measure."""
+"""The environment of all measurements: the device, the daemon, sizes that fit, and how long to measure."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ POOL_SHARE = 0.6
 
 
 class Setting:
-    """Opened once a run; everything it started has ended when it is closed.
+    """Opened once per run; closing it ends everything that it started.
 
     Args:
-        say: shows what goes on, one short line at a time.
+        say: shows progress, one short line at a time.
 
     Raises:
         DriverUnusable: CUDA was asked for and does not work.

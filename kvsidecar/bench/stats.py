@@ -1,4 +1,4 @@
-"""Samples -> what is reported of them."""
+"""Statistics of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The targets of the project on an H200, and what a run says of each: what, goal, measured, met."""
+"""The project's targets on an H200, and for each the goal, the measured value and whether it is met."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ROUND = 20
 
 
 class _Work:
-    """Something that is given to the current stream, and timed there."""
+    """Work that is submitted to the current stream and timed there."""
 
     def issue(self) -> None:
         raise NotImplementedError

@@ -28,11 +28,11 @@ EXIT_UNAVAILABLE = 69
 EXIT_SOCKET = 73
 """sysexits.h EX_CANTCREAT: another daemon serves the socket."""
 EXIT_AGAIN = 75
-"""sysexits.h EX_TEMPFAIL: a port is in use; starting again may help."""
+"""sysexits.h EX_TEMPFAIL: a port is in use; a restart may help."""
 EXIT_DENIED = 77
-"""sysexits.h EX_NOPERM: the daemon does not do this for this user, or its socket is not theirs to open."""
+"""sysexits.h EX_NOPERM: this user may not do this, or may not open the daemon's socket."""
 EXIT_CONFIG = 78
-"""sysexits.h EX_CONFIG: a setting is wrong; starting again will not help."""
+"""sysexits.h EX_CONFIG: a setting is invalid; a restart will not help."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -43,12 +43,12 @@ def main() -> None:
 
 
 def _client(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Client | RemoteClient:
-    """A client of the daemon that the options name."""
+    """A client for the daemon that the options name."""
     from kvsidecar.client import Client, ClientError, RemoteClient, Tls
 
     address, tls = where["connect"], {option: where[f"connect_{option}"] for option in ("ca", "certificate", "key")}
     if _was_given("socket") and _was_given("connect"):
-        raise click.UsageError("say either --socket or --connect")
+        raise click.UsageError("give either --socket or --connect")
     if address is None or _was_given("socket"):
         if given := [option for option in tls if _was_given(f"connect_{option}")]:
             raise click.UsageError(f"--connect-{given[0]} goes with --connect")
@@ -62,12 +62,12 @@ def _client(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Cl
 
 
 def _was_given(option: str) -> bool:
-    """As a flag, not by the environment."""
+    """Whether the option was given as a flag, not by the environment."""
     return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
 def _status_of(where: dict[str, str | None], name: str, *, everything: bool = False) -> pb.StatusReply:
-    """What the running daemon says of itself, see `Client.status`; ends the command if none answers."""
+    """The running daemon's status, see `Client.status`; exits if no daemon answers."""
     from kvsidecar.client import ClientError
 
     client = _client(where, name)
@@ -88,7 +88,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _fail_asking(error: Exception) -> NoReturn:
-    """End a command that the daemon did not answer, or not as it should."""
+    """Exit because the daemon did not answer, or refused."""
     from kvsidecar.client import RequestDenied, SocketDenied
 
     _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied | SocketDenied) else EXIT_UNAVAILABLE)
@@ -97,14 +97,17 @@ def _fail_asking(error: Exception) -> NoReturn:
 def _serve(**flags: str | None) -> None:
     """Run the daemon until SIGTERM.
 
-    It listens at once, pins the pool in the background, and is ready when the pool is pinned, a self-test copy has
-    come back right, and RPC listens. Every option can also be a variable (KVSIDECAR_POOL_SIZE) or a line of the TOML
-    file (pool_size = "64GiB"); a flag wins over a variable, a variable over the file. SIGHUP reads the file again:
-    log_level, store_chunk, drain_timeout, stuck_after and policy come into force, the log names what needs a restart.
+    The daemon listens at once and pins the pool in the background. It is ready when the whole pool is pinned, a
+    self-test copy has succeeded and the gRPC server is listening.
+
+    Every option can also be set by an environment variable (KVSIDECAR_POOL_SIZE) or in the TOML file
+    (pool_size = "64GiB"). A flag overrides a variable, a variable overrides the file. SIGHUP reloads the file:
+    log_level, store_chunk, drain_timeout, stuck_after and policy take effect, and the log names changed options that
+    need a restart.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
-    use, 74 a copy hangs or its outcome is unknown (start again), 75 a port is in use or an address not there yet
-    (starting again may help), 78 a setting is wrong.
+    use, 74 a copy hangs or its outcome is unknown (restart it), 75 a port is in use or an address does not exist yet
+    (a restart may help), 78 a setting is invalid.
     """
     gc.disable()  # as in `uncollected`, until the daemon is there: `serve` enables it again
     from kvsidecar.daemon.serve import serve
@@ -130,20 +133,20 @@ _socket_option = click.option(
     "--socket",
     envvar="KVSIDECAR_SOCKET",
     metavar="PATH",
-    help="The daemon's Unix socket. [default: the daemon's own default; env: KVSIDECAR_SOCKET]",
+    help="The daemon's Unix socket. [default: as for serve; env: KVSIDECAR_SOCKET]",
 )
 
 
 _CONNECT = (
-    ("connect", "HOST:PORT", "A daemon of another host, over TCP with mTLS."),
-    ("connect-ca", "PATH", "PEM file with who signs the daemon's certificate."),
-    ("connect-certificate", "PATH", "PEM file with your certificate, which the daemon's policy must name."),
-    ("connect-key", "PATH", "PEM file with its key."),
+    ("connect", "HOST:PORT", "Address of a daemon on another host, reached over TCP with mTLS."),
+    ("connect-ca", "PATH", "CA bundle that the daemon's certificate is verified against, as a PEM file."),
+    ("connect-certificate", "PATH", "Client certificate, as a PEM file. The daemon's policy must name it."),
+    ("connect-key", "PATH", "Private key of the client certificate, as a PEM file."),
 )
 
 
 def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Which daemon a command asks: of this host by socket, or of another one."""
+    """Add the options that choose a daemon: --socket on this host, --connect for another host."""
     for name, metavar, text in reversed(_CONNECT):
         variable = "KVSIDECAR_" + name.replace("-", "_").upper()
         command = click.option(f"--{name}", envvar=variable, metavar=metavar, help=f"{text} [env: {variable}]")(command)
@@ -152,11 +155,11 @@ def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @main.command()
 @_daemon_options
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the complete status as one JSON object.")
 def status(as_json: bool, **where: str | None) -> None:
-    """Show state, pool, namespaces, engines and jobs of the running daemon.
+    """Show the state, pool, namespaces, engines and jobs of the running daemon.
 
-    Of very many namespaces, the largest; --json has them all.
+    Lists the largest namespaces only; --json lists all of them.
     """
     import json
 
@@ -178,13 +181,13 @@ def status(as_json: bool, **where: str | None) -> None:
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time between two looks; rates are those between them.",
+    help="Refresh interval. Rates are averages over one interval.",
 )
-@click.option("--once", is_flag=True, help="Print one screen, with the rates of one interval, and exit.")
+@click.option("--once", is_flag=True, help="Print one screen, with rates over one interval, and exit.")
 def top(interval: float, once: bool, **where: str | None) -> None:
     """Watch the running daemon: pin progress, pool, rates, hits, engines, the oldest job, refusals.
 
-    Asks again until q or Ctrl-C, also while the daemon is away. Rates count jobs when they end.
+    Refreshes until q or Ctrl-C, and keeps trying while no daemon answers. Rates count a job when it ends.
 
     Exit codes: 0, and 69 no daemon answers (with --once).
     """
@@ -209,11 +212,11 @@ def top(interval: float, once: bool, **where: str | None) -> None:
 
 @main.command()
 @_daemon_options
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON array with everything that is known of each rank.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array with all fields of each rank.")
 def engines(as_json: bool, **where: str | None) -> None:
-    """Show which engines are attached, one rank a line.
+    """Show the attached engines, one rank per line.
 
-    Exit codes: 0, also if there is none, and 69 no daemon answers.
+    Exit codes: 0, even if no engine is attached, and 69 no daemon answers.
     """
     import json
 
@@ -232,22 +235,22 @@ def engines(as_json: bool, **where: str | None) -> None:
 
 @main.command()
 @_daemon_options
-@click.option("--namespace", metavar="MODEL", help="Of this model, as status shows it.")
-@click.option("--all", "everything", is_flag=True, help="Of all namespaces; asks first.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--namespace", metavar="MODEL", help="Clear the namespace of this model, as `kvsidecar status` shows it.")
+@click.option("--all", "everything", is_flag=True, help="Clear all namespaces. Asks for confirmation.")
+@click.option("--yes", is_flag=True, help="Skip the confirmation.")
 def clear(namespace: str | None, everything: bool, yes: bool, **where: str | None) -> None:
-    """Forget stored blocks: they can no longer be looked up.
+    """Discard stored blocks, so that lookups no longer hit them.
 
-    For KV that must not be hit any more, such as that of weights that were changed in place. Copies under way end as
-    they would have; engines stay attached and store anew.
+    Use it for KV that must not be reused, for example after weights were changed in place. Copies in flight finish.
+    Engines stay attached and store again.
 
-    Exit codes: 0, 1 it was answered no, or no such namespace, 69 no daemon answers, 77 you are no admin.
+    Exit codes: 0, 1 not confirmed or no such namespace, 69 no daemon answers, 77 permission denied.
     """
     from kvsidecar.cli.operate.commands import clear_question, find_namespace
     from kvsidecar.client import ClientError
 
     if (namespace is None) != everything:
-        raise click.UsageError("say either --namespace MODEL or --all")
+        raise click.UsageError("give either --namespace MODEL or --all")
     client = _client(where, "kvsidecar clear")
     try:
         chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
@@ -260,23 +263,27 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
         _fail_asking(error)
     finally:
         client.close()
-    click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten.")
+    click.echo(f"{blocks} block{'' if blocks == 1 else 's'} cleared.")
 
 
 @main.command()
 @_daemon_options
-@click.option("--wait", is_flag=True, help="Show what is still running, and return when nothing is.")
+@click.option("--wait", is_flag=True, help="Wait until no job is running, and show which are.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0.0), metavar="SECONDS", help="With --wait: give up. [default: never]"
+    "--timeout",
+    type=click.FloatRange(min=0.0),
+    metavar="SECONDS",
+    help="With --wait: give up after this time. [default: never]",
 )
-@click.option("--cancel", is_flag=True, help="Take it back: let the daemon take new work again.")
+@click.option("--cancel", is_flag=True, help="Cancel a drain: the daemon accepts new work again.")
 def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) -> None:
-    """Let the daemon take nothing new, and finish what runs.
+    """Stop accepting new work, and finish running jobs.
 
-    Lookups miss and stores are declined from now on, until --cancel or a restart; engines go on without offload. The
-    daemon stays alive: SIGTERM ends it. What it has stored stays stored.
+    Until --cancel or a restart, lookups miss, stores and loads are declined, and engines continue without offload. The
+    daemon keeps running, and keeps its blocks. SIGTERM ends it.
 
-    Exit codes: 0, 1 jobs still ran after --timeout or it is shutting down, 69 no daemon answers, 77 you are no admin.
+    Exit codes: 0, 1 jobs still running after --timeout, or the daemon is shutting down, 69 no daemon answers, 77
+    permission denied.
     """
     from rich.console import Console
 
@@ -285,7 +292,7 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
     from kvsidecar.client import ClientError
 
     if cancel and wait:
-        raise click.UsageError("--cancel has nothing to wait for")
+        raise click.UsageError("--cancel does not go with --wait")
     if timeout is not None and not wait:
         raise click.UsageError("--timeout goes with --wait")
     client = _client(where, "kvsidecar drain")
@@ -304,16 +311,16 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
 
 @main.command()
 @_socket_option
-@click.option("--config", metavar="PATH", help="The daemon's TOML file. [default: as serve]")
-@click.option("--pool-size", metavar="SIZE|PERCENT", help="Of the daemon that is to run here. [default: as serve]")
-@click.option("--device", metavar="auto|cuda|host", help="The same. [default: as serve]")
-@click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="Look at this engine process too.")
+@click.option("--config", metavar="PATH", help="The daemon's configuration file. [default: as for serve]")
+@click.option("--pool-size", metavar="SIZE|PERCENT", help="Pool size to check for. [default: as for serve]")
+@click.option("--device", metavar="auto|cuda|host", help="Device to check for. [default: as for serve]")
+@click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="Also check this engine process.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
 def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
-    """Check whether this machine can run the daemon, and say what to change.
+    """Check whether this machine can run the daemon, and suggest fixes.
 
-    Run it as the user and inside the container that the daemon has, before it is installed or while it runs. Reads
-    the daemon's configuration as serve does. Changes nothing and makes no context on a GPU.
+    Run it as the daemon's user and inside the daemon's container, before the daemon is installed or while it runs. It
+    reads the configuration as serve does. It changes nothing and creates no CUDA context.
 
     Exit codes: 0, 1 there is a problem.
     """
@@ -334,7 +341,9 @@ def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
 
 
 @main.command()
-@click.option("--blocks", default=256, show_default=True, metavar="COUNT", help="KV blocks that engine A stores.")
+@click.option(
+    "--blocks", default=256, show_default=True, metavar="COUNT", help="Number of KV blocks that engine A stores."
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "host"]),
@@ -343,11 +352,11 @@ def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
     help="Where the engines' KV lies; auto: on a GPU if there is one.",
 )
 def demo(blocks: int, device: str) -> None:
-    """Store, kill the engine, load into another one, compare every byte.
+    """Store, kill the engine, load into another engine, compare every byte.
 
-    Starts a real daemon with a small pool. Engine A (its own process, two tensor-parallel ranks) stores a KV cache
-    filled with a pattern and is killed with SIGKILL. Engine B attaches, looks up, loads, and compares. Exits with 1
-    if a single byte differs.
+    Starts a real daemon with a small pool. Engine A (a process of its own, with two tensor-parallel ranks) stores a KV
+    cache filled with a pattern and is killed with SIGKILL. Engine B attaches, looks up, loads and compares. Exits with
+    1 if a byte differs.
     """
     from kvsidecar.cli.demo.run import run
 
@@ -362,31 +371,42 @@ def demo(blocks: int, device: str) -> None:
     show_default=True,
     help="Where the engine's KV lies; auto: on a GPU if there is one.",
 )
-@click.option("--socket", metavar="PATH", help="Measure a running daemon. [default: start one for this run]")
-@click.option("--pool-size", metavar="SIZE", help="Of the daemon that is started. [default: 12 GiB, host 1 GiB]")
-@click.option("--pin-size", metavar="SIZE", help="Pool that the pin measurement pins. [default: 64 GiB, host 1 GiB]")
-@click.option("--only", metavar="NAME[,NAME]", help="Measure only these; --list shows the names.")
-@click.option("--list", "list_names", is_flag=True, help="Show what can be measured, and exit.")
-@click.option("--quick", is_flag=True, help="Few samples: shows that everything works, not how fast.")
-@click.option("--repeat", type=int, metavar="COUNT", help="Rounds of every bandwidth figure at least. [default: 7]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of block ids, hashes and contents.")
-@click.option("--json", metavar="FILE|-", help="Write everything as JSON; - for standard output.")
-@click.option("--plot", metavar="DIR", help="Draw PNGs; needs pip install 'kvsidecar[bench]'.")
 @click.option(
-    "--compare", multiple=True, metavar="FILE", help="Show figures of other systems, or of an earlier --json."
+    "--socket", metavar="PATH", help="Socket of a running daemon to measure. [default: start one for this run]"
 )
-@click.option("--targets", is_flag=True, help="Show what the project aims at on an H200, and whether it is met.")
-@click.option("--pacing-curve", is_flag=True, help="Measure the token copy for several --store-chunk of the daemon.")
+@click.option(
+    "--pool-size", metavar="SIZE", help="Pool size of the daemon that is started. [default: 12 GiB, host 1 GiB]"
+)
+@click.option("--pin-size", metavar="SIZE", help="Pool size for the pinning measurement. [default: 64 GiB, host 1 GiB]")
+@click.option("--only", metavar="NAME[,NAME]", help="Run only these measurements; --list shows their names.")
+@click.option("--list", "list_names", is_flag=True, help="List the measurements, and exit.")
+@click.option("--quick", is_flag=True, help="Take few samples. Shows that everything works, not how fast it is.")
+@click.option(
+    "--repeat", type=int, metavar="COUNT", help="Minimum number of rounds for each bandwidth figure. [default: 7]"
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed for block ids, hashes and contents.")
+@click.option("--json", metavar="FILE|-", help="Write all results as JSON; - writes to standard output.")
+@click.option("--plot", metavar="DIR", help="Write plots as PNG files. Requires kvsidecar[bench].")
+@click.option(
+    "--compare",
+    multiple=True,
+    metavar="FILE",
+    help="Show the results of other systems or of an earlier --json beside these.",
+)
+@click.option("--targets", is_flag=True, help="Show the project's targets for an H200, and whether each is met.")
+@click.option(
+    "--pacing-curve", is_flag=True, help="Measure token copies for several values of the daemon's --store-chunk."
+)
 @click.argument("serve_flags", nargs=-1, metavar="[-- SERVE_OPTION...]")
 def bench(list_names: bool, **given: Any) -> None:
-    """Measure what the daemon gives an engine on this machine.
+    """Measure the daemon's performance on this machine.
 
-    Starts a daemon for this run, or uses a running one, attaches as an engine does, and measures through the public
-    client: bandwidth against the limit of the link, latencies, job rates, pinning, and what an engine's own work
-    notices. Takes two to four minutes on a GPU. Options after -- go to the daemon that is started.
+    Starts a daemon for this run or uses a running one, attaches as an engine does, and measures through the public
+    client: bandwidth relative to the limit of the link, latencies, job rates, pinning, and the impact on an engine's
+    own work. Takes two to four minutes on a GPU. Options after -- are passed to the daemon that is started.
 
-    Exit codes: 1 a measurement failed (the others are reported), 69 no driver or no daemon, 78 a bad option, 130
-    interrupted (what was measured is reported).
+    Exit codes: 1 a measurement failed (the others are reported), 69 no driver or no daemon, 78 an invalid option, 130
+    interrupted (completed measurements are reported).
     """
     from kvsidecar.bench.errors import BadOption
     from kvsidecar.bench.options import MEASUREMENTS, Options

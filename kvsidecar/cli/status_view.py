@@ -1,4 +1,4 @@
-"""`kvsidecar status` as a person reads it; `kvsidecar top` shows some of its parts."""
+"""The output of `kvsidecar status`; `kvsidecar top` shows some of its parts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 STATE_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
 BAR_WIDTH = 40
 CELL = 96
-"""Characters of a client's text in a table; --json has it whole."""
+"""Most characters of a client's text in a table cell; --json prints all of it."""
 SHOWN = 32
-"""Namespaces, and engines, of `kvsidecar status`."""
+"""Most namespaces and most engines that `kvsidecar status` lists."""
 
 
 def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
@@ -24,7 +24,7 @@ def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
 
 
 def render(reply: pb.StatusReply) -> RenderableType:
-    """A StatusReply, one part under another: all of it but for the smaller ones of very many namespaces and ranks."""
+    """A StatusReply, section by section; of very many namespaces only the largest."""
     parts: list[RenderableType] = [head(reply)]
     if reply.partial:
         parts.append(Text(f"Pool  {format_size(reply.pool.total_bytes)}"))
@@ -34,7 +34,7 @@ def render(reply: pb.StatusReply) -> RenderableType:
         parts.append(_namespaces(reply))
     parts.append(_ranks(reply) if reply.ranks else no_engine(reply))
     if reply.partial:
-        parts.append(Text("\nYour own namespaces and engines only; admins see all.", style="dim"))
+        parts.append(Text("\nOnly your own namespaces and engines are shown. Admins see all.", style="dim"))
         return Group(*parts)
     parts.append(_jobs(reply))
     if reply.refusals:
@@ -43,7 +43,7 @@ def render(reply: pb.StatusReply) -> RenderableType:
 
 
 def head(reply: pb.StatusReply) -> Text:
-    """State, version and uptime; then why it is not ready."""
+    """State, version, uptime, and the reason if the daemon is not ready."""
     state = STATE_FROM_WIRE[reply.readiness.state].value
     text = Text.assemble(
         "kvsidecar ", (state, f"bold {STATE_COLORS[state]}"),
@@ -63,7 +63,7 @@ def head(reply: pb.StatusReply) -> Text:
 
 
 def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
-    """A bar of so many columns, and figures, in two lines."""
+    """Two lines: a bar of ``width`` columns with the bytes used, and the details."""
     bar = Text("Pool  ")
     filled = 0
     for nbytes, style in (
@@ -79,7 +79,7 @@ def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
     bar.append("░" * (width - filled), style="dim")
     bar.append(f"  {format_size(pool.used_bytes)} of {format_size(pool.total_bytes)} used")
     details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
-    details += [f"{format_size(pool.reserved_bytes)} being filled"] if pool.reserved_bytes else []
+    details += [f"{format_size(pool.reserved_bytes)} reserved"] if pool.reserved_bytes else []
     details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
     details += [f"{pool.page_kind} pages"] if pool.page_kind else []
     details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []
@@ -88,17 +88,17 @@ def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
 
 
 def printable(text: str) -> Text:
-    """A text of a client, without the control characters that would steer the operator's terminal."""
+    """A client's text without control characters, which could manipulate the operator's terminal."""
     return Text("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text))
 
 
 def brief(text: str, columns: int = CELL) -> Text:
-    """A text of a client for a cell of a table: where each may be of a thousand characters, nothing else would show."""
+    """A client's text cut to a table cell: it may have a thousand characters."""
     return printable(text if len(text) <= columns else text[: columns - 1] + "…")
 
 
 def plain_table(title: str | None, *columns: str) -> Table:
-    """Without lines; the first column is text, the others are numbers."""
+    """A table without rules; the first column is text, the others are numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
@@ -110,7 +110,7 @@ def no_engine(reply: pb.StatusReply) -> Text:
 
 
 def and_more(left_out: int, where: str) -> Text:
-    """The line under a list that does not have all."""
+    """The line under a list that is not complete."""
     return Text(f"and {left_out} more: {where}", style="dim")
 
 
@@ -129,7 +129,7 @@ def _namespaces(reply: pb.StatusReply) -> RenderableType:
             f"{each.hits / asked:.0%}" if asked else "-",
         )
     left_out = reply.totals.namespaces - len(shown)
-    return Group(table, and_more(left_out, "kvsidecar status --json has all")) if left_out > 0 else table
+    return Group(table, and_more(left_out, "kvsidecar status --json lists all")) if left_out > 0 else table
 
 
 def _ranks(reply: pb.StatusReply) -> RenderableType:

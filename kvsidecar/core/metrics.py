@@ -1,4 +1,4 @@
-"""Prometheus metrics of the daemon. Counters and histograms are told; gauges are read when somebody scrapes.
+"""Prometheus metrics of the daemon. Counters and histograms are updated by events, gauges are read at a scrape.
 
 Names follow prometheus.io/docs/practices/naming: base units, ``_total`` on counters, few label values.
 """
@@ -35,18 +35,18 @@ COPY_BYTES_BUCKETS = tuple(float(4**k) for k in range(7, 18))
 
 
 class SpanFate(StrEnum):
-    """What became of a span of a traced job, or of a job's spans that were not even made."""
+    """What became of a span of a traced job, or of the spans that a job did not get."""
 
     EXPORTED = "exported"
     EXPORT_FAILED = "export_failed"
-    """The collector refused them, or did not answer."""
+    """The collector refused the spans, or did not answer."""
     QUEUE_FULL = "queue_full"
-    """A job had no spans, because those of others wait to be exported."""
+    """A job got no spans, because the export queue was full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What is read at a scrape. Bytes and seconds; per direction or per device where it says so."""
+    """The values that a scrape reads, in bytes and seconds; mappings are per direction or per device."""
 
     state: State
     pool_total_bytes: int
@@ -75,7 +75,7 @@ class Metrics:
     """
 
     content_type = CONTENT_TYPE_LATEST
-    """Of what `render` returns."""
+    """Content type of what `render` returns."""
 
     def __init__(self, backend: str) -> None:
         self.registry = CollectorRegistry()
@@ -83,75 +83,81 @@ class Metrics:
         self._backend = backend
         ProcessCollector(registry=self.registry)
         self.refusals = Counter(
-            "kvsidecar_refusals", "Work that was declined, by reason.", ["reason"], registry=self.registry
+            "kvsidecar_refusals", "Requests and jobs that were refused, by reason.", ["reason"], registry=self.registry
         )
         self.copied_bytes = Counter(
-            "kvsidecar_copied_bytes", "Bytes moved by copies that succeeded.", ["direction"], registry=self.registry
+            "kvsidecar_copied_bytes",
+            "Bytes moved by successful copies.",
+            ["direction"],
+            registry=self.registry,
         )
         self.copy_seconds = Histogram(
             "kvsidecar_copy_seconds",
-            "Time in which the device moved the bytes of one job, by the device's own events (the host device: by the "
-            "clock around the copying); without planning, gaps between copies, and queueing.",
+            "Time in which the device was moving bytes of a job, as timed by CUDA events (by the host's clock on the "
+            "host device). Excludes queueing, planning and gaps between copies.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
             registry=self.registry,
         )
         self.queue_seconds = Histogram(
             "kvsidecar_queue_seconds",
-            "The rest of the time from a job's submission to the end of its copies: behind others, planning, pacing.",
+            "Time from the submission of a job to the end of its copies, less kvsidecar_copy_seconds: queueing, "
+            "planning and pacing.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
             registry=self.registry,
         )
         self.copy_bytes = Histogram(
             "kvsidecar_copy_size_bytes",
-            "Bytes of one job.",
+            "Bytes moved by one job.",
             ["direction"],
             buckets=COPY_BYTES_BUCKETS,
             registry=self.registry,
         )
         self.jobs = Counter(
-            "kvsidecar_jobs", "Jobs that ended, by direction and outcome.", ["direction", "outcome"],
+            "kvsidecar_jobs", "Finished jobs, by direction and outcome.", ["direction", "outcome"],
             registry=self.registry,
         )  # fmt: skip
         self.devices_lost = Counter(
-            "kvsidecar_devices_lost", "Devices that had an error their context does not survive.",
+            "kvsidecar_devices_lost", "GPUs lost to an error that their CUDA context does not survive.",
             registry=self.registry,
         )  # fmt: skip
         self.unsettled_copies = Counter(
             "kvsidecar_unsettled_copies",
-            "Copies of unknown outcome, which may still move bytes; the daemon ends itself, and its copies with it.",
+            "Copies whose outcome is unknown. They may still be moving bytes, so the daemon exits to end them.",
             ["direction"],
             registry=self.registry,
         )
         self.lookup_blocks = Counter(
-            "kvsidecar_lookup_blocks", "Blocks asked for in lookups.", ["result"], registry=self.registry
+            "kvsidecar_lookup_blocks", "Blocks requested by lookups, by result.", ["result"], registry=self.registry
         )
         self.spans = Counter(
             "kvsidecar_spans",
-            "Spans of traced jobs by what became of them; queue_full counts jobs that had none because of it.",
+            "Spans of traced jobs, by result. queue_full counts jobs that got no spans because the export queue was "
+            "full.",
             ["result"],
             registry=self.registry,
         )
         self.malformed_traceparents = Counter(
             "kvsidecar_malformed_traceparents",
-            "Jobs whose traceparent was ignored because it is none; counted while tracing is on.",
+            "Jobs whose traceparent was ignored because it is malformed. Counted only while tracing is on.",
             registry=self.registry,
         )
         self.pin_seconds = Histogram(
             "kvsidecar_pin_seconds",
-            "Time from the start of pinning until the whole pool was pinned.",
+            "Time to pin the whole pool.",
             buckets=(0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800),
             registry=self.registry,
         )
         self.register_seconds = Gauge(
             "kvsidecar_pin_register_seconds",
-            "Of the time that pinning took, in calls that pin; the rest waited for pages.",
+            "Part of the pinning time that was spent in the calls that pin. The rest was spent waiting for prefaulted "
+            "pages.",
             registry=self.registry,
         )
         self.loop_lag_seconds = Histogram(
             "kvsidecar_event_loop_lag_seconds",
-            "How late the event loop ran a timer.",
+            "Delay between the time a timer was due and the time the event loop ran it.",
             buckets=(1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0),
             registry=self.registry,
         )
@@ -184,12 +190,12 @@ class Metrics:
         self.refusals.labels(reason.value).inc(count)
 
     def refusal_counts(self) -> dict[str, int]:
-        """Refusals so far by reason, those that happened only."""
+        """Refusals so far, by reason; reasons that never occurred are left out."""
         counts = {reason.value: int(self.value("kvsidecar_refusals_total", reason=reason.value)) for reason in Refusal}
         return {reason: count for reason, count in counts.items() if count}
 
     def value(self, name: str, **labels: str) -> float:
-        """Present value of one series; 0 if it has none."""
+        """Current value of one series; 0 if it has none."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def render(self) -> bytes:
@@ -197,7 +203,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing up front: the registry would call `collect` before the gauges have a source."""
+        """Nothing: otherwise the registry would call `collect` before the gauges have a source."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -206,7 +212,7 @@ class Metrics:
         info.add_metric([__version__, self._backend], 1)
         yield info
         lost = CounterMetricFamily(
-            "kvsidecar_log_lines_lost", "Lines of the log that standard error did not take.", labels=["reason"]
+            "kvsidecar_log_lines_lost", "Log lines that standard error did not accept.", labels=["reason"]
         )
         for reason, count in log.lost().items():
             lost.add_metric([reason], count)
@@ -214,33 +220,33 @@ class Metrics:
         if self._gauges is None:
             return
         now = self._gauges()
-        yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon takes work.", value=now.state is State.READY)
-        state = GaugeMetricFamily("kvsidecar_state", "1 for the present state.", labels=["state"])
+        yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon is ready, else 0.", value=now.state is State.READY)
+        state = GaugeMetricFamily("kvsidecar_state", "1 for the current state, 0 for the others.", labels=["state"])
         for each in State:
             state.add_metric([each.value], each is now.state)
         yield state
         for name, text, value in (
-            ("pool_total_bytes", "Configured size of the host pool.", now.pool_total_bytes),
+            ("pool_total_bytes", "Configured size of the host pool, in bytes.", now.pool_total_bytes),
             ("pool_pinned_bytes", "Bytes of the pool that are pinned.", now.pool_pinned_bytes),
             ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", now.pool_used_bytes),
-            ("pool_free_bytes", "Bytes that no slot in use covers.", now.pool_free_bytes),
-            ("pool_reserved_bytes", "Bytes in slots that are being filled.", now.pool_reserved_bytes),
-            ("pool_leased_bytes", "Used bytes that a lease forbids to evict.", now.pool_leased_bytes),
-            ("pool_quarantined_bytes", "Bytes withdrawn after a copy of unknown outcome.", now.pool_quarantined_bytes),
-            ("blocks", "Blocks that can be looked up.", now.blocks),
-            ("leases", "Leases alive.", now.leases),
-            ("attached_ranks", "Engine ranks attached.", now.attached_ranks),
+            ("pool_free_bytes", "Bytes that are not in use by any slot.", now.pool_free_bytes),
+            ("pool_reserved_bytes", "Bytes in reserved slots, which stores are filling.", now.pool_reserved_bytes),
+            ("pool_leased_bytes", "Used bytes that a lease protects from eviction.", now.pool_leased_bytes),
+            ("pool_quarantined_bytes", "Bytes in quarantined slots.", now.pool_quarantined_bytes),
+            ("blocks", "Readable blocks: all shards are sealed.", now.blocks),
+            ("leases", "Active leases.", now.leases),
+            ("attached_ranks", "Attached engine ranks.", now.attached_ranks),
         ):
             yield GaugeMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, value in (
             ("evicted_blocks", "Blocks evicted to make room.", now.evicted_blocks),
-            ("evicted_bytes", "Bytes of the slots that eviction freed.", now.evicted_bytes),
+            ("evicted_bytes", "Bytes of the slots freed by eviction.", now.evicted_bytes),
         ):
             yield CounterMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, values in (
-            ("jobs_queued", "Jobs that wait for their device.", now.jobs_queued),
+            ("jobs_queued", "Jobs waiting in the queue of their device.", now.jobs_queued),
             ("jobs_running", "Jobs whose copies are in flight.", now.jobs_running),
-            ("oldest_inflight_seconds", "Age of the oldest job not yet over; 0 if none.", now.oldest_inflight_seconds),
+            ("oldest_inflight_seconds", "Age of the oldest unfinished job; 0 if none.", now.oldest_inflight_seconds),
         ):
             family = GaugeMetricFamily(f"kvsidecar_{name}", text, labels=["direction"])
             for direction in Direction:

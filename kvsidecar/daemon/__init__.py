@@ -1,4 +1,4 @@
-"""The daemon's life: options, start and stop in order, reload, systemd, tracing.
+"""The daemon process: settings, ordered start and stop, reload, systemd, tracing.
 
 Imports `server` and below; neither the client nor an integration nor torch. Begin with `serve`, then `daemon`;
 `config` has every option once.

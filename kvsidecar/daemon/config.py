@@ -41,9 +41,9 @@ CLIENT_VARIABLES = (
     "KVSIDECAR_CONNECT_CERTIFICATE",
     "KVSIDECAR_CONNECT_KEY",
 )
-"""Of the operators' commands."""
+"""Variables that the operator commands read."""
 RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS", *CLIENT_VARIABLES})
-"""Variables that are ours but not settings."""
+"""Variables with our prefix that are not settings."""
 MAX_POOL_BYTES = 64 * TiB
 """More than any node has. A typo beyond it would keep the daemon busy for minutes with the bookkeeping of its slabs
 before the memory check could refuse it."""
@@ -134,142 +134,177 @@ _Seconds = Annotated[float, Field(allow_inf_nan=False), Shown("SECONDS")]
 
 
 class Settings(BaseModel):
-    """What the daemon is told. Build it with `load_settings`, which adds the file and the error sentences."""
+    """The daemon's settings. Build it with `load_settings`, which merges the sources and words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     socket: Annotated[
-        str, AfterValidator(_socket_path), Shown("PATH", "/run/kvsidecar/kvsidecar.sock for root, else per user")
+        str,
+        AfterValidator(_socket_path),
+        Shown("PATH", "/run/kvsidecar/kvsidecar.sock for root, a per-user path for others"),
     ] = Field(
         default_factory=default_socket_path,
-        description="Path of the Unix socket for gRPC; the attach socket lies beside it with the suffix .attach.",
+        description="Path of the Unix socket that serves gRPC. The attach socket is created beside it, with the suffix "
+        ".attach.",
     )
     socket_mode: Literal["0600", "0660"] = Field(
-        "0600", description="Who may connect: 0600 the daemon's user only, 0660 its group too."
+        "0600",
+        description="File mode of both sockets. 0600: only the daemon's user may connect. 0660: members of "
+        "--socket-group may connect too.",
     )
     socket_group: Annotated[str | None, Shown("GROUP", "the daemon's group")] = Field(
-        None, min_length=1, description="Group that owns the sockets, with --socket-mode 0660."
+        None, min_length=1, description="Group that owns the sockets. Requires --socket-mode 0660."
     )
     admin_group: Annotated[str | None, Shown("GROUP", "none")] = Field(
         None,
         min_length=1,
-        description="Group whose members are admins, as root and the daemon's user are: they may clear, drain and see "
-        "everything.",
+        description="Unix group of administrators. Its members, root and the daemon's user may clear and drain, and "
+        "see the namespaces and engines of all users.",
     )
     policy: _Policy = Field(
         None,
-        description="Who may use which namespaces: [[policy]] tables in the file (docs/security.md). Without one, "
-        "whoever may open the socket may use all.",
+        description="Access policy: which users, groups and certificates may use which namespaces, as [[policy]] "
+        "tables of the file (docs/security.md). Without a policy, anyone who can connect to the socket may use every "
+        "namespace.",
     )
     fast_lane: Annotated[bool, Shown("on|off", "on")] = Field(
         True,
-        description="Offer clients on this host gRPC's messages over the attach socket, at a fifth of its latency.",
+        description="Offer the fast lane to clients on this host: the same messages as gRPC, framed on the attach "
+        "socket, at a fifth of the latency.",
     )
     tcp_listen: Annotated[str | None, AfterValidator(_address), Shown("HOST:PORT", "off")] = Field(
         None,
-        description="Listen for gRPC over TCP too, with mTLS only: lookups and operators' calls from other hosts, for "
-        "the certificates that the policy names. Engines attach over the Unix socket.",
+        description="Also serve gRPC over TCP at this address, for lookups and admin commands from other hosts. "
+        "Requires mTLS and a policy that names client certificates. Engines always attach over the Unix socket.",
     )
     tls_certificate: Annotated[str | None, Shown("PATH", "none")] = Field(
-        None, min_length=1, description="PEM file with the daemon's certificate chain, for --tcp-listen."
+        None, min_length=1, description="Server certificate chain for --tcp-listen, as a PEM file."
     )
     tls_key: Annotated[str | None, Shown("PATH", "none")] = Field(
-        None, min_length=1, description="PEM file with its key, mode 0640 or less."
+        None,
+        min_length=1,
+        description="Private key of --tls-certificate, as a PEM file. Its mode must be 0640 or stricter.",
     )
     tls_client_ca: Annotated[str | None, Shown("PATH", "none")] = Field(
-        None, min_length=1, description="PEM file with the certificates of who signs those of clients."
+        None, min_length=1, description="CA bundle that client certificates are verified against, as a PEM file."
     )
     http_host: Annotated[str, Shown("ADDRESS")] = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address for /health, /ready, /metrics and /status; 0.0.0.0 where a probe comes from outside.",
+        description="Address that serves /health, /ready, /metrics and /status over plain HTTP. Set 0.0.0.0 when "
+        "probes or Prometheus connect from outside the host or container.",
     )
     http_port: Annotated[int, Shown("PORT")] = Field(
-        9464, ge=0, le=65535, description="TCP port for HTTP; 0 takes any free one."
+        9464, ge=0, le=65535, description="TCP port of the HTTP endpoints. 0 picks a free port."
     )
     device: Literal["auto", "cuda", "host"] = Field(
         "auto",
-        description="Whose memory is offloaded: GPUs, or the host standing in for one; auto: GPUs if there are any.",
+        description="Device whose KV cache is offloaded. cuda: NVIDIA GPUs. host: host memory stands in for a GPU, for "
+        "tests and development. auto: cuda if a GPU is visible, otherwise host.",
     )
     # 8 GiB: 64 Ki tokens of Llama-3.1-8B (128 KiB each), enough to see hits on the first day; pinned in a few seconds,
     # and less than any machine that carries a data-centre GPU can spare. Whoever goes into production sets it.
     pool_size: _PoolSize = Field(
         Size(nbytes=8 * GiB),
-        description="Host memory to pin: a size, or a percentage of the machine's memory or the container's limit, "
-        "whichever is less. Rounded down to whole memory pages.",
+        description="Host memory to pin, as a size or as a percentage of the machine's memory or the container's "
+        "memory limit, whichever is less. Rounded down to whole memory pages. The default suits a first trial. Set "
+        "this in production.",
     )
     slab_size: _SlabSize = Field(
         "auto",
-        description="Unit in which the pool is handed to blocks of one size; auto: about an eighth, at most 64 MiB.",
+        description="Size of a slab. The pool is divided into slabs, and each slab holds slots of one size. It must "
+        "hold the largest shard of a block. auto: about an eighth of the pool, at most 64 MiB.",
     )
     chunk_size: _ChunkSize = Field(
-        GiB, description="Memory pinned by one driver call, a multiple of the slab size; small ones keep /health quick."
+        GiB,
+        description="Memory pinned by one driver call. Must be a multiple of the slab size. Smaller chunks keep "
+        "/health responsive while the pool is being pinned.",
     )
     huge_pages: HugePages = Field(
         HugePages.AUTO,
-        description="Pages of the pool: thp transparent, hugetlb reserved by the operator, none 4 KiB; "
-        "auto: hugetlb if enough are free, else thp.",
+        description="Page size of the pool. thp: transparent huge pages. hugetlb: huge pages that the operator has "
+        "reserved. none: 4 KiB pages, which are slow to pin. auto: hugetlb if enough are free, otherwise thp.",
     )
-    prefault_threads: Annotated[int, Shown("COUNT", "one for two cores, at most 16")] = Field(
+    prefault_threads: Annotated[int, Shown("COUNT", "one per two cores, at most 16")] = Field(
         default_factory=_default_prefault_threads,
         ge=1,
         le=1024,
-        description="Threads that fault the pool in before it is pinned.",
+        description="Threads that prefault the pool before it is pinned. More threads pin faster but take CPU from "
+        "engines that start at the same time.",
     )
     numa: Literal["auto", "off"] = Field(
-        "auto", description="Where there are several NUMA nodes: auto binds the pool to those of the GPUs in use."
+        "auto",
+        description="NUMA placement of the pool. auto: bind it to the NUMA nodes of the GPUs in use, if there is more "
+        "than one node. off: leave placement to the kernel.",
     )
     on_pin_failure: Literal["stay", "exit"] = Field(
-        "stay", description="When the pool cannot be pinned: stay alive and not ready with the reason, or exit."
+        "stay",
+        description="What to do if the pool cannot be pinned. stay: keep running, not ready, and report the reason. "
+        "exit: exit with code 1.",
     )
     memory_check: Annotated[bool, Shown("on|off", "on")] = Field(
         True,
-        description="Refuse a pool that exceeds a memory limit before touching it; off for virtual machines whose "
-        "memory grows as it is used.",
+        description="Check the pool against every memory limit before any of it is allocated, and refuse a pool that "
+        "does not fit. Turn it off on virtual machines whose memory grows on demand.",
     )
     # The curve is in docs/benchmarks.md, "Pacing": with 4 MiB a sampled token's copy takes about 50 µs (99 %: below
     # 100) while stores go at two thirds of the link; without a bound they have all of it and the token waits 500 µs.
     store_chunk: _StoreChunk = Field(
         4 * MiB,
-        description="Bytes of stores in flight at a time while an engine is busy on their GPU, so that its own small "
-        "copies, such as sampled tokens, pass; off: stores always use the whole link.",
+        description="Store pacing: the most bytes of stores in flight on a GPU while an engine is busy there. Keeps "
+        "the engine's own small copies, such as sampled tokens, fast. Smaller values cost store bandwidth. off: stores "
+        "may use the whole link at any time.",
     )
     verify: Verify = Field(
         Verify.OFF,
-        description="Checksum slots when they are sealed and compare before they are loaded: never, one block in 16, "
-        "or every one. A mismatch is a miss, and its slot is withdrawn.",
+        description="Checksum slots when they are sealed, and verify them before they are loaded. off: never. sample: "
+        "one block in 16. always: every block. A mismatch is a miss, and the slot is quarantined.",
     )
     lease_max: _Seconds = Field(
-        60.0, gt=0, description="Seconds a client's lease may last at most; it keeps blocks from eviction."
+        60.0,
+        gt=0,
+        description="Longest lease that a client can get, in seconds. Leased blocks are not evicted, so lower it if "
+        "leases keep the pool full.",
     )
     drain_timeout: _Seconds = Field(
-        10.0, ge=0, description="Seconds to wait for running copies at shutdown; must lie inside the grace period."
+        10.0,
+        ge=0,
+        description="Longest wait for running copies at shutdown, in seconds. Must be shorter than the grace period of "
+        "systemd or Kubernetes.",
     )
     light_sleep: _Seconds = Field(
         0.001,
         ge=0,
         le=10,
-        description="Seconds after a job during which the daemon's threads sleep so lightly that they wake up at once, "
-        "for a tenth of two cores; 0: never, as with fewer than four cores.",
+        description="How long after a job the daemon's threads stay in a light sleep, in seconds. They then wake at "
+        "once for the next job, at the cost of a tenth of two cores. 0 turns it off. It is always off on machines with "
+        "fewer than four cores.",
     )
     # Longer than the drain_timeout of the daemon that ends, which finishes its copies and unpins before it gives way.
     lock_wait: _Seconds = Field(
-        15.0, ge=0, description="Seconds to wait at start for another daemon on the same socket to end; 0: do not wait."
+        15.0,
+        ge=0,
+        description="How long a starting daemon waits for another daemon on the same socket to exit, in seconds. "
+        "Should exceed that daemon's --drain-timeout. 0: do not wait.",
     )
     stuck_after: _Seconds = Field(
         60.0,
         gt=0,
-        description="Seconds after which a copy still in flight makes /health fail, and soon after ends the daemon.",
+        description="Longest time that a copy may be in flight, in seconds. After that /health fails, and two seconds "
+        "later the daemon exits with code 74 so that its supervisor restarts it.",
     )
     tracing: Literal["off", "otlp"] = Field(
         "off",
-        description="Spans of jobs that belong to a sampled trace, exported by OTLP as the standard variables OTEL_* "
-        "say; needs kvsidecar[tracing].",
+        description="Export OpenTelemetry spans of jobs that belong to a sampled trace. otlp: export over OTLP, "
+        "configured by the standard OTEL_* variables. Requires kvsidecar[tracing].",
     )
     log_format: Literal["auto", "text", "json"] = Field(
-        "auto", description="Form of the log on standard error; auto: text on a terminal, else one JSON object a line."
+        "auto",
+        description="Log format on standard error. auto: text on a terminal, otherwise json, one object per line.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least important level logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Minimum severity of log records that are written."
+    )
 
     @property
     def socket_mode_bits(self) -> int:
@@ -421,7 +456,7 @@ def click_options() -> list[click.Option]:
     config = click.Option(
         ["--config"],
         metavar="PATH",
-        help=f"TOML file with settings. [default: {DEFAULT_FILE} if it exists; env: {CONFIG_VARIABLE}]",
+        help=f"Configuration file, in TOML. [default: {DEFAULT_FILE} if it exists; env: {CONFIG_VARIABLE}]",
     )
     return [config, *(_click_option(option) for option in Settings.model_fields)]
 

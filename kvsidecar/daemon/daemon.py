@@ -74,13 +74,13 @@ class Daemon:
     """One run of the daemon.
 
     Args:
-        settings: checked.
+        settings: validated.
         platform: the devices.
         pool: not pinned yet.
-        slab_bytes: unit in which the pool is handed to blocks of one size.
-        life: of the process, opened.
-        read_settings: as at the start, for when ``life`` is told to reload; None: it never is.
-        open_tracing: what makes spans of jobs; None for no tracing.
+        slab_bytes: size of a slab, which holds slots of one size.
+        life: the process's signals, lock and probes, already open.
+        read_settings: reads the settings again, for a reload; None: reload is not supported.
+        open_tracing: creates the tracing of jobs; None for no tracing.
 
     Raises:
         ConfigError: from ``open_tracing``, or for a group or certificates that cannot be used.

@@ -1,4 +1,4 @@
-"""What there is of a daemon from its first moment to its last: signals, the service manager, the lock, the probes.
+"""The parts of a daemon that live as long as its process: signals, service manager, lock, probes.
 
 It imports little, so that a probe is answered while the rest of the daemon is still being imported.
 """
@@ -24,16 +24,16 @@ _log = log.get("daemon")
 
 
 class Lifecycle:
-    """One run of the process, as an asynchronous context: its end stops the probes and gives up the lock.
+    """One run of the process, as an asynchronous context; its exit stops the probes and releases the lock.
 
     Args:
-        settings: checked.
-        pool_bytes: size of the pool that is to be pinned.
-        notifier: tells the service manager.
-        reloads: SIGHUP sets `hung_up`; else that signal is left alone.
+        settings: validated.
+        pool_bytes: size of the pool to pin.
+        notifier: notifies the service manager.
+        reloads: handle SIGHUP, which sets `hung_up`; otherwise the signal keeps its default.
 
     Raises:
-        ConfigError: the group of the sockets is none of this machine.
+        ConfigError: the group of the sockets does not exist on this machine.
     """
 
     def __init__(self, settings: Settings, pool_bytes: int, *, notifier: Notifier, reloads: bool = False) -> None:

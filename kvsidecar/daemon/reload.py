@@ -1,4 +1,4 @@
-"""SIGHUP: the settings are read again, and those that can change while the daemon serves come into force."""
+"""Reload on SIGHUP: reads the settings again, and applies those that can change while the daemon serves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = log.get("reload")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What reading the settings again comes to. Options are named as in the file."""
+    """The result of reading the settings again. Options are named as in the file."""
 
     settings: Settings
     """In force from now on."""
@@ -37,12 +37,12 @@ def change(in_force: Settings, read: Settings) -> Change:
 
 
 class Reloader:
-    """Reads the settings again when it is told to.
+    """Reads and applies the settings on request.
 
     Args:
-        settings: in force at the start.
+        settings: the settings at the start.
         read: as at the start: the same flags and file; the environment of a process does not change.
-        apply: brings settings into force, in the event loop.
+        apply: applies settings, in the event loop.
     """
 
     def __init__(self, settings: Settings, read: Callable[[], Settings], apply: Callable[[Settings], None]) -> None:

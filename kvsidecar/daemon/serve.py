@@ -1,4 +1,4 @@
-"""What ``kvsidecar serve`` does, in order, and a bar for whoever watches.
+"""Runs ``kvsidecar serve``, with a progress bar on a terminal.
 
 Settings -> log -> lock -> probes are answered -> the daemon is imported, the driver opened ->
 `kvsidecar.daemon.daemon`.

@@ -1,4 +1,4 @@
-"""What the service manager (systemd) is told, by the protocol of sd_notify(3).
+"""Notifications to the service manager (systemd), by the protocol of sd_notify(3).
 
 Source: https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html and sd_watchdog_enabled(3). Messages are
 datagrams of ``NAME=value`` lines to the Unix socket in ``$NOTIFY_SOCKET``. Twenty lines do that, and the libraries for
@@ -36,10 +36,10 @@ _log = log.get("notify")
 
 
 class NotifySocket:
-    """The manager's end, or nobody's.
+    """The service manager's socket, or none.
 
     Args:
-        address: value of ``$NOTIFY_SOCKET``: an absolute path, or ``@`` and an abstract name; None: nobody listens.
+        address: value of ``$NOTIFY_SOCKET``: an absolute path, or ``@`` and an abstract name; None: none.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -92,11 +92,11 @@ def status_text(now: Snapshot) -> str:
 
 
 class Notifier:
-    """Turns what happens in the daemon into messages. Used by the event loop's thread only.
+    """Notifies the service manager of the daemon's state. Used by the event loop's thread only.
 
     Args:
-        listener: where they go.
-        watchdog: seconds within which the manager wants to hear of the daemon; None: it does not.
+        listener: the socket to notify.
+        watchdog: the service manager's watchdog timeout in seconds; None: it has none.
     """
 
     def __init__(self, listener: NotifySocket, watchdog: float | None) -> None:

@@ -51,14 +51,14 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """Makes the spans of jobs, and owns what exports them. Where to, how and how much of it, the standard variables
-    ``OTEL_*`` say; without ``OTEL_TRACES_SAMPLER`` only jobs with a sampled traceparent have spans.
+    """Creates and exports the spans of jobs. The standard ``OTEL_*`` variables configure export and sampling; without
+    ``OTEL_TRACES_SAMPLER``, only jobs with a sampled traceparent have spans.
 
     Args:
-        metrics: count what becomes of the spans.
+        metrics: count the spans by result.
 
     Raises:
-        ConfigError: a variable has a value that cannot be used.
+        ConfigError: a variable has an invalid value.
     """
 
     def __init__(self, metrics: Metrics) -> None:

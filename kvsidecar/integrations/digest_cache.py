@@ -1,5 +1,5 @@
-"""What was found in files that were read before, in a small file of the user's. It is trusted as far as the user is: a
-wrong digest would be wrong KV."""
+"""A cache of digests of files, in a small file that belongs to the user. Only the user may write it, because a wrong
+digest would mean wrong KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps an engine from the KV of other weights once its own were changed in place. Knows no engine.
+"""Generations keep an engine from the KV of other weights after its own were changed in place. Engine-independent.
 
 A namespace says which weights an engine was started with. A trainer changes them while the engine runs, one replica
 after the other; the namespace cannot follow, but the keys can. Each such change begins a *generation*: the keys of its

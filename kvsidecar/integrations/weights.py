@@ -1,4 +1,4 @@
-"""Which weights a directory or file holds, by what is in it: two copies of one download are the same. Knows no engine.
+"""Identifies the weights in a directory or file by their content: copies of one download are equal. Engine-independent.
 
 To read all of it would take as long as to load it. So of every tensor some places are read: a fine-tune, or an adapter
 merged into a tensor, changes nearly all of its bytes. What changes a few rows of one tensor alone may go unnoticed.

@@ -1,4 +1,4 @@
-"""The attach socket: who a client is, which memory it shares, and whether it still lives.
+"""The attach socket: identity, shared memory and liveness of clients.
 
 gRPC carries no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
 first: the kernel says who it is (SO_PEERCRED), its memfds arrive as SCM_RIGHTS, and it gets a token for gRPC. The

@@ -1,4 +1,4 @@
-"""One rank's Attach stream: requests in, jobs started, answers out. It knows nothing of what carries them."""
+"""One rank's Attach stream: takes requests, starts jobs, sends results. Independent of the carrier."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Job = TypeVar("Job", pb.Store, pb.Load)
 
 
 class AttachStream:
-    """From the registration until `close`: starts what is asked for, and sends what happens as it happens."""
+    """From the registration until `close`: starts the requested jobs, and sends results and readiness as they occur."""
 
     def __init__(
         self, session: Session, send: Send, *, instances: Instances, readiness: Readiness, transfers: Transfers

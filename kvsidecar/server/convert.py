@@ -1,4 +1,4 @@
-"""Between protobuf messages and the daemon's own types, both ways. No decision is made here."""
+"""Converts between protobuf messages and the daemon's types, in both directions. Makes no decisions."""
 
 from __future__ import annotations
 

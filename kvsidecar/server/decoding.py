@@ -1,4 +1,4 @@
-"""Requests that are no protobuf: an answer in words, where gRPC's own is UNKNOWN with a stack trace in our log."""
+"""Answers requests that do not parse with a clear error; gRPC itself answers UNKNOWN, with a stack trace in the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvsidecar.server.status import code_of
 
 
 class TolerantRegistrar:
-    """Stands in for the server where a service is added to it: its methods get what does not parse, too.
+    """Stands in for the server when a service is added, so that its methods also get requests that do not parse.
 
     A unary method is not called then. A streaming method reads the `InvalidRequest` in the place of the message, and
     must raise it. Done here, once per method, since an interceptor would cost every call.

@@ -1,4 +1,4 @@
-"""The gRPC server: our service, health, reflection, on the Unix socket."""
+"""The gRPC server on the Unix socket: the service, health and reflection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")
 
 
 class ClientsGone(logging.Filter):
-    """Takes from gRPC's log what it says, with a stack trace, when a client goes in the moment of its answer.
+    """Removes from gRPC's log the stack traces of clients that disconnect while they are being answered.
 
     Args:
         refuse: counts a refusal.
@@ -65,7 +65,7 @@ class ClientsGone(logging.Filter):
 
 
 class RpcServer:
-    """Serves one endpoint. ``start`` before pinning: clients attach and are told, they do not wait.
+    """Serves one endpoint. Call ``start`` before pinning: clients attach at once and are notified when ready.
 
     Args:
         refuse: counts a refusal.

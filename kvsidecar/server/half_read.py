@@ -1,4 +1,4 @@
-"""Messages of which a part has arrived: room for them per user, and a time limit for the rest.
+"""Limits on incomplete messages: buffer space per user, and a time limit for the rest.
 
 Room is taken for the whole message as soon as its length is known, so that every message that has room can be
 completed; one that finds none waits unread for those before it. It never waits longer than a message may take.
@@ -22,7 +22,7 @@ MESSAGE_SECONDS = 10.0
 
 @dataclass(eq=False, slots=True)
 class HalfMessage:
-    """One message that is being read, from `HalfRead.begin` to `HalfRead.end`."""
+    """One incomplete message, from `HalfRead.begin` to `HalfRead.end`."""
 
     user: Hashable
     nbytes: int
@@ -39,7 +39,7 @@ class _OfUser:
 
 
 class HalfRead:
-    """The half-read messages of all connections. Used from the event loop."""
+    """The incomplete messages of all connections. Used from the event loop."""
 
     def __init__(self, limit: int = MAX_HALF_READ_BYTES, seconds: float = MESSAGE_SECONDS) -> None:
         self._limit = limit

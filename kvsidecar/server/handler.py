@@ -1,4 +1,4 @@
-"""What the daemon answers, whatever carried the question: gRPC (`service.py`) or the fast lane (`lane.py`)."""
+"""Handles requests, whether gRPC (`service.py`) or the fast lane (`local_protocol.py`) carries them."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _log = log.get("rpc")
 
 
 class Handler:
-    """One object for all requests. Every method raises a `KVSidecarError` for a refusal; the carrier answers its code.
+    """Handles all requests. A method raises a `KVSidecarError` to refuse; the carrier answers with its status code.
 
     Args:
-        tasks: owns what must go on when a carrier has gone: the ends of sessions.
+        tasks: owns work that must outlive its carrier, such as ending sessions.
         status: builds the answer to Status for this caller, or a page of it.
     """
 

@@ -1,4 +1,4 @@
-"""The probes: /health, /ready, /metrics, /status on one small TCP port.
+"""The HTTP server for /health, /ready, /metrics and /status.
 
 They are answered before the daemon that they ask about is there: this module imports none of it.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a daemon says of itself."""
+    """The callbacks that supply the responses."""
 
     metrics: Metrics
     stuck: Callable[[], str | None]

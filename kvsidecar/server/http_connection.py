@@ -1,4 +1,4 @@
-"""One connection to the HTTP port: it may be slow, but not for ever, and there are so many."""
+"""Connections to the HTTP port, with limits on their number and on the time that they wait for a client."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Connections:
 
 
 class HttpConnection(web.RequestHandler):
-    """aiohttp's, with limits on the time that it waits for its client, and without stack traces of what clients do."""
+    """aiohttp's connection, with limits on waiting for its client, and without stack traces of client errors."""
 
     __slots__ = ("_connections", "_reading", "_writing")
 

@@ -1,4 +1,4 @@
-"""aiohttp's server, at a fraction of its import.
+"""aiohttp's server, imported without the rest of aiohttp.
 
 aiohttp reads the certificates that the system trusts, twice, for its client, when it is imported: a tenth of the
 daemon's start. Nothing here is a client, so it finds none.

@@ -1,4 +1,4 @@
-"""What Status, /status and the gauges of /metrics say: one reading of the daemon's parts."""
+"""One reading of the daemon's parts, for Status, /status and the gauges of /metrics."""
 
 from __future__ import annotations
 

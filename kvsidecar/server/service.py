@@ -1,4 +1,4 @@
-"""The gRPC carrier: messages to the handler and back, and nothing else."""
+"""The gRPC carrier: passes messages to the handler and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one table from exceptions to gRPC status codes. A test holds that every error is in it."""
+"""The table from exceptions to gRPC status codes. A test ensures that every error is in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC over TCP with mTLS: what another host may ask. Only lookups, Status, Clear, Drain, CancelDrain, health.
+"""gRPC over TCP with mTLS, for other hosts: only lookups, Status, Clear, Drain, CancelDrain and health.
 
 Attach is not among them: CUDA IPC and memfds end at the host, and so does the attach socket, which says who a client
 is and when it is gone. Nothing here takes a lease, which nobody would end with its client.
@@ -63,7 +63,7 @@ def _refused(text: str) -> Any:
 
 
 class RemoteService(Service):
-    """`Service` for another host: a certificate says who asks, and what makes no sense from there is refused."""
+    """`Service` for other hosts: a certificate identifies the caller, and calls that need the same host are refused."""
 
     Release = Renew = _refused("over TCP there are no leases")
     Attach = _refused("a rank attaches over the Unix socket of its own host: memory is not shared with another one")

@@ -1,4 +1,4 @@
-"""The daemon's certificate, key and client CA: checked before they are used, read again when the files change."""
+"""The daemon's certificate, key and client CA bundle: validated before use, reloaded when the files change."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TlsFiles:
     """Of the daemon, with what its clients need to check it."""
     key: Path
     client_ca: Path
-    """Who signs the certificates of clients."""
+    """CA bundle that client certificates are verified against."""
 
 
 class Certificates:
-    """Reads the files at the start, and when a client connects after they have changed.
+    """Reads the files at the start, and at the first handshake after they have changed.
 
     Raises:
         ConfigError: a file is missing, cannot be read, is not what it should be, or the key is others' to read.

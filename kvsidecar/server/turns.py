@@ -1,4 +1,4 @@
-"""Lookups of one user take turns, so that everybody else is served between them.
+"""Lookups of one user take turns, so that other users are served between them.
 
 One of 100,000 hashes takes tens of milliseconds of the event loop, and one user may have hundreds under way. Where only
 a few of a user's wait, one runs each time the loop goes round. Where many do, there are pauses: gRPC hands new calls

@@ -85,67 +85,67 @@ class SidecarServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """One stream per rank. The first message must be `register`; its reply carries epoch, session and readiness.
-        Then store, load and flush go up; done, flushed and readiness come down. The stream is the liveness signal:
-        when it ends the rank is gone, its copies are drained and its memory is unmapped. It ends with UNAUTHENTICATED when
-        the connection to the attach socket ends whose token the rank registered with. A client that half-closes
-        gets the end of the stream only after the daemon has unmapped its memory, so it may free it then.
+        """One stream per rank. The first message must be `register`; its reply carries epoch, session and readiness. Then the
+        client sends store, load and flush, and the daemon sends done, flushed and readiness. The stream is the liveness
+        signal: when it ends, the rank is gone, its copies are drained and its memory is unmapped. The stream ends with
+        UNAUTHENTICATED when the attach-socket connection that issued the rank's token closes. After a half-close, the
+        daemon ends the stream once it has unmapped the rank's memory, so the client may free the memory then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Which of these hashes are readable. Takes a lease on the hits when asked to.
+        """Returns which of these hashes are readable. Takes a lease on the hits if requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LookupStream(self, request_iterator, context):
-        """The same over an open stream, replies in request order: half the cost for schedulers that ask every step.
+        """Lookup over an open stream, with replies in request order. Half the cost for schedulers that look up in every step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """End a lease.
+        """Ends a lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Let a lease live for this long from now.
+        """Extends a lease: it expires this long from now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """For operators: what the daemon says of itself; to who is no admin, what is the caller's own (`partial`).
+        """For operators: the state of the daemon. Callers who are not admins see only what is their own (`partial`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """For operators: forget the blocks of one namespace, or of all. A namespace also for its user, all for admins only.
+        """For operators: discards the blocks of one namespace, which its users may do too, or of all, for admins only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """For operators: take nothing new until CancelDrain, or a restart. What runs is finished. For admins only.
+        """For admins: accepts no new work until CancelDrain or a restart. Running jobs are finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelDrain(self, request, context):
-        """For operators: take back Drain. Engines that are attached go on where they were, others may attach. For admins only.
+        """For admins: undoes Drain. Attached engines continue where they were, others may attach.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

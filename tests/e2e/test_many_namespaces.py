@@ -109,7 +109,7 @@ def test_status_shows_the_largest_and_says_how_many_more_there_are(daemon: Daemo
     shown = [number for number in range(NAMESPACES) if f"model-{number:03}" in text]
     assert len(shown) == SHOWN
     assert shown[-LARGE:] == list(range(NAMESPACES - LARGE, NAMESPACES))
-    assert f"and {NAMESPACES - SHOWN} more: kvsidecar status --json has all" in text
+    assert f"and {NAMESPACES - SHOWN} more: kvsidecar status --json lists all" in text
     assert f"and {RANKS - SHOWN} more: kvsidecar engines lists all" in text
     assert len(text.splitlines()) < 3 * 2 * SHOWN, "the texts of clients fill the screen"
 
@@ -189,14 +189,14 @@ def test_an_unknown_namespace_is_refused_with_some_of_those_there_are(daemon: Da
     refused = run("clear", "--namespace", "nobody's", "--socket", daemon.socket)
     assert refused.returncode == 1
     assert refused.stderr.count("model-") == LISTED
-    assert "more: kvsidecar status --json has all" in refused.stderr
+    assert "more: kvsidecar status --json lists all" in refused.stderr
 
 
 def test_a_namespace_that_one_answer_has_no_room_for_is_cleared_by_its_model(daemon: DaemonProcess) -> None:
     with stub(daemon) as sidecar:
         known = {each.namespace.model for each in sidecar.Status(pb.StatusRequest(), timeout=SECONDS).namespaces}
     far = next(model(number) for number in reversed(range(NAMESPACES - 100)) if model(number) not in known)
-    assert printed("clear", "--namespace", far, daemon=daemon) == "1 block forgotten.\n"
+    assert printed("clear", "--namespace", far, daemon=daemon) == "1 block cleared.\n"
 
 
 def test_all_are_cleared_and_the_question_counts_them_all(daemon: DaemonProcess) -> None:
@@ -204,8 +204,8 @@ def test_all_are_cleared_and_the_question_counts_them_all(daemon: DaemonProcess)
         totals = client.status().totals
     asked = run("clear", "--all", "--socket", daemon.socket)
     assert asked.returncode == 1  # nobody answers
-    assert f"Forget all {totals.blocks} blocks" in asked.stdout
-    assert f"of {totals.namespaces} namespaces" in asked.stdout
-    assert printed("clear", "--all", "--yes", daemon=daemon) == f"{totals.blocks} blocks forgotten.\n"
+    assert f"Clear all {totals.blocks} blocks" in asked.stdout
+    assert f"in {totals.namespaces} namespaces" in asked.stdout
+    assert printed("clear", "--all", "--yes", daemon=daemon) == f"{totals.blocks} blocks cleared.\n"
     with daemon.client() as client:
         assert client.status().totals.namespaces == RANKS  # these are attached

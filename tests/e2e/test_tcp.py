@@ -273,9 +273,9 @@ def test_the_commands_reach_a_daemon_over_tcp(remote: Remote, pki: Pki) -> None:
     assert json.loads(run("status", "--json", **variables).stdout)["pool"]["blocks"] == 1
     assert "far-away" in run("engines", **variables).stdout
     assert "far-away" in run("top", "--once", "--interval", "0.1", **variables).stdout
-    assert run("clear", "--all", "--yes", **variables).stdout == "1 block forgotten.\n"
+    assert run("clear", "--all", "--yes", **variables).stdout == "1 block cleared.\n"
     assert run("drain", "--wait", "--timeout", "20", **variables).returncode == 0
-    assert run("drain", "--cancel", **variables).stdout.startswith("Taken back: ")
+    assert run("drain", "--cancel", **variables).stdout.startswith("Drain cancelled: ")
     missing = run("status", "--connect", remote.address)
     assert missing.returncode == 2
     assert "--connect needs --connect-ca" in missing.stderr

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.due import Due, Part
-from kvsidecar.integrations.vllm.known import tags_of
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.stored_filter import tags_of
 from tests.integrations.engine import (
     EPOCH,
     Block,

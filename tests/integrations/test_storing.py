@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known import Known, tags_of
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 from kvsidecar.integrations.vllm.storing import (
     Candidates,
     Selection,
@@ -23,8 +23,8 @@ def keys_of(of: Group, hashes: Sequence[bytes]) -> list[bytes]:
     return [each + of.index.to_bytes(4, "big") for each in hashes]
 
 
-def know(known: Known, of: Group, hashes: Sequence[bytes]) -> None:
-    known.add(tags_of(of.index, b"".join(hashes), len(hashes)))
+def know(stored_filter: StoredFilter, of: Group, hashes: Sequence[bytes]) -> None:
+    stored_filter.add(tags_of(of.index, b"".join(hashes), len(hashes)))
 
 
 def candidates(hashes: Sequence[bytes], table: Sequence[Any] = ()) -> Candidates:
@@ -33,9 +33,11 @@ def candidates(hashes: Sequence[bytes], table: Sequence[Any] = ()) -> Candidates
     return found
 
 
-def chosen(pool: TinyPool, known: Known, of: Group, of_step: Candidates) -> tuple[list[bytes], list[Any], list[int]]:
+def chosen(
+    pool: TinyPool, stored_filter: StoredFilter, of: Group, of_step: Candidates
+) -> tuple[list[bytes], list[Any], list[int]]:
     """Hashes and blocks, of which the packed form names both, and places."""
-    found = choose(pool, keys_reader(pool), known, of, of_step)
+    found = choose(pool, keys_reader(pool), stored_filter, of, of_step)
     if found is None:
         return [], [], []
     assert found.packed.group == of.index
@@ -44,16 +46,16 @@ def chosen(pool: TinyPool, known: Known, of: Group, of_step: Candidates) -> tupl
 
 
 def test_what_the_gpu_has_and_is_not_known_is_chosen() -> None:
-    pool, known, hashes = TinyPool(8), Known(), chain(range(16))
+    pool, stored_filter, hashes = TinyPool(8), StoredFilter(), chain(range(16))
     blocks = pool.take(3)
     for block, key in zip(blocks, keys_of(full(2), hashes), strict=False):
         pool.cache(block, key)
-    know(known, full(2), hashes[:1])
+    know(stored_filter, full(2), hashes[:1])
 
-    assert chosen(pool, known, full(2), candidates(hashes)) == (hashes[1:3], blocks[1:], [1, 2])
-    assert chosen(pool, known, full(1), candidates(hashes)) == ([], [], [])
-    know(known, full(2), hashes)
-    assert chosen(pool, known, full(2), candidates(hashes)) == ([], [], [])
+    assert chosen(pool, stored_filter, full(2), candidates(hashes)) == (hashes[1:3], blocks[1:], [1, 2])
+    assert chosen(pool, stored_filter, full(1), candidates(hashes)) == ([], [], [])
+    know(stored_filter, full(2), hashes)
+    assert chosen(pool, stored_filter, full(2), candidates(hashes)) == ([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -62,26 +64,26 @@ def test_what_the_gpu_has_and_is_not_known_is_chosen() -> None:
     ids=["right", "short", "none", "shuffled", "a block that is not cached", "the same hash in another group"],
 )
 def test_a_table_says_where_to_look_and_the_gpus_cache_what_is_there(table: list[int]) -> None:
-    pool, known, hashes = TinyPool(8), Known(), chain(range(12))
+    pool, stored_filter, hashes = TinyPool(8), StoredFilter(), chain(range(12))
     blocks = pool.take(5)
     for block, key in zip(blocks, [*keys_of(full(1), hashes), None, *keys_of(full(0), hashes[1:2])], strict=True):
         if key is not None:
             pool.cache(block, key)
 
-    found = chosen(pool, known, full(1), candidates(hashes, [blocks[i] for i in table]))
+    found = chosen(pool, stored_filter, full(1), candidates(hashes, [blocks[i] for i in table]))
 
     assert found == (hashes, blocks[:3], [0, 1, 2])
 
 
 def test_what_the_walk_has_found_is_not_asked_for_again() -> None:
-    pool, known, hashes = TinyPool(8), Known(), chain(range(12))
+    pool, stored_filter, hashes = TinyPool(8), StoredFilter(), chain(range(12))
     blocks = pool.take(3)
     for block, key in zip(blocks, keys_of(full(), hashes), strict=True):
         pool.cache(block, key)
-    know(known, full(), hashes[1:2])
+    know(stored_filter, full(), hashes[1:2])
 
-    assert chosen(pool, known, full(), candidates(hashes, blocks))[2] == [0, 2]
-    assert chosen(pool, known, full(), Candidates(hashes, blocks))[2] == [0, 1, 2]
+    assert chosen(pool, stored_filter, full(), candidates(hashes, blocks))[2] == [0, 2]
+    assert chosen(pool, stored_filter, full(), Candidates(hashes, blocks))[2] == [0, 1, 2]
 
 
 def test_a_block_of_the_table_is_taken_rather_than_another_one_with_its_content() -> None:
@@ -90,11 +92,11 @@ def test_a_block_of_the_table_is_taken_rather_than_another_one_with_its_content(
     for block in blocks:
         pool.cache(block, keys_of(full(), hashes)[0])
 
-    assert chosen(pool, Known(), full(), candidates(hashes, blocks[1:])) == (hashes, blocks[1:], [0])
+    assert chosen(pool, StoredFilter(), full(), candidates(hashes, blocks[1:])) == (hashes, blocks[1:], [0])
 
 
 def test_what_two_requests_of_a_step_have_in_common_is_chosen_once() -> None:
-    pool, known = TinyPool(16), Known()
+    pool, stored_filter = TinyPool(16), StoredFilter()
     one, other = chain([1] * 8 + [2] * 4), chain([1] * 8 + [3] * 8)
     tables, of_step = [pool.take(len(one)), pool.take(len(other))], Candidates()
     for hashes, table in zip((one, other), tables, strict=True):
@@ -102,9 +104,13 @@ def test_what_two_requests_of_a_step_have_in_common_is_chosen_once() -> None:
             pool.cache(block, key)
         of_step.add(None, 0, hashes, table)
 
-    assert chosen(pool, known, full(), of_step) == (one + other[2:], tables[0] + tables[1][2:], [0, 1, 2, 5, 6])
-    know(known, full(), one[:1])
-    assert chosen(pool, known, full(), of_step) == (one[1:] + other[2:], tables[0][1:] + tables[1][2:], [1, 2, 5, 6])
+    assert chosen(pool, stored_filter, full(), of_step) == (one + other[2:], tables[0] + tables[1][2:], [0, 1, 2, 5, 6])
+    know(stored_filter, full(), one[:1])
+    assert chosen(pool, stored_filter, full(), of_step) == (
+        one[1:] + other[2:],
+        tables[0][1:] + tables[1][2:],
+        [1, 2, 5, 6],
+    )
 
 
 def test_what_was_selected_last_is_evicted_first() -> None:
@@ -113,7 +119,7 @@ def test_what_was_selected_last_is_evicted_first() -> None:
     for block, key in zip(blocks, keys_of(full(), request), strict=True):
         pool.cache(block, key)
     for part in (slice(0, 2), slice(2, 4)):
-        found = choose(pool, keys_reader(pool), Known(), full(), candidates(request[part], blocks[part]))
+        found = choose(pool, keys_reader(pool), StoredFilter(), full(), candidates(request[part], blocks[part]))
         assert found is not None
         selection.add(found)
 
@@ -139,15 +145,15 @@ def test_the_walk_takes_blocks_of_offloaded_groups_each_content_once_and_no_part
         pool.cache(block, key)
     blocks[4].block_hash_num_tokens = 6  # type: ignore[attr-defined]  # cached by the first half of it
     pool.free_blocks(blocks)
-    known = Known()
-    know(known, groups[0], [hashes[2]])
+    stored_filter = StoredFilter()
+    know(stored_filter, groups[0], [hashes[2]])
 
-    found = walk(pool, known, groups, 12)
+    found = walk(pool, stored_filter, groups, 12)
 
     assert [(index, each) for index, each, _ in found] == [(0, hashes[0]), (1, hashes[0])]
     assert [block.block_hash for _, _, block in found] == [first, keys_of(groups[1], hashes[:1])[0]]
     # Those that are not cached, or were never used, come first.
-    assert walk(pool, known, groups, pool.num_free - 6) == []
+    assert walk(pool, stored_filter, groups, pool.num_free - 6) == []
 
 
 def test_the_watermark_is_twice_what_a_step_can_need() -> None:

@@ -1,1 +1,1 @@
-"""`kvsidecar demo`: the whole story on one machine, with real processes."""
+"""`kvsidecar demo`: store, kill, load and compare on one machine, with real processes."""

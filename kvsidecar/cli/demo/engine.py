@@ -76,7 +76,7 @@ class Engine:
     """Two ranks of one instance.
 
     Args:
-        seed: of the order in which this engine hands out its block ids; two engines never agree on it.
+        seed: for the order in which this engine allocates block ids; no two engines use the same.
     """
 
     def __init__(self, name: str, shape: Shape, *, socket: str, cuda: bool, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The demo's stage: a daemon, engine A, a SIGKILL, engine B, a table."""
+"""Runs the demo: a daemon, engine A, a SIGKILL, engine B, a table of results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENGINE_SECONDS = 300.0
 
 
 class DemoFailed(Exception):
-    """Something the demo promises did not happen; the text says what."""
+    """A step of the demo failed; the text says which."""
 
 
 def run(*, blocks: int, device: str) -> int:

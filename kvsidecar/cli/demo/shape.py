@@ -1,4 +1,4 @@
-"""The KV cache that the demo's engines hold: Llama-shaped, as large as the machine lets it be."""
+"""The KV cache of the demo's engines: Llama-shaped, as large as the machine allows."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ _EXCLUSIVE, _PROHIBITED = 3, 2
 class Verdict(StrEnum):
     OK = "ok"
     WARNING = "warning"
-    """It works, slower or with less than it could."""
+    """It works, but slower or with fewer features than it could."""
     PROBLEM = "problem"
-    """The daemon, or this engine's offload, will not work like this."""
+    """The daemon, or this engine's offload, will not work."""
     NOT_CHECKED = "not checked"
 
 
@@ -33,7 +33,7 @@ class Finding:
     verdict: Verdict
     text: str
     fix: str = ""
-    """One sentence; empty where there is nothing to do."""
+    """One sentence; empty if there is nothing to fix."""
 
 
 Result = tuple[Verdict, str] | tuple[Verdict, str, str]
@@ -42,7 +42,7 @@ _OK, _WARNING, _PROBLEM, _NOT_CHECKED = Verdict
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """One finding or more of each check, in the order of the checks."""
+    """The findings of every check, in the order of `CHECKS`."""
     return [Finding(name, *result) for name, check in CHECKS.items() for result in check(facts)]
 
 
@@ -50,11 +50,11 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 def _settings(facts: Facts) -> Iterable[Result]:
-    wishes = facts.wishes
-    if wishes.problem:
-        yield _PROBLEM, wishes.problem, "Correct it: the daemon does not start like this."
+    config = facts.config
+    if config.problem:
+        yield _PROBLEM, config.problem, "Correct the setting: the daemon does not start with it."
         return
-    yield _OK, f"kvsidecar {facts.version}: pool {format_size(wishes.pool_bytes)}, device {wishes.device}"
+    yield _OK, f"kvsidecar {facts.version}: pool {format_size(config.pool_bytes)}, device {config.device}"
 
 
 def _kernel(facts: Facts) -> Iterable[Result]:
@@ -64,32 +64,32 @@ def _kernel(facts: Facts) -> Iterable[Result]:
         fix = "Use Linux 5.4 or newer, and a seccomp profile that allows pidfd_open and memfd_create."
         yield _PROBLEM, f"Linux {kernel.release} without {' and '.join(lacking)}", fix
     elif not kernel.peer_pidfd:
-        fix = "Use Linux 6.5 or newer, or let daemon and engines share a PID namespace."
-        yield _WARNING, f"Linux {kernel.release} cannot watch a peer of another PID namespace (SO_PEERPIDFD)", fix
+        fix = "Use Linux 6.5 or newer, or run the daemon and the engines in one PID namespace."
+        yield _WARNING, f"Linux {kernel.release} cannot watch processes in other PID namespaces: no SO_PEERPIDFD", fix
     else:
         yield _OK, f"Linux {kernel.release}: pidfd, memfd, SO_PEERPIDFD"
 
 
 def _driver(facts: Facts) -> Iterable[Result]:
-    driver, device = facts.driver, facts.wishes.device
+    driver, device = facts.driver, facts.config.device
     if device == "host":
-        yield _NOT_CHECKED, "device is host: no driver is needed"
+        yield _NOT_CHECKED, "device is host, which needs no driver"
         return
     if not driver.installed:
         if facts.nvidia_nodes or driver.module_version:
-            module = f"NVIDIA's kernel module {driver.module_version or 'is loaded'}".strip()
-            fix = "Install libcuda beside it, or give the container NVIDIA_DRIVER_CAPABILITIES=compute,utility."
-            yield _PROBLEM, f"{module}, but there is no libcuda.so.1", fix
+            module = f"the NVIDIA kernel module {driver.module_version or ''} is loaded".replace("  ", " ")
+            fix = "Install libcuda, or set NVIDIA_DRIVER_CAPABILITIES=compute,utility for the container."
+            yield _PROBLEM, f"{module}, but libcuda.so.1 is missing", fix
             return
         text = "no CUDA driver (libcuda.so.1)"
-        fix = "With GPUs in this machine, install the NVIDIA driver 570 or newer, or give the container the GPUs."
+        fix = "If this machine has GPUs, install NVIDIA driver 570 or newer, or expose the GPUs to the container."
         if device == "cuda":
-            yield _PROBLEM, f"{text}, and device is cuda", fix
+            yield _PROBLEM, f"{text}, but device is cuda", fix
         else:
-            yield _WARNING, f"{text}: the host stands in for a GPU, no engine on a GPU can attach", fix
+            yield _WARNING, f"{text}: host memory stands in for a GPU, and engines on GPUs cannot attach", fix
         return
     if driver.problem:
-        fix = "Try nvidia-smi and the kernel log: a reboot or the same driver inside and outside the container helps."
+        fix = "Check nvidia-smi and the kernel log; reboot, or use one driver version inside and outside the container."
         yield _PROBLEM, driver.problem, fix
         return
     named = f"driver {driver.module_version or 'of unknown version'}, {_cuda(driver.cuda_version)}"
@@ -111,14 +111,14 @@ def _calls(facts: Facts) -> Iterable[Result]:
         yield _PROBLEM, f"the driver lacks {', '.join(driver.missing_calls)}", "Install driver 570 or newer."
     elif driver.missing_optional_calls:
         names = ", ".join(driver.missing_optional_calls)
-        yield _WARNING, f"the driver lacks {names}: small rows are copied slowly", "Install driver 570 or newer."
+        yield _WARNING, f"the driver lacks {names}: copies of small rows are slow", "Install driver 570 or newer."
     else:
-        yield _OK, f"all {driver.calls} that are used are there"
+        yield _OK, f"all {driver.calls} required calls are available"
 
 
 def _bindings(facts: Facts) -> Iterable[Result]:
     found = facts.driver.bindings
-    if facts.wishes.device == "host" or not facts.driver.installed:
+    if facts.config.device == "host" or not facts.driver.installed:
         yield _NOT_CHECKED, f"cuda-python {found or 'is not installed'}; not needed without a CUDA driver"
     elif not found:
         yield (
@@ -140,10 +140,14 @@ def _device_nodes(facts: Facts) -> Iterable[Result]:
     # nvidia-modeset and the capability devices belong to displays and MIG.
     closed = [node for node in facts.closed_nvidia_nodes if re.fullmatch(r"/dev/nvidia(\d+|ctl|-uvm)", node)]
     if closed:
-        fix = f"Give {facts.user} read and write access to it, for example through the group that owns it."
-        yield _PROBLEM, f"{facts.user} may not open {', '.join(closed)}", fix
+        fix = f"Give {facts.user} read and write access, for example through the group that owns the file."
+        yield _PROBLEM, f"{facts.user} cannot open {', '.join(closed)}", fix
     elif not uvm:
-        yield _PROBLEM, "there is no /dev/nvidia-uvm", "Load it: nvidia-modprobe -u -c 0, or the container toolkit."
+        yield (
+            _PROBLEM,
+            "there is no /dev/nvidia-uvm",
+            "Run nvidia-modprobe -u -c 0, or use the NVIDIA container toolkit.",
+        )
     else:
         yield _OK, f"{', '.join(facts.nvidia_nodes[:6])}{' ...' if len(facts.nvidia_nodes) > 6 else ''}"
 
@@ -154,7 +158,7 @@ def _gpus(facts: Facts) -> Iterable[Result]:
         yield _NOT_CHECKED, "there is no CUDA driver to ask"
         return
     if not driver.gpus:
-        verdict = _PROBLEM if facts.wishes.device == "cuda" else _WARNING
+        verdict = _PROBLEM if facts.config.device == "cuda" else _WARNING
         fix = "Check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's GPU request."
         yield verdict, "the CUDA driver sees no GPU", fix
         return
@@ -165,18 +169,18 @@ def _gpus(facts: Facts) -> Iterable[Result]:
 
 def _gpu_trouble(gpu: Gpu, named: str, *, mps: bool) -> Result | None:
     if gpu.uuid.startswith("MIG-"):
-        return _PROBLEM, f"{named} is a MIG device, which CUDA IPC does not support", "Use whole GPUs: turn MIG off."
+        return _PROBLEM, f"{named} is a MIG device, which CUDA IPC does not support", "Turn MIG off and use whole GPUs."
     if gpu.compute_mode == _PROHIBITED or (gpu.compute_mode == _EXCLUSIVE and not mps):
         mode = "PROHIBITED" if gpu.compute_mode == _PROHIBITED else "EXCLUSIVE_PROCESS"
-        text = f"{named} has compute mode {mode}: daemon and engine cannot both use it"
-        return _PROBLEM, text, f"Run nvidia-smi -i {gpu.uuid} -c DEFAULT, or MPS."
+        text = f"{named} has compute mode {mode}: the daemon and an engine cannot both use it"
+        return _PROBLEM, text, f"Run nvidia-smi -i {gpu.uuid} -c DEFAULT, or run MPS."
     return None
 
 
 def _numa(facts: Facts) -> Iterable[Result]:
     nodes, gpus = facts.memory.numa, facts.driver.gpus
     if len(nodes) < 2:
-        yield _OK, "one node: nothing to place" if nodes else "no NUMA nodes"
+        yield _OK, "one node, no placement needed" if nodes else "no NUMA nodes"
         return
     parts = []
     for number, node in nodes.items():
@@ -185,8 +189,8 @@ def _numa(facts: Facts) -> Iterable[Result]:
     unknown = [gpu.uuid[:12] for gpu in gpus if gpu.numa_node is None]
     text = "; ".join(parts)
     if unknown:
-        fix = "Give the virtual machine the host's NUMA topology, or accept slower copies of GPUs that are far away."
-        yield _WARNING, f"{text}; the node of {', '.join(unknown)} is not known", fix
+        fix = "Expose the host's NUMA topology to the virtual machine, or accept slower copies for remote GPUs."
+        yield _WARNING, f"{text}; the node of {', '.join(unknown)} is unknown", fix
     else:
         yield _OK, text
 
@@ -200,48 +204,46 @@ def _huge_pages(facts: Facts) -> Iterable[Result]:
     text = f"transparent: {memory.thp or 'not in this kernel'}; explicit: {explicit or 'none'}"
     if memory.page_kind:
         text += f"; the pool gets {memory.page_kind}"
-    if memory.page_kind == "small" and facts.wishes.huge_pages != "none":
+    if memory.page_kind == "small" and facts.config.huge_pages != "none":
         fix = (
             "Write madvise to /sys/kernel/mm/transparent_hugepage/enabled, or reserve huge pages with vm.nr_hugepages."
         )
-        yield _WARNING, f"{text} pages, which take longer to pin", fix
+        yield _WARNING, f"{text} pages, which are slow to pin", fix
     else:
         yield _OK, text
 
 
 def _memlock(facts: Facts) -> Iterable[Result]:
-    limit, pool = facts.memory.memlock, facts.wishes.pool_bytes
+    limit, pool = facts.memory.memlock, facts.config.pool_bytes
     if limit is None:
         yield _OK, "no limit"
-    elif facts.driver.gpus and facts.wishes.device != "host":
+    elif facts.driver.gpus and facts.config.device != "host":
         yield _OK, f"{format_size(limit)}; pinning for a GPU does not count against it"
     elif pool > limit:
-        fix = (
-            "Set LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (Docker) or ulimit -l; or a smaller --pool-size."
-        )
+        fix = "Set LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (Docker) or ulimit -l, or lower --pool-size."
         yield _PROBLEM, f"{facts.user} may lock {format_size(limit)}, less than the pool of {format_size(pool)}", fix
     else:
         yield _OK, f"{format_size(limit)}, enough for the pool"
 
 
 def _memory(facts: Facts) -> Iterable[Result]:
-    memory, wishes = facts.memory, facts.wishes
-    if wishes.problem:
-        yield _NOT_CHECKED, "the size of the pool is not known"
+    memory, config = facts.memory, facts.config
+    if config.problem:
+        yield _NOT_CHECKED, "the pool size is unknown"
         return
     have = [] if memory.available is None else [f"{format_size(memory.available)} available"]
     tightest = min(memory.cgroups, key=lambda limit: limit.room, default=None)
     have += [str(tightest)] if tightest is not None else ["no cgroup limit"]
     room = ", ".join(have)
     if facts.daemon.state is not None:
-        yield _NOT_CHECKED, f"the running daemon has its pool already; beside it: {room}"
+        yield _NOT_CHECKED, f"the running daemon already has its pool; besides: {room}"
     elif memory.refusal:
         text, _, fix = memory.refusal.rpartition(": ")
         yield _PROBLEM, text, f"{fix[:1].upper()}{fix[1:]}."
-    elif not wishes.memory_check:
+    elif not config.memory_check:
         yield _NOT_CHECKED, f"memory_check is off; {room}"
     else:
-        yield _OK, f"the pool of {format_size(wishes.pool_bytes)} fits: {room}"
+        yield _OK, f"the pool of {format_size(config.pool_bytes)} fits: {room}"
 
 
 # -- namespaces and sockets --------------------------------------------------------------------------------------
@@ -252,15 +254,15 @@ def _ipc(facts: Facts) -> Iterable[Result]:
     if own is None:
         yield _NOT_CHECKED, "/proc is not readable"
     elif own == _IPC_INIT_INODE:
-        yield _OK, "the machine's own"
+        yield _OK, "the host's"
     else:
-        yield _OK, "one of a container: engines need the same one only to order stores on the device"
+        yield _OK, "a container's own: engines must share it only to order stores on the device"
 
 
 def _shm(facts: Facts) -> Iterable[Result]:
     place = facts.place
-    without = "stores are ordered on the host, which costs a little"
-    fix = "Mount a tmpfs at /dev/shm, the same one for daemon and engines."
+    without = "stores are ordered on the host, which is slightly slower"
+    fix = "Mount one tmpfs at /dev/shm for the daemon and the engines."
     if place.shm_device is None:
         yield _WARNING, f"there is no /dev/shm: {without}", fix
     elif not place.shm_writable:
@@ -270,21 +272,21 @@ def _shm(facts: Facts) -> Iterable[Result]:
 
 
 def _socket(facts: Facts) -> Iterable[Result]:
-    socket, wishes = facts.socket, facts.wishes
-    directory = wishes.socket.rpartition("/")[0]
+    socket, config = facts.socket, facts.config
+    directory = config.socket.rpartition("/")[0]
     if socket.exists:
-        yield _OK, f"{wishes.socket}: {_who(socket.mode, socket.owner, socket.group, socket.group_members)}"
+        yield _OK, f"{config.socket}: {_who(socket.mode, socket.owner, socket.group, socket.group_members)}"
         return
     if directory.startswith("/tmp/") and socket.directory_owner not in (None, facts.uid):
-        fix = "Set --socket to a path in a directory of your own."
-        yield _PROBLEM, f"{directory} belongs to uid {socket.directory_owner}, who could stand in for the daemon", fix
+        fix = "Set --socket to a path in a directory that you own."
+        yield _PROBLEM, f"{directory} belongs to uid {socket.directory_owner}, who could impersonate the daemon", fix
     elif not socket.directory_usable:
-        fix = "Run the daemon as a user who may write there, make the directory for it, or set --socket."
-        yield _PROBLEM, f"{facts.user} may not make {wishes.socket}", fix
+        fix = "Run the daemon as a user who may write there, create the directory, or set --socket."
+        yield _PROBLEM, f"{facts.user} cannot create {config.socket}", fix
     else:
-        group = wishes.socket_group or "the daemon's group"
-        may = _who(wishes.socket_mode, facts.user, group, ())
-        yield _OK, f"{wishes.socket} can be made: {may}"
+        group = config.socket_group or "the daemon's group"
+        may = _who(config.socket_mode, facts.user, group, ())
+        yield _OK, f"{config.socket} can be created: {may}"
 
 
 def _who(mode: int, owner: str, group: str, members: tuple[str, ...]) -> str:
@@ -300,27 +302,27 @@ def _who(mode: int, owner: str, group: str, members: tuple[str, ...]) -> str:
 def _daemon(facts: Facts) -> Iterable[Result]:
     daemon = facts.daemon
     if daemon.refused:
-        fix = f"Let {facts.user} join the group of the socket, and start the daemon with --socket-mode 0660."
-        yield _PROBLEM, f"{facts.user} may not connect to {facts.wishes.socket}", fix
+        fix = f"Add {facts.user} to the socket's group, and start the daemon with --socket-mode 0660."
+        yield _PROBLEM, f"{facts.user} may not connect to {facts.config.socket}", fix
     elif daemon.state is None and facts.socket.exists:
-        fix = "Start the daemon, which removes a stale socket; if it runs, read its log: it hangs."
-        yield _PROBLEM, f"the socket is there and nobody answers: {daemon.reason}", fix
+        fix = "Start the daemon, which removes a stale socket; if it is already running, it hangs: read its log."
+        yield _PROBLEM, f"the socket exists, but nothing answers: {daemon.reason}", fix
     elif daemon.state is None:
-        yield _NOT_CHECKED, f"none runs at {facts.wishes.socket}"
+        yield _NOT_CHECKED, f"none is running at {facts.config.socket}"
     elif daemon.state is State.FAILED:
-        yield _PROBLEM, f"failed: {daemon.reason}", "Do what the reason says and start it again."
+        yield _PROBLEM, f"failed: {daemon.reason}", "Fix the reason, then restart the daemon."
     else:
-        named = f"{daemon.version}, pid {daemon.pid or 'of another namespace'}, {_count(daemon.ranks, 'rank')} attached"
+        named = f"{daemon.version}, pid {daemon.pid or 'in another namespace'}, {_count(daemon.ranks, 'rank')} attached"
         if daemon.state is State.READY:
             yield _OK, f"ready: {named}"
         elif daemon.state is State.DRAINING:
             yield (
                 _WARNING,
                 f"draining: {named}",
-                "kvsidecar drain --cancel, or a restart: nothing new is taken until then.",
+                "Run kvsidecar drain --cancel or restart the daemon; it accepts no new work until then.",
             )
         else:
-            yield _WARNING, f"{daemon.state.value}: {named}", "Wait: kvsidecar top shows how far it is."
+            yield _WARNING, f"{daemon.state.value}: {named}", "Wait: kvsidecar top shows the progress."
 
 
 def _count(number: int, word: str) -> str:
@@ -333,9 +335,9 @@ def _count(number: int, word: str) -> str:
 def _engine(facts: Facts) -> Iterable[Result]:
     engine = facts.engine
     if engine is None:
-        yield _NOT_CHECKED, "give one with --pid PID"
+        yield _NOT_CHECKED, "name one with --pid PID"
     elif not engine.exists:
-        yield _PROBLEM, f"there is no process {engine.pid} here", "Give the pid that this PID namespace has for it."
+        yield _PROBLEM, f"there is no process {engine.pid} here", "Use its pid in this PID namespace."
     else:
         command = " ".join(engine.command)
         yield _OK, f"pid {engine.pid}, uid {engine.uid}: {command[:60]}{'...' if len(command) > 60 else ''}"
@@ -347,17 +349,21 @@ def _allocator(facts: Facts) -> Iterable[Result]:
         return
     if engine.environ is None:
         fix = "Run the doctor as the engine's user or as root."
-        yield _NOT_CHECKED, f"{facts.user} may not read the variables of pid {engine.pid}", fix
+        yield _NOT_CHECKED, f"{facts.user} may not read the environment of pid {engine.pid}", fix
     else:
         bad = [f"{name}={value}" for name, value in engine.environ.items() if expandable(value)]
         if bad:
-            fix = "Take expandable_segments:True out of it and start the engine again."
-            yield _PROBLEM, f"{' and '.join(bad)}: such memory cannot be shared, the engine serves without offload", fix
+            fix = "Remove expandable_segments:True and restart the engine."
+            yield (
+                _PROBLEM,
+                f"{' and '.join(bad)}: such memory cannot be shared, so the engine runs without offload",
+                fix,
+            )
         else:
-            yield _OK, "no expandable segments in its variables (what a program sets itself is not seen)"
+            yield _OK, "no expandable segments in its environment (settings made inside the program are not visible)"
     if "--enable-sleep-mode" in engine.command:
-        fix = "Leave --enable-sleep-mode out if the engine's log says that its memory cannot be exported."
-        yield _WARNING, "vLLM's sleep mode takes memory that some devices cannot share", fix
+        fix = "Remove --enable-sleep-mode if the engine's log says that its memory cannot be exported."
+        yield _WARNING, "vLLM's sleep mode allocates memory that cannot be shared on some GPUs", fix
 
 
 def expandable(value: str) -> bool:
@@ -373,7 +379,7 @@ def _engine_place(facts: Facts) -> Iterable[Result]:
     there = engine.place
     if there is None:
         fix = "Run the doctor as the engine's user or as root."
-        yield _NOT_CHECKED, f"{facts.user} may not look at the namespaces of pid {engine.pid}", fix
+        yield _NOT_CHECKED, f"{facts.user} may not read the namespaces of pid {engine.pid}", fix
         return
     whose = "the daemon" if facts.daemon.pid else "the doctor"
     apart = [
@@ -385,13 +391,13 @@ def _engine_place(facts: Facts) -> Iterable[Result]:
         if mine != its
     ]
     if apart:
-        fix = "For stores that are ordered on the device, share the IPC namespace and /dev/shm (--ipc, hostIPC)."
-        yield _WARNING, f"{' and '.join(apart)}: not those of {whose}; stores are ordered on the host", fix
+        fix = "To order stores on the device, share the IPC namespace and /dev/shm (--ipc, hostIPC)."
+        yield _WARNING, f"{' and '.join(apart)} not shared with {whose}: stores are ordered on the host", fix
     else:
-        yield _OK, f"IPC namespace and /dev/shm are those of {whose}"
+        yield _OK, f"shares the IPC namespace and /dev/shm of {whose}"
     if here.pid_namespace != there.pid_namespace:
-        fix = "Share the PID namespace if an Attach is refused: CUDA opens no handle of a process with its own number."
-        yield _WARNING, f"it has another PID namespace than {whose}", fix
+        fix = "Share the PID namespace if Attach is refused: CUDA cannot open handles of a process with the same PID."
+        yield _WARNING, f"runs in another PID namespace than {whose}", fix
 
 
 CHECKS: dict[str, Check] = {

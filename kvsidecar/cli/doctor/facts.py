@@ -1,4 +1,4 @@
-"""What the doctor looks at. None or an empty text means that it could not be read, unless it says otherwise."""
+"""The facts that the doctor examines. None or an empty text means "could not be read", unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What libcuda says, asked in a process of its own: a driver that hangs or crashes shall not take the doctor."""
+    """What libcuda reports, read in a separate process: a driver that hangs or crashes must not affect the doctor."""
 
     installed: bool
-    """libcuda.so.1 is there."""
+    """libcuda.so.1 exists."""
     problem: str = ""
     """It does not load, does not start, hangs or crashes."""
     module_version: str = ""
-    """Of the kernel module; empty where it is not loaded."""
+    """Version of the kernel module; empty if it is not loaded."""
     cuda_version: int = 0
     """As cuDriverGetVersion: 12080 is 12.8."""
     missing_calls: tuple[str, ...] = ()
     missing_optional_calls: tuple[str, ...] = ()
     calls: int = 0
-    """How many were looked for."""
+    """Number of calls that were looked for."""
     gpus: tuple[Gpu, ...] = ()
     bindings: str = ""
     """Version of cuda-bindings; empty if it is not installed."""
@@ -52,11 +52,11 @@ class Driver:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the daemon would be told here: configuration file, environment and the doctor's own flags."""
+class DaemonConfig:
+    """The configuration of a daemon started here: from the file, the environment and the doctor's own flags."""
 
     problem: str = ""
-    """The sentence with which the daemon would refuse to start; the rest is not known then."""
+    """The error with which the daemon would refuse to start; the other fields are then unknown."""
     device: str = "auto"
     pool_bytes: int = 0
     huge_pages: str = "auto"
@@ -78,9 +78,9 @@ class Memory:
     """Free pages by page size in bytes."""
     numa: Mapping[int, NumaNode] = field(default_factory=dict)
     refusal: str = ""
-    """Why the pool does not fit, in the daemon's own words; empty if it does."""
+    """The daemon's error if the pool does not fit; empty if it does."""
     page_kind: str = ""
-    """That the pool would have."""
+    """The kind of pages that the pool would get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class SocketFacts:
     directory_owner: int | None
     """uid; None: the directory does not exist."""
     directory_usable: bool
-    """This user can make files in it, or make it."""
+    """This user can create files in it, or can create it."""
     exists: bool = False
     mode: int = 0
     owner: str = ""
@@ -98,12 +98,12 @@ class SocketFacts:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """What answers at the socket."""
+    """The daemon that answers at the socket."""
 
     state: State | None = None
-    """None: nobody answers."""
+    """None: nothing answers."""
     reason: str = ""
-    """Of the state; or why nobody answers."""
+    """Reason of the state, or why nothing answers."""
     refused: bool = False
     """The kernel does not let this user connect."""
     version: str = ""
@@ -113,7 +113,7 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process lives."""
+    """The namespaces of a process, and its /dev/shm."""
 
     ipc_namespace: int | None
     """inode of /proc/PID/ns/ipc"""
@@ -143,16 +143,16 @@ class Facts:
     uid: int
     version: str
     kernel: Kernel
-    wishes: Wishes
+    config: DaemonConfig
     driver: Driver
     nvidia_nodes: tuple[str, ...]
     """/dev/nvidia* that exist."""
     closed_nvidia_nodes: tuple[str, ...]
-    """Of these, those that this user may not open."""
+    """Those of ``nvidia_nodes`` that this user may not open."""
     memory: Memory
     socket: SocketFacts
     daemon: Daemon
     place: Place
-    """Of the daemon if one answers and may be looked at, else of the doctor."""
+    """Of the daemon if one answers and its /proc entry is readable, otherwise of the doctor."""
     engine: Engine | None
     """None: no --pid was given."""

@@ -21,6 +21,7 @@ from typing import Any
 from kvsidecar import __version__
 from kvsidecar.cli.doctor.facts import (
     Daemon,
+    DaemonConfig,
     Driver,
     Engine,
     Facts,
@@ -29,7 +30,6 @@ from kvsidecar.cli.doctor.facts import (
     Memory,
     Place,
     SocketFacts,
-    Wishes,
 )
 from kvsidecar.client import Client
 from kvsidecar.daemon.config import Settings, load_settings, pool_geometry
@@ -57,7 +57,7 @@ def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
     try:
         settings = load_settings(flags)
         geometry = pool_geometry(settings)
-        wishes = Wishes(
+        config = DaemonConfig(
             device=settings.device,
             pool_bytes=geometry.pool_bytes,
             huge_pages=settings.huge_pages.value,
@@ -68,21 +68,21 @@ def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
         )
     except ConfigError as error:
         settings = None
-        wishes = Wishes(problem=str(error), socket=flags.get("socket") or Settings.model_construct().socket)
+        config = DaemonConfig(problem=str(error), socket=flags.get("socket") or Settings.model_construct().socket)
     driver = _driver()
-    daemon = _daemon(wishes.socket)
+    daemon = _daemon(config.socket)
     nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*") if not path.is_dir()))
     return Facts(
         user=_name_of(os.geteuid()),
         uid=os.geteuid(),
         version=__version__,
         kernel=_kernel(),
-        wishes=wishes,
+        config=config,
         driver=driver,
         nvidia_nodes=nodes,
         closed_nvidia_nodes=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
         memory=_memory(settings, driver),
-        socket=_socket(wishes.socket),
+        socket=_socket(config.socket),
         daemon=daemon,
         place=(_place(daemon.pid) if daemon.pid else None) or _place("self") or Place(None, None, None),
         engine=None if pid is None else _engine(pid),
@@ -125,10 +125,10 @@ def _driver() -> Driver:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
         said: dict[str, Any] = json.loads(ran.stdout)
     except subprocess.TimeoutExpired:
-        said = {"installed": True, "problem": f"the CUDA driver does not start within {PROBE_SECONDS:g} s"}
+        said = {"installed": True, "problem": f"the CUDA driver did not start within {PROBE_SECONDS:g} s"}
     except ValueError:
         last = (ran.stderr.strip().splitlines() or ["no output"])[-1]
-        said = {"installed": True, "problem": f"asking the CUDA driver ended with {ran.returncode}: {last}"}
+        said = {"installed": True, "problem": f"the probe of the CUDA driver exited with {ran.returncode}: {last}"}
     gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in said.pop("gpus", ()))
     for name in ("missing_calls", "missing_optional_calls"):
         said[name] = tuple(said.get(name, ()))

@@ -1,4 +1,4 @@
-"""Findings for a person, and for a program."""
+"""The doctor's findings as text and as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES = {
 
 
 def render(findings: Sequence[Finding]) -> RenderableType:
-    """A line for each finding, its fix below it, and a count."""
+    """One line per finding with its fix below, then the counts."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

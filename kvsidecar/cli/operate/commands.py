@@ -1,4 +1,4 @@
-"""`kvsidecar engines`, `clear` and `drain`: one question or order each."""
+"""`kvsidecar engines`, `clear` and `drain`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 
 POLL_SECONDS = 0.2
 LISTED = 20
-"""Namespaces that a refusal names."""
+"""Most namespaces that an error message lists."""
 
 
 # -- engines -----------------------------------------------------------------------------------------------------
 
 
 def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
-    """Who is attached, one rank a line; the whole UUID of the GPU where there is room for it."""
+    """The attached engines, one rank per line; whole GPU UUIDs where the width allows it."""
     if not reply.ranks:
         return no_engine(reply)
     columns = ["engine", "rank", "device", "pid", "mapped", "jobs", "stored", "loaded", "attached"]
@@ -52,7 +52,7 @@ def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
 
 
 def find_namespace(wanted: str, reply: pb.StatusReply) -> Namespace | str:
-    """The namespace that an operator means, or one sentence why that is not clear.
+    """The namespace that an operator means, or one sentence that says why there is not exactly one.
 
     Args:
         wanted: the model as `kvsidecar status` shows it; or, where several namespaces have that, the full text.
@@ -63,22 +63,24 @@ def find_namespace(wanted: str, reply: pb.StatusReply) -> Namespace | str:
         return found[0]
     if found:
         listed = _some([f"  --namespace {str(each)!r}" for each in found], "\n")
-        return f"several namespaces have the model {wanted!r}; say which:\n{listed}"
+        return f"several namespaces have the model {wanted!r}; choose one:\n{listed}"
     models = _some([repr(model) for model in dict.fromkeys(each.model for each in known)], ", ")
-    return f"no namespace has the model {wanted!r}; " + (f"there is {models}" if models else "there is none at all")
+    return f"no namespace has the model {wanted!r}; " + (
+        f"known models: {models}" if models else "there are no namespaces"
+    )
 
 
 def _some(texts: list[str], separator: str) -> str:
-    more = [f"and {len(texts) - LISTED} more: kvsidecar status --json has all"] if len(texts) > LISTED else []
+    more = [f"and {len(texts) - LISTED} more: kvsidecar status --json lists all"] if len(texts) > LISTED else []
     return separator.join(texts[:LISTED] + more)
 
 
 def clear_question(reply: pb.StatusReply) -> str:
-    """Before all namespaces are cleared."""
+    """The question before all namespaces are cleared."""
     totals = reply.totals
     return (
-        f"Forget all {totals.blocks} blocks ({format_size(totals.bytes)}) of {totals.namespaces} namespaces? "
-        "Engines will compute them again."
+        f"Clear all {totals.blocks} blocks ({format_size(totals.bytes)}) in {totals.namespaces} namespaces? "
+        "Engines will recompute them."
     )
 
 
@@ -86,8 +88,8 @@ def clear_question(reply: pb.StatusReply) -> str:
 
 
 def open_jobs(reply: pb.StatusReply) -> int:
-    """Jobs that are not over. An engine's jobs before and after their copy are its own only, and those of an engine
-    that has gone the workers' only."""
+    """Number of unfinished jobs. Only the ranks count jobs before and after their copy, and only the workers count
+    those of an engine that has gone."""
     listed = sum(rank.jobs_running for rank in reply.ranks)
     return max(listed, reply.totals.jobs_running, reply.jobs.running + reply.jobs.queued)
 
@@ -97,10 +99,10 @@ def _count(number: int, word: str) -> str:
 
 
 def waits_for(reply: pb.StatusReply) -> str:
-    """The jobs that are not over, whose they are, and since when, as the end of a sentence."""
+    """The unfinished jobs, their engines, and the age of the oldest, as the end of a sentence."""
     text = _open_jobs_by_rank(reply)
     if reply.jobs.oldest_inflight_seconds:
-        text += f", the oldest since {format_duration(reply.jobs.oldest_inflight_seconds)}"
+        text += f", the oldest for {format_duration(reply.jobs.oldest_inflight_seconds)}"
     return text
 
 
@@ -113,7 +115,7 @@ def _open_jobs_by_rank(reply: pb.StatusReply) -> str:
 
 
 def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, console: Console) -> bool:
-    """Tell the daemon to take no new work, and say what is left. True if nothing is, or nobody was to wait for it.
+    """Tell the daemon to take no new work, and print what still runs. True if no job is left, or without ``wait``.
 
     Raises:
         ClientError: no daemon answers.
@@ -122,21 +124,22 @@ def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, c
     client.drain()
     reply = client.status()
     if STATE_FROM_WIRE[before.readiness.state] is State.DRAINING:
-        _say(console, "It was draining already.")
+        _say(console, "The daemon was already draining.")
     console.print(
-        "Draining: nothing new is taken until `kvsidecar drain --cancel`, or a restart; engines go on without offload.",
+        "Draining: no new work is accepted until `kvsidecar drain --cancel` or a restart. Engines continue without "
+        "offload.",
         soft_wrap=True,
     )
     if not wait:
         console.print(
-            f"Not waited for: {waits_for(reply)}." if open_jobs(reply) else "No job is running.", soft_wrap=True
+            f"Still running: {waits_for(reply)}." if open_jobs(reply) else "No job is running.", soft_wrap=True
         )
         return True
     return _wait(client, reply, timeout, console)
 
 
 def cancel_drain(client: Client | RemoteClient, console: Console) -> bool:
-    """Tell the daemon to take new work again, and say what came of it. False if it will not.
+    """Tell the daemon to take new work again, and print the result. False if it is shutting down.
 
     Raises:
         ClientError: no daemon answers.
@@ -145,14 +148,14 @@ def cancel_drain(client: Client | RemoteClient, console: Console) -> bool:
     now = client.status().readiness
     state = STATE_FROM_WIRE[now.state]
     if state is State.DRAINING and not cancelled:
-        _say(console, f"Not taken back: {now.reason}.")
+        _say(console, f"Drain not cancelled: {now.reason}.")
         return False
     if not cancelled:
-        _say(console, f"It was not draining, it is {state.value}.")
+        _say(console, f"The daemon was not draining. It is {state.value}.")
     elif state is State.READY:
-        _say(console, "Taken back: new work is taken again, and what was stored is still there.")
+        _say(console, "Drain cancelled: new work is accepted again, and stored blocks are still there.")
     else:
-        _say(console, f"Taken back, but it is {state.value}: {now.reason}.")
+        _say(console, f"Drain cancelled, but the daemon is {state.value}: {now.reason}.")
     return True
 
 
@@ -172,7 +175,7 @@ def _wait(client: Client | RemoteClient, reply: pb.StatusReply, timeout: float |
                 _say(console, brief)
                 said = brief
             if deadline is not None and time.monotonic() >= deadline:
-                _say(console, f"After {timeout:g} s still {text}.")
+                _say(console, f"Timed out after {timeout:g} s, still {text}.")
                 return False
             time.sleep(POLL_SECONDS)
             try:
@@ -180,10 +183,10 @@ def _wait(client: Client | RemoteClient, reply: pb.StatusReply, timeout: float |
             except DaemonUnreachable:
                 if _listens(client):
                     continue  # it hangs, or is busy: it may still copy
-                _say(console, "The daemon has ended.")
+                _say(console, "The daemon has exited.")
                 return True
             if reply.epoch != epoch:
-                _say(console, "The daemon has ended, and was started again.")
+                _say(console, "The daemon has exited and was restarted.")
                 return True
     _say(console, "Drained: no job is running.")
     return True

@@ -1,4 +1,4 @@
-"""What happened between two looks at a daemon: its counters, subtracted."""
+"""Rates between two readings of a daemon's counters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A daemon's answer, and when it came."""
+    """A status reply and the time it arrived."""
 
     at: float
     """Seconds on a monotonic clock."""
@@ -27,19 +27,19 @@ class Rates:
     misses: float
     evicted_bytes: float
     refusals: Mapping[str, int]
-    """A count, not a rate, by reason; those that happened only."""
+    """A count, not a rate, by reason; only reasons that occurred."""
     ranks: Mapping[int, tuple[float, float]]
-    """Bytes stored and loaded by session; a rank that has just attached is not in it."""
+    """Bytes per second stored and loaded, by session; without ranks that have just attached."""
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of blocks asked for that were found; None if none was asked for."""
+        """The share of requested blocks that were hits; None if no block was requested."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
 
 def between(before: Look, after: Look) -> Rates | None:
-    """None if no time has passed, or the daemon has been started again and counts from 0."""
+    """None if no time has passed, or if the daemon restarted and its counters began again at 0."""
     seconds = after.at - before.at
     old, new = before.reply, after.reply
     if seconds <= 0 or old.epoch != new.epoch:

@@ -1,4 +1,4 @@
-"""`kvsidecar top`: asks the daemon again and again, and draws what it said."""
+"""`kvsidecar top`: polls the daemon's status and draws it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvsidecar.errors import ClientError
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 ANSWER_SECONDS = 1.0
-"""A daemon that takes longer is said not to answer; a key waits no longer than this."""
+"""A daemon that takes longer counts as not answering. A key press waits no longer than this."""
 _HISTORY = 60
 _QUIT = frozenset("qQ\x03\x04")
 """q, and Ctrl-C and Ctrl-D where the terminal does not make a signal of them."""
 
 
 class Watch:
-    """What was seen of one daemon so far. It may go, and come back."""
+    """What was observed of one daemon so far. It may go away and come back."""
 
     def __init__(self, client: Client | RemoteClient) -> None:
         self._client = client
@@ -42,7 +42,7 @@ class Watch:
         self._restarts = 0
 
     def look(self) -> Screen:
-        """Ask once more."""
+        """Poll the daemon once."""
         try:
             self._take(self._client.status())
         except ClientError as error:

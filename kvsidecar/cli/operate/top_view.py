@@ -1,4 +1,4 @@
-"""One screen of `kvsidecar top`, as a function of what was seen."""
+"""One screen of `kvsidecar top`, as a pure function of what was observed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CELL_COLUMNS = 14
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What there is to show."""
+    """What one screen shows."""
 
     reply: pb.StatusReply | None
     """The last answer; None if there was none."""
@@ -40,7 +40,7 @@ class Screen:
     """Seconds since the daemon stopped answering; None if it does answer."""
     lost_reason: str = ""
     restarts: int = 0
-    """Seen while this was watching."""
+    """Restarts of the daemon since the watch began."""
 
 
 def render(screen: Screen, width: int, height: int) -> RenderableType:
@@ -80,15 +80,15 @@ def _label(name: str) -> Text:
 
 
 def _lost(screen: Screen) -> list[Text]:
-    stale = "" if screen.reply is None else ", below is what it said last"
-    since = f"No answer for {format_duration(screen.lost_for or 0)}{stale}. Asking again."
+    stale = "" if screen.reply is None else "; its last answer is shown below"
+    since = f"No answer for {format_duration(screen.lost_for or 0)}{stale}. Retrying."
     return [Text(since, style="bold red"), Text(f"  {screen.lost_reason}", style="red")]
 
 
 def _head(screen: Screen, reply: pb.StatusReply) -> Text:
     text = head(reply).split("\n")[0]
     if screen.restarts:
-        text.append(f"  restarted {screen.restarts}x while watched", style="yellow")
+        text.append(f"  restarted {screen.restarts}x since top started", style="yellow")
     reason = reply.readiness.reason
     if reason and STATE_FROM_WIRE[reply.readiness.state] is not State.PINNING:
         text.append(f"  {reason}", style="yellow")

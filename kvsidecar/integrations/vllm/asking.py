@@ -1,4 +1,4 @@
-"""The scheduler's client: it asks in the namespace that the ranks store in."""
+"""The scheduler's client, which looks up in the namespace that the ranks store in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvsidecar.client.results import NO_ANSWER
 
 
 class RankNamespaceClient:
-    """What `SchedulerSide` uses of a `Client`.
+    """The part of `Client` that `SchedulerSide` uses.
 
     What the ranks find in their memory is part of the namespace, so they make it, and say it before or with the first
     report that one of them is attached. The namespaces of the calls here only stand for it.

@@ -1,4 +1,4 @@
-"""What vLLM carries between the two sides for this connector: its own base classes around `metadata`."""
+"""vLLM's base classes around `metadata`, which vLLM carries between the scheduler and the workers."""
 
 from __future__ import annotations
 

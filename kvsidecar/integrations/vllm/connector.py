@@ -1,4 +1,4 @@
-"""The class that vLLM loads, on both sides: it forwards to `SchedulerSide` or to `WorkerSide`.
+"""The class that vLLM loads in the scheduler and in the workers. It forwards to `SchedulerSide` or `WorkerSide`.
 
 Works with vLLM 0.26 and later by what the engine has, never by its number.
 """

@@ -1,4 +1,4 @@
-"""What the scheduler's side counts, each with the words that vLLM's ``/metrics`` serve it with."""
+"""The counters of the scheduler's side, each with its help text on vLLM's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ def _counted(text: str) -> Any:
 class Counters:
     """Sums since the start."""
 
-    lookups: int = _counted("Lookups: questions which blocks the daemon has.")
+    lookups: int = _counted("Lookups sent to the daemon.")
     unanswered_lookups: int = _counted(
-        "Lookups that were not answered in time, or not made while the daemon is lost; they miss."
+        "Lookups that were not answered in time, or not sent because the daemon is lost; they miss."
     )
-    refused_lookups: int = _counted("Lookups that the daemon refused as wrong; they miss, and the log says why.")
-    offered_tokens: int = _counted("Tokens of the hits that vLLM was offered, each time.")
-    loads: int = _counted("Loads: hits that vLLM took.")
-    loaded_tokens: int = _counted("Tokens of the hits that vLLM took.")
-    unleased_loads: int = _counted("Loads without a lease: the daemon gave none, or could not be asked at once.")
-    gone_loads: int = _counted("Loads that failed and whose lease had ended before they were allocated.")
-    failed_loads: int = _counted("Loads that some rank did not load whole; their requests are computed.")
+    refused_lookups: int = _counted("Lookups that the daemon refused as invalid; they miss, and the log says why.")
+    offered_tokens: int = _counted("Tokens of the hits offered to vLLM, counted each time they are offered.")
+    loads: int = _counted("Loads, one for each hit that vLLM accepted.")
+    loaded_tokens: int = _counted("Tokens of the hits that vLLM accepted.")
+    unleased_loads: int = _counted("Loads without a lease: the daemon granted none, or could not be asked in time.")
+    gone_loads: int = _counted("Loads that failed, and whose lease had ended before blocks were allocated for them.")
+    failed_loads: int = _counted("Loads that some rank did not complete; their requests are computed.")
     stores: int = _counted("Store jobs.")
-    stored_blocks: int = _counted("Blocks that the ranks were told to store.")
-    failed_stores: int = _counted("Store jobs that some rank did not store whole: declined or failed.")
+    stored_blocks: int = _counted("Blocks that the ranks were instructed to store.")
+    failed_stores: int = _counted("Store jobs that some rank did not complete: declined or failed.")
     held_back_stores: int = _counted(
-        "Times that stores waited: those before them hold as many of the GPU's blocks as they may, or run for too long."
+        "Times that stores were held back, because running stores hold as many GPU blocks as allowed or run for too "
+        "long."
     )
     given_up_blocks: int = _counted(
-        "Blocks that were due to be stored and never are: the GPU evicted them first, or too many were due."
+        "Blocks that were due but never stored: the GPU evicted them first, or too many were due."
     )
     resets: int = _counted("Resets of the prefix cache.")
     refused_resets: int = _counted(
-        "Resets that vLLM refused, for requests or stores had blocks; nothing is offloaded until one succeeds."
+        "Resets that vLLM refused because requests or stores held blocks; nothing is offloaded until one succeeds."
     )
     unnamed_resets: int = _counted(
-        "Resets without a new name of the weights; the engine shares its blocks with no other from then on."
+        "Resets without a new name for the weights; from then on the engine shares its blocks with no other engine."
     )
     _told: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def take(self) -> dict[str, int]:
-        """What has been added since the last call, by name; mostly nothing."""
+        """Increments since the last call, by name; counters without one are left out."""
         now = _values(self)
         if now == self._told:
             return {}
@@ -55,7 +56,7 @@ class Counters:
 
 OWN_HASHES = "own_hashes"
 GAUGES = {
-    OWN_HASHES: "1 if this engine's hashes begin with a random seed: no other engine, and no restart, hits its blocks."
+    OWN_HASHES: "1 if this engine's block hashes use a random seed: other engines and restarts cannot hit its blocks."
 }
 """Help by name."""
 COUNTED: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Counters) if each.metadata}

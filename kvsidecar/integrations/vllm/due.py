@@ -1,4 +1,4 @@
-"""Blocks that are to be stored later, by their hashes. Pure."""
+"""Blocks to store later, by their hashes. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.integrations.vllm.known import Known, Mask, Tags
+from kvsidecar.integrations.vllm.stored_filter import Mask, StoredFilter, Tags
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks of one group: their hashes, one after the other."""
+    """Blocks of one group: their joined hashes."""
 
     group: int
     hashes: bytes
@@ -34,10 +34,10 @@ class Part:
 
 
 class Due:
-    """What became due first is taken first.
+    """A bounded queue of due blocks, first in, first out, without duplicates.
 
     Args:
-        most: blocks; more push out those that became due first.
+        most: capacity in blocks; beyond it, the oldest are pushed out.
     """
 
     def __init__(self, most: int) -> None:
@@ -46,10 +46,10 @@ class Due:
         self.count = 0
         """Blocks."""
         # The same prefix may become due with every request that has it.
-        self._there = Known()
+        self._there = StoredFilter()
 
     def add(self, part: Part) -> list[Part]:
-        """Those that are not due already. Returns what they push out."""
+        """Add blocks that are not due already. Returns the blocks that they push out."""
         new = ~self._there.find(part.tags)
         if not new.all():
             part = part.only(new)
@@ -61,7 +61,7 @@ class Due:
         return self.take(self.count - self._most)
 
     def take(self, most: int) -> list[Part]:
-        """Up to so many blocks, which are not due any more."""
+        """Remove up to ``most`` blocks, and return them."""
         return list(self._taken(most))
 
     def _taken(self, most: int) -> Iterator[Part]:

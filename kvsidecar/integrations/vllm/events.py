@@ -1,4 +1,4 @@
-"""KV cache events of vLLM, with the medium that says "host memory of this node", for routers that follow them.
+"""vLLM's KV cache events, with the medium "host memory of this node", for routers that subscribe to them.
 
 A block is announced when every rank has stored it, and taken back when a lookup no longer finds it, for the daemon does
 not tell what it evicts, or when the daemon has lost all: another run has the socket, or the cache was reset.
@@ -38,7 +38,7 @@ class _Noted:
 
 
 class Events:
-    """Collects what `take` gives to vLLM. Imports vLLM."""
+    """Collects events until vLLM takes them. Imports vLLM."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored

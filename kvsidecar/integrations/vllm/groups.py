@@ -1,4 +1,4 @@
-"""The KV cache groups of an engine, as the two sides of the connector need them. Pure; knows specs by class name.
+"""An engine's KV cache groups, as the scheduler and the workers need them. Pure; identifies specs by class name.
 
 vLLM's classes are told apart by the names in their MRO, because which of them exist depends on its version.
 """
@@ -12,16 +12,16 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """What a group needs of a prefix to go on behind it."""
+    """Which blocks of a prefix a group needs to continue after it."""
 
     FULL = "full"
     """Every block of the prefix (full attention, MLA)."""
     SLIDING_WINDOW = "sliding_window"
     """The blocks of the last ``window - 1`` tokens."""
     CHUNKED_LOCAL = "chunked_local"
-    """The blocks of the last chunk of ``window`` tokens that is not over."""
+    """The blocks of the last, incomplete chunk of ``window`` tokens."""
     STATE = "state"
-    """The last block alone: it holds the state behind the last token (Mamba)."""
+    """Only the last block: it holds the state after the last token (Mamba)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class Group:
     window: int = 0
     """Tokens that vLLM keeps; sliding window and chunked local only."""
     eagle: bool = False
-    """The draft head's KV of a block depends on the token behind it: a hit must be followed by one more known block."""
+    """The draft head's KV of a block depends on the next token: a hit must be followed by one more readable block."""
     lag_tokens: int = 0
     """The last computed tokens whose KV the draft model may still write again."""
     mla: bool = False
     """The KV is the same on all tensor-parallel ranks."""
     page_bytes: int = 0
-    """Of one layer and block on one rank; of all layers, where they differ."""
+    """Bytes of one layer's block on one rank; of all layers, if they differ."""
     spec: str = ""
     """Class name of vLLM's spec."""
 
@@ -56,9 +56,9 @@ class Group:
         return self.block_tokens // self.hash_tokens
 
     def first_needed(self, tokens: int) -> int:
-        """Index of the first block that a request needs to go on behind a prefix of ``tokens`` tokens.
+        """Index of the first block that a request needs to continue after a prefix of ``tokens`` tokens.
 
-        vLLM has null blocks before it, and caches those from it on: all of these must be loaded.
+        vLLM has null blocks before it, and caches the blocks from it on: all of those must be loaded.
         """
         if self.kind is Kind.SLIDING_WINDOW:
             return max(0, tokens - self.window + 1) // self.block_tokens
@@ -97,7 +97,7 @@ def _resolve(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:
 def groups_of(
     kv_cache_config: Any, vllm_config: Any, *, resolve: Callable[[Any, Any], tuple[int, int]] = _resolve
 ) -> tuple[Group, ...]:
-    """The groups that are offloaded: all that vLLM caches prefixes of.
+    """The groups to offload: all groups for which vLLM caches prefixes.
 
     Args:
         resolve: the engine's tokens per scheduler block and per hash; by default vLLM's own function.

@@ -1,7 +1,7 @@
 """The longest hit that all KV cache groups support. Pure.
 
-A request has a local prefix of ``local`` tokens, in the GPU's own cache. A hit of ``n`` tokens says that it can go on
-behind ``local + n`` tokens once the daemon's blocks are loaded. What each group needs for that: `Group.first_needed`.
+A request has a local prefix of ``local`` tokens in the GPU's prefix cache. With a hit of ``n`` tokens it continues
+after ``local + n`` tokens, once the daemon's blocks are loaded. `Group.first_needed` says which blocks a group needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvsidecar.integrations.vllm.groups import Group, Kind
 
 
 def limit(groups: Sequence[Group], num_tokens: int, local: int) -> int:
-    """Tokens behind ``local`` that a hit may have: aligned, and the last token is always computed."""
+    """Most tokens that a hit may have after ``local``: aligned, and the last token is always computed."""
     alignment = groups[0].alignment
     return max(0, (num_tokens - 1) // alignment * alignment - local)
 

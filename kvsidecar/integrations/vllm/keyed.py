@@ -1,4 +1,4 @@
-"""What the scheduler's side says to the daemon, by the keys of the engine's generation; the rest of it knows hashes."""
+"""A client that translates the scheduler's block hashes into the keys of the engine's generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AnyJob = TypeVar("AnyJob", StoreJob, LoadJob)
 
 
 class KeyedClient:
-    """Asks ``client`` by keys."""
+    """Calls ``client`` with keys instead of hashes."""
 
     def __init__(self, client: Asked, generations: Generations) -> None:
         self._client, self._generations = client, generations

@@ -1,4 +1,4 @@
-"""Load jobs of the scheduler's side, and the leases that keep their blocks in the daemon."""
+"""The scheduler's load jobs, and the leases that protect their blocks from eviction."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from kvsidecar.client import pack_ids
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.lookups import Lease, Lookups, Offer
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 
 
 @dataclass(slots=True)
@@ -19,16 +19,16 @@ class _Load:
     request_id: str
     blocks: tuple[GroupBlocks, ...]
     ranks: int
-    """That have not reported."""
+    """Ranks that have not reported yet."""
     lease: Lease | None
     failed: bool = False
 
 
 class Loads:
-    """Plans one load job for each hit that vLLM takes. A job outlives its request: ranks may still be writing.
+    """Plans one load job for each hit that vLLM accepts. A job outlives its request: ranks may still be writing.
 
-    The lease of the hit is renewed when vLLM has allocated its blocks, and released when the load is over. Neither is
-    waited for: a load pins its blocks itself when it starts.
+    The lease of a hit is renewed when vLLM has allocated blocks for it, and released when the load has ended. Neither
+    call waits for an answer: a load pins its blocks itself when it starts.
 
     Args:
         hash_bytes: width of a block hash.
@@ -40,15 +40,15 @@ class Loads:
         hash_bytes: int,
         world_size: int,
         lookups: Lookups,
-        known: Known,
+        stored_filter: StoredFilter,
         counters: Counters,
         numbers: Iterator[int],
     ) -> None:
         self._groups, self._world_size = tuple(groups), world_size
         self._nothing = bytes(hash_bytes)
-        self._lookups, self._known, self._counters, self._numbers = lookups, known, counters, numbers
+        self._lookups, self._stored_filter, self._counters, self._numbers = lookups, stored_filter, counters, numbers
         self.planned: list[LoadJob] = []
-        """Not given to the ranks yet."""
+        """Jobs that the ranks have not received yet."""
         self._running: dict[int, _Load] = {}
 
     @property
@@ -58,14 +58,14 @@ class Loads:
     def plan(
         self, request: Any, block_ids: Sequence[Sequence[int]], offer: Offer, external: int, null_block: int
     ) -> int:
-        """Load ``external`` tokens of those that were offered into a request's blocks.
+        """Plan the load of ``external`` of the offered tokens into the request's GPU blocks.
 
         Args:
-            block_ids: by vLLM's index of the group; all of the request's.
-            null_block: stands in them where vLLM needs no block.
+            block_ids: all block ids of the request, by vLLM's index of the group.
+            null_block: the id that vLLM puts where it needs no block.
 
         Returns:
-            How many blocks are loaded.
+            The number of blocks to load.
         """
         packed = []
         for group in self._groups:
@@ -84,7 +84,7 @@ class Loads:
         if load.lease is None:
             return
         load.lease.release()
-        # What became of the renewal is known by now, for the load's own end came behind it.
+        # The load's end arrived after the renewal's outcome, so that is known.
         self._counters.gone_loads += load.failed and load.lease.kept is False
 
     def _blocks(
@@ -96,30 +96,36 @@ class Loads:
         external: int,
         null_block: int,
     ) -> tuple[bytes, Sequence[int]]:
-        """Hashes, joined, and the blocks that these are loaded to."""
+        """The joined hashes to load, and the GPU block that each is loaded into.
+
+        A load covers the blocks from the end of the local prefix to the end of the external tokens. With full attention
+        it needs all of them. In other groups vLLM puts null blocks before `Group.first_needed`, which are left out. It
+        enters all other blocks in its prefix cache when the load has ended, so every one of them must be loaded.
+
+        If one of these has no hash or no GPU block, the request would run on wrong KV. The result is then a single hash
+        that no block has: the load fails, and vLLM computes the request.
+        """
         tokens, width = offer.local + external, len(self._nothing)
         first, end = offer.local // group.block_tokens, -(-tokens // group.block_tokens)
         ids = block_ids[group.index][first:end]
         hashes = offer.asked.get(group.index, b"")[: (end - first) * width]
-        # A hash is made of all those before it: where the last one is the request's, all are.
+        # The lookup's hashes are joined already. A hash covers all before it: if the last is the request's, all are.
         if [hashes[-width:]] != group.hashes(block_hashes, end - 1, end):
             hashes = b"".join(group.hashes(block_hashes, first, end))
-        whole = len(ids) * width == len(hashes) == (end - first) * width
-        if whole and group.kind is not Kind.FULL:
-            # All that are not null: vLLM enters them in its cache when the load is over, needed or not.
-            whole = null_block not in ids[max(0, group.first_needed(tokens) - first) :]
+        complete = len(ids) * width == len(hashes) == (end - first) * width
+        if complete and group.kind is not Kind.FULL:
+            complete = null_block not in ids[max(0, group.first_needed(tokens) - first) :]
             kept = [i for i, block in enumerate(ids) if block != null_block]
             hashes, ids = b"".join([hashes[i * width : (i + 1) * width] for i in kept]), [ids[i] for i in kept]
-        # Blocks without a place to go to would be wrong KV later: then ask for what nobody has, so that the load fails.
-        return (hashes, ids) if whole else (self._nothing, [null_block])
+        return (hashes, ids) if complete else (self._nothing, [null_block])
 
     def take_jobs(self) -> tuple[LoadJob, ...]:
-        """What is planned, for the ranks."""
+        """The planned jobs, to send to the ranks."""
         planned, self.planned = self.planned, []
         return tuple(planned)
 
     def take_report(self, report: RankReport) -> list[str]:
-        """Returns the requests whose loads have failed."""
+        """Record what a rank has loaded. Returns the requests whose loads have ended and failed."""
         failed = []
         for number, count in report.loaded.items():
             load = self._running.get(number)
@@ -135,7 +141,7 @@ class Loads:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)
             for each in load.blocks:
-                # Before vLLM runs the request: it does not store again what it has loaded, unless that was not there.
+                # Before vLLM runs the request: loaded blocks are not stored again, blocks of a failed load are.
                 tags = tags_of(each.group, each.hashes, len(each))
-                (self._known.discard if load.failed else self._known.add)(tags)
+                (self._stored_filter.discard if load.failed else self._stored_filter.add)(tags)
         return failed

@@ -1,4 +1,4 @@
-"""The scheduler's questions to the daemon: within a budget, remembered for a moment, never an error of a step."""
+"""The scheduler's lookups: within a time budget per step, cached for a moment, and never an error of a step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 from kvsidecar.types import LookupMode, Namespace
 
 _log = logging.getLogger("kvsidecar.vllm")
 
 REFUSED = "refused"
-"""The daemon takes the question for wrong; it is logged once."""
+"""The daemon refuses the lookup as invalid; this is logged once."""
 FRESH_SECONDS = 0.1
-"""How long an answer is good for. vLLM asks again in every step for a request that waits for room."""
+"""How long an answer is reused. vLLM asks again in every step for a request that waits for free blocks."""
 OFFER_SECONDS = 2.0
-"""How long the daemon keeps the blocks of a hit for an engine that never says what became of it."""
+"""Lease of a hit until vLLM allocates blocks for it, or until the engine stalls."""
 UNTAKEN_SECONDS = 0.5
-"""Those of a request that vLLM does not ask for any more, because others go first, are given up after this long."""
+"""The lease of a request that vLLM no longer asks for, because others go first, is dropped after this time."""
 
 
 class Lease(Protocol):
-    """What is used of `kvsidecar.client.KeptLease`."""
+    """The part of `kvsidecar.client.KeptLease` that is used."""
 
     @property
     def asked(self) -> bool: ...
@@ -65,25 +65,25 @@ class Asked(Protocol):
 
 @dataclass(slots=True)
 class Offer:
-    """What vLLM was told of a request."""
+    """The hit that was offered to vLLM for a request."""
 
     local: int
-    """Tokens that it had in the GPU's own cache then."""
+    """Tokens that the request had in the GPU's prefix cache at that time."""
     tokens: int
-    """Behind these, that can be loaded."""
+    """Tokens after these that can be loaded."""
     asked: Mapping[int, bytes] = field(default_factory=dict)
-    """By group: the hashes that were asked for, from the first block behind ``local`` on, joined."""
+    """By group: the joined hashes that were looked up, from the first block after ``local`` on."""
     answered: float | None = None
     waiting_since: float | None = None
     lease: int | None = None
-    """Keeps these blocks from being evicted for a moment."""
+    """Protects these blocks from eviction for a moment."""
 
 
 class Lookups:
-    """What the daemon has for requests. All calls of one step together wait at most ``lookup_budget`` seconds.
+    """Looks up which blocks of requests the daemon has. All calls of one step together wait at most ``lookup_budget``.
 
-    What is offered stays in the daemon until vLLM has allocated, by a short lease: one for each request that vLLM asks
-    for, and no longer than it asks.
+    A short lease protects each offer from eviction until vLLM has allocated blocks for it. There is one lease per
+    request, for as long as vLLM asks for that request.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class Lookups:
         namespace: Namespace,
         groups: Sequence[Group],
         client: Asked,
-        known: Known,
+        stored_filter: StoredFilter,
         counters: Counters,
         events: Events | None,
         clock: Callable[[], float],
     ) -> None:
         self._options, self._namespace, self._groups = options, namespace, groups
-        self._client, self._known, self._counters = client, known, counters
+        self._client, self._stored_filter, self._counters = client, stored_filter, counters
         self._events, self._clock = events, clock
         self._mode = LookupMode.PREFIX if all(g.kind is Kind.FULL for g in groups) else LookupMode.BITMAP
         self._offers: dict[str, Offer] = {}
@@ -106,11 +106,11 @@ class Lookups:
         """Requests whose offers have leases, and since when; the oldest first."""
         self._spent = 0.0
         self.used = False
-        """Whether `new_step` has anything to do."""
+        """Whether `new_step` has work to do."""
         self._refused = False
 
     def new_step(self) -> None:
-        """The budget is full again."""
+        """Start a step: refill the budget, and drop leases that vLLM no longer asks for."""
         self._spent = 0.0
         while self._leased:
             request_id, since = next(iter(self._leased.items()))
@@ -129,13 +129,13 @@ class Lookups:
         self._offers.clear()
 
     def take(self, request_id: str) -> Offer | None:
-        """What `hit` said last of this request, once: it is over with the request's allocation. Its lease is the
-        caller's: `keep` it."""
+        """Remove and return the last offer for this request, because vLLM has allocated its blocks. The caller owns
+        the lease: see `keep`."""
         self._leased.pop(request_id, None)
         return self._offers.pop(request_id, None)
 
     def _give_up(self, request_id: str) -> None:
-        """The lease of an offer, if it has one."""
+        """Drop the lease of an offer, if it has one."""
         if self._leased.pop(request_id, None) is None:
             return
         offer = self._offers[request_id]
@@ -144,7 +144,7 @@ class Lookups:
             self._client.drop(lease)
 
     def hit(self, request: Any, local: int, epoch: int) -> int | None:
-        """Tokens behind the first ``local`` ones that can be loaded; None: not known yet.
+        """Number of tokens after the first ``local`` ones that can be loaded; None: not known yet.
 
         Args:
             epoch: of the daemon run that every rank is attached to.
@@ -197,7 +197,7 @@ class Lookups:
                 missing = [each for each, flag in zip(asked, answer.found, strict=True) if not flag]
             if missing:
                 # The daemon evicted them, or never had them: they are stored again.
-                self._known.discard(tags_of(group.index, b"".join(missing), len(missing)))
+                self._stored_filter.discard(tags_of(group.index, b"".join(missing), len(missing)))
                 if self._events is not None:
                     self._events.removed(group.index, missing)
         tokens = hits.longest_hit(self._groups, found, local, most)
@@ -205,17 +205,17 @@ class Lookups:
         return tokens
 
     def keep(self, offer: Offer) -> Lease | None:
-        """Let the lease of an offer that was taken live as long as a load may. Waits for nothing. None: it has none."""
+        """Extend the lease of a taken offer to the time that a load may take. Does not wait. None: it has no lease."""
         lease = None if offer.lease is None else self._client.keep(offer.lease, self._options.lease_seconds)
         self._counters.unleased_loads += lease is None or not lease.asked
         return lease
 
     def connect(self) -> None:
-        """A client that only looks up connects with its first question: let it be this one."""
+        """Connect: a client that only looks up connects with its first call."""
         self._ask({}, LookupMode.PREFIX, 0.0)
 
     def _ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float) -> LookupResult:
-        """One question. Never raises, never waits longer than what is left of this step's budget."""
+        """One lookup. Never raises, never waits longer than the rest of this step's budget."""
         self.used = True
         began = self._clock()
         timeout = max(0.001, self._options.lookup_budget - self._spent)

@@ -206,7 +206,7 @@ def layers_of_cross_layer(kv_cache: torch.Tensor, backend: Any, kv_cache_config:
 
 
 class SharedKVMemory(TorchFunctionMode):  # type: ignore[misc]
-    """While it is active, the buffer that vLLM makes for its KV cache on the CPU is one that the daemon can map.
+    """While it is active, vLLM's KV cache buffer on the CPU is allocated in memory that the daemon can map.
 
     vLLM has a hook for the memory of the KV cache (`get_mem_pool_context`), made for CUDA's allocators; torch has none
     on the CPU. The buffer is made by one ``torch.zeros(size, dtype=torch.int8)`` (vLLM's `allocate_kv_cache`).
@@ -229,7 +229,7 @@ class SharedKVMemory(TorchFunctionMode):  # type: ignore[misc]
 
 
 class DeviceOrder:
-    """What a CUDA rank orders its copies by. A rank on the CPU has none: its kernels are over when they return.
+    """How a CUDA rank orders its copies. A rank on the CPU needs none: its kernels have completed when they return.
 
     Args:
         device: of the KV cache.

@@ -1,4 +1,4 @@
-"""What travels between the scheduler's side of the connector and the workers', once a step each way. Plain data.
+"""The data that the scheduler and the workers exchange once per step, in both directions.
 
 vLLM wraps both in its own base classes; `kvsidecar.integrations.vllm.connector` does that, so that these need no vLLM.
 """

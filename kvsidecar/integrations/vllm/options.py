@@ -1,4 +1,4 @@
-"""The options of the connector: what stands in ``kv_connector_extra_config``, each written once, here."""
+"""The connector's options, as given in ``kv_connector_extra_config``. Each is defined once, here."""
 
 from __future__ import annotations
 
@@ -53,41 +53,49 @@ def _option(default: Any, read: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Every option, with the default that it has when it is not given. Times in seconds."""
+    """Every option with its default. Times are in seconds."""
 
     socket: str | None = _option(
-        None, _text, "the daemon's socket; by default $KVSIDECAR_SOCKET, then the daemon's own"
+        None, _text, "path of the daemon's socket; default: $KVSIDECAR_SOCKET, otherwise the daemon's default"
     )
-    instance: str = _option("vllm", _text, "name of this engine deployment, as the daemon's log and status show it")
+    instance: str = _option("vllm", _text, "name of this engine deployment in the daemon's log and status")
     model_name: str | None = _option(
         None,
         _text,
-        "name of the model in the daemon, for `status` and policies: engines share blocks only if theirs is the same",
+        "name of the model in `status` and policies; engines share blocks only if their names are equal",
     )
     store_mode: str = _option(
         "eager",
         _store_mode,
-        "eager: store blocks when their tokens are confirmed; lazy: when they are hit, the engine idles, or the GPU is "
-        "about to evict them",
+        "eager: store blocks when their tokens are confirmed; lazy: store them when they are hit, when the engine is "
+        "idle, or when the GPU is about to evict them",
     )
     store_interval: float = _option(
-        0.25, _seconds, "eager mode: blocks of running requests wait at most this long to be stored together"
+        0.25, _seconds, "eager mode: longest time that blocks of running requests wait to be stored together"
     )
-    store_prompt_only: bool = _option(False, _flag, "eager mode: store the blocks of prompts, not those of answers")
+    store_prompt_only: bool = _option(False, _flag, "eager mode: store only the blocks of prompts, not of answers")
     lazy_watermark: int = _option(
-        0, _count, "lazy mode: blocks next to be evicted that are kept stored; 0: twice those that one step can need"
+        0,
+        _count,
+        "lazy mode: how many of the blocks next in line for eviction are stored ahead; 0: twice what one step can need",
     )
-    lookup_budget: float = _option(0.005, _seconds, "how long one step of the scheduler may wait for the daemon")
+    lookup_budget: float = _option(0.005, _seconds, "longest time that one scheduler step may wait for the daemon")
     lookup_patience: float = _option(
-        0.1, _seconds, "how long a request is held back when the daemon does not answer, before it runs without a hit"
+        0.1,
+        _seconds,
+        "longest time that a request is held back while the daemon does not answer; then it runs without a hit",
     )
-    lease_seconds: float = _option(60.0, _seconds, "how long the blocks of a hit are kept from eviction for its load")
-    load_timeout: float = _option(30.0, _seconds, "a load that has not started after this long fails")
+    lease_seconds: float = _option(
+        60.0, _seconds, "duration of the lease that protects the blocks of a hit from eviction until they are loaded"
+    )
+    load_timeout: float = _option(30.0, _seconds, "a load that has not started after this time fails")
     weights_version: str | None = _option(
-        None, _text, "name of the weights at the start: engines share blocks only if theirs is the same"
+        None, _text, "name of the weights at the start; engines share blocks only if their names are equal"
     )
-    weights_version_file: str | None = _option(None, _text, "a file with the name of the weights, read at each reset")
-    fast_lane: bool = _option(True, _flag, "talk over the attach socket where the daemon offers that, instead of gRPC")
+    weights_version_file: str | None = _option(
+        None, _text, "file that contains the name of the weights; it is read at each reset"
+    )
+    fast_lane: bool = _option(True, _flag, "use the fast lane instead of gRPC, if the daemon offers it")
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Options:

@@ -1,4 +1,4 @@
-"""Which part of each block a rank holds. Pure, but for `place_of`, which asks vLLM."""
+"""Which shard of each block a rank holds. Pure, except `place_of`, which asks vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvsidecar.integrations.vllm.groups import Group
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank registers."""
+    """The memory that one rank registers."""
 
     buffers: KVBuffers
     groups: tuple[GroupLayout, ...]

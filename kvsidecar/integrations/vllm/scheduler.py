@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector: which blocks are loaded for whom, and which are stored. Knows no vLLM class.
+"""The connector's scheduler side: decides which blocks to load for which request, and which to store. Imports no vLLM.
 
 Named as vLLM's hooks, which `kvsidecar.integrations.vllm.connector` forwards. All run on the engine's thread.
 """
@@ -16,11 +16,11 @@ from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.keyed import KeyedClient, keyed
-from kvsidecar.integrations.vllm.known import Known
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Asked, Lookups
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport, StepOrders
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.stores import Progress, Stores
 from kvsidecar.integrations.vllm.storing import Pool
 from kvsidecar.types import Namespace
@@ -61,15 +61,15 @@ class SchedulerSide:
         self._generations = Generations(namespace.hash_bytes, options.weights_version, had=[had] if had else [])
         self._client = client = KeyedClient(client, self._generations)
         self._alignment = groups[0].alignment
-        self._known, self._events = Known(), events
+        self._stored_filter, self._events = StoredFilter(), events
         numbers = itertools.count(1)
-        self._lookups = Lookups(options, namespace, groups, client, self._known, self.counters, events, clock)
+        self._lookups = Lookups(options, namespace, groups, client, self._stored_filter, self.counters, events, clock)
         self._loads = Loads(
             groups,
             namespace.hash_bytes,
             world_size,
             self._lookups,
-            self._known,
+            self._stored_filter,
             self.counters,
             numbers,
         )
@@ -77,7 +77,7 @@ class SchedulerSide:
             options,
             groups,
             world_size,
-            self._known,
+            self._stored_filter,
             self.counters,
             events,
             numbers,
@@ -176,7 +176,7 @@ class SchedulerSide:
             return
         # Another run of the daemon: it has nothing of what was stored, so all is stored again.
         self._last_epoch = self._epoch
-        self._known.clear()
+        self._stored_filter.clear()
         self._lookups.forget_all()
         self._stores.new_run()
         if self._events is not None:
@@ -236,7 +236,7 @@ class SchedulerSide:
         """
         self._counts = True
         self.counters.resets += 1
-        self._known.clear()
+        self._stored_filter.clear()
         self._lookups.forget_all()
         # Requests that run go on with KV of before the reset: it is not stored. Those that vLLM has preempted are
         # taken up again when they get blocks.

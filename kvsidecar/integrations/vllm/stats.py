@@ -1,4 +1,4 @@
-"""What the connector tells vLLM's own metrics, under the names that vLLM's in-tree offloading has for the same things.
+"""The connector's contribution to vLLM's metrics, under the names that vLLM's in-tree offloading uses.
 
 The pool, its evictions and refusals are the daemon's to export: it is one for all engines of the node.
 """

@@ -1,4 +1,4 @@
-"""Store jobs of the scheduler's side: what is planned, and the references on the GPU's blocks that it holds."""
+"""The scheduler's store jobs, and the references that they hold on GPU blocks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.due import Due, Part
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.known import Known, tags_of
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StoreJob, sampled_traceparent_of
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 from kvsidecar.integrations.vllm.storing import (
     Candidates,
     Chosen,
@@ -45,7 +45,7 @@ MOST_RETRY_SECONDS = 8.0
 
 @dataclass(slots=True)
 class Progress:
-    """How far one request is stored."""
+    """How much of one request has been stored."""
 
     request: Any
     done: int = 0
@@ -72,19 +72,21 @@ class _Store:
 
 
 class Stores:
-    """Plans store jobs. Each block of a plan is held by a reference from then until every rank has reported the job:
-    vLLM does not give it to anybody else, whatever becomes of its request. That holds for a daemon that hangs, too: it
-    may go on at any time, and what it reads then becomes readable under the hashes of the job. So it is bounded how
-    many blocks stores hold, and who waits for them.
+    """Plans store jobs.
 
-    What could not be stored with its request, for there was no room, no daemon, or the daemon declined it, is due: it
-    is stored later, if it is still in the GPU's own prefix cache then. In lazy mode so is all that requests leave
-    there, for the time when the engine has nothing else to do.
+    A job holds a reference on each of its blocks until every rank has reported the job, so vLLM does not reuse the
+    block even if its request ends. This includes jobs of a daemon that hangs: it may resume at any time, and what it
+    reads then becomes readable under the hashes of the job. The number of blocks that stores may hold is therefore
+    bounded.
+
+    Blocks that could not be stored with their request, because there was no room or no daemon or because the daemon
+    declined them, become due: they are stored later if the GPU's prefix cache still has them. In lazy mode, all blocks
+    that requests leave in the prefix cache become due, and are stored while the engine is idle.
 
     Args:
-        numbers: of the jobs.
-        step_tokens: the most that one step computes.
-        longest_blocks: the most that one request needs.
+        numbers: source of the job numbers.
+        step_tokens: most tokens that one step computes.
+        longest_blocks: most blocks that one request needs.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Stores:
         options: Options,
         groups: Sequence[Group],
         world_size: int,
-        known: Known,
+        stored_filter: StoredFilter,
         counters: Counters,
         events: Events | None,
         numbers: Iterator[int],
@@ -100,22 +102,22 @@ class Stores:
         longest_blocks: int = 0,
     ) -> None:
         self._groups, self._by_index = tuple(groups), {group.index: group for group in groups}
-        self._world_size, self._known, self._counters, self._events = world_size, known, counters, events
-        self._numbers = numbers
+        self._world_size, self._stored_filter, self._numbers = world_size, stored_filter, numbers
+        self._counters, self._events = counters, events
         self._alignment = self._groups[0].alignment
         self._hash_tokens = self._groups[0].hash_tokens
         self._unit_blocks = sum(self._alignment // group.block_tokens for group in groups)
-        """Of all groups together, in as many tokens as the alignment."""
+        """Blocks of all groups together in as many tokens as the alignment."""
         self._extra_blocks = sum(group.eagle for group in groups)
         self._lag = max(group.lag_tokens for group in self._groups)
         self._lazy = options.store_mode == "lazy"
         self._prompt_only = options.store_prompt_only and not self._lazy
         self._interval = options.store_interval
         self._next = 0.0
-        """When the blocks of running requests are looked through again."""
+        """When the blocks of running requests are examined again."""
         self._watermark = options.lazy_watermark or default_watermark(groups, step_tokens)
         self._allocated = self._watermark
-        """Blocks that vLLM has taken from the free queue since the last walk, at least."""
+        """Lower bound of the blocks that vLLM has taken from the free queue since the last walk."""
         self._longest = longest_blocks
         self._now, self._step = 0.0, 0
         """Monotonic seconds and number of the last step."""
@@ -132,15 +134,15 @@ class Stores:
         self._most_held_due = 0
         self._pause = RETRY_SECONDS
         self._retry = 0.0
-        """Nothing that is due is tried before."""
+        """Time before which no due block is tried."""
 
     def bind(self, pool: Pool) -> None:
         self._pool, self._keys_of = pool, keys_reader(pool)
-        # While the daemon hangs the engine goes on with the rest, one request after the other if it must. Requests
-        # that need nearly all blocks must not forbid all stores: they alone may then wait for such a daemon.
+        # While the daemon hangs, the engine continues with the other blocks, one request at a time if necessary. But
+        # requests that need nearly all blocks must not prevent all stores: only they may wait for such a daemon.
         usable = pool.num_gpu_blocks - 1
         self._most_held = min(usable // 2, max(usable - self._longest, usable // 8))
-        # What is due can wait. A request that comes meanwhile must find room.
+        # Due blocks can wait. A request that arrives meanwhile must find room.
         self._most_held_due = min(self._most_held, max(1, usable // 8))
         self._due = Due(pool.num_gpu_blocks)  # the GPU cannot have more
         # There are no more blocks to walk: a watermark above that would only make the walks rarer.
@@ -299,7 +301,7 @@ class Stores:
     def _walk(self, room: int) -> None:
         assert self._pool is not None
         self._allocated = 0
-        found = walk(self._pool, self._known, self._by_index, self._watermark)
+        found = walk(self._pool, self._stored_filter, self._by_index, self._watermark)
         if len(found) > room:
             self._allocated = self._watermark  # go on in the next step
         for index, each, block in reversed(found[:room]):  # as of a request, whose end is evicted first
@@ -315,7 +317,7 @@ class Stores:
         for group in self._groups:
             candidates = Candidates()
             self._add(candidates, group, progress, aligned, end)
-            chosen = choose(self._pool, self._keys_of, self._known, group, candidates)
+            chosen = choose(self._pool, self._keys_of, self._stored_filter, group, candidates)
             if chosen is None:
                 continue
             if self._events is not None:
@@ -327,7 +329,7 @@ class Stores:
 
     def _add_due(self, part: Part) -> None:
         for each in self._due.add(part):
-            if unknown := each.only(~self._known.find(each.tags)):
+            if unknown := each.only(~self._stored_filter.find(each.tags)):
                 self._give_up(unknown.group, unknown.split())
 
     def _give_up(self, group: int, hashes: Sequence[bytes]) -> None:
@@ -342,7 +344,7 @@ class Stores:
         asked: dict[int, dict[bytes, None]] = {}
         # Those that became due first are freed, and so evicted, first again.
         for part in reversed(self._due.take(room)):
-            unknown = part.only(~self._known.find(part.tags))
+            unknown = part.only(~self._stored_filter.find(part.tags))
             asked.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
         for index, hashes in asked.items():
             self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
@@ -381,11 +383,11 @@ class Stores:
             if not candidates.hashes:
                 continue
             self._candidates[group.index] = Candidates()
-            chosen = choose(self._pool, self._keys_of, self._known, group, candidates)
+            chosen = choose(self._pool, self._keys_of, self._stored_filter, group, candidates)
             if chosen is None:
                 continue
             self._planned.add(chosen)
-            self._known.add(chosen.tags)
+            self._stored_filter.add(chosen.tags)
             self._held += len(chosen.blocks)
             # At once, not when the job is sent: vLLM may free and give away these blocks in between.
             self._pool.touch(chosen.blocks)
@@ -458,7 +460,7 @@ class Stores:
         self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MOST_RETRY_SECONDS)
         for each in blocks:
             tags = tags_of(each.group, each.hashes, len(each))
-            self._known.discard(tags)
+            self._stored_filter.discard(tags)
             if again:
                 self._add_due(Part(each.group, each.hashes, tags))
             elif self._events is not None:

@@ -1,10 +1,10 @@
-"""Which blocks to store next. Pure.
+"""Chooses the blocks to store next. Pure.
 
-A block of the GPU is what its entry in the GPU's own prefix cache says: vLLM enters a block there when it is going to
-be full of known tokens, never writes to it again from then on, and takes it out before it gives the block to somebody
-else. A request's block table only says where to look first: it goes stale with every preemption, sliding window and
-copy on write. Entered does not mean written: the step that writes the block may be in flight. Stores are ordered behind
-it on the device, or by the host.
+The GPU's prefix cache defines the content of a GPU block. vLLM enters a block there when it is about to be full of
+known tokens, never writes to it again, and removes it before it gives the block to another request. A request's block
+table is only a hint where to look first: it goes stale with every preemption, sliding window and copy on write. A block
+in the cache need not be written yet: the step that writes it may be in flight. Stores are ordered after that step, on
+the device or by the host.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 from kvsidecar.client import pack_ids
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known import Known, Tags, tags_of
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter, Tags, tags_of
 
 KeysOf = Callable[[Sequence[Any]], bytes]
-"""Gives the pool's own keys of blocks, one after the other."""
+"""Returns the pool's own keys of the blocks, joined."""
 GROUP_ID_BYTES = 4
-"""vLLM's own key of a block is its hash and the index of its group, big endian."""
+"""vLLM's key of a block is its hash, followed by the index of its group in big endian."""
 
 
 class Pool(Protocol):
-    """What is used of vLLM's ``BlockPool``; its blocks are ``KVCacheBlock``, with ``block_id``, ``ref_cnt``,
+    """The part of vLLM's ``BlockPool`` that is used; its blocks are ``KVCacheBlock``, with ``block_id``, ``ref_cnt``,
     ``block_hash`` and ``is_null``."""
 
     num_gpu_blocks: int
@@ -42,30 +42,30 @@ class Pool(Protocol):
 
 @dataclass(slots=True)
 class Span:
-    """Blocks of one request among those of a step."""
+    """The candidates that belong to one request."""
 
     request: Any
     first: int
-    """Index of the first one in the request's table."""
+    """Index of its first candidate in the request's block table."""
     begin: int
-    """Its place among the candidates."""
+    """Index of its first candidate among all candidates."""
 
 
 @dataclass(slots=True)
 class Candidates:
-    """Blocks of one group that are considered together."""
+    """Blocks of one group that may be stored in this step."""
 
     hashes: list[bytes] = field(default_factory=list)
     blocks: list[Any] = field(default_factory=list)
-    """Where the pool may have each; None if nobody knows."""
+    """For each, the pool's block that probably holds it; None if there is no hint."""
     spans: list[Span] = field(default_factory=list)
-    """None in lazy mode, which takes blocks whoever they were computed for."""
+    """Empty in lazy mode, which stores blocks regardless of the request that computed them."""
 
     def add(self, request: Any, first: int, hashes: Sequence[bytes], table: Sequence[Any]) -> None:
-        """Blocks of a request from index ``first`` on.
+        """Add a request's blocks, from index ``first`` on.
 
         Args:
-            table: all of its blocks, as vLLM knew them at some time; may be too short or hold anything.
+            table: the request's block table at some earlier time; it may be too short, and its blocks may be stale.
         """
         blocks = table[first : first + len(hashes)]
         self.spans.append(Span(request, first, len(self.hashes)))
@@ -76,26 +76,26 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Those of the candidates that are to be stored."""
+    """The candidates to store."""
 
     packed: GroupBlocks
     blocks: list[Any]
-    """The pool's blocks of these."""
+    """The pool's blocks, in the same order."""
     tags: Tags
     places: Sequence[int]
-    """Among the candidates, ascending."""
+    """Their indices among the candidates, ascending."""
 
 
 def keys_reader(pool: Pool) -> KeysOf:
-    """How to read the pool's own keys of blocks. ``block_hash`` is a property, which takes as long as all else that is
-    asked of a block; what is behind it is read where it is there.
+    """A function that reads the pool's own keys of blocks. ``block_hash`` is a property, and reading it costs as much
+    as everything else that is read from a block; the attribute behind it is read if it exists.
 
-    The function it returns raises AttributeError or TypeError if one of them is no block, or has no key.
+    The function raises AttributeError or TypeError if one of the blocks is None or has no key.
     """
     return _fields if hasattr(pool.null_block, "_block_hash") else _properties
 
 
-# A comprehension each, not map(attrgetter(name)): the interpreter reads an attribute that it knows in half the time.
+# One comprehension each, not map(attrgetter(name)): a constant attribute name is read in half the time.
 
 
 def _fields(blocks: Sequence[Any]) -> bytes:
@@ -106,20 +106,29 @@ def _properties(blocks: Sequence[Any]) -> bytes:
     return b"".join([each.block_hash for each in blocks])
 
 
-def choose(pool: Pool, keys_of: KeysOf, known: Known, group: Group, candidates: Candidates) -> Chosen | None:
-    """Those that are not known to be stored and that the GPU has, each content once. None if there are none.
+def choose(
+    pool: Pool, keys_of: KeysOf, stored_filter: StoredFilter, group: Group, candidates: Candidates
+) -> Chosen | None:
+    """The candidates that are not stored yet and that the GPU still caches, each hash once. None if there are none.
+
+    Three filters, each skipped if it cannot remove anything:
+
+    1. Stored blocks, by ``stored_filter``. `walk` applies it to its candidates, which have no spans.
+    2. Duplicates: two requests may compute the same block. The first is kept.
+    3. Blocks that the GPU does not cache any more. A candidate's block is only a hint. If its key is not the expected
+       one, the pool's index is asked which block has that key. Usually all hints are right, and one comparison of the
+       joined keys shows it.
 
     Args:
-        keys_of: as `keys_reader` gives it.
+        keys_of: from `keys_reader`.
     """
     hashes, blocks = candidates.hashes, candidates.blocks
     packed = b"".join(hashes)
     tags = tags_of(group.index, packed, len(hashes))
     places: Sequence[int] = range(len(hashes))
-    # Where it is said whose they are. `walk`, which does not say it, has left out what is stored.
-    if candidates.spans and np.count_nonzero(stored := known.find(tags)):  # any() takes three times as long
+    if candidates.spans and np.count_nonzero(stored := stored_filter.find(tags)):  # any() takes three times as long
         places = np.flatnonzero(~stored).tolist()
-    if len(candidates.spans) > 1:  # two requests may compute the same
+    if len(candidates.spans) > 1:
         places = sorted({hashes[i]: i for i in reversed(places)}.values())
     if len(places) < len(hashes):
         hashes, blocks = [hashes[i] for i in places], [blocks[i] for i in places]
@@ -142,21 +151,21 @@ def choose(pool: Pool, keys_of: KeysOf, known: Known, group: Group, candidates: 
 
 
 def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
-    """The pool's own keys of these blocks, one after the other; nothing if it does not cache one of them."""
+    """The pool's own keys of these blocks, joined; empty if it does not cache one of them."""
     try:
         return keys_of(blocks)
-    except (AttributeError, TypeError):  # no block, or one without a key
+    except (AttributeError, TypeError):  # None, or a block without a key
         return b""
 
 
 class Selection:
-    """What is to be stored."""
+    """The blocks of one store, from all groups."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[Chosen]] = {}
         self.count = 0
         self.traceparent: str | None = None
-        """Of the first request of these blocks whose trace is sampled."""
+        """The traceparent of the first request with a sampled trace."""
 
     def __len__(self) -> int:
         return self.count
@@ -170,7 +179,7 @@ class Selection:
         self.count += len(chosen.blocks)
 
     def in_order_of_eviction(self) -> list[Any]:
-        """The pool's blocks: vLLM evicts the end of a prefix before its beginning."""
+        """The pool's blocks, last of each prefix first: vLLM evicts the end of a prefix before its beginning."""
         found: list[Any] = []
         for parts in self._parts.values():
             for part in reversed(parts):
@@ -182,15 +191,17 @@ class Selection:
 
 
 def block_range(group: Group, done: int, aligned: int, end: int) -> range:
-    """Indices of a request's blocks of this group that are to be considered, of tokens ``done`` to ``aligned``."""
+    """Indices of the request's blocks in this group that became candidates with tokens ``done`` to ``aligned``."""
     last = aligned // group.block_tokens
     if group.eagle and aligned + group.block_tokens <= end:
         last += 1  # a hit must be followed by one more block: see `Group.eagle`
     return range(done // group.block_tokens, last)
 
 
-def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) -> list[tuple[int, bytes, Any]]:
-    """Lazy mode: those of the ``watermark`` blocks that the GPU evicts next which are not known to be stored.
+def walk(
+    pool: Pool, stored_filter: StoredFilter, groups: Mapping[int, Group], watermark: int
+) -> list[tuple[int, bytes, Any]]:
+    """Lazy mode: of the ``watermark`` blocks that the GPU evicts next, those that are not stored yet.
 
     Returns:
         The group's index, the hash, and the block.
@@ -203,7 +214,7 @@ def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) 
         if key is None or block.is_null:
             continue
         group = groups.get(int.from_bytes(key[-GROUP_ID_BYTES:], "big"))
-        # A block that is cached under the hash of a part of it is not what others take this hash for.
+        # vLLM may cache a partial block under the hash of its tokens so far. Others expect a full block under a hash.
         tokens = getattr(block, "block_hash_num_tokens", None)
         if group is not None and (tokens is None or tokens % group.block_tokens == 0):
             found[bytes(key)] = block
@@ -211,7 +222,7 @@ def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) 
     for index in groups:
         suffix = index.to_bytes(GROUP_ID_BYTES, "big")
         keys = [key for key in found if key.endswith(suffix)]
-        flags = known.find(tags_of(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]), len(keys)))
+        flags = stored_filter.find(tags_of(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]), len(keys)))
         stored.update(key for key, flag in zip(keys, flags.tolist(), strict=True) if flag)
     return [
         (int.from_bytes(key[-GROUP_ID_BYTES:], "big"), key[:-GROUP_ID_BYTES], block)
@@ -221,7 +232,7 @@ def walk(pool: Pool, known: Known, groups: Mapping[int, Group], watermark: int) 
 
 
 def default_watermark(groups: Sequence[Group], step_tokens: int) -> int:
-    """Blocks: twice as many as a step of ``step_tokens`` tokens can need. The same rule as vLLM's own lazy mode."""
+    """Twice the number of blocks that a step of ``step_tokens`` tokens can need, as in vLLM's own lazy mode."""
     blocks = 0
     for group in groups:
         if group.kind is Kind.STATE:

@@ -1,4 +1,4 @@
-"""The workers' side: registration, the jobs of each step, and what became of them. Knows neither vLLM nor torch.
+"""The connector's worker side: registration, the jobs of each step, and their results. Imports neither vLLM nor torch.
 
 One per worker process, used by the engine's thread alone. Nothing here waits for the daemon but the end of a
 registration; `register` only starts a thread.
@@ -27,7 +27,7 @@ class Mark(Completion, Protocol):
 
 
 class Order(Protocol):
-    """What copies are ordered by on the device; `kvsidecar.integrations.vllm.memory.DeviceOrder` is one."""
+    """How copies are ordered on the device, such as by `kvsidecar.integrations.vllm.memory.DeviceOrder`."""
 
     @property
     def ring(self) -> EventRing | None: ...

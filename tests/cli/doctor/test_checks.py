@@ -10,6 +10,7 @@ import pytest
 from kvsidecar.cli.doctor.checks import CHECKS, Finding, Verdict, examine, expandable
 from kvsidecar.cli.doctor.facts import (
     Daemon,
+    DaemonConfig,
     Driver,
     Engine,
     Facts,
@@ -18,7 +19,6 @@ from kvsidecar.cli.doctor.facts import (
     Memory,
     Place,
     SocketFacts,
-    Wishes,
 )
 from kvsidecar.cli.doctor.view import as_json, summary
 from kvsidecar.support.memory_limits import CgroupLimit, NumaNode
@@ -47,7 +47,7 @@ GOOD = Facts(
     uid=990,
     version="1.0",
     kernel=Kernel("6.8.0", pidfd=True, memfd=True, peer_pidfd=True),
-    wishes=Wishes(pool_bytes=200 * GiB, socket=SOCKET, socket_mode=0o660, socket_group="llm"),
+    config=DaemonConfig(pool_bytes=200 * GiB, socket=SOCKET, socket_mode=0o660, socket_group="llm"),
     driver=DRIVER,
     nvidia_nodes=("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"),
     closed_nvidia_nodes=(),
@@ -82,8 +82,8 @@ def driver(**fields: Any) -> Facts:
     return changed(driver=replace(DRIVER, **fields))
 
 
-def wishes(**fields: Any) -> Wishes:
-    return replace(GOOD.wishes, **fields)
+def config(**fields: Any) -> DaemonConfig:
+    return replace(GOOD.config, **fields)
 
 
 def memory(**fields: Any) -> Facts:
@@ -99,13 +99,19 @@ EXPANDABLE = "expandable_segments:True"
 OK, WARNING, PROBLEM, NOT_CHECKED = Verdict
 
 TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
-    ("settings", changed(wishes=Wishes(problem="--pool-size='x' is not a size")), PROBLEM, "'x' is not", "Correct"),
+    (
+        "settings",
+        changed(config=DaemonConfig(problem="--pool-size='x' is not a size")),
+        PROBLEM,
+        "'x' is not",
+        "Correct",
+    ),
     ("kernel", changed(kernel=Kernel("4.1", False, True, False)), PROBLEM, "without pidfd", "Linux 5.4"),
     ("kernel", changed(kernel=Kernel("5.15", True, True, False)), WARNING, "SO_PEERPIDFD", "6.5"),
     ("driver", changed(**HOST), WARNING, "no CUDA driver", "570"),
-    ("driver", changed(**HOST, wishes=wishes(device="cuda")), PROBLEM, "device is cuda", "570"),
-    ("driver", changed(driver=NO_DRIVER, wishes=wishes(device="host")), NOT_CHECKED, "device is host", ""),
-    ("driver", changed(driver=NO_DRIVER), PROBLEM, "no libcuda.so.1", "NVIDIA_DRIVER_CAPABILITIES"),
+    ("driver", changed(**HOST, config=config(device="cuda")), PROBLEM, "device is cuda", "570"),
+    ("driver", changed(driver=NO_DRIVER, config=config(device="host")), NOT_CHECKED, "device is host", ""),
+    ("driver", changed(driver=NO_DRIVER), PROBLEM, "libcuda.so.1 is missing", "NVIDIA_DRIVER_CAPABILITIES"),
     ("driver", driver(problem="the CUDA driver does not start: CUDA_ERROR_X"), PROBLEM, "CUDA_ERROR_X", "nvidia-smi"),
     ("driver", driver(cuda_version=12040), PROBLEM, "CUDA 12.4 is too old", "CUDA 12.8"),
     ("driver", GOOD, OK, "driver 580.95.05, CUDA 13.0", ""),
@@ -113,11 +119,11 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("CUDA calls", driver(missing_optional_calls=("cuMemcpyBatchAsync",)), WARNING, "cuMemcpyBatchAsync", "570"),
     ("CUDA bindings", driver(bindings=""), PROBLEM, "not installed", "pip install"),
     ("CUDA bindings", driver(bindings="12.9.1"), PROBLEM, "12.9.1 is too old", "pip install"),
-    ("device files", changed(closed_nvidia_nodes=("/dev/nvidiactl",)), PROBLEM, "kv may not open /dev/nvidiactl", "kv"),
+    ("device files", changed(closed_nvidia_nodes=("/dev/nvidiactl",)), PROBLEM, "kv cannot open /dev/nvidiactl", "kv"),
     ("device files", changed(closed_nvidia_nodes=("/dev/nvidia-modeset",)), OK, "/dev/nvidia0", ""),
     ("device files", changed(nvidia_nodes=("/dev/nvidia0", "/dev/nvidiactl")), PROBLEM, "nvidia-uvm", "modprobe"),
     ("GPU", driver(gpus=()), WARNING, "sees no GPU", "CUDA_VISIBLE_DEVICES"),
-    ("GPU", changed(driver=replace(DRIVER, gpus=()), wishes=wishes(device="cuda")), PROBLEM, "no GPU", "nvidia-smi"),
+    ("GPU", changed(driver=replace(DRIVER, gpus=()), config=config(device="cuda")), PROBLEM, "no GPU", "nvidia-smi"),
     ("GPU", gpu(compute_mode=3), PROBLEM, "EXCLUSIVE_PROCESS", "nvidia-smi -i GPU-aaaaaaaa-0000 -c DEFAULT"),
     ("GPU", changed(driver=replace(DRIVER, gpus=(replace(H200, compute_mode=3),), mps=True)), OK, "H200", ""),
     ("GPU", gpu(compute_mode=2), PROBLEM, "PROHIBITED", "DEFAULT"),
@@ -128,13 +134,13 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "NUMA",
         replace(gpu(numa_node=None), memory=replace(MEMORY, numa={0: NumaNode(GiB, 0), 1: NumaNode(GiB, 0)})),
         WARNING,
-        "is not known",
+        "is unknown",
         "topology",
     ),
     ("huge pages", memory(thp="never", page_kind="small"), WARNING, "transparent: never", "madvise"),
     (
         "huge pages",
-        changed(memory=replace(MEMORY, page_kind="small"), wishes=wishes(huge_pages="none")),
+        changed(memory=replace(MEMORY, page_kind="small"), config=config(huge_pages="none")),
         OK,
         "small",
         "",
@@ -150,35 +156,47 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "the pool needs 400 GiB but the container's cgroup allows 300 GiB",
         "Lower --pool-size.",
     ),
-    ("memory", changed(wishes=Wishes(problem="x")), NOT_CHECKED, "not known", ""),
+    ("memory", changed(config=DaemonConfig(problem="x")), NOT_CHECKED, "unknown", ""),
     ("IPC namespace", changed(place=replace(HERE, ipc_namespace=7)), OK, "container", ""),
     ("/dev/shm", changed(place=replace(HERE, shm_device=None)), WARNING, "no /dev/shm", "tmpfs"),
     ("/dev/shm", changed(place=replace(HERE, shm_writable=False)), WARNING, "kv may not write", "tmpfs"),
     ("socket", GOOD, OK, "mode 0660, so kv and root, and the group llm (alice, bob) may connect", ""),
-    ("socket", changed(socket=SocketFacts(0, False)), PROBLEM, f"kv may not make {SOCKET}", "--socket"),
-    ("socket", changed(socket=SocketFacts(None, True)), OK, "can be made: mode 0660", ""),
+    ("socket", changed(socket=SocketFacts(0, False)), PROBLEM, f"kv cannot create {SOCKET}", "--socket"),
+    ("socket", changed(socket=SocketFacts(None, True)), OK, "can be created: mode 0660", ""),
     (
         "socket",
-        changed(socket=SocketFacts(1001, True), wishes=wishes(socket="/tmp/kvsidecar-990/k.sock")),
+        changed(socket=SocketFacts(1001, True), config=config(socket="/tmp/kvsidecar-990/k.sock")),
         PROBLEM,
         "/tmp/kvsidecar-990 belongs to uid 1001",
         "--socket",
     ),
     ("daemon", GOOD, OK, "ready: 1.0, pid 4242, 2 ranks attached", ""),
-    ("daemon", changed(daemon=Daemon(refused=True)), PROBLEM, "kv may not connect", "join the group"),
-    ("daemon", changed(daemon=Daemon(reason="Connection refused")), PROBLEM, "nobody answers", "stale"),
-    ("daemon", changed(daemon=Daemon(), socket=SocketFacts(0, True)), NOT_CHECKED, "none runs", ""),
-    ("daemon", changed(daemon=Daemon(State.FAILED, "no memory")), PROBLEM, "failed: no memory", "start it again"),
+    ("daemon", changed(daemon=Daemon(refused=True)), PROBLEM, "kv may not connect", "the socket's group"),
+    ("daemon", changed(daemon=Daemon(reason="Connection refused")), PROBLEM, "nothing answers", "stale"),
+    ("daemon", changed(daemon=Daemon(), socket=SocketFacts(0, True)), NOT_CHECKED, "none is running", ""),
+    ("daemon", changed(daemon=Daemon(State.FAILED, "no memory")), PROBLEM, "failed: no memory", "restart"),
     ("daemon", changed(daemon=Daemon(State.PINNING)), WARNING, "pinning", "kvsidecar top"),
     ("daemon", changed(daemon=Daemon(State.DRAINING)), WARNING, "draining", "drain --cancel"),
     ("engine", changed(engine=None), NOT_CHECKED, "--pid", ""),
     ("engine", engine(exists=False), PROBLEM, "no process 77", "PID namespace"),
     ("allocator", engine(environ=None), NOT_CHECKED, "may not read", "root"),
-    ("allocator", engine(environ={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}), PROBLEM, "PYTORCH_CUDA_ALLOC_CONF", "Take"),
-    ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": f"a:1,{EXPANDABLE}"}), PROBLEM, "PYTORCH_ALLOC_CONF", "Take"),
+    (
+        "allocator",
+        engine(environ={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}),
+        PROBLEM,
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "Remove",
+    ),
+    ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": f"a:1,{EXPANDABLE}"}), PROBLEM, "PYTORCH_ALLOC_CONF", "Remove"),
     ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": "a:1"}), OK, "no expandable", ""),
-    ("engine's place", engine(place=None), NOT_CHECKED, "may not look", "root"),
-    ("engine's place", engine(place=replace(HERE, shm_device=6)), WARNING, "/dev/shm: not those of the daemon", "host"),
+    ("engine's place", engine(place=None), NOT_CHECKED, "may not read", "root"),
+    (
+        "engine's place",
+        engine(place=replace(HERE, shm_device=6)),
+        WARNING,
+        "/dev/shm not shared with the daemon",
+        "host",
+    ),
     ("engine's place", engine(place=replace(HERE, ipc_namespace=6)), WARNING, "IPC namespace", "share"),
 ]
 
@@ -225,7 +243,7 @@ def test_expandable_segments_are_read_as_pytorch_reads_them(value: str, on: bool
 
 
 def test_a_program_gets_every_finding_and_the_number_of_problems() -> None:
-    findings = examine(changed(**HOST, wishes=wishes(device="cuda")))
+    findings = examine(changed(**HOST, config=config(device="cuda")))
     body = as_json(findings)
     assert body["problems"] == 2  # the driver, and memlock
     assert len(body["findings"]) == len(findings)

@@ -38,7 +38,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machine_is_looked_at_whatever_it_has(short_dir: Path) -> None:
     facts = gather({**FLAGS, "socket": str(short_dir / "kvs.sock")}, None)
-    assert facts.wishes.pool_bytes == MiB
+    assert facts.config.pool_bytes == MiB
     assert facts.memory.page_kind
     assert facts.memory.available
     assert facts.kernel.pidfd
@@ -89,17 +89,17 @@ def test_a_pool_that_does_not_fit_is_refused_in_the_daemons_words(short_dir: Pat
 
 def test_a_bad_setting_is_a_fact_and_no_crash(short_dir: Path) -> None:
     facts = gather({**FLAGS, "pool_size": "lots", "socket": str(short_dir / "kvs.sock")}, None)
-    assert facts.wishes.problem.startswith("--pool-size='lots'")
-    assert facts.wishes.socket == str(short_dir / "kvs.sock")
+    assert facts.config.problem.startswith("--pool-size='lots'")
+    assert facts.config.socket == str(short_dir / "kvs.sock")
     assert examine(facts)
 
 
 @pytest.mark.parametrize(
     ("script", "seconds", "said"),
     [
-        ("import os; os.abort()", SECONDS, "ended with -6"),
-        ("import time; time.sleep(3600)", 0.5, "does not start within"),
-        ("print('no JSON')", SECONDS, "ended with 0"),
+        ("import os; os.abort()", SECONDS, "exited with -6"),
+        ("import time; time.sleep(3600)", 0.5, "did not start within"),
+        ("print('no JSON')", SECONDS, "exited with 0"),
     ],
 )
 def test_a_driver_that_crashes_or_hangs_is_a_finding(

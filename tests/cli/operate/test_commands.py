@@ -71,7 +71,7 @@ def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None
     done(one.store("a", "b"))
     done(other.store("a"))
     cleared = run("clear", "--socket", daemon.socket, "--namespace", "m")
-    assert (cleared.returncode, cleared.stdout) == (0, "2 blocks forgotten.\n")
+    assert (cleared.returncode, cleared.stdout) == (0, "2 blocks cleared.\n")
     assert (one.hits("a"), other.hits("a")) == (0, 1)
     one.close()
     other.close()
@@ -90,12 +90,12 @@ def test_clear_of_all_asks_first(daemon: DaemonProcess) -> None:
     for nothing in ("n\n", ""):
         refused = answer(nothing)
         assert refused.returncode == 1
-        assert "Forget all 2 blocks (24 KiB) of 1 namespaces?" in refused.stdout
+        assert "Clear all 2 blocks (24 KiB) in 1 namespaces?" in refused.stdout
     assert rank.hits("a", "b") == 2
     assert answer("y\n").returncode == 0
     assert rank.hits("a", "b") == 0
     done(rank.store("a"))
-    assert run("clear", "--all", "--yes", "--socket", daemon.socket).stdout == "1 block forgotten.\n"
+    assert run("clear", "--all", "--yes", "--socket", daemon.socket).stdout == "1 block cleared.\n"
     assert rank.hits("a") == 0
     rank.close()
 
@@ -116,8 +116,8 @@ def test_a_namespace_is_named_by_its_model_or_where_that_is_not_enough_by_all_of
     assert isinstance(unclear, str)
     assert str(small) in unclear
     assert str(large) in unclear
-    assert find_namespace("x", both) == "no namespace has the model 'x'; there is 'm'"
-    assert "none at all" in str(find_namespace("x", pb.StatusReply()))
+    assert find_namespace("x", both) == "no namespace has the model 'x'; known models: 'm'"
+    assert "there are no namespaces" in str(find_namespace("x", pb.StatusReply()))
 
 
 def test_clear_of_an_unknown_namespace_changes_nothing(daemon: DaemonProcess) -> None:
@@ -125,7 +125,7 @@ def test_clear_of_an_unknown_namespace_changes_nothing(daemon: DaemonProcess) ->
     done(rank.store("a"))
     refused = run("clear", "--namespace", "x", "--socket", daemon.socket)
     assert refused.returncode == 1
-    assert "no namespace has the model 'x'; there is 'm'" in refused.stderr
+    assert "no namespace has the model 'x'; known models: 'm'" in refused.stderr
     assert rank.hits("a") == 1
     rank.close()
 
@@ -142,18 +142,20 @@ def test_drain_stops_new_work_and_returns_at_once(daemon: DaemonProcess) -> None
     assert rank.store("a").reason == "draining"
     assert daemon.get("/ready")[1]["state"] == "draining"
     assert daemon.get("/health")[0] == 200
-    assert "draining already" in run("drain", "--wait", "--socket", daemon.socket).stdout
+    assert "already draining" in run("drain", "--wait", "--socket", daemon.socket).stdout
     rank.close()
 
 
 def test_a_drain_by_mistake_is_taken_back(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
-        assert run("drain", "--cancel", "--socket", daemon.socket).stdout == "It was not draining, it is ready.\n"
+        assert (
+            run("drain", "--cancel", "--socket", daemon.socket).stdout == "The daemon was not draining. It is ready.\n"
+        )
         assert "`kvsidecar drain --cancel`" in run("drain", "--socket", daemon.socket).stdout
         assert daemon.get("/ready")[1]["state"] == "draining"
         back = run("drain", "--cancel", "--socket", daemon.socket)
         assert back.returncode == 0
-        assert back.stdout == "Taken back: new work is taken again, and what was stored is still there.\n"
+        assert back.stdout == "Drain cancelled: new work is accepted again, and stored blocks are still there.\n"
         assert daemon.get("/ready")[0] == 200
         assert client.status().readiness.reason == ""
     assert run("drain", "--cancel", "--wait", "--socket", daemon.socket).returncode == 2
@@ -173,10 +175,10 @@ def test_what_cannot_be_taken_back_is_said() -> None:
     said = Console(record=True, file=io.StringIO())
     daemon = Daemon()
     assert not cancel_drain(daemon, said)  # type: ignore[arg-type]
-    assert said.export_text() == "Not taken back: the daemon is shutting down.\n"
+    assert said.export_text() == "Drain not cancelled: the daemon is shutting down.\n"
     daemon.cancelled, daemon.readiness = True, pb.Readiness(state=pb.Readiness.STATE_FAILED, reason="no memory")
     assert cancel_drain(daemon, said)  # type: ignore[arg-type]
-    assert said.export_text() == "Taken back, but it is failed: no memory.\n"
+    assert said.export_text() == "Drain cancelled, but the daemon is failed: no memory.\n"
 
 
 def test_drain_waits_for_the_copy_that_runs(short_dir: Path, gate: Gate) -> None:
@@ -188,7 +190,7 @@ def test_drain_waits_for_the_copy_that_runs(short_dir: Path, gate: Gate) -> None
         daemon.wait_log("failpoint")
         late = run("drain", "--wait", "--timeout", "0", "--socket", daemon.socket)
         assert late.returncode == 1
-        assert "After 0 s still waiting for 1 job to end (busy 0/1)" in " ".join(late.stdout.split())
+        assert "Timed out after 0 s, still waiting for 1 job to end (busy 0/1)" in " ".join(late.stdout.split())
         with waiting_drain(daemon) as waiting:
             assert waiting.stdout is not None
             while "waiting for 1 job to end (busy 0/1)" not in (line := waiting.stdout.readline()):
@@ -223,7 +225,7 @@ def test_a_daemon_that_ends_while_it_is_waited_for_is_drained(short_dir: Path, g
             assert "waiting" in waiting.stdout.readline()
             daemon.process.kill()
             said, _ = waiting.communicate(timeout=SECONDS)
-            assert said == "The daemon has ended.\n"
+            assert said == "The daemon has exited.\n"
         assert waiting.returncode == 0
         rank.close()
 
@@ -284,7 +286,7 @@ def test_top_survives_a_daemon_that_goes_and_comes_back(short_dir: Path) -> None
             terminal.until("No answer for")
             with DaemonProcess(short_dir) as second:
                 second.wait_ready()
-                terminal.until("restarted 1x while watched")
+                terminal.until("restarted 1x since top started")
                 assert "No answer" not in terminal.until("Jobs")
                 with second.client() as client:
                     rank = Rank(second, client=client, instance="newcomer")

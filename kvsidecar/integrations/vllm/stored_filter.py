@@ -1,0 +1,71 @@
+"""A filter of blocks that are stored already, as far as the scheduler knows. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Mask = npt.NDArray[np.bool_]
+Tags = npt.NDArray[np.int64]
+
+_TAG = np.dtype("<i8")  # signed, because tags become indices: numpy would convert unsigned ones element by element
+_GROUP_FACTOR = 0x9E3779B97F4B
+"""Makes the tags of one hash differ between groups. 48 bits, so that its product with a group's index fits."""
+
+
+class StoredFilter:
+    """Blocks that the daemon has, or had when the scheduler last heard of them, as a direct-mapped table of tags.
+
+    A tag is the first 8 bytes of a block's hash, and its low bits are its index in the table. A new tag replaces the
+    one at its index. Both kinds of error are harmless: a replaced block is sent to the daemon once more, which skips
+    it; a block whose tag equals that of another block (8 equal bytes of two hashes) is not stored.
+
+    It is an array, not a set: an engine's CPU caches are cold between two steps, and the memory accesses of 512 lookups
+    in a set follow one another (90 us, measured), those in an array overlap (30).
+
+    Args:
+        capacity: number of tags, 8 bytes each; a power of 2.
+    """
+
+    def __init__(self, capacity: int = 1 << 18) -> None:
+        if capacity & (capacity - 1):
+            raise ValueError(f"a capacity of {capacity} is not a power of 2")
+        self._tags = np.full(capacity, 0, _TAG)  # not zeros(): its first access to a page is a page fault
+        self._last = _TAG.type(capacity - 1)
+        self._asked: Tags | None = None
+        """The tags whose indices are in ``_at``: most are looked up first, then added."""
+        self._at: npt.NDArray[np.int64]
+
+    def find(self, tags: Tags) -> Mask:
+        """Which of these are in the filter."""
+        return np.asarray(self._tags[self._places(tags)] == tags)
+
+    def add(self, tags: Tags) -> None:
+        """Add these. Cheap after a `find` of the same tags, which has loaded their cache lines: reads overlap, writes
+        do not."""
+        self._tags[self._places(tags)] = tags
+
+    def discard(self, tags: Tags) -> Mask:
+        """Remove these. Returns which were in the filter."""
+        found = self.find(tags)
+        self._tags[self._places(tags)[found]] = 0
+        return found
+
+    def clear(self) -> None:
+        self._tags.fill(0)
+
+    def _places(self, tags: Tags) -> npt.NDArray[np.int64]:
+        if tags is not self._asked:
+            self._asked, self._at = tags, tags & self._last
+        return self._at
+
+
+def tags_of(group: int, hashes: bytes, count: int) -> Tags:
+    """The tags of blocks in a `StoredFilter`.
+
+    Args:
+        group: index of their group.
+        hashes: ``count`` joined hashes of the same width.
+    """
+    first = np.ndarray((count,), _TAG, hashes, strides=(len(hashes) // max(1, count),))
+    return first ^ _TAG.type(group * _GROUP_FACTOR) if group else first

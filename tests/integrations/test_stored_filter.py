@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter, Tags, tags_of
+
+
+def tags(*numbers: int, group: int = 0, width: int = 32) -> Tags:
+    hashes = b"".join(hashlib.sha256(str(number).encode()).digest()[:width] for number in numbers)
+    return tags_of(group, hashes, len(numbers))
+
+
+def test_what_was_added_is_known_in_its_group_until_it_is_discarded() -> None:
+    stored_filter = StoredFilter()
+    stored_filter.add(tags(1, 2, 3))
+    assert stored_filter.find(tags(1, 4, 3)).tolist() == [True, False, True]
+    assert stored_filter.find(tags(1, 2, 3, group=1)).tolist() == [False] * 3
+
+    assert stored_filter.discard(tags(3, 4)).tolist() == [True, False]
+
+    assert stored_filter.find(tags(1, 2, 3)).tolist() == [True, True, False]
+    stored_filter.clear()
+    assert not stored_filter.find(tags(1, 2)).any()
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_hashes_of_every_width_and_of_none(width: int) -> None:
+    stored_filter = StoredFilter()
+    stored_filter.add(tags(5, 6, group=2, width=width))
+    assert stored_filter.find(tags(6, 7, 5, group=2, width=width)).tolist() == [True, False, True]
+    assert stored_filter.find(tags_of(2, b"", 0)).tolist() == []
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=60))
+def test_a_small_table_forgets_but_never_knows_what_was_not_added_or_was_discarded(
+    steps: list[tuple[bool, int]],
+) -> None:
+    stored_filter, truth = StoredFilter(capacity=16), set()
+    for add, number in steps:
+        if add:
+            stored_filter.add(tags(number))
+            truth.add(number)
+            assert stored_filter.find(tags(number)).all(), "the newest is stored_filter"
+        else:
+            stored_filter.discard(tags(number))
+            truth.discard(number)
+        found = stored_filter.find(tags(*range(41)))
+        assert {i for i in range(41) if found[i]} <= truth
+
+
+def test_a_table_has_a_power_of_2_of_places() -> None:
+    with pytest.raises(ValueError, match="12 is not a power of 2"):
+        StoredFilter(capacity=12)
