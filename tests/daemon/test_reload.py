@@ -75,7 +75,7 @@ async def test_the_daemon_hands_the_store_chunk_to_the_workers(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     levels: list[str] = []
-    monkeypatch.setattr("kvsidecar.log.configure", lambda *, log_format, level: levels.append(level))
+    monkeypatch.setattr("kvsidecar.support.log.configure", lambda *, log_format, level: levels.append(level))
     flags = {"socket": str(short_dir / "kvs.sock"), "pool_size": "1MiB", "device": "host"}
     settings = load_settings(flags, {}, default_file=Path("/nowhere"))
     platform, _ = open_platform("host")
