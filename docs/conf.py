@@ -36,6 +36,7 @@ TAKEN_IN = {
     "systemd": "deploy/systemd/README.md",
     "kubernetes": "deploy/kubernetes/README.md",
     "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
 }
 """Pages whose text lies beside what it is about. On GitHub they are one line that leads there, here that text."""
 

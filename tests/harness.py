@@ -16,10 +16,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,24 @@ fast_lane = True
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
 LAYERS, ROW_BYTES, NUM_BLOCKS = 3, 4096, 8
 SHARD_BYTES = LAYERS * ROW_BYTES
+
+
+Answer = TypeVar("Answer")
+
+
+def eventually(condition: Callable[[], Answer], what: str | Callable[[], object] = "", pause: float = 0.01) -> Answer:
+    """For what nothing announces: ask until the answer is true, and return it.
+
+    Args:
+        condition: what is asked.
+        what: of the failure's text; a function is called then.
+        pause: between two questions, in seconds: who asks without one takes the core of what it waits for.
+    """
+    deadline = time.monotonic() + SECONDS
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what() if callable(what) else what}"
+        time.sleep(pause)
+    return answer
 
 
 def hashes(*names: object) -> list[bytes]:

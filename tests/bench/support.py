@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS
 from kvsidecar.bench.report import Measurement, Report
-from tests.harness import SECONDS, environment
+from tests.harness import SECONDS, environment, eventually
 
 
 def start(*arguments: str, temporary: Path | None = None, **options: Any) -> subprocess.Popen[str]:
@@ -49,12 +48,8 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
-def wait_gone(directory: Path) -> list[str]:
-    """What is still there after a while."""
-    deadline = time.monotonic() + SECONDS
-    while (left := processes_of(directory)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
+def wait_gone(directory: Path) -> None:
+    eventually(lambda: not processes_of(directory), lambda: processes_of(directory), pause=0.02)
 
 
 def wait_line(process: subprocess.Popen[str], text: str) -> None:

@@ -161,6 +161,7 @@ SHAPES = st.sampled_from(
 )
 
 
+@pytest.mark.no_cover  # slow when every line is counted
 @settings(max_examples=200, deadline=None)
 @given(shape=SHAPES, steps=st.lists(STEPS, min_size=10, max_size=40))
 def test_a_loop_over_a_few_rows_does_what_the_array_operations_do(

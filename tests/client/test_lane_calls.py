@@ -19,7 +19,7 @@ from kvsidecar.protocol.wire import FRAME_LENGTH
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.fake_link import FakeLink, found, lookup_reply
-from tests.harness import NAMESPACE, SECONDS, hashes
+from tests.harness import NAMESPACE, SECONDS, eventually, hashes
 
 LOOKUP = pb.LaneRequest(lookup=pb.LookupRequest())
 RELEASE = pb.LaneRequest(release=pb.ReleaseRequest(lease=7))
@@ -50,8 +50,7 @@ def answer(links: list[FakeLink], *replies: bytes) -> threading.Thread:
     """Answer so many requests of the newest link with these bytes, in a thread."""
 
     def run() -> None:
-        while not links:
-            pass
+        eventually(lambda: links, pause=0.0)
         for reply, _ in zip(replies, links[-1].requests(), strict=False):
             links[-1].far.sendall(reply)
 
@@ -69,6 +68,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(calls: Lan
     assert len(links) == 1, "a late answer is no reason to connect again"
 
 
+@pytest.mark.alone
 def test_no_call_waits_longer_than_it_may(calls: LaneCalls) -> None:
     """The kernel's own timeouts would be rounded up to its ticks. The best of many: the machine has others to serve."""
     best = SECONDS
@@ -88,8 +88,7 @@ def test_an_answer_in_pieces_is_put_together(calls: LaneCalls, links: list[FakeL
     whole = lookup_reply(1, 5)
 
     def run() -> None:
-        while not links:
-            pass
+        eventually(lambda: links, pause=0.0)
         next(links[0].requests())
         for byte in whole:
             links[0].far.sendall(bytes((byte,)))
@@ -177,12 +176,10 @@ def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LaneCalls, l
 def test_to_post_does_not_wait_for_a_call_either(calls: LaneCalls, links: list[FakeLink]) -> None:
     waiting = threading.Thread(target=lambda: ask(calls))
     waiting.start()
-    while not calls.busy:
-        time.sleep(0.001)
+    eventually(lambda: calls.busy)
     assert not calls.post(LOOKUP, None)
     calls.collect()
-    while not links:
-        time.sleep(0.001)
+    eventually(lambda: links)
     links[0].far.sendall(lookup_reply(1, 5))
     waiting.join(SECONDS)
     assert not waiting.is_alive()
@@ -225,8 +222,7 @@ def test_a_call_that_waits_ends_with_the_connection(calls: LaneCalls, links: lis
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while not links:
-        pass
+    eventually(lambda: links)
     next(links[0].requests())
     calls.close()
     for thread in threads:

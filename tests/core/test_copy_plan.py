@@ -114,6 +114,7 @@ bounds = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.no_cover  # slow when every line is counted
 @settings(max_examples=600, deadline=None)
 @given(made=legal_layouts(), constants=bounds, data=st.data())
 def test_a_plan_moves_what_the_triple_loop_moves(

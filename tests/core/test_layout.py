@@ -43,6 +43,7 @@ any_region = st.builds(
 )
 
 
+@pytest.mark.no_cover  # slow when every line is counted
 @settings(max_examples=1500, deadline=None)
 @given(regions=st.lists(any_region, min_size=1, max_size=3), num_blocks=st.integers(1, 4))
 def test_what_passes_is_disjoint_and_inside(regions: list[Region], num_blocks: int) -> None:

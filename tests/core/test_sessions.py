@@ -197,6 +197,7 @@ def split_into(regions: int, rows: int) -> GroupLayout:
 
 
 @pytest.mark.parametrize("what", ["regions", "rows", "regions and rows", "groups"])
+@pytest.mark.alone
 async def test_the_largest_registration_holds_up_the_event_loop_hardly_longer_than_a_small_one(
     buffer: HostBuffer, what: str
 ) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from tests.harness import SECONDS
+from tests.harness import SECONDS, eventually
 
 SYSTEMD = Path("/usr/lib/systemd/systemd")
 REPOSITORY = Path(__file__).parents[2]
@@ -156,10 +156,7 @@ class Systemd:
         return self.show(name)
 
     def _until(self, holds: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not holds():
-            assert time.monotonic() < deadline, f"no {what}: {self._systemctl('status', 'kvsidecar').stdout}"
-            time.sleep(0.02)  # systemctl is a process: asking without a pause would take the core that systemd needs
+        eventually(holds, lambda: f"{what}: {self._systemctl('status', 'kvsidecar').stdout}", pause=0.02)
 
     def path(self, path: str) -> Path:
         """A path as systemd sees it."""

@@ -27,7 +27,7 @@ from kvsidecar.client import (
     Outcome,
 )
 from tests import harness
-from tests.harness import NAMESPACE, NO_WAIT, SECONDS, DaemonProcess, Gate, Rank, Relay, done, hashes
+from tests.harness import NAMESPACE, NO_WAIT, SECONDS, DaemonProcess, Gate, Rank, Relay, done, eventually, hashes
 
 pytestmark = pytest.mark.usefixtures("carrier")
 
@@ -74,9 +74,7 @@ def no_leaks() -> Iterator[None]:
     threads, before = ours(), descriptors()
     yield
     assert ours() <= threads
-    deadline = time.monotonic() + SECONDS
-    while len(descriptors()) > len(before):
-        assert time.monotonic() < deadline, (before, descriptors())
+    eventually(lambda: len(descriptors()) <= len(before), lambda: (before, descriptors()))
 
 
 def job_ends(client: Client, count: int) -> list[JobDone]:
@@ -107,9 +105,7 @@ def until_declined(daemon: DaemonProcess, direction: str, count: int) -> None:
 
 
 def _until(daemon: DaemonProcess, metric: str, count: int) -> None:
-    deadline = time.monotonic() + SECONDS
-    while daemon.metric(metric) != count:
-        assert time.monotonic() < deadline, f"{metric} is {daemon.metric(metric)}, not {count}"
+    eventually(lambda: daemon.metric(metric) == count, lambda: f"{metric} is {daemon.metric(metric)}, not {count}")
 
 
 # -- death ---------------------------------------------------------------------------------------------------------
@@ -361,9 +357,7 @@ def test_a_hung_daemon_costs_a_few_budgets_and_is_used_again_when_it_goes_on(dae
     assert median(waited[3:]) < budget, "lookups waited although the breaker is open"
     assert rank.client.attached, "a daemon that hangs is not lost"
     daemon.process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + SECONDS
-    while rank.client.breaker_state is not BreakerState.CLOSED:
-        assert time.monotonic() < deadline, "the breaker never closed"
+    eventually(lambda: rank.client.breaker_state is BreakerState.CLOSED, "the breaker is closed")
     assert rank.client.lookup(NAMESPACE, {0: hashes("a")}, timeout=SECONDS).groups[0].hits == 1
     rank.close()
 

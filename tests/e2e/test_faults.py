@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from kvsidecar.daemon.daemon import EXIT_UNSETTLED
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 
 FIRST = 2
 """Number of the first hit of a copy's failpoint that is not the self-test's, per direction."""
@@ -68,9 +67,7 @@ def mappings(daemon: DaemonProcess) -> int:
 
 
 def wait_for_metric(daemon: DaemonProcess, name: str, value: float) -> None:
-    deadline = time.monotonic() + SECONDS
-    while daemon.metric(name) != value:
-        assert time.monotonic() < deadline, f"{name} is {daemon.metric(name)}, not {value}"
+    eventually(lambda: daemon.metric(name) == value, lambda: f"{name} is {daemon.metric(name)}, not {value}")
 
 
 def nothing_is_left_of(daemon: DaemonProcess) -> None:
@@ -123,9 +120,7 @@ def test_2_an_engine_killed_mid_load_leaves_nothing_and_harms_no_other(short_dir
 
 
 def until_unmapped(daemon: DaemonProcess) -> None:
-    deadline = time.monotonic() + SECONDS
-    while mappings(daemon):
-        assert time.monotonic() < deadline, "memory of a rank that is not attached is still mapped"
+    eventually(lambda: not mappings(daemon), "memory of a rank that is not attached is still mapped")
 
 
 def test_3_an_engine_killed_while_it_attaches_leaves_nothing(short_dir: Path, gate: Gate) -> None:
@@ -403,9 +398,7 @@ def test_40_silent_connections_do_not_keep_engines_out(daemon: DaemonProcess) ->
         assert b"no Hello was complete" in connection.recv(1000)
         assert connection.recv(1) == b"", "a silent connection may stay for ever"
         connection.close()
-    deadline = time.monotonic() + SECONDS
-    while len(os.listdir(f"/proc/{daemon.process.pid}/fd")) > before:
-        assert time.monotonic() < deadline
+    eventually(lambda: len(os.listdir(f"/proc/{daemon.process.pid}/fd")) <= before)
 
 
 def test_21_a_message_over_the_limit_is_refused_and_others_go_on(daemon: DaemonProcess) -> None:

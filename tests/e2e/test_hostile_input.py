@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.hostile_messages import METHODS, Generator, extremes, reply_types, request_types
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes, layout
 
 DOCUMENTED = {
     grpc.StatusCode.OK,
@@ -361,14 +361,6 @@ class Holdings:
         return [f"{name}: {then[name]} -> {now[name]}" for name in now if name != "rss" and now[name] > then[name]]
 
 
-def wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-    return True
-
-
 def store_and_load(rank: Rank, number: int) -> None:
     """A well-behaved engine's work: what comes back is what was stored."""
     stored = rank.store(("good", number), at=[2])
@@ -391,7 +383,7 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
             attacker.attack()
         store_and_load(rank, 0)
         attacker.close()
-        assert wait_for(lambda: daemon.metric("kvsidecar_attached_ranks") == 1)
+        eventually(lambda: daemon.metric("kvsidecar_attached_ranks") == 1)
         before = Holdings(daemon)
         attacker = Attacker(daemon, seed + 1)
         end = time.monotonic() + seconds
@@ -402,7 +394,7 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
         store_and_load(rank, attacker.number + 1)
         attacker.close()
         print(f"{attacker.number} requests:", *sorted(attacker.codes.items()), sep="\n  ")
-        assert wait_for(lambda: not Holdings(daemon).more_than(before)), Holdings(daemon).more_than(before)
+        eventually(lambda: not Holdings(daemon).more_than(before), lambda: Holdings(daemon).more_than(before))
         after = Holdings(daemon)
         assert after.rss < before.rss + RSS_GROWTH, (
             f"{after.rss - before.rss} bytes more after {attacker.number} requests"

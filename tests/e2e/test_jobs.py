@@ -21,7 +21,7 @@ from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests import harness
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, hashes, layout
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes, layout
 
 pytestmark = pytest.mark.usefixtures("carrier")
 
@@ -155,8 +155,7 @@ def held_daemon(short_dir: Path, gate: Gate) -> Iterator[DaemonProcess]:
 
 
 def until_running(daemon: DaemonProcess) -> None:
-    while not daemon.metric('kvsidecar_jobs_running{direction="store"}'):
-        pass
+    eventually(lambda: daemon.metric('kvsidecar_jobs_running{direction="store"}'))
 
 
 def test_a_copy_that_has_not_started_at_its_deadline_never_does(held_daemon: DaemonProcess, gate: Gate) -> None:

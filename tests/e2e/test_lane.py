@@ -6,8 +6,7 @@ import os
 import signal
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,19 @@ from kvsidecar.client import Client, ClientError, HostBuffer
 from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES, layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, SHARD_BYTES, DaemonProcess, Gate, Rank, done, hashes, layout
+from tests.harness import (
+    NAMESPACE,
+    NUM_BLOCKS,
+    SECONDS,
+    SHARD_BYTES,
+    DaemonProcess,
+    Gate,
+    Rank,
+    done,
+    eventually,
+    hashes,
+    layout,
+)
 
 UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
 
@@ -135,15 +146,8 @@ def others_go_on(daemon: DaemonProcess) -> None:
     rank.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def until_ranks(daemon: DaemonProcess, count: int) -> None:
-    until(lambda: daemon.metric("kvsidecar_attached_ranks") == count)
+    eventually(lambda: daemon.metric("kvsidecar_attached_ranks") == count)
 
 
 # -- as it should be -------------------------------------------------------------------------------------------------
@@ -269,9 +273,9 @@ def test_the_end_of_the_connection_cancels_what_has_not_started_and_unmaps(
         lane.attach("registered")
         for job, name in enumerate(("running", "queued"), 1):
             lane.send(attach=store(job, name, job))
-        until(lambda: daemon.metric('kvsidecar_jobs_queued{direction="store"}') == 1)
+        eventually(lambda: daemon.metric('kvsidecar_jobs_queued{direction="store"}') == 1)
         lane.connection.close()
-        until(lambda: daemon.metric('kvsidecar_jobs_total{direction="store",outcome="declined"}') == 1)
+        eventually(lambda: daemon.metric('kvsidecar_jobs_total{direction="store",outcome="declined"}') == 1)
         gate.let_pass()
         until_ranks(daemon, 0)
         rank = Rank(daemon)
@@ -300,7 +304,7 @@ def test_a_daemon_that_goes_down_under_a_running_copy_does_not_say_that_it_is_ov
             lane.send(attach=lane.register(buffer))
             lane.attach("registered")
             lane.send(attach=store(1, "a"))
-            until(lambda: daemon.metric('kvsidecar_jobs_running{direction="store"}') == 1)
+            eventually(lambda: daemon.metric('kvsidecar_jobs_running{direction="store"}') == 1)
             daemon.process.send_signal(signal.SIGTERM)
             lane.attach("readiness")
             assert lane.closed()
@@ -439,7 +443,7 @@ def test_a_request_that_is_too_long_is_refused_before_it_costs_the_connection(da
 @pytest.mark.usefixtures("carrier")
 def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> None:
     def leases_become(count: int) -> None:
-        until(lambda: daemon.metric("kvsidecar_leases") == count)
+        eventually(lambda: daemon.metric("kvsidecar_leases") == count)
 
     rank, scheduler = Rank(daemon), Client(daemon.socket)
     done(rank.store("a", "b"))
@@ -454,7 +458,7 @@ def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> 
     leases_become(2)
     gone = scheduler.keep(lapsed, 60.0)
     scheduler.lookup(NAMESPACE, {0: hashes("a")})  # with the lane, their answers come with another's
-    until(lambda: (kept.kept, gone.kept) == (True, False))
+    eventually(lambda: (kept.kept, gone.kept) == (True, False))
     scheduler.drop(long)
     leases_become(1)
     kept.release()
@@ -480,7 +484,7 @@ def test_what_is_told_soon_is_told_with_the_next_job_or_at_the_next_poll(daemon:
     client.set_idle(False, soon=True)
     assert client.status().ranks[0].idle
     client.poll()
-    until(lambda: not client.status().ranks[0].idle)
+    eventually(lambda: not client.status().ranks[0].idle)
     rank.close()
 
 

@@ -23,20 +23,13 @@ from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes
 
 HELLO = framed(pb.Hello(protocol=PROTOCOL))
 
 
 def limited(daemon: DaemonProcess) -> float:
     return daemon.metric('kvsidecar_refusals_total{reason="limit"}')
-
-
-def wait_for(condition: object) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def rss_mib(daemon: DaemonProcess) -> float:
@@ -61,7 +54,7 @@ def test_connections_of_one_user_are_limited_and_given_back(daemon: DaemonProces
         with daemon.client() as client:  # the operator of the same user is not locked out
             assert client.status().pool.blocks == 1
     rank.close()
-    wait_for(lambda: limited(daemon) and _attaches(daemon))
+    eventually(lambda: limited(daemon) and _attaches(daemon))
 
 
 def _attaches(daemon: DaemonProcess) -> bool:
@@ -100,7 +93,7 @@ def test_ranks_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> 
         with pytest.raises(ClientError, match="one user may have 256 ranks"):
             Rank(daemon)
         assert limited(daemon) == 1
-    wait_for(lambda: _attaches(daemon))
+    eventually(lambda: _attaches(daemon))
     buffer.close()
 
 
@@ -206,12 +199,12 @@ def test_a_connection_that_is_turned_away_leaves_no_descriptor(daemon: DaemonPro
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(daemon.socket + ".attach")
         connections.append(connection)
-    wait_for(lambda: limited(daemon) == 50)
+    eventually(lambda: limited(daemon) == 50)
     assert open_fds() <= before + attach_socket.MAX_CONNECTIONS + 5
     for connection in connections:
         with suppress(OSError):
             connection.close()
-    wait_for(lambda: open_fds() <= before)
+    eventually(lambda: open_fds() <= before)
 
 
 def test_lookups_and_jobs_of_too_many_parts_are_refused_before_they_are_looked_at(daemon: DaemonProcess) -> None:
@@ -233,6 +226,7 @@ def test_lookups_and_jobs_of_too_many_parts_are_refused_before_they_are_looked_a
     rank.close()
 
 
+@pytest.mark.alone
 def test_the_largest_registration_does_not_hold_up_lookups(daemon: DaemonProcess) -> None:
     """The longest round trip of a lookup while a rank registers is a small part of the registration."""
     buffer = HostBuffer(1 << 20)

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.client import Client, Namespace
-from tests.harness import SECONDS, DaemonProcess, Rank, done, environment
+from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, eventually
 
 LOST = 'kvsidecar_log_lines_lost_total{reason="%s"}'
 
@@ -36,15 +35,10 @@ def find_http(daemon: DaemonProcess) -> None:
 
 def wait_ready(daemon: DaemonProcess) -> None:
     """Without its log."""
-    deadline = time.monotonic() + SECONDS
-    while not Path(daemon.socket + ".attach").exists():
-        assert daemon.process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: Path(daemon.socket + ".attach").exists() or daemon.process.poll() is not None)
+    assert daemon.process.poll() is None
     with Client(daemon.socket, timeout=SECONDS) as client:
-        while client.status().readiness.state != 3:  # STATE_READY
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: client.status().readiness.state == 3)  # STATE_READY
     find_http(daemon)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import DEVICE, Blocks, GroupLayout
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, done, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, done, eventually, hashes
 
 torch = pytest.importorskip("torch")
 from kvsidecar.client.torch import TorchEventRing, TorchExporter  # noqa: E402
@@ -109,8 +109,7 @@ def test_an_engine_killed_while_its_store_waits_for_compute_is_unmapped(
     )
     assert engine.stdout is not None
     assert engine.stdout.readline() == "waiting\n"
-    while not cuda_daemon.metric('kvsidecar_jobs_queued{direction="store"}'):
-        pass
+    eventually(lambda: cuda_daemon.metric('kvsidecar_jobs_queued{direction="store"}'))
     healthy = Racer(cuda_daemon, None)
     assert healthy.round(1, "host") == 0, "a store that waits held up another engine's"
     engine.kill()

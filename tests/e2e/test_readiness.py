@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import grpc
@@ -24,6 +23,7 @@ from tests.harness import (
     Rank,
     done,
     environment,
+    eventually,
     hashes,
     layout,
     wait_until_ready,
@@ -156,9 +156,7 @@ def test_the_probes_answer_until_the_chunk_that_is_being_pinned_at_the_end_is_do
         daemon.wait_log("failpoint")
         daemon.process.send_signal(signal.SIGTERM)
         daemon.wait_log("stopping")
-        deadline = time.monotonic() + SECONDS
-        while any(Path(path).exists() for path in (daemon.socket, daemon.socket + ".attach")):
-            assert time.monotonic() < deadline
+        eventually(lambda: not any(Path(path).exists() for path in (daemon.socket, daemon.socket + ".attach")))
         for _ in range(3):
             code, ready = daemon.get("/ready")
             assert (code, ready["state"], ready["reason"]) == (503, "draining", "the daemon is shutting down")
@@ -280,15 +278,12 @@ def test_a_daemon_waits_for_the_end_of_the_one_before_it_and_never_pins_beside_i
             assert (locked_kib(first), locked_kib(second)) == (1024, 0)
             rank.fill(0, "a")
             job = rank.client.store([Blocks(0, hashes("a"), [0])])
-            while not first.metric('kvsidecar_jobs_running{direction="store"}'):
-                pass
+            eventually(lambda: first.metric('kvsidecar_jobs_running{direction="store"}'))
             first.process.send_signal(signal.SIGTERM)
             first.wait_log("stopping")
             assert (locked_kib(first), locked_kib(second)) == (1024, 0)
             gate.let_pass()
-            deadline = time.monotonic() + SECONDS
-            while not locked_kib(second):
-                assert time.monotonic() < deadline
+            eventually(lambda: locked_kib(second), pause=0.0)
             assert locked_kib(first) == 0, "two pools were pinned at once"
             assert first.process.wait(SECONDS) == 0
             assert rank.finish(job).outcome is Outcome.DONE, "the copy was not finished, or its client not told"

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from tests.harness import (
     Gate,
     Rank,
     done,
+    eventually,
     hashes,
     layout,
 )
@@ -127,9 +127,7 @@ def test_a_lease_ends_by_time_and_a_load_that_names_it_is_declined(daemon: Daemo
     done(rank.store("a"))
     lookup = rank.client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=0.05)
     assert lookup.lease is not None
-    deadline = time.monotonic() + SECONDS
-    while daemon.metric("kvsidecar_leases"):
-        assert time.monotonic() < deadline
+    eventually(lambda: not daemon.metric("kvsidecar_leases"))
     stale = rank.load("a", at=[1], lease=lookup.lease)
     assert (stale.outcome, stale.reason) == (Outcome.DECLINED, "stale_lease")
     assert rank.client.renew(lookup.lease, 1.0) == 0
@@ -172,9 +170,7 @@ def test_a_lease_ends_with_the_client_that_took_it(daemon: DaemonProcess) -> Non
     assert scheduler.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=30).lease
     assert daemon.metric("kvsidecar_leases") == 1
     scheduler.close()
-    deadline = time.monotonic() + SECONDS
-    while daemon.metric("kvsidecar_leases"):
-        assert time.monotonic() < deadline
+    eventually(lambda: not daemon.metric("kvsidecar_leases"))
     rank.close()
 
 

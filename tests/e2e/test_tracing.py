@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import queue
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as col
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from kvsidecar.client import Blocks, JobDone, Outcome
-from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, Rank, done, environment, hashes
+from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, Rank, done, environment, eventually, hashes
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -233,14 +234,14 @@ def test_a_dead_collector_costs_spans_and_nothing_else(short_dir: Path, *, answe
             OTEL_BSP_MAX_EXPORT_BATCH_SIZE="8",
         )
         with tracing(short_dir, **dead) as (daemon, rank):
-            deadline = time.monotonic() + SECONDS
-            number = 0
-            while not all(
-                daemon.metric(f'kvsidecar_spans_total{{result="{fate}"}}') for fate in ("export_failed", "queue_full")
-            ):
-                assert time.monotonic() < deadline
-                done(store(rank, number, SAMPLED))
-                number += 1
+            numbers = itertools.count()
+
+            def both_after_a_store() -> bool:
+                done(store(rank, next(numbers), SAMPLED))
+                fates = ("export_failed", "queue_full")
+                return all(daemon.metric(f'kvsidecar_spans_total{{result="{fate}"}}') for fate in fates)
+
+            eventually(both_after_a_store, pause=0.0)
             daemon.wait_log("spans cannot be exported; this is said once, kvsidecar_spans_total counts them")
             assert daemon.metric('kvsidecar_spans_total{result="exported"}') == 0
             assert daemon.get("/health")[0] == 200

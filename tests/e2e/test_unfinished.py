@@ -20,7 +20,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_lane import RawLane, frame, raw_lane
 from tests.e2e.test_limits import rss_mib, wait_for
 from tests.e2e.test_wire import framed, hello, welcome
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
 
 MIB = 1 << 20
 ONE_READ = 256 * 1024
@@ -215,12 +215,13 @@ def test_an_answer_that_nobody_reads_is_ended(daemon: DaemonProcess) -> None:
     with http(daemon) as connection:
         connection.setblocking(False)
         requests = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20
-        deadline = time.monotonic() + SECONDS
-        while refusals(daemon, "unfinished") < 1:
+
+        def refused_after_more() -> bool:
             with suppress(BlockingIOError):
                 connection.send(requests)
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return refusals(daemon, "unfinished") >= 1
+
+        eventually(refused_after_more, pause=0.05)
         connection.setblocking(True)
         until_closed(connection)
 

@@ -6,7 +6,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes, layout
 
 
 @contextmanager
@@ -227,9 +226,7 @@ def test_garbage_on_the_attach_socket_costs_nothing(daemon: DaemonProcess, messa
         assert not answer.token
         with suppress(ConnectionResetError):  # what it had not read when it closed
             assert connection.recv(100) == b""
-    deadline = time.monotonic() + SECONDS
-    while open_fds(daemon) > before:
-        assert time.monotonic() < deadline, "a descriptor leaked"
+    eventually(lambda: open_fds(daemon) <= before, "a descriptor leaked")
     rank = Rank(daemon)
     done(rank.store("a"))
     rank.close()
@@ -244,9 +241,7 @@ def test_descriptors_are_closed_with_their_client(daemon: DaemonProcess) -> None
         again = Rank(daemon)
         done(again.store("a"))
         again.close()
-    deadline = time.monotonic() + SECONDS
-    while open_fds(daemon) > before:
-        assert time.monotonic() < deadline, "a descriptor leaked"
+    eventually(lambda: open_fds(daemon) <= before, "a descriptor leaked")
 
 
 def test_a_client_that_does_not_read_is_ended_and_others_go_on(daemon: DaemonProcess) -> None:

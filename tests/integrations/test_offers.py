@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +11,7 @@ from kvsidecar.integrations.vllm import lookups
 from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.lookups import UNTAKEN_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
-from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank
+from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, eventually
 from tests.integrations.engine import Allocated, Clock, Request, Step, TinyPool, side
 from tests.integrations.test_worker import Worker
 
@@ -37,10 +36,10 @@ class Engine:
         self.side.take_report(report)
 
     def until(self, over: Callable[[], object]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not over():
-            assert time.monotonic() < deadline, (self.side.counters, self.daemon.get("/status")[1]["pool"])
-            self.step()
+        def stepped() -> object:
+            return over() or self.step()
+
+        eventually(stepped, lambda: (self.side.counters, self.daemon.get("/status")[1]["pool"]), pause=0.0)
 
     def stores(self, request: Request) -> None:
         """Two blocks of 5s, for the first tokens of a request."""
@@ -107,7 +106,7 @@ def test_an_offer_that_vllm_asks_for_no_more_is_given_up(engine: Engine, monkeyp
     assert engine.leases() == 1
     engine.clock.now += UNTAKEN_SECONDS
     engine.step()
-    _wait(lambda: engine.leases() == 0)
+    eventually(lambda: engine.leases() == 0)
     assert engine.expired() == 0
 
 
@@ -115,7 +114,7 @@ def test_an_offer_of_an_engine_that_stands_still_ends_by_itself(engine: Engine) 
     request = Request("r", list(range(9)))
     engine.stores(request)
     assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
-    _wait(lambda: engine.expired() == 1)
+    eventually(lambda: engine.expired() == 1)
     assert engine.leases() == 0
 
 
@@ -123,7 +122,7 @@ def test_a_request_whose_offer_has_gone_is_computed_and_loads_again_when_it_was_
     request = Request("r", list(range(9)))
     engine.stores(request)
     assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
-    _wait(lambda: engine.leases() == 0)
+    eventually(lambda: engine.leases() == 0)
     engine.press()
     engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 8)
     engine.until(lambda: engine.side.counters.failed_loads)
@@ -138,10 +137,3 @@ def test_a_request_whose_offer_has_gone_is_computed_and_loads_again_when_it_was_
     engine.until(lambda: engine.worker.results.finished)
     assert not engine.worker.results.failed
     assert (engine.worker.kv[:, :, [1, 2]] == 5).all()
-
-
-def _wait(over: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not over():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # nothing announces the end of a lease

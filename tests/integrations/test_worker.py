@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, O
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.worker import LoadResults, Order, WorkerSide
-from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, hashes, layout
+from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, eventually, hashes, layout
 
 
 class Worker:
@@ -69,11 +68,11 @@ class Worker:
 
     def until(self, what: Callable[[Worker], object]) -> Worker:
         """Steps with nothing to do, as of an engine that waits."""
-        deadline = time.monotonic() + SECONDS
-        while not what(self):
-            assert time.monotonic() < deadline, (self.report, self.results)
-            self.step()
-            time.sleep(0.001)
+
+        def stepped() -> object:
+            return what(self) or self.step()
+
+        eventually(stepped, lambda: (self.report, self.results), pause=0.001)
         return self
 
     def close(self) -> None:

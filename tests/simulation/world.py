@@ -4,6 +4,7 @@ what must always hold."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import random
@@ -38,15 +39,11 @@ SLAB = 4 * PAGE
 DEVICES = ("gpu-0", "gpu-1")
 LEASE_MAX = 20.0
 
-_METRICS: Metrics | None = None
 
-
+@functools.cache
 def _metrics() -> Metrics:
     """One for all worlds of a process: they decide nothing, and take longer to build than a world to run."""
-    global _METRICS
-    if _METRICS is None:
-        _METRICS = Metrics("simulation")
-    return _METRICS
+    return Metrics("simulation")
 
 
 @contextmanager

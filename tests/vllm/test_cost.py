@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.vllm.step_cost import PYTHON, measure
 from tests.harness import DaemonProcess
 
@@ -14,6 +16,7 @@ MOST = {
 ATTEMPTS = 12
 
 
+@pytest.mark.alone
 def test_what_a_step_costs_beside_a_loop_of_python(daemon: DaemonProcess) -> None:
     """The best of many, until it is good enough: the machine has others to serve, and they are no work of the
     connector."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.integrations.vllm.stores import Stores
-from tests.harness import SECONDS, DaemonProcess
+from tests.harness import DaemonProcess, eventually
 from tests.vllm.conftest import Truth
 from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
@@ -83,11 +83,14 @@ def _stores_of(engine: Engine) -> Stores:
 
 def _warm_up(engine: Engine, daemon: DaemonProcess) -> None:
     """Until the engine stores into this daemon, also in lazy mode: there what it evicts next."""
-    deadline = time.monotonic() + SECONDS
-    while not blocks(daemon):
-        assert time.monotonic() < deadline, "the engine does not use the daemon"
-        engine.generate(prompt(time.monotonic_ns(), 400), tokens=1)
-        engine.drain()
+
+    def stored() -> int:
+        if not blocks(daemon):
+            engine.generate(prompt(time.monotonic_ns(), 400), tokens=1)
+            engine.drain()
+        return blocks(daemon)
+
+    eventually(stored, "the engine uses the daemon")
 
 
 def test_lazy_mode_stores_what_the_engine_is_about_to_evict(model: str, daemon: DaemonProcess, truth: Truth) -> None:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.harness import SECONDS, DaemonProcess
+import pytest
+
+from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, rejoin, running
 from tests.vllm.replicas import ReplicasProcess
@@ -16,10 +18,7 @@ WHOLE = 672
 
 
 def until(condition: Callable[[], object], what: str, daemon: DaemonProcess | None = None) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}; {daemon and _seen_by(daemon)}"
-        time.sleep(0.01)
+    eventually(condition, lambda: f"{what}; {daemon and _seen_by(daemon)}")
 
 
 def _seen_by(daemon: DaemonProcess) -> str:
@@ -63,6 +62,7 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
         assert [each.tokens for each in [hit, *answers]] == truth(LONG, *cut)
 
 
+@pytest.mark.alone
 def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
     """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
     needs_gpus(2)
@@ -86,6 +86,7 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir
                 stores_and_hits(engine, next_one.wait_ready(), truth)
 
 
+@pytest.mark.alone
 def test_data_parallel_replicas_of_one_engine_share_the_cache(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     needs_gpus(2)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvsidecar.integrations.vllm import stores
-from tests.harness import SECONDS, DaemonProcess
+from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, EngineProcess, blocks, join, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
@@ -24,13 +22,6 @@ OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 def lazy(daemon: DaemonProcess) -> dict[str, Any]:
     """Next to nothing is stored because it is about to be evicted."""
     return kvsidecar(daemon.socket, store_mode="lazy", lazy_watermark=1)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
-        time.sleep(0.01)
 
 
 def another_engine_hits(model: str, daemon: DaemonProcess, truth: Truth) -> None:
@@ -48,10 +39,11 @@ def test_lazy_mode_stores_what_is_hit_again(model: str, daemon: DaemonProcess, t
         assert engine.generate(LONG)[0].cached == 0
         assert blocks(daemon) == before, "it has no other step than those of the request"
         assert engine.generate(LONG)[0].cached == WHOLE
-        until(lambda: blocks(daemon) == before + WHOLE // BLOCK, "what was hit is stored")
+        eventually(lambda: blocks(daemon) == before + WHOLE // BLOCK, "what was hit is stored")
     another_engine_hits(model, daemon, truth)
 
 
+@pytest.mark.alone
 def test_an_idle_engine_in_lazy_mode_has_stored_all_when_it_is_killed(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
@@ -60,11 +52,12 @@ def test_an_idle_engine_in_lazy_mode_has_stored_all_when_it_is_killed(
         join(engine, daemon)
         before = blocks(daemon)
         engine.generate(LONG)
-        until(lambda: blocks(daemon) >= before + WHOLE // BLOCK, "an idle engine stores what it has")
+        eventually(lambda: blocks(daemon) >= before + WHOLE // BLOCK, "an idle engine stores what it has")
         engine.kill()
     another_engine_hits(model, daemon, truth)
 
 
+@pytest.mark.alone
 def test_an_engine_in_lazy_mode_that_is_ended_while_it_is_busy_stores_what_it_has(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
@@ -110,7 +103,7 @@ def test_what_was_computed_while_the_pool_was_pinned_is_stored_when_it_is(
         assert daemon.get("/status")[1]["readiness"]["state"] == "pinning"
         assert engine.counters()["vllm:kvsidecar_failed_stores"] > 0
         daemon.wait_ready()
-        until(lambda: _has_both(engine, daemon), "both are stored")
+        eventually(lambda: _has_both(engine, daemon), "both are stored")
         assert engine.reset()
         answers = engine.generate(first, second)
         assert [each.cached for each in answers] == [288, 288]

@@ -1,0 +1,82 @@
+"""What CONTRIBUTING.md says of the commands, the hooks and CI."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.pages import ROOT, text
+
+CI = (ROOT / ".ci" / "run").read_text()
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+HOOKS = {
+    hook["id"]: hook
+    for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    for hook in repo["hooks"]
+}
+
+
+def recipe(*targets: str) -> list[str]:
+    """The commands that make would run."""
+    command = ["make", "--dry-run", "--always-make", "--directory", str(ROOT), *targets]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_ci_runs_the_commands_of_the_readme_and_every_test_once() -> None:
+    commands = re.findall(r"^make (.+)$", CI, re.MULTILINE)
+    targets = [word for command in commands for word in command.split() if re.fullmatch(r"(?:check|test).*", word)]
+    assert targets == ["check", "test", "test-vllm"]
+    assert all(f"`make {target}`" in text("README.md") for target in targets)
+    runs = [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
+    named = [word for run in runs if run[3:5] != ["-m", "alone"] for word in run if word.startswith("tests/")]
+    modules = {path.relative_to(ROOT).parts for path in ROOT.glob("tests/**/test_*.py")}
+    assert sorted(named) == sorted({"/".join(parts[:2]) for parts in modules})
+
+
+def test_what_runs_alone_is_left_out_of_what_runs_side_by_side_and_not_forgotten() -> None:
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.glob("tests/**/test_*.py")
+        if re.search(r"^@pytest\.mark\.alone$", path.read_text(), re.MULTILINE)
+    }
+    runs = [shlex.split(line) for line in recipe("test", "test-vllm") if " -m pytest " in line]
+    alone = [run[5:] for run in runs if run[3:5] == ["-m", "alone"]]
+    assert marked <= {path for run in alone for path in run}
+    side_by_side = [run for run in runs if "--numprocesses" in run]
+    assert len(side_by_side) + len(alone) == len(runs)
+    assert all("not alone" in run for run in side_by_side)
+
+
+def test_the_workflow_runs_the_oldest_and_the_newest_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    claimed = re.findall(r":: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE)
+    assert project["requires-python"] == f">={claimed[0]}"
+    used = [
+        step["with"]["python-version"]
+        for job in WORKFLOW["jobs"].values()
+        for step in job["steps"]
+        if "setup-python" in step.get("uses", "")
+    ]
+    assert used == [claimed[0], claimed[-1]]
+
+
+@pytest.mark.parametrize(("length", "code"), [(72, 0), (73, 1)])
+def test_a_subject_may_have_72_characters(length: int, code: int, tmp_path: Path) -> None:
+    message = tmp_path / "message"
+    message.write_text("x" * length + "\n\n" + "A body may have longer lines. " * 10 + "\n")
+    hook = HOOKS["subject"]
+    assert hook["stages"] == ["commit-msg"]
+    ran = subprocess.run([*shlex.split(hook["entry"]), str(message)], capture_output=True, check=False)
+    assert ran.returncode == code
+
+
+def test_the_hooks_are_the_steps_of_make_check() -> None:
+    (steps,) = re.findall(r"^CHECKS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    hooked = [hook["entry"].split()[-1] for name, hook in HOOKS.items() if name != "subject"]
+    assert sorted(hooked) == sorted(steps.split())
