@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Each process of the tests would compile all that it imports, where this is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 CHECKS := check-format check-lint check-types check-imports check-generated check-spelling check-deploy check-documents
 .PHONY: help demo venv venv-vllm test coverage test-vllm soak check $(CHECKS) hooks format proto docs clean
