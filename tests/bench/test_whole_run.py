@@ -198,7 +198,7 @@ def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> Non
     ("arguments", "sentence"),
     [
         (("--only", "bandwith"), "did you mean bandwidth?"),
-        (("--only", ","), "--only names nothing"),
+        (("--only", ","), "--only names no measurement"),
         (("--pool-size", "lots"), "--pool-size='lots' is not a size"),
         (("--pool-size", "1MiB"), "--pool-size='1MiB' is less than 4 MiB"),
         (("--pin-size", "-1"), "--pin-size='-1' is not a size"),

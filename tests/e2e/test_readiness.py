@@ -30,7 +30,7 @@ from tests.harness import (
 )
 
 SLOW_PIN = "pool.pin_chunk=delay(0.15)"
-WAITING = "waiting for another daemon to end"
+WAITING = "waiting for another daemon to exit"
 CHUNKS = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
 
 
@@ -208,7 +208,7 @@ def test_a_drain_that_is_taken_back_leaves_everything_as_it_was(daemon: DaemonPr
     done(rank.store("b"))
     wait_until_ready(waiting)
     assert not rank.client.cancel_drain(), "it was not draining"
-    daemon.wait_log("drain taken back")
+    daemon.wait_log("drain cancelled")
     for client in (waiting, rank.client):
         client.close()
     buffer.close()
