@@ -257,7 +257,7 @@ class Daemon:
             # Making a context delays an engine's step by a millisecond or two, pinning by nothing (docs/benchmarks.md):
             # apart, so that the log and a benchmark can tell one from the other.
             await self._hub.device(self._platform.device_uuids()[0])
-            _log.info("CUDA context created", seconds=round(time.monotonic() - started, 3))
+            _log.info("device context created", seconds=round(time.monotonic() - started, 3))
             await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
             self._metrics.pin_seconds.observe(time.monotonic() - started)
             self._metrics.register_seconds.set(self._pinned.register_seconds)

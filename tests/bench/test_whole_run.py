@@ -207,7 +207,7 @@ def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> Non
         (("--socket", "/tmp/none.sock", "--", "--verify", "always"), "leave out --socket"),
         (("--json", "/no/such/directory/out.json"), "--json='/no/such/directory/out.json'"),
         (("--compare", "/no/such/file.json"), "--compare='/no/such/file.json' cannot be read"),
-        (("--plot", "/proc/nothing"), "--plot='/proc/nothing' cannot be made"),
+        (("--plot", "/proc/nothing"), "--plot='/proc/nothing' cannot be created"),
     ],
 )
 def test_a_bad_option_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:

@@ -333,5 +333,5 @@ def test_a_file_in_the_sockets_place_is_not_removed(short_dir: Path) -> None:
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", str(path)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
     assert refused.returncode == 73
-    assert "is no socket" in refused.stderr
+    assert "is not a socket" in refused.stderr
     assert path.read_text() == "precious"

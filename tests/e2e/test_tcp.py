@@ -136,7 +136,7 @@ def test_nothing_attaches_over_tcp_and_nothing_is_leased(remote: Remote, pki: Pk
             "there are no leases": lambda: sidecar.Release(pb.ReleaseRequest(lease=1)),
             "are no leases": lambda: sidecar.Renew(pb.RenewRequest(lease=1)),
             "leases are not available over TCP": lambda: sidecar.Lookup(lookup),
-            "is no lease": lambda: sidecar.Lookup(token),
+            "leases are not available": lambda: sidecar.Lookup(token),
             "no lease": lambda: list(sidecar.LookupStream(iter([lookup]))),
         }
         for text, ask in asked.items():
@@ -220,7 +220,7 @@ def test_certificates_are_read_again_when_they_change_and_bad_ones_are_not_taken
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda pki: pki.key.chmod(0o644), "has mode 0644: others may read it"),
+        (lambda pki: pki.key.chmod(0o644), "has mode 0644: readable by others"),
         (lambda pki: pki.key.chmod(0o660), "has mode 0660"),
         (lambda pki: pki.key.unlink(), "cannot be read: No such file"),
         (lambda pki: pki.certificate.write_text("x"), "are not a matching certificate and key in PEM"),
