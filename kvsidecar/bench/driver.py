@@ -58,7 +58,7 @@ def _library() -> ctypes.CDLL:
         try:
             function = getattr(library, name)
         except AttributeError as error:
-            raise DriverUnusable(f"the CUDA driver has no {name}: it is too old, 12.8 is needed") from error
+            raise DriverUnusable(f"the CUDA driver lacks {name}: CUDA 12.8 or newer is required") from error
         function.argtypes, function.restype = arguments, ctypes.c_int
     return library
 

@@ -132,7 +132,9 @@ class Layout:
             count //= 2
         if count < max(BLOCK_COUNTS):
             need = max(BLOCK_COUNTS) * self.block_bytes * 2
-            raise Skipped(f"{self.name} needs {format_size(need)} of free GPU memory; {format_size(free_bytes)} are")
+            raise Skipped(
+                f"{self.name} needs {format_size(need)} of free GPU memory; {format_size(free_bytes)} are free"
+            )
         return replace(self, num_blocks=count)
 
 

@@ -84,7 +84,7 @@ class Options:
             try:
                 self.plot.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise BadOption(f"--plot={str(self.plot)!r} cannot be made: {error.strerror}") from error
+                raise BadOption(f"--plot={str(self.plot)!r} cannot be created: {error.strerror}") from error
         if self.json not in (None, "-") and not Path(self.json or "").absolute().parent.is_dir():
             raise BadOption(f"--json={self.json!r}: there is no such directory")
 
@@ -109,7 +109,7 @@ def _names(only: str | None) -> tuple[str, ...]:
         return ()
     names = tuple(name.strip() for name in only.split(",") if name.strip())
     if not names:
-        raise BadOption("--only names nothing")
+        raise BadOption("--only names no measurement")
     for name in names:
         if name not in MEASUREMENTS:
             near = get_close_matches(name, MEASUREMENTS, n=1)

@@ -47,7 +47,7 @@ def measure(setting: Setting, out: Measurement) -> None:
                 wrong.append(f"{wrong_blocks} of {count} blocks of {layout.name}")
             engine.clear()
     if wrong:
-        raise BenchError(f"what was loaded is not what was stored: {', '.join(wrong)}")
+        raise BenchError(f"loaded bytes differ from stored bytes: {', '.join(wrong)}")
 
 
 def round_trip(engine: Engine, count: int, rng: np.random.Generator) -> int:

@@ -212,8 +212,8 @@ class Settings(BaseModel):
     )
     slab_size: _SlabSize = Field(
         "auto",
-        description="Size of a slab. The pool is divided into slabs, and each slab holds slots of one size. It must "
-        "hold the largest shard of a block. auto: about an eighth of the pool, at most 64 MiB.",
+        description="Size of a slab. The pool is divided into slabs, and each slab holds slots of one size. A slab "
+        "must hold the largest shard of a block. auto: about an eighth of the pool, at most 64 MiB.",
     )
     chunk_size: _ChunkSize = Field(
         GiB,

@@ -257,7 +257,7 @@ class Daemon:
             # Making a context delays an engine's step by a millisecond or two, pinning by nothing (docs/benchmarks.md):
             # apart, so that the log and a benchmark can tell one from the other.
             await self._hub.device(self._platform.device_uuids()[0])
-            _log.info("context made", seconds=round(time.monotonic() - started, 3))
+            _log.info("device context created", seconds=round(time.monotonic() - started, 3))
             await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
             self._metrics.pin_seconds.observe(time.monotonic() - started)
             self._metrics.register_seconds.set(self._pinned.register_seconds)
@@ -316,7 +316,7 @@ class Daemon:
                 store = (await self._hub.worker(uuid, Direction.STORE)).submit(CopyList(copies, nbytes))
                 await asyncio.wrap_future(store)
                 if not np.array_equal(window, pattern):
-                    raise DeviceError(f"the self-test copy to {uuid} and back came back different")
+                    raise DeviceError(f"the self-test copy to {uuid} and back returned different bytes")
         finally:
             await asyncio.to_thread(device.release_memory, memory)
 
@@ -360,7 +360,7 @@ class Daemon:
         if self._unsettled:
             return
         self._unsettled = f"{reason}: the daemon ends, and its copies with it"
-        _log.error("a copy of unknown outcome: the daemon ends itself", reason=reason, exit_code=EXIT_UNSETTLED)
+        _log.error("a copy has an unknown outcome: the daemon exits", reason=reason, exit_code=EXIT_UNSETTLED)
         self.readiness.fail(self._unsettled)
         self._tasks.spawn(self._end(), name="end-process")
 
@@ -428,7 +428,7 @@ class Daemon:
             await self._tracing.close(max(0.0, deadline - time.monotonic()))
         ended = await self._hub.close(max(0.1, deadline - time.monotonic()))
         if self._unsettled or not ended:
-            _log.error("copies have not ended: the process ends without unpinning", exit_code=EXIT_UNSETTLED)
+            _log.error("copies are still running: the process exits without unpinning", exit_code=EXIT_UNSETTLED)
             exit_at_once(EXIT_UNSETTLED)
         try:
             await asyncio.to_thread(self._pool.close)

@@ -48,7 +48,7 @@ class NotifySocket:
             return
         if address[:1] not in ("/", "@"):
             # systemd can also name AF_VSOCK, to a virtual machine's init only.
-            _log.warning("the service manager cannot be told anything", address=address, reason="no Unix socket")
+            _log.warning("the service manager cannot be notified", address=address, reason="no Unix socket")
             return
         self._address = "\0" + address[1:] if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -62,7 +62,7 @@ class NotifySocket:
         try:
             self._socket.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
-            _log.error("the service manager was not told", lines=lines, error=str(error))
+            _log.error("the service manager was not notified", lines=lines, error=str(error))
 
 
 def watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
@@ -157,7 +157,7 @@ class Notifier:
             if (reason is None) != (self._stuck is None):
                 self._stuck = reason
                 if reason is None:
-                    _log.info("progress again")
+                    _log.info("progress resumed")
                 else:
                     _log.error("no progress: the watchdog is not fed", reason=reason, watchdog_seconds=self._watchdog)
                 self._send(self._status_line())

@@ -76,7 +76,7 @@ class Tracing:
         try:
             self._provider.add_span_processor(BatchSpanProcessor(self._exporter, self._limit))
         except ValueError as error:
-            raise ConfigError(f"the variables OTEL_BSP_* do not fit together: {error}") from error
+            raise ConfigError(f"the variables OTEL_BSP_* are inconsistent: {error}") from error
         self._tracer = self._provider.get_tracer("kvsidecar", __version__)
 
     def record(self, job: EndedJob) -> None:
@@ -156,13 +156,13 @@ class Tracing:
         thread.start()
         await asyncio.to_thread(thread.join, min(timeout, FLUSH_SECONDS))
         if left := self._made - self._exporter.taken:
-            _log.warning("spans were left behind: the collector did not take them in time", spans=left)
+            _log.warning("spans dropped at shutdown: the collector did not accept them in time", spans=left)
 
     def _shut_down(self) -> None:
         try:
             self._provider.shutdown()
         except Exception as error:  # noqa: BLE001 - no thread ends unheard, and an exporter may raise anything
-            _log.error("tracing did not shut down in order", error=str(error))
+            _log.error("tracing did not shut down cleanly", error=str(error))
 
 
 class _CountingExporter(SpanExporter):
@@ -189,7 +189,7 @@ class _CountingExporter(SpanExporter):
                 # The SDK has said why. It would go on with some lines for every batch.
                 logging.getLogger("opentelemetry").setLevel(logging.CRITICAL if failed else logging.NOTSET)
                 if failed:
-                    _log.warning("spans cannot be exported; this is said once, kvsidecar_spans_total counts them")
+                    _log.warning("spans cannot be exported; logged once, kvsidecar_spans_total counts them")
                 else:
                     _log.warning("spans are exported again")
         return result

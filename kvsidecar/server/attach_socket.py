@@ -276,7 +276,7 @@ async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int
         except Exception as error:  # protobuf's DecodeError is not part of its typed interface
             raise InvalidRequest(f"the Hello does not parse: {error}") from error
         if hello.num_fds != len(fds):
-            raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, {len(fds)} arrived")
+            raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, but {len(fds)} arrived")
     except BaseException:
         _close_all(fds)
         raise

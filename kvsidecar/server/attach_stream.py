@@ -69,7 +69,7 @@ class AttachStream:
             case "idle":
                 self._instances.set_idle(self._session, message.idle.idle)
             case "register":
-                raise InvalidRequest("a stream registers once")
+                raise InvalidRequest("a stream can register only once")
             case _:
                 # From a newer client: the protocol number is what refuses those, an unknown extra is let pass.
                 _log.warning("unknown attach message ignored", instance=self._session.registration.instance)
@@ -79,9 +79,7 @@ class AttachStream:
     ) -> None:
         jobs = self._session.jobs_by_id
         if message.job in jobs:
-            raise InvalidRequest(
-                f"job {message.job} is still running: a job id may be used again once its JobDone has come"
-            )
+            raise InvalidRequest(f"job {message.job} is still running: a job number may be reused after its JobDone")
         if self._session.ending:
             self._done(message.job, self._transfers.declined(direction, Refusal.DRAINING))
             return
@@ -163,7 +161,7 @@ class AttachStream:
         """The event of the ring that a store comes after. Raises InvalidRequest if there is none of that number."""
         events = self._session.events
         if not 1 <= event <= len(events):
-            raise InvalidRequest(f"event {event} is none of the {len(events)} that this rank's ring has")
+            raise InvalidRequest(f"event {event} is not in this rank's ring of {len(events)} events")
         loop = asyncio.get_running_loop()
         issued = pb.AttachReply(wait_issued=pb.WaitIssued(event=event))
 

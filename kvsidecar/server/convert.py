@@ -77,7 +77,7 @@ def registration_from(message: pb.Register) -> Generator[None, None, Registratio
 def ids_from(packed: bytes) -> npt.NDArray[np.int64]:
     """Raises InvalidRequest: these are no 8-byte integers."""
     if len(packed) % 8:
-        raise InvalidRequest(f"{len(packed)} bytes of block ids are no multiple of 8")
+        raise InvalidRequest(f"{len(packed)} bytes of block ids are not a multiple of 8")
     return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
 
 
@@ -85,7 +85,7 @@ def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[GroupBlocks
     """Raises InvalidRequest for hashes of another width, for ids that are none, and for too many parts."""
     if len(messages) > MAX_PARTS:
         raise InvalidRequest(
-            f"a job of {len(messages)} parts is over the limit of {MAX_PARTS}: one for each group will do"
+            f"a job of {len(messages)} parts is over the limit of {MAX_PARTS}: send one part per group"
         )
     return [
         GroupBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))

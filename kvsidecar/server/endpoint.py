@@ -86,11 +86,11 @@ class Endpoint:
             holder = os.pread(lock, 300, 0).decode(errors="replace") or "a process that has not named itself"
             if (left := deadline - time.monotonic()) <= 0:
                 raise SocketInUse(
-                    f"another kvsidecar serves {self.grpc_path} ({holder}): stop it, or give this one its own socket"
+                    f"another kvsidecar serves {self.grpc_path} ({holder}): stop it, or set socket to another path"
                 )
             if not told:
                 _log.warning(
-                    "waiting for another daemon to end",
+                    "waiting for another daemon to exit",
                     socket=str(self.grpc_path),
                     holder=holder,
                     wait_seconds=wait_seconds,
@@ -113,7 +113,9 @@ class Endpoint:
         for path in (self.grpc_path, self.attach_path):
             found = path.lstat()
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
-                raise SocketInUse(f"{path} is not the socket this daemon made: who else writes to its directory?")
+                raise SocketInUse(
+                    f"{path} is not the socket that this daemon created: another program writes to its directory"
+                )
             if stat.S_IMODE(found.st_mode) != self.mode:
                 raise SocketInUse(f"{path} has mode {stat.S_IMODE(found.st_mode):04o} instead of {self.mode:04o}")
 
@@ -133,7 +135,7 @@ class Endpoint:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(found.st_mode):
-            raise SocketInUse(f"{path} exists and is no socket: remove it, or set socket to another path")
+            raise SocketInUse(f"{path} exists and is not a socket: remove it, or set socket to another path")
         if found.st_uid != os.geteuid():
             raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set socket to another path")
         path.unlink()
@@ -156,4 +158,4 @@ def group_id(option: str, group: str | None) -> int | None:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigError(f"{option}='{group}' is not a group of this machine") from None
+        raise ConfigError(f"{option}='{group}' does not exist on this machine") from None

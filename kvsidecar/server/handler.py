@@ -170,7 +170,7 @@ class Handler:
                 "use the same kvsidecar release on both sides"
             )
         if self._readiness.refusal is Refusal.DRAINING:
-            raise Unavailable("the daemon is draining and takes no new ranks", refusal=Refusal.DRAINING)
+            raise Unavailable("the daemon is draining and accepts no new ranks", refusal=Refusal.DRAINING)
         registration = await self._instances.turns.run(translate.registration_from(message))
         session = await self._instances.register(registration)
         _log.info(
@@ -254,7 +254,7 @@ class Handler:
         if not caller.grant.admin:
             raise _not_admin(caller, "take back a drain")
         if cancelled := self._readiness.cancel_drain():
-            _log.info("drain taken back", by=str(caller.identity or "whoever may open the socket"))
+            _log.info("drain cancelled", by=str(caller.identity or "whoever may open the socket"))
         return pb.CancelDrainReply(cancelled=cancelled)
 
     def _permit_clear(self, namespace: Namespace | None, caller: Caller) -> None:

@@ -269,7 +269,7 @@ class Lane(asyncio.Protocol):
 
     async def _finish(self, error: KVSidecarError) -> None:
         self._handler.refused(error)
-        _log.warning("a connection is ended", client=self._peer.client, reason=str(error))
+        _log.warning("connection closed", client=self._peer.client, reason=str(error))
         if self._registering is not None:
             await asyncio.wait([self._end_stream(error)])
         self._send(pb.LaneReply(error=_error(error)))

@@ -219,7 +219,7 @@ class _Attached:
                     raise message
                 if self._outbox.qsize() >= MAX_UNREAD:
                     raise LimitExceeded(
-                        f"{MAX_UNREAD} answers wait for this client to read them: "
+                        f"{MAX_UNREAD} replies wait for this client to read them: "
                         "read the Attach stream while jobs are sent"
                     )
                 stream.take(message)

@@ -70,7 +70,9 @@ class RemoteService(Service):
 
     def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
         if isinstance(request, pb.LookupRequest) and (request.lease_ms or request.token):
-            raise NotPermitted("over TCP there is no lease: nobody would end it with its client; ask with lease_ms 0")
+            raise NotPermitted(
+                "leases are not available over TCP, because nothing would end them with their client; use lease_ms 0"
+            )
         names = names_of(context.auth_context())
         if not names:
             raise NotPermitted("the certificate has neither a subject alternative name nor a common name")

@@ -57,9 +57,9 @@ class Certificates:
         try:
             read = self._read()
         except ConfigError as error:
-            _log.error("certificates not read again: those before stay in force", reason=str(error))
+            _log.error("certificates not reloaded: the previous ones stay in use", reason=str(error))
             return None
-        _log.info("certificates read again", certificate=str(self._files.certificate))
+        _log.info("certificates reloaded", certificate=str(self._files.certificate))
         return read
 
     def _stamp(self) -> tuple[object, ...]:
@@ -76,12 +76,12 @@ class Certificates:
             context.load_cert_chain(files.certificate, files.key, password=_no_password)
         except (ssl.SSLError, ValueError) as error:
             pair = f"tls_certificate={str(files.certificate)!r} and tls_key={str(files.key)!r}"
-            raise ConfigError(f"{pair} are not a certificate and its key, in PEM ({_why(error)})") from error
+            raise ConfigError(f"{pair} are not a matching certificate and key in PEM format ({_why(error)})") from error
         try:
             context.load_verify_locations(cadata=authority.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
-                f"tls_client_ca={str(files.client_ca)!r} holds no certificates in PEM ({_why(error)})"
+                f"tls_client_ca={str(files.client_ca)!r} contains no PEM certificates ({_why(error)})"
             ) from error
         return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
@@ -108,9 +108,11 @@ def _content(option: str, path: Path, check: Callable[[str, os.stat_result], Non
 def _check_key(shown: str, found: os.stat_result) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o027:  # a group that may read it is how Kubernetes and certificate managers hand one over
-        raise ConfigError(f"{shown} has mode {mode:04o}: others may read it or its group write it; chmod 0640 or less")
+        raise ConfigError(
+            f"{shown} has mode {mode:04o}: readable by others or writable by its group; chmod 0640 or stricter"
+        )
     if found.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"{shown} belongs to uid {found.st_uid}: it must be root's or the daemon's own")
+        raise ConfigError(f"{shown} belongs to uid {found.st_uid}: it must belong to root or the daemon's user")
 
 
 def _no_password() -> str:

@@ -198,7 +198,7 @@ def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> Non
     ("arguments", "sentence"),
     [
         (("--only", "bandwith"), "did you mean bandwidth?"),
-        (("--only", ","), "--only names nothing"),
+        (("--only", ","), "--only names no measurement"),
         (("--pool-size", "lots"), "--pool-size='lots' is not a size"),
         (("--pool-size", "1MiB"), "--pool-size='1MiB' is less than 4 MiB"),
         (("--pin-size", "-1"), "--pin-size='-1' is not a size"),
@@ -207,7 +207,7 @@ def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> Non
         (("--socket", "/tmp/none.sock", "--", "--verify", "always"), "leave out --socket"),
         (("--json", "/no/such/directory/out.json"), "--json='/no/such/directory/out.json'"),
         (("--compare", "/no/such/file.json"), "--compare='/no/such/file.json' cannot be read"),
-        (("--plot", "/proc/nothing"), "--plot='/proc/nothing' cannot be made"),
+        (("--plot", "/proc/nothing"), "--plot='/proc/nothing' cannot be created"),
     ],
 )
 def test_a_bad_option_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:

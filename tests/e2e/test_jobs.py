@@ -254,6 +254,6 @@ def test_a_device_without_events_orders_on_the_host_and_says_so(daemon: DaemonPr
         rank.store(1, event=1)
         end = rank.next("done").done
         assert end.reason == "invalid_request"
-        assert "event 1 is none of the 0" in end.error
+        assert "event 1 is not in this rank's ring of 0" in end.error
         rank.store(2)
         assert rank.ended(1) == [(2, "")]

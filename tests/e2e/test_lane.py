@@ -339,7 +339,7 @@ def test_a_stream_registers_once(daemon: DaemonProcess, lane: RawLane, buffer: H
     assert lane.attach("done").job == 1, "the job that had begun was not finished"
     code, text = lane.ended()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "registers once" in text
+    assert "can register only once" in text
     assert daemon.metric("kvsidecar_attached_ranks") == 0
 
 

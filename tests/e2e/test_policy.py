@@ -239,7 +239,7 @@ def test_an_admin_group_that_is_none_stops_the_start(short_dir: Path) -> None:
         "serve", "--socket", str(short_dir / "kvs.sock"), "--device", "host", "--admin-group", "no such group"
     )
     assert refused.returncode == 78
-    assert "admin_group='no such group' is not a group of this machine" in refused.stderr
+    assert "admin_group='no such group' does not exist on this machine" in refused.stderr
 
 
 def test_with_a_private_socket_raw_clients_are_admins_as_ever(daemon: DaemonProcess) -> None:

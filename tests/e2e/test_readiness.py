@@ -30,7 +30,7 @@ from tests.harness import (
 )
 
 SLOW_PIN = "pool.pin_chunk=delay(0.15)"
-WAITING = "waiting for another daemon to end"
+WAITING = "waiting for another daemon to exit"
 CHUNKS = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
 
 
@@ -206,7 +206,7 @@ def test_a_drain_that_is_taken_back_leaves_everything_as_it_was(daemon: DaemonPr
     done(rank.store("b"))
     wait_until_ready(waiting)
     assert not rank.client.cancel_drain(), "it was not draining"
-    daemon.wait_log("drain taken back")
+    daemon.wait_log("drain cancelled")
     for client in (waiting, rank.client):
         client.close()
     buffer.close()
@@ -328,5 +328,5 @@ def test_a_file_in_the_sockets_place_is_not_removed(short_dir: Path) -> None:
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", str(path)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
     assert refused.returncode == 73
-    assert "is no socket" in refused.stderr
+    assert "is not a socket" in refused.stderr
     assert path.read_text() == "precious"

@@ -135,9 +135,9 @@ def test_nothing_attaches_over_tcp_and_nothing_is_leased(remote: Remote, pki: Pk
             "a rank attaches over the Unix socket": lambda: list(sidecar.Attach(iter([pb.AttachRequest()]))),
             "there are no leases": lambda: sidecar.Release(pb.ReleaseRequest(lease=1)),
             "are no leases": lambda: sidecar.Renew(pb.RenewRequest(lease=1)),
-            "there is no lease": lambda: sidecar.Lookup(lookup),
-            "is no lease": lambda: sidecar.Lookup(token),
-            "no lease": lambda: list(sidecar.LookupStream(iter([lookup]))),
+            "leases are not available over TCP": lambda: sidecar.Lookup(lookup),
+            "leases are not available": lambda: sidecar.Lookup(token),
+            "leases are not": lambda: list(sidecar.LookupStream(iter([lookup]))),
         }
         for text, ask in asked.items():
             with pytest.raises(grpc.RpcError, match=text) as caught:
@@ -207,12 +207,12 @@ def test_certificates_are_read_again_when_they_change_and_bad_ones_are_not_taken
     pki.key.write_text("half a file")
     assert serial() == first
     assert (
-        "are not a certificate and its key"
-        in remote.daemon.wait_log("certificates not read again: those before stay in force")["reason"]
+        "are not a matching certificate and key"
+        in remote.daemon.wait_log("certificates not reloaded: the previous ones stay in use")["reason"]
     )
     pki.issue("server", "localhost")
     assert serial() != first
-    remote.daemon.wait_log("certificates read again")
+    remote.daemon.wait_log("certificates reloaded")
     with RemoteClient(remote.address, pki.client("ops.example")) as client:
         assert client.status().epoch
 
@@ -220,12 +220,12 @@ def test_certificates_are_read_again_when_they_change_and_bad_ones_are_not_taken
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda pki: pki.key.chmod(0o644), "has mode 0644: others may read it"),
+        (lambda pki: pki.key.chmod(0o644), "has mode 0644: readable by others"),
         (lambda pki: pki.key.chmod(0o660), "has mode 0660"),
         (lambda pki: pki.key.unlink(), "cannot be read: No such file"),
-        (lambda pki: pki.certificate.write_text("x"), "are not a certificate and its key, in PEM"),
+        (lambda pki: pki.certificate.write_text("x"), "are not a matching certificate and key in PEM"),
         (lambda pki: shutil.copy(pki.issue("another", "localhost")[1], pki.key), "key values mismatch"),
-        (lambda pki: pki.ca_file.write_text("x"), "holds no certificates in PEM"),
+        (lambda pki: pki.ca_file.write_text("x"), "contains no PEM certificates"),
     ],
 )
 def test_files_that_cannot_be_used_stop_the_start_in_one_sentence(

@@ -242,7 +242,7 @@ def test_a_dead_collector_costs_spans_and_nothing_else(short_dir: Path, *, answe
                 return all(daemon.metric(f'kvsidecar_spans_total{{result="{fate}"}}') for fate in fates)
 
             eventually(both_after_a_store, pause=0.0)
-            daemon.wait_log("spans cannot be exported; this is said once, kvsidecar_spans_total counts them")
+            daemon.wait_log("spans cannot be exported; logged once, kvsidecar_spans_total counts them")
             assert daemon.metric('kvsidecar_spans_total{result="exported"}') == 0
             assert daemon.get("/health")[0] == 200
             assert daemon.terminate() == 0
@@ -265,7 +265,7 @@ def test_a_collector_that_hangs_does_not_keep_the_daemon_from_ending(short_dir: 
         with tracing(short_dir, **hung) as (daemon, rank):
             done(store(rank, "a", SAMPLED))
             assert daemon.terminate() == 0
-            assert daemon.wait_log("spans were left behind: the collector did not take them in time")["spans"] == 4
+            assert daemon.wait_log("spans dropped at shutdown: the collector did not accept them in time")["spans"] == 4
 
 
 def refused(tmp_path: Path, **variables: str) -> str:

@@ -138,7 +138,7 @@ def test_a_hello_with_other_descriptors_than_it_says_is_told_so(
     before = open_fds(daemon)
     with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=announced)), [buffer.fd] * sent) as connection:
         reply = welcome(connection)
-        assert f"announces {announced} descriptors, {sent} arrived" in reply.error
+        assert f"announces {announced} descriptors, but {sent} arrived" in reply.error
         assert not reply.token
         assert connection.recv(1) == b""
     wait_for(lambda: open_fds(daemon) <= before)

@@ -57,7 +57,7 @@ def test_a_load_is_over_when_the_daemon_has_ended_itself_and_nobody_comes_after_
         assert ended(daemon), "reported although a copy may still run"
         assert (end.job, end.outcome, end.reason) == (load, Outcome.FAILED, reason)
         assert daemon.process.wait(SECONDS) == EXIT_UNSETTLED
-        said = daemon.wait_log("a copy of unknown outcome: the daemon ends itself")
+        said = daemon.wait_log("a copy has an unknown outcome: the daemon exits")
         assert (said["level"], said["exit_code"]) == ("error", EXIT_UNSETTLED)
         assert what in manager.wait("STATUS", "not ready: ")["STATUS"]
         with DaemonProcess(short_dir) as successor:
@@ -141,5 +141,5 @@ def test_sigterm_does_not_wait_for_ever_for_a_copy_and_unpins_nothing_under_it(s
         assert rank.finish(load).outcome is Outcome.FAILED
         assert ended(daemon), "reported although a copy may still run"
         assert daemon.process.wait(SECONDS) == EXIT_UNSETTLED
-        daemon.wait_log("copies have not ended: the process ends without unpinning")
+        daemon.wait_log("copies are still running: the process exits without unpinning")
         rank.close()

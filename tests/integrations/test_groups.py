@@ -133,12 +133,12 @@ def test_the_draft_models_groups_are_those_that_vllm_flags_or_all() -> None:
 @pytest.mark.parametrize(
     ("specs", "values", "text"),
     [
-        ([EncoderOnlyAttentionSpec()], {}, "EncoderOnlyAttentionSpec, which this connector does not know"),
+        ([EncoderOnlyAttentionSpec()], {}, "EncoderOnlyAttentionSpec, which this connector does not support"),
         ([SinkFullAttentionSpec()], {}, "SinkFullAttentionSpec, which"),
         ([FullAttentionSpec()], {"caching": False}, "prefix caching is off"),
         ([FullAttentionSpec(24)], {}, "blocks of 24 tokens"),
         ([FullAttentionSpec(prefix_cacheable=False)], {}, "no KV cache group"),
-        ([FullAttentionSpec()], {"flags": {"host_resident": True}}, "lies in host memory"),
+        ([FullAttentionSpec()], {"flags": {"host_resident": True}}, "is in host memory"),
     ],
 )
 def test_what_cannot_be_offloaded_is_said_in_one_sentence(specs: list[Any], values: dict[str, Any], text: str) -> None:

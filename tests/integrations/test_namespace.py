@@ -187,5 +187,5 @@ def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     vllm_config.model_config.model = str(checkpoint(tmp_path / "model"))
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "model.safetensors").symlink_to("/proc/self/mem")
-    with pytest.raises(ValueError, match="cannot be told from others"):
+    with pytest.raises(ValueError, match="cannot be identified"):
         namespace(vllm_config)

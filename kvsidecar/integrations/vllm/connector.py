@@ -102,8 +102,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._gauges = {OWN_HASHES: int(own_hashes)}
         if own_hashes:
             _log.warning(
-                "kvsidecar: this engine's block hashes begin with a random seed: no other engine finds its blocks, nor "
-                "does this one after a restart; set PYTHONHASHSEED to the same number for all"
+                "kvsidecar: this engine's block hashes use a random seed: neither other engines nor this one after a "
+                "restart can hit its blocks; set PYTHONHASHSEED to the same number for all engines"
             )
         events = self._vllm_config.kv_events_config
         wants_events = events is not None and events.enable_kv_cache_events
@@ -419,8 +419,8 @@ def _check_failed_loads(kv_cache_config: Any) -> None:
     # vLLM 0.26 is told of a failed load by the ids of its blocks, and takes them for those of the only group.
     if groups > 1 and "failed_recving" not in KVConnectorOutput.__dataclass_fields__:
         raise ValueError(
-            f"this vLLM takes failed loads of models with one KV cache group only, and this one has {groups}: use a "
-            "later version, or --disable-hybrid-kv-cache-manager"
+            f"this vLLM supports failed loads only for models with one KV cache group, and this one has {groups}: use "
+            "a later version, or --disable-hybrid-kv-cache-manager"
         )
 
 

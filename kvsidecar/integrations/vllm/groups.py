@@ -106,7 +106,7 @@ def groups_of(
         ValueError: this engine's cache cannot be offloaded; one sentence that says why.
     """
     if not vllm_config.cache_config.enable_prefix_caching:
-        raise ValueError("prefix caching is off: blocks have no hashes to be found by; start with prefix caching")
+        raise ValueError("prefix caching is off, so blocks have no hashes: enable prefix caching")
     dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
     alignment, hash_tokens = resolve(kv_cache_config, vllm_config)
     drafts, lag_tokens = _drafts(vllm_config)
@@ -117,7 +117,7 @@ def groups_of(
         if not getattr(each.kv_cache_spec, "prefix_cacheable", True) or not getattr(each, "enable_kv_transfer", True):
             continue
         if getattr(each, "host_resident", False):
-            raise ValueError(f"KV cache group {index} lies in host memory")
+            raise ValueError(f"KV cache group {index} is in host memory")
         kind, window, mla = _kind(index, each.kv_cache_spec)
         block_tokens = each.kv_cache_spec.block_size * (dcp if _is_sharded(each.kv_cache_spec) else 1)
         if block_tokens % hash_tokens or alignment % block_tokens:
@@ -174,12 +174,12 @@ def _kind(index: int, spec: Any) -> tuple[Kind, int, bool]:
     if layers:
         kinds = {_kind(index, each) for each in layers}
         if len(kinds) > 1:
-            raise ValueError(f"KV cache group {index} has layers of different kinds")
+            raise ValueError(f"KV cache group {index} mixes layers of different kinds")
         return kinds.pop()
     names = _names(spec)
     kind = next((kind for name, kind in _KINDS if name in names), None)
     if kind is None:
-        raise ValueError(f"KV cache group {index} is a {type(spec).__name__}, which this connector does not know")
+        raise ValueError(f"KV cache group {index} is a {type(spec).__name__}, which this connector does not support")
     window = 0
     if kind is Kind.SLIDING_WINDOW:
         window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)

@@ -139,7 +139,7 @@ def checkpoint_of(model: str, hf_config: Any) -> Checkpoint:
                 return Checkpoint(f"{kind}-{digest[:12]}", digest)
             return Checkpoint(model, _listing_of(model))
     except OSError as error:
-        raise ValueError(f"the weights of {model} cannot be told from others: {error}") from error
+        raise ValueError(f"the weights of {model} cannot be identified: {error}") from error
     return Checkpoint(model, repr((model, getattr(hf_config, "_commit_hash", None))))
 
 

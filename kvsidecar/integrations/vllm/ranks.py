@@ -91,7 +91,7 @@ def place_of(vllm_config: Any, groups: Sequence[Group], facts: Sequence[str] | N
 
         torch.distributed.all_gather_object(stages, mine, group=pipeline.cpu_group)
     if any(found is None for _, found in stages):
-        raise ValueError("the KV cache of another pipeline stage cannot be offloaded: see its log")
+        raise ValueError("the KV cache of another pipeline stage cannot be offloaded: see the log of that stage")
     place = Place(
         tp_rank=tensor.rank_in_group,
         tp_size=tensor.world_size,

@@ -248,7 +248,7 @@ class SchedulerSide:
             self.counters.refused_resets += 1
             if not self._shut:
                 _log.warning(
-                    "kvsidecar: vLLM has not reset its prefix cache, whose blocks are in use: nothing is offloaded "
+                    "kvsidecar: vLLM refused to reset its prefix cache because blocks are in use: nothing is offloaded "
                     "until a reset with reset_connector succeeds"
                 )
             self._shut = True
@@ -260,8 +260,8 @@ class SchedulerSide:
         else:
             self.counters.unnamed_resets += 1
             _log.warning(
-                "kvsidecar: reset without a new name of the weights: this engine shares its blocks with no other until "
-                "it is told one (weights_version_file) or restarted"
+                "kvsidecar: reset without a new name for the weights: this engine shares its blocks with no other "
+                "until it gets a name (weights_version_file) or is restarted"
             )
         return True
 

@@ -151,8 +151,8 @@ class WorkerSide:
         else:
             self._left.append((client, list(self._loads.values())))
             _log.error(
-                "kvsidecar: the daemon has not let go of the KV cache in %g s; requests that were being loaded wait "
-                "for the end of its process",
+                "kvsidecar: the daemon has not unmapped the KV cache within %g s; requests with running loads wait "
+                "until its process has exited",
                 CLOSE_SECONDS,
             )
             for store in self._stores.values():
