@@ -17,7 +17,7 @@ help:
 	@echo "make test-vllm  install vLLM for the CPU into .venv-vllm and run the connector's tests, also on a real engine"
 	@echo "make soak    a daemon under engines that are killed at random, for SECONDS=120 on DEVICE=host"
 	@echo "make check   format, lint, types, import contracts, spelling, generated code, and the tests of deploy/ and docs/"
-	@echo "make hooks   the same checks at each commit, and the length of its subject"
+	@echo "make hooks   those checks at each commit that look at what changed, and the length of its subject"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make docs    write the reference pages of docs/ and build the site into build/docs"
 	@echo "make proto   regenerate kvsidecar/v1 from proto/"

@@ -20,9 +20,9 @@ from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests import harness
-from tests.e2e.test_limits import rss_mib, wait_for
+from tests.e2e.test_limits import rss_mib
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, environment, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, environment, eventually, hashes
 
 HASHES = 20_000
 FLOODED = 3000
@@ -74,7 +74,7 @@ def test_lookups_on_many_streams_that_nobody_reads_are_not_read_ahead(daemon: Da
         assert other.Lookup(small, timeout=SECONDS).ready
         before = rss_mib(daemon)
         with flood(daemon, streams):
-            wait_for(lambda: looked_up(daemon) >= streams)
+            eventually(lambda: looked_up(daemon) >= streams)
             waited = []
             while looked_up(daemon) < FLOODED:
                 done = looked_up(daemon)
@@ -141,7 +141,7 @@ def test_what_is_asked_on_a_stream_whose_attach_connection_has_ended_is_answered
         rank.store(1)
         daemon.wait_log("failpoint")
         connection.close()
-        wait_for(lambda: not _is_known(sidecar, rank.token))
+        eventually(lambda: not _is_known(sidecar, rank.token))
         rank.store(2)
         assert rank.done() == (2, pb.JobDone.OUTCOME_DECLINED, "draining")
         assert rank.done() == (1, pb.JobDone.OUTCOME_DONE, "")
@@ -190,7 +190,7 @@ def test_without_the_fast_lane_no_call_raises_when_the_daemon_goes(
         threads = [threading.Thread(target=ask, args=(call,)) for call in calls * 3]
         for thread in threads:
             thread.start()
-        wait_for(lambda: looked_up(daemon) > 0.25 * 20)
+        eventually(lambda: looked_up(daemon) > 0.25 * 20)
         daemon.process.send_signal(number)
         daemon.process.wait(SECONDS)
         going.set()

@@ -21,9 +21,8 @@ from kvsidecar.server.report import NAMESPACES_BYTES, RANKS_BYTES
 from kvsidecar.types import MAX_TEXT_BYTES, PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cli.test_main import run
-from tests.e2e.test_limits import wait_for
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
-from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, hashes
+from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, eventually, hashes
 
 NAMESPACES, RANKS, LARGE = 960, 200, 3
 HELLO = framed(pb.Hello(protocol=PROTOCOL, num_fds=1))
@@ -57,7 +56,7 @@ class Crowd:
         for number in range(NAMESPACES):
             with ExitStack() as leaving:
                 self._attach(number, stack if number < RANKS else leaving)
-        wait_for(lambda: daemon.metric("kvsidecar_attached_ranks") == RANKS)
+        eventually(lambda: daemon.metric("kvsidecar_attached_ranks") == RANKS)
 
     def _attach(self, number: int, stack: ExitStack) -> None:
         connection = stack.enter_context(hello(self._daemon, HELLO, [self._buffer.fd]))

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from kvsidecar.client import Blocks
-from tests.e2e.test_limits import rss_mib, wait_for
-from tests.harness import NAMESPACE, NUM_BLOCKS, DaemonProcess, Rank, done, hashes, layout
+from tests.e2e.test_limits import rss_mib
+from tests.harness import NAMESPACE, NUM_BLOCKS, DaemonProcess, Rank, done, eventually, hashes, layout
 
 ALLOWANCE_MIB = 16
 """For what allocators keep for themselves. What these tests were written against took ten times as much of each."""
@@ -30,7 +30,7 @@ def store_into(daemon: DaemonProcess, numbers: range) -> None:
         rank = Rank(daemon, namespace=dataclasses.replace(NAMESPACE, extra=f"{number}"))
         done(rank.store("a", "b"))
         rank.close()
-    wait_for(lambda: not daemon.metric("kvsidecar_attached_ranks"))
+    eventually(lambda: not daemon.metric("kvsidecar_attached_ranks"))
 
 
 def test_ranks_that_attach_and_store_nothing_leave_nothing(daemon: DaemonProcess) -> None:

@@ -18,7 +18,7 @@ from kvsidecar.server.half_read import MAX_HALF_READ_BYTES
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_lane import RawLane, frame, raw_lane
-from tests.e2e.test_limits import rss_mib, wait_for
+from tests.e2e.test_limits import rss_mib
 from tests.e2e.test_wire import framed, hello, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
 
@@ -93,7 +93,7 @@ def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProce
         assert refusals(daemon, "unfinished") >= fit
         assert refusals(daemon, "unfinished") + refusals(daemon, "limit") == many
         assert rss_mib(daemon) - start < 0.5 * with_fit, "what was read is kept"
-    wait_for(lambda: open_fds(daemon) <= fds + OWN_FDS)
+    eventually(lambda: open_fds(daemon) <= fds + OWN_FDS)
     done(rank.store("b"))
     rank.close()
 
@@ -141,7 +141,7 @@ def test_a_hello_with_other_descriptors_than_it_says_is_told_so(
         assert f"announces {announced} descriptors, but {sent} arrived" in reply.error
         assert not reply.token
         assert connection.recv(1) == b""
-    wait_for(lambda: open_fds(daemon) <= before)
+    eventually(lambda: open_fds(daemon) <= before)
     assert refusals(daemon, "invalid_request") == 1
     buffer.close()
 
@@ -194,7 +194,7 @@ def test_connections_that_are_held_keep_no_probe_out(daemon: DaemonProcess) -> N
         assert daemon.get("/ready")[0] == 200
         assert open_fds(daemon) <= before + http_connection.MAX_CONNECTIONS + 1
         assert refusals(daemon, "limit") >= 2 * http_connection.MAX_CONNECTIONS
-    wait_for(lambda: open_fds(daemon) <= before + 1)
+    eventually(lambda: open_fds(daemon) <= before + 1)
 
 
 def test_a_connection_that_is_used_outlives_those_that_only_hold(daemon: DaemonProcess) -> None:
