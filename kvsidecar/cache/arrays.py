@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 """Rows of blocks, slots (byte offsets in the pool), slabs, ticks."""
+Slots = Ints | list[int]
+"""Slots of one request. A list is for a few only: to make an array of them takes longer than what is done with them."""
 Words = npt.NDArray[np.uint64]
 """Block hashes, [n, words]: each padded with zeros to a multiple of eight bytes."""
 Bools = npt.NDArray[np.bool_]
@@ -48,7 +50,7 @@ def add_to(column: npt.NDArray[Any], rows: Ints, change: int) -> None:
         column[rows] += change
 
 
-def few(values: Ints | list[int]) -> list[int]:
+def few(values: Slots) -> list[int]:
     """To be walked one by one."""
     return values if isinstance(values, list) else values.tolist()
 

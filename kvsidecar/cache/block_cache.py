@@ -15,7 +15,6 @@ from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
 from kvsidecar.cache.eviction_policy import EvictionPolicy, LruPolicy
-from kvsidecar.cache.integrity import check_integrity
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import InvalidRequest
@@ -370,14 +369,6 @@ class BlockCache:
             evicted_blocks=table.evicted_blocks,
             evicted_bytes=table.evicted_bytes,
         )
-
-    def check_integrity(self) -> None:
-        """Recount everything: for tests, since it looks at every slot.
-
-        Raises:
-            AssertionError: with what does not add up.
-        """
-        check_integrity(self)
 
     def _end_leases(self, leases: list[Lease]) -> list[Lease]:
         for lease in leases:

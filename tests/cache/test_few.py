@@ -29,6 +29,7 @@ from kvsidecar.cache.arrays import FEW
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.types import LookupMode, Refusal
+from tests.cache.integrity import check_integrity
 from tests.cache.support import eviction_order, key, new_cache, open_space
 
 pytestmark = pytest.mark.timeout(600)
@@ -72,7 +73,7 @@ class Life:
         name, *arguments = step
         with loops_up_to(self.few):
             answer = getattr(self, name)(*arguments)
-            self.cache.check_integrity()
+            check_integrity(self.cache)
         return answer
 
     def begin(self, which: int, shard: int, names: list[int], node: int | None) -> object:

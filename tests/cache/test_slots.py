@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.integrity import check_slots
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, SlotState, size_class
+from tests.cache.integrity import check_slots
 from tests.cache.support import PAGE
 
 OWNER = 7
@@ -148,7 +148,7 @@ def test_what_is_larger_than_a_slab_does_not_fit() -> None:
     slots = allocator(8, 4)
     assert slots.fits(4 * PAGE)
     assert not slots.fits(4 * PAGE + 1)
-    assert slots.slots_per_slab(3 * PAGE) == 1
+    assert slots.slabs.slots_per_slab(3 * PAGE) == 1
 
 
 def test_bytes_are_counted_by_state_and_add_up() -> None:

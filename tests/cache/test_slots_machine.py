@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.integrity import check_slots
 from kvsidecar.cache.slots import SlotAllocator, SlotState
+from tests.cache.integrity import check_slots
 from tests.cache.support import PAGE
 
 NEEDS = st.dictionaries(st.integers(1, 4), st.integers(1, 4), min_size=1, max_size=3)

@@ -28,6 +28,7 @@ from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
+from tests.cache.integrity import check_integrity
 from tests.plans import copies_of
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
@@ -136,7 +137,7 @@ class World:
 def world() -> Iterator[World]:
     world = World()
     yield world
-    world.cache.check_integrity()
+    check_integrity(world.cache)
 
 
 async def test_a_block_is_readable_only_after_its_copy_is_over(world: World) -> None:
@@ -361,7 +362,7 @@ async def test_a_wrong_shard_that_another_load_reads_is_withdrawn_when_that_has_
     world.pool[7] ^= 1
     assert (await world.job(Direction.LOAD, "a")).reason is Refusal.CHECKSUM
     assert world.cache.stats().quarantined_bytes == 0
-    world.cache.check_integrity()
+    check_integrity(world.cache)
     worker.end()
     await first
     assert world.cache.stats().quarantined_bytes == SLOT

@@ -12,6 +12,7 @@ from kvsidecar.core.lookups import LookupResult, Lookups
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import Readiness
 from kvsidecar.types import LookupMode
+from tests.cache.integrity import check_integrity
 from tests.cache.support import keys, namespace, new_cache, open_space, store
 
 NAMES = keys(*range(4))
@@ -45,7 +46,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(module, "MAX_LEASED_BLOCKS", 6)
     made = World()
     yield made
-    made.cache.check_integrity()
+    check_integrity(made.cache)
 
 
 def test_leases_are_counted_over_all_connections_of_a_user(world: World) -> None:

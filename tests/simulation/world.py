@@ -30,6 +30,7 @@ from kvsidecar.server.service import Service
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.cache.integrity import check_integrity
 from tests.simulation.loop import SimLoop
 from tests.simulation.machine import Machine, SimHub, SimPlatform, Violation
 from tests.simulation.shapes import PAGE
@@ -203,7 +204,7 @@ class World:
         # Every change of the cache moves its tick or a gauge; without one there is nothing new to look at.
         now = (self.cache._tick, self.cache.stats())
         if now != self._checked:
-            self.cache.check_integrity()
+            check_integrity(self.cache)
             self._checked = now
 
     def check_end(self) -> None:
