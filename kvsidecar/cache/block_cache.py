@@ -225,6 +225,8 @@ class BlockCache:
             AssertionError: the store has ended before.
         """
         self._end_store(grant)
+        if not grant.reserved:
+            return 0  # its blocks were all present, and used when it began
         tick = self._next_tick()
         readable = sum([self._table.seal(part, tick) for part in reversed(grant.parts)])
         if grant.present:

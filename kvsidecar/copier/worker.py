@@ -216,7 +216,7 @@ class CopyWorker:
             self._changed.notify_all()
         return copy.future
 
-    def hurry(self, future: Future[CopyResult]) -> None:
+    def prioritize(self, future: Future[CopyResult]) -> None:
         """Let a queued copy be the next one; nothing happens if it runs or is over."""
         with self._changed:
             for copy in self._queue:

@@ -10,23 +10,20 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.copier.hub import DeviceHub
-from kvsidecar.copier.worker import CopyResult, CopyWorker
 from kvsidecar.core.access import Access, Caller, Identity
 from kvsidecar.core.copy_plan import BoundGroup, bind
+from kvsidecar.core.job import Job
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.registration import CudaAllocation, FdAllocation, Registration
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.errors import (
     AccessDenied,
-    CopyFailed,
     DeviceError,
-    DeviceLost,
     ImportRefused,
     InvalidRequest,
     NotPermitted,
@@ -84,55 +81,6 @@ class SessionGroup:
 
 
 @dataclass(slots=True, eq=False)
-class JobControl:
-    """A hand on a job that runs: it can be stopped before its copy starts, and never after."""
-
-    _stopped: Refusal | None = None
-    _worker: CopyWorker | None = None
-    _copying: Future[CopyResult] | None = None
-
-    def stopped(self) -> Refusal | None:
-        """Why the job shall not start, if it has not yet; None if it may."""
-        return self._stopped
-
-    def started(self, worker: CopyWorker, copying: Future[CopyResult]) -> None:
-        self._worker, self._copying = worker, copying
-
-    @property
-    def unsettled(self) -> str:
-        """What happened to its copy if that may still move bytes, now or later, as far as anybody here knows; else
-        empty."""
-        copying = self._copying
-        if copying is None or copying.cancelled():
-            return ""
-        if not copying.done():
-            return "it was given up"
-        error = copying.exception()
-        if error is None or (isinstance(error, CopyFailed | DeviceLost) and error.outcome_known):
-            return ""
-        return str(error) or type(error).__name__
-
-    def cancel(self, reason: Refusal) -> None:
-        """Do not start the copy, if it has not started yet."""
-        if self._stopped is None:
-            self._stopped = reason
-        if self._copying is not None:
-            self._copying.cancel()  # the worker's queue gives it up; a copy in flight cannot be cancelled
-
-    def hurry(self) -> None:
-        """Let the copy be the next one of its worker."""
-        if self._worker is not None and self._copying is not None:
-            self._worker.hurry(self._copying)
-
-
-@dataclass(frozen=True, slots=True)
-class RunningJob:
-    direction: Direction
-    task: asyncio.Task[None]
-    control: JobControl
-
-
-@dataclass(slots=True, eq=False)
 class Session:
     """One attached rank."""
 
@@ -143,10 +91,10 @@ class Session:
     memories: tuple[DeviceMemory, ...]
     groups: Mapping[int, SessionGroup]
     attached_at: float
-    jobs: TaskSet
-    """Jobs that run for this session. They belong to the daemon: a client that goes away does not stop its copies."""
-    jobs_by_id: dict[int, RunningJob] = field(default_factory=dict)
-    """Store and load jobs by the client's own numbers."""
+    tasks: TaskSet
+    """Those that run its jobs and flushes. A client that goes away does not stop its copies."""
+    jobs: dict[int, Job] = field(default_factory=dict)
+    """Those that are not over, by the client's own numbers."""
     events: tuple[DeviceEvent, ...] = ()
     """Ring of the engine's interprocess events; empty if stores are ordered on the host."""
     device_order_refused: str = ""
@@ -154,7 +102,7 @@ class Session:
     denied: bool = False
     """The policy has changed, and does not give the namespace to this user any more."""
     outstanding_blocks: int = 0
-    """Of jobs that are not over."""
+    """Blocks of `jobs`; a job without any counts as one."""
     idle: bool = False
     """The engine said that its GPU has nothing to do."""
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
@@ -162,6 +110,16 @@ class Session:
     """A copy of a job that is over may still touch the memory."""
     ending: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, job: Job) -> None:
+        """The job begins."""
+        self.jobs[job.number] = job
+        self.outstanding_blocks += job.num_blocks or 1
+
+    def remove(self, job: Job) -> None:
+        """The job is over."""
+        del self.jobs[job.number]
+        self.outstanding_blocks -= job.num_blocks or 1
 
     @property
     def imported_bytes(self) -> int:
@@ -374,7 +332,7 @@ class Instances:
             memories=tuple(memories),
             groups=groups,
             attached_at=self._clock(),
-            jobs=TaskSet(self._on_task_error),
+            tasks=TaskSet(self._on_task_error),
             events=events,
             device_order_refused=refused,
         )
@@ -393,15 +351,15 @@ class Instances:
                 event of a dead process, would never come (measured). Otherwise they are finished.
         """
         if gone:
-            for job in session.jobs_by_id.values():
-                job.control.cancel(Refusal.CANCELLED)
+            for job in session.jobs.values():
+                job.cancel(Refusal.CANCELLED)
         if session.ending:
             await session.ended.wait()
             return
         session.ending = True
         self._tell_busy()
         # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
-        await session.jobs.join()
+        await session.tasks.join()
         if session.unsettled:
             await session.ended.wait()  # nobody may be told that its memory is touched no more, before it is true
         await _close_events(session.events)

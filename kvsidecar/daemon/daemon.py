@@ -26,7 +26,7 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
-from kvsidecar.core.jobs import Transfers
+from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import Lookups
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
@@ -130,7 +130,7 @@ class Daemon:
         )
         self._instances = Instances(self._cache, self._hub, clock, self._task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
-        self._transfers = Transfers(
+        self._runner = JobRunner(
             self._cache,
             self._hub,
             self.readiness,
@@ -157,7 +157,7 @@ class Daemon:
             cache=self._cache,
             hub=self._hub,
             instances=self._instances,
-            transfers=self._transfers,
+            runner=self._runner,
             readiness=self.readiness,
             metrics=self._metrics,
             clock=clock,
@@ -167,7 +167,7 @@ class Daemon:
         self._handler = Handler(
             epoch=self.epoch,
             instances=self._instances,
-            transfers=self._transfers,
+            runner=self._runner,
             lookups=self._lookups,
             readiness=self.readiness,
             metrics=self._metrics,

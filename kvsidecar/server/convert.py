@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.core.hashes import PackedHashes
-from kvsidecar.core.jobs import GroupBlocks, JobResult
+from kvsidecar.core.job import GroupBlocks, JobResult
 from kvsidecar.core.layout import MAX_REGIONS, STEP
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.core.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, Registration

@@ -10,7 +10,7 @@ from typing import Any
 from kvsidecar import __version__
 from kvsidecar.core.access import Access, Caller
 from kvsidecar.core.hashes import PackedHashes
-from kvsidecar.core.jobs import Transfers
+from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import Lookups
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import Readiness
@@ -61,7 +61,7 @@ class Handler:
         *,
         epoch: int,
         instances: Instances,
-        transfers: Transfers,
+        runner: JobRunner,
         lookups: Lookups,
         readiness: Readiness,
         metrics: Metrics,
@@ -70,7 +70,7 @@ class Handler:
     ) -> None:
         self._epoch = epoch
         self._instances = instances
-        self._transfers = transfers
+        self._runner = runner
         self._lookups = lookups
         self._readiness = readiness
         self._metrics = metrics
@@ -127,9 +127,7 @@ class Handler:
             device_order_refused=session.device_order_refused,
         )
         send(pb.AttachReply(registered=registered))
-        return AttachStream(
-            session, send, instances=self._instances, readiness=self._readiness, transfers=self._transfers
-        )
+        return AttachStream(session, send, instances=self._instances, readiness=self._readiness, runner=self._runner)
 
     async def end(self, session: Session, *, gone: bool) -> None:
         """End a session in order; see `Instances.end`. Returns when its memory is unmapped."""

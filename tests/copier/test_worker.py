@@ -485,7 +485,7 @@ def test_a_hurried_copy_is_the_next_one(script: Script, worker: CopyWorker) -> N
     first = worker.submit(plan(1))
     assert script.waiting[1].wait(TIMEOUT)
     others = [worker.submit(plan(number)) for number in (2, 3, 4)]
-    worker.hurry(others[2])
+    worker.prioritize(others[2])
     script.gates[1].set()
     for future in (first, *others):
         future.result(TIMEOUT)

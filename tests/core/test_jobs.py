@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from kvsidecar.copier.worker import CopyResult
 from kvsidecar.core.access import Caller, Grant
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.copy_plan import bind
-from kvsidecar.core.jobs import MANY_JOBS, GroupBlocks, JobResult, Transfers
+from kvsidecar.core.job import GroupBlocks, Job, JobResult
+from kvsidecar.core.jobs import MANY_JOBS, UNEXPECTED, JobRunner
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import Readiness
 from kvsidecar.core.registration import Registration
@@ -86,8 +87,10 @@ class World:
         self.readiness.pinning()
         self.readiness.become_ready()
         self.stirs = 0
+        self.numbers = 0
+        self.answers: list[JobResult] = []
         self.unsettled: list[str] = []
-        self.transfers = Transfers(
+        self.runner = JobRunner(
             self.cache, self.hub, self.readiness, self.metrics, lambda: 0.0, slab_bytes=SLOTS * SLOT,
             checksums=Checksums(Verify.ALWAYS, lambda: self.pool), stir=self.stir, on_unsettled=self.unsettled.append,
         )  # fmt: skip
@@ -109,12 +112,25 @@ class World:
         assert self.session.unsettled
         assert self.metrics.value("kvsidecar_unsettled_copies_total", direction=direction.value) == 1
 
-    def job(self, direction: Direction, *names: str, at: list[int] | None = None) -> asyncio.Task[JobResult]:
+    def start(self, direction: Direction, *names: str, at: list[int] | None = None, lease: int | None = None) -> Job:
         hashes = [hashlib.sha256(name.encode()).digest() for name in names]
         parts = [GroupBlocks(0, hashes, np.array(at or range(len(names)), np.int64))]
-        if direction is Direction.STORE:
-            return asyncio.create_task(self.transfers.store(self.session, parts))
-        return asyncio.create_task(self.transfers.load(self.session, parts, None))
+        self.numbers += 1
+        job = Job(self.numbers, direction, parts, lease=lease, on_done=self.answers.append)
+        self.runner.start(self.session, job)
+        return job
+
+    def job(self, direction: Direction, *names: str, at: list[int] | None = None) -> asyncio.Task[JobResult]:
+        """What the job's client is answered, or what the job raises."""
+        job = self.start(direction, *names, at=at)
+
+        async def result() -> JobResult:
+            await job.task
+            assert job.result is not None
+            assert job.result in self.answers
+            return job.result
+
+        return asyncio.create_task(result())
 
     async def started(self, direction: Direction, count: int = 1) -> Worker:
         worker = self.hub.by_direction[direction]
@@ -138,6 +154,8 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     check_integrity(world.cache)
+    assert (world.session.jobs, world.session.outstanding_blocks, world.runner.num_running) == ({}, 0, 0)
+    assert not world.cache._stores, "the cache still waits for the end of a store"
 
 
 async def test_a_block_is_readable_only_after_its_copy_is_over(world: World) -> None:
@@ -221,12 +239,13 @@ async def test_a_load_has_its_pins_when_it_is_taken_whatever_comes_behind_it(wor
     hashes = [hashlib.sha256(name.encode()).digest() for name in "abcd"]
     lease, _ = world.cache.lookup_and_lease([(world.space, hashes)], LookupMode.PREFIX, 0.0, 9.0, "o")
     assert lease is not None
-    load = world.transfers.load(world.session, [GroupBlocks(0, hashes, np.arange(4, dtype=np.int64))], lease.id)
+    load = world.start(Direction.LOAD, *"abcd", lease=lease.id)
     assert world.cache.release(lease.id)
     assert (await world.job(Direction.STORE, "e")).reason is Refusal.POOL_FULL
-    loading = asyncio.create_task(load)
     (await world.started(Direction.LOAD)).end()
-    assert (await loading).copied_blocks == 4
+    await load.task
+    assert load.result is not None
+    assert load.result.copied_blocks == 4
     await world.stored("e")
 
 
@@ -288,15 +307,15 @@ async def test_work_is_declined_unless_ready_and_each_refusal_is_counted(world: 
 
 async def test_the_age_of_the_oldest_job_is_known_while_it_runs(world: World) -> None:
     now = 0.0
-    world.transfers._clock = lambda: now
+    world.runner._clock = lambda: now
     job = world.job(Direction.STORE, "a")
     worker = await world.started(Direction.STORE)
     now = 7.0
-    assert world.transfers.oldest_seconds(Direction.STORE) == 7.0
-    assert world.transfers.oldest_seconds(Direction.LOAD) == 0.0
+    assert world.runner.oldest_seconds(Direction.STORE) == 7.0
+    assert world.runner.oldest_seconds(Direction.LOAD) == 0.0
     worker.end()
     await job
-    assert world.transfers.oldest_seconds(Direction.STORE) == 0.0
+    assert world.runner.oldest_seconds(Direction.STORE) == 0.0
 
 
 async def test_the_loop_is_kept_awake_for_jobs_whose_end_somebody_waits_for(world: World) -> None:
@@ -366,3 +385,64 @@ async def test_a_wrong_shard_that_another_load_reads_is_withdrawn_when_that_has_
     worker.end()
     await first
     assert world.cache.stats().quarantined_bytes == SLOT
+
+
+ENDINGS: dict[str, tuple[Exception | Refusal | None, JobResult]] = {
+    "done": (None, JobResult(Outcome.DONE)),
+    "cancelled": (Refusal.CANCELLED, JobResult(Outcome.DECLINED, Refusal.CANCELLED)),
+    "too late": (Refusal.DEADLINE, JobResult(Outcome.DECLINED, Refusal.DEADLINE)),
+    "failed": (CopyFailed("bad", outcome_known=True), JobResult(Outcome.FAILED, Refusal.COPY_FAILED, "bad")),
+    "of unknown outcome": (
+        CopyFailed("bad", outcome_known=False),
+        JobResult(Outcome.FAILED, Refusal.COPY_FAILED, "bad", unsettled=True),
+    ),
+    "a bug": (RuntimeError("what"), replace(UNEXPECTED, unsettled=True)),
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_however_a_job_ends_it_is_answered_once_and_gives_back_all_it_held(
+    world: World, direction: Direction, how: str
+) -> None:
+    await world.stored("a")
+    world.answers.clear()
+    job = world.start(direction, "a" if direction is Direction.LOAD else "b")
+    assert world.session.jobs == {job.number: job}
+    assert world.session.outstanding_blocks == 1
+    worker = await world.started(direction, 1 if direction is Direction.LOAD else 2)
+    error, expected = ENDINGS[how]
+    if error is None:
+        worker.end()
+    elif isinstance(error, Refusal):
+        job.cancel(error)
+    else:
+        worker.futures[-1].set_exception(error)
+    await asyncio.wait([job.task])
+    assert [(each.outcome, each.reason, each.error, each.unsettled) for each in world.answers] == [
+        (expected.outcome, expected.reason, expected.error, expected.unsettled)
+    ]
+    assert job.grant is None
+    stats = world.cache.stats()
+    stores = direction is Direction.STORE
+    assert stats.reserved_bytes == 0
+    assert stats.quarantined_bytes == SLOT * (stores and expected.unsettled)
+    assert stats.loads == (not stores and expected.unsettled)
+    assert world.readable("a", "b") == [True, stores and how == "done"]
+
+
+async def test_a_store_of_what_is_there_already_leaves_nothing_with_the_cache(world: World) -> None:
+    """An engine that offers the same prompt again and again must not fill the daemon's memory with grants."""
+    await world.stored("a")
+    for _ in range(3):
+        assert (await world.job(Direction.STORE, "a")).skipped_blocks == 1
+    assert not world.cache._stores
+
+
+async def test_a_deadline_that_has_not_come_goes_with_its_job(world: World) -> None:
+    job = Job(1, Direction.STORE, [GroupBlocks(0, [bytes(32)], np.zeros(1, np.int64))])
+    world.runner.start(world.session, job, deadline=3600.0)
+    assert job.timer is not None
+    (await world.started(Direction.STORE)).end()
+    await job.task
+    assert job.timer.cancelled()

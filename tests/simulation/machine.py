@@ -303,7 +303,7 @@ class SimWorker:
         self._queue.append(copy)
         return copy.future
 
-    def hurry(self, future: Future[CopyResult]) -> None:
+    def prioritize(self, future: Future[CopyResult]) -> None:
         for copy in self._queue:
             if copy.future is future:
                 self._queue.remove(copy)

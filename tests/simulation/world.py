@@ -20,7 +20,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
-from kvsidecar.core.jobs import Transfers
+from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import Lookups
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import Readiness
@@ -149,14 +149,14 @@ class World:
             self.cache, self.hub, loop.time, self._task_failed, Access(None, owner=0, private=True)
         )
         checksums = Checksums(Verify.ALWAYS, lambda: self.machine.pool) if rng.random() < 0.5 else None
-        self.transfers = Transfers(
+        self.runner = JobRunner(
             self.cache, self.hub, self.readiness, _metrics(), loop.time, slab_bytes=SLAB, checksums=checksums
         )
         self.lookups = Lookups(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
         self.handler = Handler(
             epoch=1,
             instances=self.instances,
-            transfers=self.transfers,
+            runner=self.runner,
             lookups=self.lookups,
             readiness=self.readiness,
             metrics=_metrics(),
@@ -235,7 +235,9 @@ class World:
                 pages.update(range(start // PAGE, -(-end // PAGE)))
         if stats.quarantined_bytes > len(pages) * PAGE:
             raise Violation(f"{stats.quarantined_bytes} bytes are quarantined, {len(pages)} pages need to be")
-        if any(self.transfers.started_at.values()):
+        if self.runner.num_running:
             raise Violation("a job is still counted as running")
+        if self.cache._stores:
+            raise Violation(f"{len(self.cache._stores)} stores have never been ended")
         if len(self.tasks) and not self.unsettled():
             raise Violation(f"{len(self.tasks)} tasks never ended")
