@@ -16,7 +16,7 @@ from typing import Final
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, Device, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints, log
-from kvsidecar.support.keep_awake import NAP_SECONDS
+from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction
 
 _PR_SET_NAME: Final = 15
@@ -105,9 +105,8 @@ class CopyWorker:
         pool_address: what the plans' host offsets count from.
         chunk: asked from this thread; the most bytes that may be in flight at a time while an engine's own copies in
             this direction must pass, None while the whole link may be used.
-        before_end: called in this thread some 300 us before a longer copy is expected to end: time to wake up for
-            those who wait for it.
-        linger: seconds after a copy during which this thread sleeps lightly, so that it starts the next one at once.
+        guard: keeps the loop awake some 300 us before a longer copy is expected to end, for those who wait for it; and
+            this thread for a while after a copy, so that it starts the next one at once.
         on_failure: told once why this worker can copy no more, in its thread, after all futures are resolved.
 
     Raises:
@@ -121,16 +120,14 @@ class CopyWorker:
         pool_address: int,
         *,
         chunk: Callable[[], int | None] = lambda: None,
-        before_end: Callable[[], None] = lambda: None,
-        linger: float = 0.0,
+        guard: SleepGuard = NO_GUARD,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._device = device
         self._direction = direction
         self._pool_address = pool_address
         self._chunk = chunk
-        self._before_end = before_end
-        self._linger = linger
+        self._guard = guard
         self._on_failure = on_failure
         # Only the worker's thread uses these.
         self._calls: deque[CopyCall] = deque()
@@ -374,7 +371,7 @@ class CopyWorker:
         if sleep <= 0:
             if flight.copy.slept and any(each.mark is None for each in self._flights):
                 flight.copy.slept = False
-                self._before_end()
+                self._guard.keep_awake_from_thread()
             try:
                 flight.mark.wait()
             except CopyFailed as error:
@@ -419,8 +416,7 @@ class CopyWorker:
                 if self._queue:  # for their events, which nobody tells us about
                     self._changed.wait(POLL_SECONDS)
                 else:
-                    lingers = time.monotonic() - self._previous_end < self._linger
-                    self._changed.wait(NAP_SECONDS if lingers else None)
+                    self._changed.wait(self._guard.longest_wait(self._previous_end))
             copy.started = time.monotonic()
             self._running.append(copy)
         try:

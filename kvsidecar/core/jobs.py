@@ -25,6 +25,7 @@ from kvsidecar.core.sessions import Session, SessionGroup
 from kvsidecar.device.base import CopyPlan
 from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest
 from kvsidecar.support import failpoints
+from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction, Outcome, Refusal
 
 MANY_JOBS = 6
@@ -41,7 +42,7 @@ class JobRunner:
         slab_bytes: copies do not span two slabs: pin chunks begin at slabs, and a driver refuses a copy that spans
             two registrations.
         checksums: of the slots, if they are wanted.
-        stir: called when a job begins and when it ends.
+        guard: kept awake when a job begins and when it ends.
         on_ended: told each job when its answer is on its way; None costs nothing.
         on_unsettled: told in words of each job that is over although its copy may still move bytes.
     """
@@ -56,7 +57,7 @@ class JobRunner:
         *,
         slab_bytes: int,
         checksums: Checksums | None = None,
-        stir: Callable[[], None] = lambda: None,
+        guard: SleepGuard = NO_GUARD,
         on_ended: Callable[[Session, Job], None] | None = None,
         on_unsettled: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -67,7 +68,7 @@ class JobRunner:
         self._clock = clock
         self._slab_bytes = slab_bytes
         self._checksums = checksums
-        self._stir = stir
+        self._guard = guard
         self._on_ended = on_ended
         self._on_unsettled = on_unsettled
         self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
@@ -96,7 +97,7 @@ class JobRunner:
         Args:
             deadline: seconds from now after which its copy does not start any more.
         """
-        self._stir_for(session, job)
+        self._keep_awake_for(session, job)
         job.taken = self._clock()
         session.add(job)
         self._running[job.direction][job] = None
@@ -224,7 +225,7 @@ class JobRunner:
                 job.timer.cancel()
             del self._running[job.direction][job]
             session.remove(job)
-            self._stir_for(session, job)
+            self._keep_awake_for(session, job)
             if doubt:
                 result = replace(result, unsettled=True)
                 session.unsettled = True
@@ -260,11 +261,11 @@ class JobRunner:
             else:
                 self._cache.end_load(grant)
 
-    def _stir_for(self, session: Session, job: Job) -> None:
+    def _keep_awake_for(self, session: Session, job: Job) -> None:
         """Somebody may wait for the end of this job: not for a store that is paced anyway, nor where so many jobs
         follow each other that nothing sleeps."""
         if self.num_running < MANY_JOBS and self._hub.chunk(session.device.uuid, job.direction) is None:
-            self._stir()
+            self._guard.keep_awake()
 
     def _count(self, direction: Direction, result: JobResult) -> None:
         self._counts[direction].outcomes[result.outcome].inc()

@@ -10,6 +10,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import Readiness
+from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import LookupMode, Namespace, Refusal
 
 MAX_LEASES = 16384
@@ -42,7 +43,7 @@ class Lookups:
     Args:
         clock: monotonic seconds, the clock of leases.
         lease_max: the longest lease granted, in seconds.
-        stir: called with each lookup: loads follow.
+        guard: kept awake by each lookup: loads follow.
         owners_of: all owners of leases that are the same user as this one.
     """
 
@@ -54,10 +55,10 @@ class Lookups:
         clock: Callable[[], float],
         *,
         lease_max: float,
-        stir: Callable[[], None] = lambda: None,
+        guard: SleepGuard = NO_GUARD,
         owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner],
     ) -> None:
-        self._stir = stir
+        self._guard = guard
         self._owners_of = owners_of
         self._cache = cache
         self._readiness = readiness
@@ -87,7 +88,7 @@ class Lookups:
                 too many.
             owner: the peer with whose end the lease ends.
         """
-        self._stir()
+        self._guard.keep_awake()
         if (refusal := self._readiness.refusal) is not None:
             self._metrics.refuse(refusal)
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)

@@ -16,6 +16,7 @@ from kvsidecar.copier.worker import AHEAD_BYTES, TIMED_CALLS, CopyResult, CopyWo
 from kvsidecar.device.base import COPY, CopyCall, CopyList, CopyMark, CopyStream, PreparedCall
 from kvsidecar.device.host import HostDevice
 from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.support.keep_awake import SleepGuard
 from kvsidecar.types import Direction
 
 TIMEOUT = 30.0
@@ -590,17 +591,29 @@ def test_an_empty_plan_is_over_at_once(script: Script, unpaced: CopyWorker) -> N
     assert script.calls == []
 
 
+class Guard(SleepGuard):
+    """Says when a worker told it to keep the loop awake."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.told = threading.Event()
+
+    def keep_awake_from_thread(self) -> None:
+        self.told.set()
+
+
 def test_those_who_wait_are_woken_before_the_end_of_a_copy_that_the_worker_sleeps_through(script: Script) -> None:
-    told = threading.Event()
-    worker = CopyWorker(script, Direction.LOAD, POOL, before_end=told.set, linger=TIMEOUT)
+    guard = Guard(TIMEOUT)
+    worker = CopyWorker(script, Direction.LOAD, POOL, guard=guard)
     short, long = 1, AHEAD_BYTES - 1  # at the rate assumed at first: nothing, and 670 us
     worker.submit(plan(short)).result(TIMEOUT)
-    assert not told.is_set()
+    assert not guard.told.is_set()
     script.hold(long)
     future = worker.submit(plan(long))
     assert script.waiting[long].wait(TIMEOUT)  # the worker waits for the end itself: it has slept
-    assert told.is_set()
+    assert guard.told.is_set()
     assert not future.done()
     script.gates[long].set()
     assert future.result(TIMEOUT).nbytes == long
-    assert worker.close(TIMEOUT)  # at once, although it lingers
+    assert worker.close(TIMEOUT)  # at once, although it is kept awake
+    guard.close()

@@ -27,6 +27,7 @@ from kvsidecar.core.sessions import Peer, Session, SessionGroup
 from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints
+from kvsidecar.support.keep_awake import SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
 from tests.cache.integrity import check_integrity
@@ -75,6 +76,17 @@ class Fake:
     numa_node = None
 
 
+class Guard(SleepGuard):
+    """Counts how often it was told to keep awake."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.times = 0
+
+    def keep_awake(self) -> None:
+        self.times += 1
+
+
 class World:
     """A cache of four slots, one session with one group, and workers in the test's hands."""
 
@@ -86,13 +98,13 @@ class World:
         self.readiness = Readiness(SLOTS * SLOT)
         self.readiness.pinning()
         self.readiness.become_ready()
-        self.stirs = 0
+        self.guard = Guard()
         self.numbers = 0
         self.answers: list[JobResult] = []
         self.unsettled: list[str] = []
         self.runner = JobRunner(
             self.cache, self.hub, self.readiness, self.metrics, lambda: 0.0, slab_bytes=SLOTS * SLOT,
-            checksums=Checksums(Verify.ALWAYS, lambda: self.pool), stir=self.stir, on_unsettled=self.unsettled.append,
+            checksums=Checksums(Verify.ALWAYS, lambda: self.pool), guard=self.guard, on_unsettled=self.unsettled.append,
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
@@ -102,9 +114,6 @@ class World:
             1, peer, registration, Fake(), (DeviceMemory(0x10000, 8 * SLOT, b"k"),),
             {0: SessionGroup(layout, bind(layout, [0x10000]), self.space)}, 0.0, TaskSet(lambda *_: None),
         )  # type: ignore[arg-type]  # fmt: skip
-
-    def stir(self) -> None:
-        self.stirs += 1
 
     def says_once_that_a_copy_may_run(self, direction: Direction) -> None:
         (text,) = self.unsettled
@@ -320,17 +329,17 @@ async def test_the_age_of_the_oldest_job_is_known_while_it_runs(world: World) ->
 
 async def test_the_loop_is_kept_awake_for_jobs_whose_end_somebody_waits_for(world: World) -> None:
     await world.stored("a")
-    assert world.stirs == 2  # at the begin and at the end
+    assert world.guard.times == 2  # at the begin and at the end
     world.hub.paced = True
     await world.stored("b")
-    assert world.stirs == 2
+    assert world.guard.times == 2
     loads = [world.job(Direction.LOAD, "a") for _ in range(MANY_JOBS + 3)]
     worker = await world.started(Direction.LOAD, len(loads))
-    assert world.stirs == 2 + MANY_JOBS
+    assert world.guard.times == 2 + MANY_JOBS
     for future in worker.futures:
         future.set_result(CopyResult(SLOT, 0.0, 0.0, 0.0))
     await asyncio.gather(*loads)
-    assert world.stirs == 2 + 2 * MANY_JOBS
+    assert world.guard.times == 2 + 2 * MANY_JOBS
 
 
 @pytest.mark.parametrize("point", ["store.after_reserve", "store.before_copy"])
