@@ -139,7 +139,7 @@ def test_a_delay_in_one_thread_does_not_hold_up_another(monkeypatch: pytest.Monk
 
 def test_kill_ends_the_process_at_once() -> None:
     program = (
-        "import atexit; from kvsidecar import failpoints\n"
+        "import atexit; from kvsidecar.support import failpoints\n"
         "atexit.register(print, 'handlers ran')\n"
         "failpoints.configure_from_environment({'KVSIDECAR_FAILPOINTS': 'store.before_seal@1=kill'})\n"
         "failpoints.hit('store.before_seal'); print('alive', flush=True); failpoints.hit('store.before_seal')\n"
