@@ -17,11 +17,11 @@ NO_SLOT = -1
 FILLING = -2
 """A store has a slot reserved for this shard."""
 FIRST_ROWS = 16
-"""Of a table that gets its first block."""
+"""Rows of a table that gets its first block."""
 COPIED_ROWS = 65536
 """A table that grows beyond this gets all the rows it may ever need: what is copied then takes a few milliseconds."""
 SLOTS_BYTES = 1 << 32
-"""Of address space for the slots of all its rows, unless it has so many blocks."""
+"""Bytes of address space for the slots of all its rows, unless it has so many blocks."""
 SPARSE = 8
 """Rows for each block from which a table is rebuilt; for its first `COPIED_ROWS` / `SPARSE` blocks only."""
 
@@ -149,7 +149,7 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Of address space. What was never written to costs no memory."""
+        """Bytes of address space. What was never written to costs no memory."""
         columns = [getattr(self, name) for name in COLUMNS]
         return self.index.nbytes + self.policy.nbytes + sum([int(column.nbytes) for column in columns])
 

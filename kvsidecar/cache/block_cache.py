@@ -316,7 +316,7 @@ class BlockCache:
         """
         _end_load(grant)
 
-    def condemn(self, grant: LoadGrant, part: int, index: int) -> None:
+    def mark_corrupt(self, grant: LoadGrant, part: int, index: int) -> None:
         """A shard that this load was about to read is not what was sealed: its block is a miss from now on, and its
         slot is never used again. The load must still be ended.
 
@@ -325,7 +325,7 @@ class BlockCache:
         """
         require(grant.open, "the load has ended before")
         blocks, row, slot = grant.chains[part].blocks, grant.rows[part][index], grant.slots[part][index]
-        self._table.condemn(blocks, int(row), int(slot))
+        self._table.mark_corrupt(blocks, int(row), int(slot))
 
     # -- all of it ---------------------------------------------------------------------------------------------
 

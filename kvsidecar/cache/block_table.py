@@ -58,7 +58,7 @@ class BlockTable:
         """Bytes of the slots of blocks that leases and loads pin."""
         self.evicted_blocks = 0
         self.evicted_bytes = 0
-        self.condemned: set[int] = set()
+        self.corrupt: set[int] = set()
         """Slots to withdraw when their blocks are freed."""
 
     # -- spaces ------------------------------------------------------------------------------------------------
@@ -219,12 +219,12 @@ class BlockTable:
         self._free(blocks, rows)
         self._drop_if_unused(blocks.space)
 
-    def condemn(self, blocks: Blocks, row: int, slot: int) -> None:
+    def mark_corrupt(self, blocks: Blocks, row: int, slot: int) -> None:
         """The slot of a pinned block holds wrong bytes: detach the block, and never use the slot again.
 
         Others may be reading it now; it is withdrawn when they have ended.
         """
-        self.condemned.add(slot)
+        self.corrupt.add(slot)
         if not blocks.cleared and not blocks.detached[row]:
             self._detach(blocks, np.array([row]))
             self._drop_if_unused(blocks.space)
@@ -285,20 +285,20 @@ class BlockTable:
             self._free(blocks, idle)
             return len(idle)
         if blocks.can_stay(idle):
-            self._let_go(blocks, idle, tick, slots_are)
+            self._mark_evictable(blocks, idle, tick, slots_are)
             return len(idle)
         self._detach(blocks, idle[blocks.missing[idle] == blocks.space.num_shards])
         detached = blocks.detached[idle]
         self._free(blocks, idle[detached])
-        self._let_go(blocks, idle[~detached], tick, slots_are)
+        self._mark_evictable(blocks, idle[~detached], tick, slots_are)
         self._drop_if_unused(blocks.space)
         return len(idle)
 
-    def _let_go(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
+    def _mark_evictable(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
         blocks.evictable[rows] = True
         blocks.last_used[rows] = tick
         blocks.policy.insert(rows)
-        self.slots.let_go(blocks.held_slots(rows), tick, slots_are)
+        self.slots.mark_evictable(blocks.held_slots(rows), tick, slots_are)
 
     def _lose(self, part: StorePart, tick: int) -> None:
         part.blocks.slots[part.shard, part.rows] = NO_SLOT
@@ -316,11 +316,11 @@ class BlockTable:
     def _free(self, blocks: Blocks, rows: Ints) -> None:
         """Nobody needs these blocks, and nothing finds them."""
         slots = blocks.held_slots(rows)
-        if self.condemned:
+        if self.corrupt:
             slots = np.asarray(slots, np.int64)
-            bad = np.isin(slots, list(self.condemned))
-            self.condemned.difference_update(slots[bad].tolist())
-            self.slots.condemn(slots[bad])
+            bad = np.isin(slots, list(self.corrupt))
+            self.corrupt.difference_update(slots[bad].tolist())
+            self.slots.mark_corrupt(slots[bad])
             slots = slots[~bad]
         self.slots.free(slots)
         blocks.recycle(rows)

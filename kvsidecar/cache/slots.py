@@ -79,7 +79,7 @@ class SlotAllocator:
         self._bytes = [0] * len(SlotState)
         self._bytes[_FREE] = pool_bytes
         self._states = np.zeros(pool_bytes // SLOT_ALIGN, np.uint8)
-        """Of each slot. The slots of one slab lie side by side, and slabs one after the other as they are cut."""
+        """State of each slot. The slots of one slab lie side by side, and slabs one after the other as they are cut."""
         self._owners = np.zeros(len(self._states), np.int64)
         self._columns_used = 0
         self._cut_slabs: Counter[int] = Counter()
@@ -235,7 +235,7 @@ class SlotAllocator:
         """They may still be written to, for ever: RESERVED to QUARANTINED."""
         self._move(slots, _RESERVED, _QUARANTINED)
 
-    def condemn(self, slots: Ints) -> None:
+    def mark_corrupt(self, slots: Ints) -> None:
         """What they hold is not what was put in: HELD or EVICTABLE to QUARANTINED."""
         _, _, at = self._locate(slots)
         self.hold(slots[self._states[at] == _EVICTABLE])
@@ -245,7 +245,7 @@ class SlotAllocator:
         """Their blocks must stay: EVICTABLE to HELD."""
         self._move(slots, _EVICTABLE, _HELD)
 
-    def let_go(self, slots: Slots, tick: int, source: SlotState = SlotState.HELD) -> None:
+    def mark_evictable(self, slots: Slots, tick: int, source: SlotState = SlotState.HELD) -> None:
         """Their blocks were last used at ``tick`` and may be evicted: HELD, or RESERVED if they were just filled, to
         EVICTABLE. Ticks never go back."""
         self._move(slots, int(source), _EVICTABLE)

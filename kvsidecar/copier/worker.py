@@ -51,13 +51,13 @@ FIRST_RATE: Final = 100e9
 RATE_SAMPLE_BYTES: Final = 16 << 20
 """Smaller calls say more about latency than about the rate."""
 TIMED_CALLS: Final = 8
-"""Of a paced copy's calls one in so many is timed: the two events around it take 5 us, where a call of 2 MiB takes 45.
+"""One in so many calls of a paced copy is timed: the two events around it take 5 us, where a call of 2 MiB takes 45.
 The calls of one copy are slices of one plan."""
 RATE_DECAY: Final = 0.95
 """The best rate seen counts, and is forgotten slowly: a late look makes a sample too low, never too high."""
-SETTLE_SECONDS: Final = 2.0
+QUIESCE_SECONDS: Final = 2.0
 """After an error the device has this long to end what it was given. Copies take milliseconds."""
-SETTLE_POLL_SECONDS: Final = 1e-3
+QUIESCE_POLL_SECONDS: Final = 1e-3
 
 _log = log.get("worker")
 
@@ -74,7 +74,7 @@ class _Copy:
     calls: int = 0
     """Issued."""
     timed: list[tuple[CopyMark, int]] = field(default_factory=list)
-    """Of its calls that are over those that the device timed, and their bytes."""
+    """Calls that are done and that the device timed, and their bytes."""
     slept: bool = False
     """This thread has slept while the copy ran, so others may have."""
 
@@ -95,7 +95,7 @@ class CopyWorker:
 
     A future ends with its `CopyResult`, or with what the copy ended with: `CopyFailed` (the worker goes on) or
     `DeviceLost` (it does not). An exception that nobody expected ends the worker too. Of copies that were started,
-    ``outcome_known`` is True if the device said within `SETTLE_SECONDS` that all it was given is over; of those that
+    ``outcome_known`` is True if the device said within `QUIESCE_SECONDS` that all it was given is over; of those that
     were queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be
     cancelled.
 
@@ -131,16 +131,15 @@ class CopyWorker:
         self._on_failure = on_failure
         # Only the worker's thread uses these.
         self._calls: deque[CopyCall] = deque()
-        """Of `_issuing`, planned and not issued."""
+        """Calls of `_issuing` that are planned and not issued."""
         self._issuing: _Copy | None = None
         self._ready: tuple[int, PreparedCall] | None = None
         """The next call of `_issuing`: its bytes, and what the stream made of it."""
         self._flights: deque[_Flight] = deque()
         self._ahead = 0
         """Bytes of the calls in flight."""
-        self._last_end = 0.0
-        self._previous_end = 0.0
-        """Of the copy before."""
+        self._last_call_end = 0.0
+        self._last_copy_end = 0.0
         self._rate = FIRST_RATE
 
         self._changed = threading.Condition()
@@ -184,7 +183,7 @@ class CopyWorker:
         with self._changed:
             if not self._running:
                 return 0.0
-            return time.monotonic() - max(self._running[0].started, self._last_end)
+            return time.monotonic() - max(self._running[0].started, self._last_call_end)
 
     def submit(
         self,
@@ -260,10 +259,10 @@ class CopyWorker:
         opened.set_result(None)
         try:
             self._serve(stream)
-            _settle(stream)
+            _quiesce(stream)
             stream.close()
         except BaseException as error:  # noqa: BLE001 - no thread ends unheard: every future and the owner get it
-            self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and _settles(stream))
+            self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and _quiesces(stream))
 
     def _serve(self, stream: CopyStream) -> None:
         """Copy until closed and empty. Raises what the worker does not survive."""
@@ -317,7 +316,7 @@ class CopyWorker:
             self._calls.clear()
             self._issuing = None
             copy.failed = True
-            error = _settled(stream, error)
+            error = _quiesced(stream, error)
             self._end(copy)
             _fail(copy, error)
             return
@@ -330,7 +329,7 @@ class CopyWorker:
             flight = self._flights[0]
             if flight.mark is not None:
                 try:
-                    if not flight.mark.over():
+                    if not flight.mark.is_done():
                         return
                 except CopyFailed as error:
                     self._fail_flights(stream, error)
@@ -340,9 +339,9 @@ class CopyWorker:
             if flight.mark is not None:
                 self._ahead -= flight.nbytes
                 if flight.nbytes >= RATE_SAMPLE_BYTES:
-                    seconds = max(1e-6, now - max(self._last_end, flight.issued))
+                    seconds = max(1e-6, now - max(self._last_call_end, flight.issued))
                     self._rate = max(RATE_DECAY * self._rate, flight.nbytes / seconds)
-                self._last_end = now
+                self._last_call_end = now
                 if flight.timed:
                     flight.copy.timed.append((flight.mark, flight.nbytes))
             elif not flight.copy.failed:
@@ -353,7 +352,7 @@ class CopyWorker:
         copying = sum([mark.seconds() for mark, _ in copy.timed])
         if len(copy.timed) != copy.calls:
             copying *= copy.plan.nbytes / sum([nbytes for _, nbytes in copy.timed])
-        self._previous_end = now
+        self._last_copy_end = now
         self._end(copy)
         # The future may be resolved already: `close` gave up on it.
         with suppress(InvalidStateError):
@@ -366,7 +365,7 @@ class CopyWorker:
         assert flight.mark is not None
         sleep = 0.0
         if not spin:
-            begun = max(self._last_end, flight.issued)
+            begun = max(self._last_call_end, flight.issued)
             sleep = begun + self._bytes_to_first_end() / self._rate - SPIN_SECONDS - time.monotonic()
         if sleep <= 0:
             if flight.copy.slept and any(each.mark is None for each in self._flights):
@@ -394,7 +393,7 @@ class CopyWorker:
 
     def _fail_flights(self, stream: CopyStream, error: CopyFailed) -> None:
         """An asynchronous error belongs to nobody: all that is in flight fails with it."""
-        error = _settled(stream, error)
+        error = _quiesced(stream, error)
         copies = dict.fromkeys(flight.copy for flight in self._flights)
         self._flights.clear()
         self._ahead = 0
@@ -416,7 +415,7 @@ class CopyWorker:
                 if self._queue:  # for their events, which nobody tells us about
                     self._changed.wait(POLL_SECONDS)
                 else:
-                    self._changed.wait(self._guard.longest_wait(self._previous_end))
+                    self._changed.wait(self._guard.longest_wait(self._last_copy_end))
             copy.started = time.monotonic()
             self._running.append(copy)
         try:
@@ -431,7 +430,7 @@ class CopyWorker:
         """The first queued copy that may start; those that were cancelled, or can never start, are resolved."""
         for copy in tuple(self._queue):
             try:
-                if copy.after is not None and not copy.future.cancelled() and not copy.after.over():
+                if copy.after is not None and not copy.future.cancelled() and not copy.after.is_done():
                     continue
             except CopyFailed as error:
                 self._queue.remove(copy)
@@ -476,34 +475,34 @@ class CopyWorker:
         return f"the {self._direction} worker has ended: {type(failure).__name__}: {failure}"
 
 
-def _settle(stream: CopyStream) -> None:
+def _quiesce(stream: CopyStream) -> None:
     """Return when nothing moves any more that the stream was ever given.
 
     Raises:
-        CopyFailed: with ``outcome_known=False``: that is not so after `SETTLE_SECONDS`, or the device does not say.
+        CopyFailed: with ``outcome_known=False``: that is not so after `QUIESCE_SECONDS`, or the device does not say.
         DeviceLost: the context is gone.
     """
-    failpoints.hit("copy.settle")
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while not stream.over():
+    failpoints.hit("copy.quiesce")
+    deadline = time.monotonic() + QUIESCE_SECONDS
+    while not stream.is_done():
         if time.monotonic() >= deadline:
-            raise CopyFailed(f"copies still run {SETTLE_SECONDS:g} s after an error", outcome_known=False)
-        time.sleep(SETTLE_POLL_SECONDS)
+            raise CopyFailed(f"copies still run {QUIESCE_SECONDS:g} s after an error", outcome_known=False)
+        time.sleep(QUIESCE_POLL_SECONDS)
 
 
-def _settles(stream: CopyStream) -> bool:
+def _quiesces(stream: CopyStream) -> bool:
     """Whether nothing moves any more, or soon does not."""
     try:
-        _settle(stream)
+        _quiesce(stream)
     except Exception as error:  # noqa: BLE001 - whatever it is: then nobody knows
         _log.error("copies were not seen to end", error=f"{type(error).__name__}: {error}")
         return False
     return True
 
 
-def _settled(stream: CopyStream, error: CopyFailed) -> CopyFailed:
+def _quiesced(stream: CopyStream, error: CopyFailed) -> CopyFailed:
     """A copy's error, after what the device was given is over if that is possible."""
-    if error.outcome_known or not _settles(stream):
+    if error.outcome_known or not _quiesces(stream):
         return error
     return CopyFailed(str(error), outcome_known=True)
 

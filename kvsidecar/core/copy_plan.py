@@ -44,13 +44,13 @@ MAX_BATCH: Final = 256
 MAX_PITCHED: Final = 64
 """Pitched copies in one call; the call takes about a microsecond for each before it returns."""
 CALL_BYTES: Final = 32 << 20
-"""Of one call: progress is known at the end of a call, so this bounds how far a worker is behind."""
+"""The most bytes of one call: progress is known at the end of a call, so this bounds how far a worker is behind."""
 LEAD_BYTES: Final = 16 << 20
-"""Of the first slice."""
+"""Bytes of the first slice."""
 SLICE_BYTES: Final = 128 << 20
-"""Of the following ones: planning one takes less time than copying the one before."""
+"""Bytes of the following slices: planning one takes less time than copying the one before."""
 PACED_CALLS: Final = 8
-"""Of one slice while stores are paced: whether they are is asked once a slice."""
+"""Calls in one slice while stores are paced: whether they are is asked once a slice."""
 FEW: Final = 4
 """So few pieces are faster without a batch, which has a start-up cost of about 10 µs."""
 CUT_BYTES: Final = 4096
@@ -79,7 +79,7 @@ class Columns:
     """What is copied of every block: one entry per pitched copy or piece, bytes and addresses as uint64."""
 
     address: npt.NDArray[np.uint64]
-    """Of the entry's first row in block 0."""
+    """Where the entry's first row of block 0 lies."""
     block_stride: npt.NDArray[np.uint64]
     pitch: npt.NDArray[np.uint64]
     row_bytes: npt.NDArray[np.uint64]

@@ -184,7 +184,7 @@ class JobRunner:
             wrong := await asyncio.to_thread(_wrong, self._checksums, grant, groups, job.parts)
         ):
             for part, index in wrong:
-                self._cache.condemn(grant, part, index)
+                self._cache.mark_corrupt(grant, part, index)
             return _declined(Refusal.CHECKSUM)
         if job.stopped is not None:
             return _declined(job.stopped)

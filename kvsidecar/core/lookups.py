@@ -14,9 +14,9 @@ from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import LookupMode, Namespace, Refusal
 
 MAX_LEASES = 16384
-"""Of one user, and of all leases together that are nobody's."""
+"""Leases that one user may have, and all together that are nobody's."""
 MAX_LEASED_BLOCKS = 1 << 22
-"""In the leases of one user, 8 bytes each; a block that is in two counts twice."""
+"""Blocks in the leases of one user, 8 bytes each; a block that is in two counts twice."""
 
 
 @dataclass(frozen=True, slots=True)

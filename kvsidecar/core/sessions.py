@@ -41,7 +41,7 @@ ID_BITS = 48
 
 
 MAX_RANKS = 256
-"""Of one user."""
+"""Ranks that one user may attach."""
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class Instances:
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
         self.turns = Turns()
-        """Of what takes long about a registration."""
+        """Whose turn it is, among registrations that take long to check."""
 
     # -- access ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Instances:
         )
 
     def tokens_of(self, token: object) -> list[bytes]:
-        """Of all live peers of the user that has this one."""
+        """The tokens of all live peers of the user that has this one."""
         uid = self.uid_of(token)
         return [] if uid is None else list(self._tokens_of[uid])
 

@@ -129,7 +129,7 @@ class HostPool:
 
     @property
     def address(self) -> int:
-        """Of the first byte. A RuntimeError before `pin` has reserved it and after it was given back."""
+        """Where the first byte lies. A RuntimeError before `pin` has reserved it and after it was given back."""
         if self._address is None:
             raise RuntimeError("the pool is not reserved")
         return self._address

@@ -16,7 +16,7 @@ _STAND_INS: Final = dict(zip("█░▁▂▃▄▅▆▇━╸╺─│·•…
 
 
 class Stream(Protocol):
-    """Of a file what is asked here."""
+    """The part of a file that is asked here."""
 
     def fileno(self) -> int: ...
 

@@ -414,12 +414,12 @@ def begin_load(cache: BlockCache, space: Space, *names: str) -> LoadGrant:
     return load
 
 
-def test_a_condemned_block_is_a_miss_and_its_slot_is_withdrawn_when_the_last_load_ends() -> None:
+def test_a_corrupt_block_is_a_miss_and_its_slot_is_withdrawn_when_the_last_load_ends() -> None:
     cache = new_cache(2)
     space = open_space(cache)
     store(cache, space, "a", "b")
     bad, other = begin_load(cache, space, "b", "a"), begin_load(cache, space, "a")
-    cache.condemn(bad, 0, 1)
+    cache.mark_corrupt(bad, 0, 1)
     assert names_readable(cache, space, "a", "b") == ["b"]
     cache.end_load(bad)
     assert cache.stats().quarantined_bytes == 0
@@ -431,26 +431,26 @@ def test_a_condemned_block_is_a_miss_and_its_slot_is_withdrawn_when_the_last_loa
     check_integrity(cache)
 
 
-def test_the_other_shards_of_a_condemned_block_free_their_slots() -> None:
+def test_the_other_shards_of_a_corrupt_block_free_their_slots() -> None:
     cache = new_cache(2)
     space = open_space(cache, shards=(1, 1))
     store(cache, space, "a")
     load = begin_load(cache, space, "a")
-    cache.condemn(load, 0, 0)
-    cache.condemn(load, 0, 0)
+    cache.mark_corrupt(load, 0, 0)
+    cache.mark_corrupt(load, 0, 0)
     cache.end_load(load)
     assert (cache.stats().quarantined_bytes, cache.stats().free_bytes) == (PAGE, PAGE)
     with pytest.raises(AssertionError, match="ended before"):
-        cache.condemn(load, 0, 0)
+        cache.mark_corrupt(load, 0, 0)
     check_integrity(cache)
 
 
-def test_a_condemned_hash_can_be_stored_anew_elsewhere() -> None:
+def test_a_corrupt_hash_can_be_stored_anew_elsewhere() -> None:
     cache = new_cache(2)
     space = open_space(cache)
     store(cache, space, "a")
     load = begin_load(cache, space, "a")
-    cache.condemn(load, 0, 0)
+    cache.mark_corrupt(load, 0, 0)
     store(cache, space, "a")
     assert begin_load(cache, space, "a").slots[0] != load.slots[0]
     cache.end_load(load)

@@ -105,9 +105,9 @@ class Life:
             self.cache.end_load(self.loads.pop(end % len(self.loads)))
         return [each.tolist() for each in (*grant.slots, *grant.rows)]
 
-    def condemn(self, which: int) -> object:
+    def mark_corrupt(self, which: int) -> object:
         grants = [grant for grant in self.loads if len(grant.rows[0])]
-        return self.cache.condemn(grants[which % len(grants)], 0, 0) if grants else None
+        return self.cache.mark_corrupt(grants[which % len(grants)], 0, 0) if grants else None
 
     def lease(self, which: int, names: list[int], mode: LookupMode) -> object:
         part = (self.spaces[which % len(self.spaces)], [key(each) for each in names])
@@ -146,7 +146,7 @@ STEPS = st.one_of(
     st.tuples(st.just("load"), WHICH, NAMES, st.integers(-1, 3)),
     st.tuples(st.just("lease"), WHICH, NAMES, st.sampled_from(list(LookupMode))),
     st.tuples(st.just("release"), WHICH),
-    st.tuples(st.just("condemn"), WHICH),
+    st.tuples(st.just("mark_corrupt"), WHICH),
     st.tuples(st.just("clear"), st.integers(0, 3)),
 )
 SHAPES = st.sampled_from(

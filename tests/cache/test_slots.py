@@ -156,7 +156,7 @@ def test_bytes_are_counted_by_state_and_add_up() -> None:
     a, b, c, d = (take(slots, 1) for _ in range(4))
     slots.seal(at(b))
     slots.seal(at(c))
-    slots.let_go(at(c), 1)
+    slots.mark_evictable(at(c), 1)
     slots.quarantine(at(d))
     assert [slots.bytes_in(state) // PAGE for state in SlotState] == [4, 1, 1, 1, 1]
     assert slots.busy_bytes == 3 * PAGE
@@ -209,7 +209,7 @@ def test_a_slot_of_an_uncut_slab_cannot_be_freed() -> None:
 def test_states_change_only_along_the_life_of_a_slot() -> None:
     slots = allocator(2, 2)
     slot = take(slots, 1)
-    for wrong in (slots.hold, lambda slot: slots.let_go(slot, 1)):
+    for wrong in (slots.hold, lambda slot: slots.mark_evictable(slot, 1)):
         with pytest.raises(AssertionError, match="is not"):
             wrong(at(slot))
     slots.seal(at(slot))
@@ -224,7 +224,7 @@ def test_states_change_only_along_the_life_of_a_slot() -> None:
 def evictable(slots: SlotAllocator, pages: int, tick: int) -> int:
     page = take(slots, pages)
     slots.seal(at(page))
-    slots.let_go(at(page), tick)
+    slots.mark_evictable(at(page), tick)
     return page
 
 

@@ -64,7 +64,7 @@ class Script(HostDevice):
         self.wait_errors: dict[int, BaseException] = {}
         self.open_error: BaseException | None = None
         self.close_error: BaseException | None = None
-        self.settled: bool | BaseException = True
+        self.quiesced: bool | BaseException = True
         """What the stream says when it is asked whether all it was given is over."""
         self.gates: dict[int, threading.Event] = {}
         """A wait for this plan does not return before its gate is set."""
@@ -103,11 +103,11 @@ class ScriptedStream:
             raise self._script.issue_errors[call.nbytes]
         return ScriptedMark(self._script, call.nbytes, timed=timed)
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         self._script.threads.add(threading.get_ident())
-        if isinstance(self._script.settled, BaseException):
-            raise self._script.settled
-        return self._script.settled
+        if isinstance(self._script.quiesced, BaseException):
+            raise self._script.quiesced
+        return self._script.quiesced
 
     def close(self) -> None:
         self._script.threads.add(threading.get_ident())
@@ -123,7 +123,7 @@ class ScriptedMark:
         self._timed = timed
         self._ended = False
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         gate = self._script.gates.get(self._nbytes)
         if gate is not None and not gate.is_set():
             return False
@@ -161,7 +161,7 @@ class Failures:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(worker_module, "QUIESCE_SECONDS", 0.01)
     return Script()
 
 
@@ -239,23 +239,23 @@ def test_the_thread_has_a_name(script: Script, worker: CopyWorker) -> None:
     assert "store-host" in [thread.name for thread in threading.enumerate()]
 
 
-SETTLED = [True, False, CopyFailed("who knows", outcome_known=False), DeviceLost("gone"), RuntimeError("a bug")]
+QUIESCED = [True, False, CopyFailed("who knows", outcome_known=False), DeviceLost("gone"), RuntimeError("a bug")]
 
 
-@pytest.mark.parametrize("settled", SETTLED, ids=repr)
+@pytest.mark.parametrize("quiesced", QUIESCED, ids=repr)
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("at", ["issue", "wait"])
 def test_a_failed_copy_reaches_its_future_and_the_next_goes_on(
-    script: Script, worker: CopyWorker, failures: Failures, at: str, known: bool, settled: bool | BaseException
+    script: Script, worker: CopyWorker, failures: Failures, at: str, known: bool, quiesced: bool | BaseException
 ) -> None:
     """Its outcome is known if the device has said so, at once or when it was asked what still runs."""
     errors = script.issue_errors if at == "issue" else script.wait_errors
     errors[1] = CopyFailed("refused", outcome_known=known)
-    script.settled = settled
+    script.quiesced = quiesced
     bad, good = worker.submit(plan(1)), worker.submit(plan(2))
-    assert outcome_known(bad) is (known or settled is True)
+    assert outcome_known(bad) is (known or quiesced is True)
     assert good.result(TIMEOUT).nbytes == 2
-    script.settled = True
+    script.quiesced = True
     assert worker.alive
     assert failures.errors == []
 
@@ -284,7 +284,7 @@ def test_a_lost_device_fails_all_and_takes_no_more(
     assert "issue 3" not in script.calls
 
 
-@pytest.mark.parametrize("settled", SETTLED, ids=repr)
+@pytest.mark.parametrize("quiesced", QUIESCED, ids=repr)
 @pytest.mark.parametrize("at", ["issue", "wait"])
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
 def test_an_unexpected_error_is_heard_by_all(
@@ -293,17 +293,17 @@ def test_an_unexpected_error_is_heard_by_all(
     failures: Failures,
     at: str,
     error: BaseException,
-    settled: bool | BaseException,
+    quiesced: bool | BaseException,
 ) -> None:
     script.hold(1)
-    script.settled = settled
+    script.quiesced = quiesced
     (script.issue_errors if at == "issue" else script.wait_errors)[2] = error
     held = worker.submit(plan(1))
     assert script.waiting[1].wait(TIMEOUT)
     current, queued = worker.submit(plan(2)), worker.submit(plan(3))
     script.gates[1].set()
     assert held.result(TIMEOUT).nbytes == 1
-    assert outcome_known(current) is (settled is True)  # else some of it may still be moving
+    assert outcome_known(current) is (quiesced is True)  # else some of it may still be moving
     assert outcome_known(queued) is True  # never started
     reason = current.exception()
     assert reason is not None
@@ -440,7 +440,7 @@ class Gate:
         self.error: Exception | None = None
         self.asked = threading.Event()
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         self.asked.set()
         if self.error:
             raise self.error
@@ -549,7 +549,7 @@ def test_a_refused_call_ends_its_copy_and_not_those_in_flight(script: Script, un
 def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: Script, unpaced: CopyWorker) -> None:
     """Nobody knows whose error it is."""
     script.wait_errors[1] = CopyFailed("asynchronous", outcome_known=False)
-    script.settled = False
+    script.quiesced = False
     script.hold(1)
     door = Door()
     unpaced.submit(door)
@@ -559,28 +559,28 @@ def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: 
     script.gates[1].set()
     assert [outcome_known(future) for future in futures] == [False, False]
     assert unpaced.submit(plan(3)).result(TIMEOUT).nbytes == 3
-    script.settled = True
+    script.quiesced = True
 
 
 def test_a_device_that_takes_a_while_to_end_what_it_was_given_is_waited_for(
     script: Script, worker: CopyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", TIMEOUT)
+    monkeypatch.setattr(worker_module, "QUIESCE_SECONDS", TIMEOUT)
     script.wait_errors[1] = CopyFailed("asynchronous", outcome_known=False)
-    script.settled = False
+    script.quiesced = False
     asked = threading.Event()
     monkeypatch.setattr(worker_module.time, "sleep", lambda _: asked.set())
     failed = worker.submit(plan(1))
     assert asked.wait(TIMEOUT)
     assert not failed.done()
-    script.settled = True
+    script.quiesced = True
     assert outcome_known(failed) is True
 
 
 def test_a_worker_that_is_closed_while_the_device_is_not_done_says_so(
     script: Script, worker: CopyWorker, failures: Failures
 ) -> None:
-    script.settled = False
+    script.quiesced = False
     assert worker.close(TIMEOUT)
     assert [str(error) for error in failures.errors] == ["copies still run 0.01 s after an error"]
     assert "close" not in script.calls, "a stream was given back with copies in flight"

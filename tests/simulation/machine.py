@@ -59,7 +59,7 @@ class Event:
     done: bool = True
     closed: bool = False
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         if self.closed:
             raise Violation("an event was asked after it was closed")
         return self.done
@@ -333,7 +333,7 @@ class SimWorker:
             copy.future.set_result(CopyResult(copy.nbytes, 0.0, 0.0, 0.0))
 
     def _startable(self, copy: Copy) -> bool:
-        return copy.future.cancelled() or copy.after is None or copy.after.over()
+        return copy.future.cancelled() or copy.after is None or copy.after.is_done()
 
     def _start(self) -> None:
         copy = next(copy for copy in self._queue if self._startable(copy))
