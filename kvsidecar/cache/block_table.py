@@ -107,20 +107,10 @@ class BlockTable:
         """
         blocks = space.blocks
         rows = blocks.index.find(keys)
-        unknown = where_negative(rows)
-        created = NO_INTS
-        while len(unknown):
-            new = unknown[first_of_each(keys.tags[unknown])] if len(unknown) > 1 else unknown
-            rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))
-            if len(new) == len(rows):
-                blocks.slots[shard, rows] = FILLING
-                return StorePart(blocks, shard, new, rows, rows, keys, rows), 0
-            created = rows[new] if created is NO_INTS else np.concatenate([created, rows[new]])
-            # A hash that comes twice finds what the first has created. Two that differ but have one tag, about one job
-            # of 512 blocks in 16,000, do not: the second is created in a round of its own.
-            again = unknown[~np.isin(unknown, new)]
-            rows[again] = blocks.index.find(keys.take(again))
-            unknown = again[rows[again] < 0]
+        created = _create_unknown(blocks, keys, rows)
+        if len(created) == len(rows):  # all of them are new, and none comes twice
+            blocks.slots[shard, rows] = FILLING
+            return StorePart(blocks, shard, np.arange(len(rows)), rows, created, keys, rows), 0
         slots = blocks.slots[shard, rows]
         wanted, present = slots == NO_SLOT, slots >= 0
         wanted &= first_of_each(rows)
@@ -352,6 +342,27 @@ class BlockTable:
     def _capacity(self, space: Space) -> int:
         """Blocks of this space that the pool has room for: each has a slot at least."""
         return self.slots.total_bytes // min(size for size in space.slot_sizes if size) + SPARE_ROWS
+
+
+def _create_unknown(blocks: Blocks, keys: Keys, rows: Ints) -> Ints:
+    """Create the blocks of hashes that have no row yet, each once, and fill their rows in. The rows of new blocks.
+
+    Which of the hashes are equal their tags say, in a fraction of the time. One that comes twice then finds the block
+    that was created for the first. Two that differ may have one tag (in about one job of 512 blocks in 16,000): the
+    second finds nothing, and is created in another round.
+    """
+    created = NO_INTS
+    unknown = where_negative(rows)
+    while len(unknown):
+        new = unknown[first_of_each(keys.tags[unknown])] if len(unknown) > 1 else unknown
+        rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))
+        created = np.concatenate((created, rows[new])) if len(created) else rows[new]
+        if len(new) == len(unknown):
+            break
+        again = unknown[rows[unknown] < 0]
+        rows[again] = blocks.index.find(keys.take(again))
+        unknown = again[rows[again] < 0]
+    return created
 
 
 def _set_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -> None:

@@ -275,7 +275,7 @@ class CopyWorker:
                 if chunk is None:
                     self._retire(stream)
             elif self._flights:
-                self._wait(stream, spin=chunk is not None)
+                self._wait(stream, paced=chunk is not None)
                 self._retire(stream)
             elif not filled:
                 return
@@ -359,37 +359,45 @@ class CopyWorker:
             waited = max(0.0, now - copy.submitted - copying)
             copy.future.set_result(CopyResult(copy.plan.nbytes, copying, waited, now))
 
-    def _wait(self, stream: CopyStream, *, spin: bool) -> None:
-        """Wait for the oldest call in flight, or until a copy is submitted."""
-        flight = self._flights[0]
-        assert flight.mark is not None
-        sleep = 0.0
-        if not spin:
-            begun = max(self._last_call_end, flight.issued)
-            sleep = begun + self._bytes_to_first_end() / self._rate - SPIN_SECONDS - time.monotonic()
-        if sleep <= 0:
-            if flight.copy.slept and any(each.mark is None for each in self._flights):
-                flight.copy.slept = False
-                self._guard.keep_awake_from_thread()
-            try:
-                flight.mark.wait()
-            except CopyFailed as error:
-                self._fail_flights(stream, error)
-            return
-        flight.copy.slept = True
-        with self._changed:
-            # What is queued although there is room waits for its event.
-            gated = self._queue and self._ahead < AHEAD_BYTES
-            self._changed.wait(min(sleep, POLL_SECONDS) if gated else sleep)
+    def _wait(self, stream: CopyStream, *, paced: bool) -> None:
+        """Wait until the oldest call in flight may be done, or a copy was submitted.
 
-    def _bytes_to_first_end(self) -> int:
-        """In flight up to the end of the oldest copy, which somebody waits for; or all, if its end is not issued."""
+        Far from the end of the oldest copy this thread sleeps, and a submission wakes it. Near to it, and between the
+        short calls of a paced copy, it spins, because a sleeper comes back too late (`SPIN_SECONDS`).
+        """
+        sleep = 0.0 if paced else self._first_end() - SPIN_SECONDS - time.monotonic()
+        if sleep > 0:
+            self._sleep(sleep)
+        else:
+            self._spin(stream)
+
+    def _first_end(self) -> float:
+        """When the oldest copy is expected to end, for which somebody waits; or all that is in flight, if the end of
+        that copy is not issued yet. Monotonic seconds."""
         nbytes = 0
         for flight in self._flights:
             if flight.mark is None:
                 break
             nbytes += flight.nbytes
-        return nbytes
+        return max(self._last_call_end, self._flights[0].issued) + nbytes / self._rate
+
+    def _sleep(self, seconds: float) -> None:
+        self._flights[0].copy.slept = True
+        with self._changed:
+            # A copy that is queued although there is room waits for its event, which wakes nobody.
+            waits_for_event = self._queue and self._ahead < AHEAD_BYTES
+            self._changed.wait(min(seconds, POLL_SECONDS) if waits_for_event else seconds)
+
+    def _spin(self, stream: CopyStream) -> None:
+        flight = self._flights[0]
+        assert flight.mark is not None
+        if flight.copy.slept and any(each.mark is None for each in self._flights):
+            flight.copy.slept = False
+            self._guard.keep_awake_from_thread()
+        try:
+            flight.mark.wait()
+        except CopyFailed as error:
+            self._fail_flights(stream, error)
 
     def _fail_flights(self, stream: CopyStream, error: CopyFailed) -> None:
         """An asynchronous error belongs to nobody: all that is in flight fails with it."""
