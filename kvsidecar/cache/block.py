@@ -28,7 +28,7 @@ SPARSE = 8
 COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "_freed_rows")
 
 
-class Blocks:
+class SpaceBlocks:
     """The blocks of one space, as columns: a block is a row, the same number in each of them.
 
     There may be ten million, so a block is no Python object: it costs about 100 bytes (docs/benchmarks.md), the
@@ -214,7 +214,7 @@ class Space:
     namespace: Namespace
     group: int
     num_shards: int
-    blocks: Blocks = field(init=False)
+    blocks: SpaceBlocks = field(init=False)
     """Findable ones. A clear puts an empty table here."""
     shard_bytes: list[int | None] = field(init=False)
     """Bytes per shard; None until a rank with that shard has attached."""
@@ -246,7 +246,7 @@ class Space:
 class Chain:
     """Blocks of one part of a request, each once, in the order of the prefix."""
 
-    blocks: Blocks
+    blocks: SpaceBlocks
     rows: Ints
 
 
@@ -254,7 +254,7 @@ class Chain:
 class StorePart:
     """What must be copied for one part of a store."""
 
-    blocks: Blocks
+    blocks: SpaceBlocks
     shard: int
     index: Ints
     """Which of the part's hashes: ``index[i]`` goes to ``slots[i]``. Ascending."""

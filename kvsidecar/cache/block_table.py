@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_negative, where_zero
-from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Chain, Space, StorePart
+from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.eviction_policy import EvictionPolicy
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
@@ -45,12 +45,12 @@ class BlockTable:
         self._policy = policy
         self._seed = seed
         self.spaces: dict[tuple[Namespace, int], Space] = {}
-        self.tables: dict[int, Blocks] = {}
+        self.tables: dict[int, SpaceBlocks] = {}
         """All that have rows or a space, by number; those that were cleared too."""
         self._num_tables = 0
-        self._cleared: deque[Blocks] = deque()
+        self._cleared: deque[SpaceBlocks] = deque()
         """Cleared, and not swept to the end."""
-        self._sparse: dict[int, Blocks] = {}
+        self._sparse: dict[int, SpaceBlocks] = {}
         """Those that have rows for many more blocks than there are."""
         self.num_blocks = 0
         self.readable_blocks = 0
@@ -89,7 +89,7 @@ class BlockTable:
     def empty_space(self, hash_bytes: int) -> Space:
         """See `BlockCache.empty_space`."""
         space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
-        space.blocks = Blocks(space, 0, 0, self._policy, self._seed)
+        space.blocks = SpaceBlocks(space, 0, 0, self._policy, self._seed)
         return space
 
     def close_space(self, space: Space) -> None:
@@ -209,7 +209,7 @@ class BlockTable:
         self._free(blocks, rows)
         self._drop_if_unused(blocks.space)
 
-    def mark_corrupt(self, blocks: Blocks, row: int, slot: int) -> None:
+    def mark_corrupt(self, blocks: SpaceBlocks, row: int, slot: int) -> None:
         """The slot of a pinned block holds wrong bytes: detach the block, and never use the slot again.
 
         Others may be reading it now; it is withdrawn when they have ended.
@@ -259,14 +259,14 @@ class BlockTable:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _hold(self, blocks: Blocks, rows: Ints) -> None:
+    def _hold(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Evictable blocks are needed now."""
         if len(rows):
             blocks.evictable[rows] = False
             blocks.policy.remove(rows)
             self.slots.hold(blocks.held_slots(rows))
 
-    def _unpin(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
+    def _unpin(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
         """One pin of each block has ended: what becomes of those of which it was the last? How many are these?"""
         idle = blocks.unpin(rows)[::-1]
         if not len(idle):
@@ -284,7 +284,7 @@ class BlockTable:
         self._drop_if_unused(blocks.space)
         return len(idle)
 
-    def _mark_evictable(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
+    def _mark_evictable(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
         blocks.evictable[rows] = True
         blocks.last_used[rows] = tick
         blocks.policy.insert(rows)
@@ -294,7 +294,7 @@ class BlockTable:
         part.blocks.slots[part.shard, part.rows] = NO_SLOT
         self._unpin(part.blocks, part.rows, tick)
 
-    def _detach(self, blocks: Blocks, rows: Ints) -> None:
+    def _detach(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Nothing finds the blocks from now on."""
         blocks.index.remove(rows)
         blocks.detached[rows] = True
@@ -303,7 +303,7 @@ class BlockTable:
         blocks.readable -= readable
         self.readable_blocks -= readable
 
-    def _free(self, blocks: Blocks, rows: Ints) -> None:
+    def _free(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Nobody needs these blocks, and nothing finds them."""
         slots = blocks.held_slots(rows)
         if self.corrupt:
@@ -322,7 +322,7 @@ class BlockTable:
             del self.spaces[space.namespace, space.group]
             self._retire(space.blocks)
 
-    def _retire(self, blocks: Blocks) -> None:
+    def _retire(self, blocks: SpaceBlocks) -> None:
         """A table that holds nothing costs nothing; and it is forgotten if it will not be used again."""
         if len(blocks):
             if blocks.sparse and not blocks.cleared:
@@ -333,9 +333,9 @@ class BlockTable:
         if blocks.cleared or blocks.space.dropped:
             self.tables.pop(blocks.number, None)
 
-    def _new_blocks(self, space: Space) -> Blocks:
+    def _new_blocks(self, space: Space) -> SpaceBlocks:
         self._num_tables += 1
-        blocks = Blocks(space, self._num_tables, self._capacity(space), self._policy, self._seed)
+        blocks = SpaceBlocks(space, self._num_tables, self._capacity(space), self._policy, self._seed)
         self.tables[blocks.number] = blocks
         return blocks
 
@@ -344,7 +344,7 @@ class BlockTable:
         return self.slots.total_bytes // min(size for size in space.slot_sizes if size) + SPARE_ROWS
 
 
-def _create_unknown(blocks: Blocks, keys: Keys, rows: Ints) -> Ints:
+def _create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
     """Create the blocks of hashes that have no row yet, each once, and fill their rows in. The rows of new blocks.
 
     Which of the hashes are equal their tags say, in a fraction of the time. One that comes twice then finds the block

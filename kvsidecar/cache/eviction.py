@@ -10,17 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Ints, some
-from kvsidecar.cache.block import Blocks, Chain
+from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.slots import SlotAllocator
 
 ASKED, VICTIM = 1, 2
-"""In `Blocks.marks`, while a plan is made."""
+"""In `SpaceBlocks.marks`, while a plan is made."""
 
 
 def choose_victims(
     needs: Mapping[int, int],
     allocator: SlotAllocator,
-    tables: Mapping[int, Blocks],
+    tables: Mapping[int, SpaceBlocks],
     asked: Sequence[Chain],
 ) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if no choice would do. Changes nothing.
@@ -86,7 +86,7 @@ class _IdleSlab(NamedTuple):
 class _Plan:
     """The state of one `choose_victims`."""
 
-    def __init__(self, needs: Mapping[int, int], allocator: SlotAllocator, tables: Mapping[int, Blocks]) -> None:
+    def __init__(self, needs: Mapping[int, int], allocator: SlotAllocator, tables: Mapping[int, SpaceBlocks]) -> None:
         self._allocator = allocator
         self._supply = allocator.supply(needs)
         self._tables = tables
@@ -114,7 +114,7 @@ class _Plan:
         self._spare()
         return True
 
-    def only_table(self) -> Blocks | None:
+    def only_table(self) -> SpaceBlocks | None:
         """The one table that can give anything, if each of its blocks gives one slot: as with one model on the node.
 
         Then there is no slab to weigh against blocks and nothing to spare, and `make` would choose `oldest_of`.
@@ -125,7 +125,7 @@ class _Plan:
             return tables[0] if self._supply.largest == size and not len(self._allocator.reclaimable(size)) else None
         return None
 
-    def oldest_of(self, blocks: Blocks) -> list[Chain] | None:
+    def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
         """The oldest blocks that are enough, if there are so many."""
         unmet = self._supply.unmet()
         if unmet is None:
@@ -159,7 +159,7 @@ class _Plan:
             taken[queue] += 1
         return [Chain(queue.blocks, queue.rows[:count]) for queue, count in zip(queues, taken, strict=True) if count]
 
-    def _candidates(self, blocks: Blocks, size: int, missing: int, until: int | None) -> Chain:
+    def _candidates(self, blocks: SpaceBlocks, size: int, missing: int, until: int | None) -> Chain:
         """The oldest blocks of one space that would be enough, or all there are."""
         pieces: list[Ints] = []
         for piece in blocks.policy.candidates():

@@ -18,7 +18,7 @@ from kvsidecar.types import Direction, Outcome, Refusal
 
 
 @dataclass(frozen=True, slots=True)
-class GroupBlocks:
+class JobBlocks:
     """Blocks of one group of one job: ``hashes[i]`` belongs to ``block_ids[i]``."""
 
     group: int
@@ -80,7 +80,7 @@ class Job:
         self,
         number: int,
         direction: Direction,
-        parts: Sequence[GroupBlocks],
+        parts: Sequence[JobBlocks],
         *,
         lease: int | None = None,
         order: StoreOrder | None = None,

@@ -17,11 +17,11 @@ from kvsidecar.copier.worker import CopyResult
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.copy_plan import BlockCopies
 from kvsidecar.core.hashes import as_keys
-from kvsidecar.core.job import GroupBlocks, Job, JobResult
+from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.layout import check_block_ids
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
-from kvsidecar.core.sessions import Session, SessionGroup
+from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.sessions import RankSession, SessionGroup
 from kvsidecar.device.base import CopyPlan
 from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest
 from kvsidecar.support import failpoints
@@ -51,14 +51,14 @@ class JobRunner:
         self,
         cache: BlockCache,
         hub: DeviceHub,
-        readiness: Readiness,
+        readiness: DaemonReadiness,
         metrics: Metrics,
         clock: Callable[[], float],
         *,
         slab_bytes: int,
         checksums: Checksums | None = None,
         guard: SleepGuard = NO_GUARD,
-        on_ended: Callable[[Session, Job], None] | None = None,
+        on_ended: Callable[[RankSession, Job], None] | None = None,
         on_unsettled: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._cache = cache
@@ -87,7 +87,7 @@ class JobRunner:
 
     # -- the way in ------------------------------------------------------------------------------------------------
 
-    def start(self, session: Session, job: Job, *, deadline: float | None = None) -> None:
+    def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
         """Run the job in a task of its session: copy blocks from the device into the pool and make them readable, or
         copy them from the pool to the device. Never raises for a bad request.
 
@@ -118,7 +118,9 @@ class JobRunner:
 
     # -- the way through -------------------------------------------------------------------------------------------
 
-    async def _run(self, session: Session, job: Job, begun: list[SessionGroup] | Refusal | Exception | None) -> None:
+    async def _run(
+        self, session: RankSession, job: Job, begun: list[SessionGroup] | Refusal | Exception | None
+    ) -> None:
         result = UNEXPECTED
         try:
             result = await (self._store(session, job) if begun is None else self._load(session, job, begun))
@@ -131,7 +133,7 @@ class JobRunner:
         finally:
             self._finish(session, job, result)
 
-    async def _store(self, session: Session, job: Job) -> JobResult:
+    async def _store(self, session: RankSession, job: Job) -> JobResult:
         if (refusal := self._readiness.refusal) is not None:
             return _declined(refusal)
         groups = _groups(session, job.parts)
@@ -156,7 +158,7 @@ class JobRunner:
             await asyncio.to_thread(_take_checksums, self._checksums, grant, groups, job.parts)
         return _done(grant.reserved, skipped, copied)
 
-    def _begin_load(self, session: Session, job: Job) -> list[SessionGroup] | Refusal | Exception:
+    def _begin_load(self, session: RankSession, job: Job) -> list[SessionGroup] | Refusal | Exception:
         """Pin the blocks, or say why not."""
         if (refusal := self._readiness.refusal) is not None:
             return refusal
@@ -170,7 +172,7 @@ class JobRunner:
         job.grant = grant
         return groups
 
-    async def _load(self, session: Session, job: Job, begun: list[SessionGroup] | Refusal | Exception) -> JobResult:
+    async def _load(self, session: RankSession, job: Job, begun: list[SessionGroup] | Refusal | Exception) -> JobResult:
         if isinstance(begun, Exception):
             raise begun
         if isinstance(begun, Refusal):
@@ -195,7 +197,7 @@ class JobRunner:
             return _declined(copied)
         return _done(job.num_blocks, 0, copied)
 
-    def _plan_store(self, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
+    def _plan_store(self, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> CopyPlan:
         """The copies of what was reserved; blocks that are there already are left out."""
         plans = [
             (group.bound, part.block_ids[granted.index], granted.slots)
@@ -203,7 +205,7 @@ class JobRunner:
         ]
         return BlockCopies(plans, boundary=self._slab_bytes)
 
-    def _plan_load(self, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
+    def _plan_load(self, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> CopyPlan:
         plans = [
             (group.bound, part.block_ids, slots) for group, part, slots in zip(groups, parts, grant.slots, strict=True)
         ]
@@ -211,7 +213,7 @@ class JobRunner:
 
     # -- the way out -----------------------------------------------------------------------------------------------
 
-    def _finish(self, session: Session, job: Job, result: JobResult) -> None:
+    def _finish(self, session: RankSession, job: Job, result: JobResult) -> None:
         """The end of every job, whether it is done, declined, cancelled, failed, or of unknown outcome: all that is
         held for it is given back, or given up for ever, and its client is answered."""
         doubt = job.doubt
@@ -261,7 +263,7 @@ class JobRunner:
             else:
                 self._cache.end_load(grant)
 
-    def _keep_awake_for(self, session: Session, job: Job) -> None:
+    def _keep_awake_for(self, session: RankSession, job: Job) -> None:
         """Somebody may wait for the end of this job: not for a store that is paced anyway, nor where so many jobs
         follow each other that nothing sleeps."""
         if self.num_running < MANY_JOBS and self._hub.chunk(session.device.uuid, job.direction) is None:
@@ -293,7 +295,7 @@ class _Counts:
         self._queue_seconds.observe(result.queue_seconds)
 
 
-def _groups(session: Session, parts: Sequence[GroupBlocks]) -> list[SessionGroup]:
+def _groups(session: RankSession, parts: Sequence[JobBlocks]) -> list[SessionGroup]:
     """The registered group of each part. Raises InvalidRequest: the text says what does not fit."""
     if len({part.group for part in parts}) < len(parts):
         # Block ids are checked for duplicates within a part: two parts could name one block twice.
@@ -301,7 +303,7 @@ def _groups(session: Session, parts: Sequence[GroupBlocks]) -> list[SessionGroup
     return [_group(session, part) for part in parts]
 
 
-def _group(session: Session, part: GroupBlocks) -> SessionGroup:
+def _group(session: RankSession, part: JobBlocks) -> SessionGroup:
     group = session.groups.get(part.group)
     if group is None:
         raise InvalidRequest(f"group {part.group} is not registered; this rank registered {sorted(session.groups)}")
@@ -312,7 +314,7 @@ def _group(session: Session, part: GroupBlocks) -> SessionGroup:
 
 
 def _take_checksums(
-    checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]
+    checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
 ) -> None:
     """In a thread. The slots are reserved: nobody else touches them."""
     for group, part, granted in zip(groups, parts, grant.parts, strict=True):
@@ -323,7 +325,7 @@ def _take_checksums(
 
 
 def _wrong(
-    checksums: Checksums, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]
+    checksums: Checksums, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
 ) -> list[tuple[int, int]]:
     """In a thread: (part, index) of the blocks whose slots do not hold what was sealed. They are pinned."""
     found = []
@@ -333,7 +335,7 @@ def _wrong(
     return found
 
 
-def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> list[ShardPart]:
+def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> list[ShardPart]:
     return [(group.space, group.layout.shard, as_keys(part.hashes)) for group, part in zip(groups, parts, strict=True)]
 
 

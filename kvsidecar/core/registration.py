@@ -39,7 +39,7 @@ class FdAllocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class RankRegistration:
     """What one rank says of itself at Attach."""
 
     token: bytes

@@ -19,7 +19,7 @@ from kvsidecar.core.access import Access, Caller, Identity
 from kvsidecar.core.copy_plan import BoundGroup, bind
 from kvsidecar.core.job import Job
 from kvsidecar.core.quota import Quota
-from kvsidecar.core.registration import CudaAllocation, FdAllocation, Registration
+from kvsidecar.core.registration import CudaAllocation, FdAllocation, RankRegistration
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.errors import (
     AccessDenied,
@@ -30,7 +30,7 @@ from kvsidecar.errors import (
     UnknownPeer,
 )
 from kvsidecar.support import failpoints, log
-from kvsidecar.support.tasks import TaskSet, Turns
+from kvsidecar.support.tasks import StepTurns, TaskSet
 from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal
 
 _log = log.get("instances")
@@ -81,12 +81,12 @@ class SessionGroup:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class RankSession:
     """One attached rank."""
 
     id: int
     peer: Peer
-    registration: Registration
+    registration: RankRegistration
     device: Device
     memories: tuple[DeviceMemory, ...]
     groups: Mapping[int, SessionGroup]
@@ -148,10 +148,10 @@ class Instances:
         self._on_task_error = on_task_error
         self._access = access
         self._peers: dict[bytes, Peer] = {}
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, RankSession] = {}
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
-        self.turns = Turns()
+        self.turns = StepTurns()
         """Whose turn it is, among registrations that take long to check."""
 
     # -- access ----------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Instances:
         found = self._cache.lease(lease, self._clock())
         return found is None or found.owner is None or self.uid_of(found.owner) == uid
 
-    def remove_peer(self, peer: Peer) -> tuple[Session, ...]:
+    def remove_peer(self, peer: Peer) -> tuple[RankSession, ...]:
         """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
         if self._peers.pop(peer.token, None) is not None:
             del self._tokens_of[peer.uid][peer.token]
@@ -248,7 +248,7 @@ class Instances:
         """Whether there is a session of this number, also one that is ending."""
         return session in self._sessions
 
-    def set_idle(self, session: Session, idle: bool) -> None:
+    def set_idle(self, session: RankSession, idle: bool) -> None:
         """The engine says that its GPU has nothing to do, or has again."""
         session.idle = idle
         self._tell_busy()
@@ -258,7 +258,7 @@ class Instances:
         busy = (each for each in self._sessions.values() if not each.idle and not each.ending)
         self._hub.set_busy(frozenset(session.device.uuid for session in busy))
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[RankSession]:
         return iter(tuple(self._sessions.values()))
 
     def __len__(self) -> int:
@@ -272,7 +272,7 @@ class Instances:
                 seen.setdefault(session.device.uuid, {})[memory.key] = memory.nbytes
         return {device: sum(allocations.values()) for device, allocations in seen.items()}
 
-    async def register(self, registration: Registration) -> Session:
+    async def register(self, registration: RankRegistration) -> RankSession:
         """Attach one rank: all or nothing.
 
         Raises:
@@ -294,7 +294,7 @@ class Instances:
             if peer.gone:
                 peer.close_fds()
 
-    async def _register(self, registration: Registration, peer: Peer) -> Session:
+    async def _register(self, registration: RankRegistration, peer: Peer) -> RankSession:
         sources = [_source(allocation, peer) for allocation in registration.allocations]
         device = await self._hub.device(registration.device)
         spaces = self._open_spaces(registration)
@@ -324,7 +324,7 @@ class Instances:
             await _close_events(events)
             await self._give_back(device, memories, spaces)
             raise
-        session = Session(
+        session = RankSession(
             id=secrets.randbits(ID_BITS) | 1,
             peer=peer,
             registration=registration,
@@ -340,7 +340,7 @@ class Instances:
         self._tell_busy()
         return session
 
-    async def end(self, session: Session, *, gone: bool) -> None:
+    async def end(self, session: RankSession, *, gone: bool) -> None:
         """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended; one with a
         copy of unknown outcome does so with this process only.
 
@@ -396,7 +396,7 @@ class Instances:
             return (), str(error)
         return tuple(events), ""
 
-    def _open_spaces(self, registration: Registration) -> list[Space]:
+    def _open_spaces(self, registration: RankRegistration) -> list[Space]:
         spaces: list[Space] = []
         try:
             for layout in registration.groups:

@@ -27,7 +27,7 @@ from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
-from kvsidecar.core.lookups import Lookups
+from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.daemon.config import Settings
@@ -141,7 +141,7 @@ class Daemon:
             on_ended=None if self._tracing is None else self._tracing.record,
             on_unsettled=self._end_soon,
         )
-        self._lookups = Lookups(
+        self._lookups = LookupService(
             self._cache,
             self.readiness,
             self._metrics,

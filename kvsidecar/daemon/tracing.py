@@ -34,7 +34,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvsidecar import __version__
 from kvsidecar.core.job import Job
 from kvsidecar.core.metrics import Metrics, SpanFate
-from kvsidecar.core.sessions import Session
+from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import log
 from kvsidecar.types import Direction, Outcome
@@ -80,7 +80,7 @@ class Tracing:
             raise ConfigError(f"the variables OTEL_BSP_* do not fit together: {error}") from error
         self._tracer = self._provider.get_tracer("kvsidecar", __version__)
 
-    def record(self, session: Session, job: Job) -> None:
+    def record(self, session: RankSession, job: Job) -> None:
         """Make the spans of a job, if it is sampled. In the event loop; never waits."""
         if self._parents_decide and not job.traceparent:
             return  # most jobs, where few requests are traced: the SDK needs 15 us to come to the same

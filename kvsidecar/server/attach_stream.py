@@ -8,8 +8,8 @@ from functools import partial
 
 from kvsidecar.core.job import Job, JobResult, StoreOrder
 from kvsidecar.core.jobs import JobRunner
-from kvsidecar.core.readiness import Readiness, Snapshot
-from kvsidecar.core.sessions import Instances, Session
+from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.server import convert as translate
 from kvsidecar.support import log
@@ -36,7 +36,7 @@ class AttachStream:
     """From the registration until `close`: starts what is asked for, and sends what happens as it happens."""
 
     def __init__(
-        self, session: Session, send: Send, *, instances: Instances, readiness: Readiness, runner: JobRunner
+        self, session: RankSession, send: Send, *, instances: Instances, readiness: DaemonReadiness, runner: JobRunner
     ) -> None:
         self._session = session
         self._send = send

@@ -17,8 +17,8 @@ from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Caller
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.metrics import Gauges, Metrics
-from kvsidecar.core.readiness import Readiness
-from kvsidecar.core.sessions import Instances, Session
+from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
 from kvsidecar.types import Direction, Namespace
@@ -51,7 +51,7 @@ class Report:
         hub: DeviceHub,
         instances: Instances,
         runner: JobRunner,
-        readiness: Readiness,
+        readiness: DaemonReadiness,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -179,7 +179,7 @@ class Report:
         )
         reply.refusals.update(self._metrics.refusal_counts())
 
-    def _rank(self, session: Session) -> pb.RankStatus:
+    def _rank(self, session: RankSession) -> pb.RankStatus:
         registration = session.registration
         return pb.RankStatus(
             session=session.id,

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Space
+from kvsidecar.cache.block import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.leases import RELEASED, LeaseTable
@@ -132,7 +132,7 @@ def check_index(index: BlockIndex) -> None:
     assert all(index._overflow.values()), "a bucket without overflow is listed"
 
 
-def _rows(blocks: Blocks) -> list[int]:
+def _rows(blocks: SpaceBlocks) -> list[int]:
     """Rows of the blocks there are."""
     freed = set(blocks._freed_rows[: blocks._num_freed].tolist())
     assert len(freed) == blocks._num_freed, f"a row of table {blocks.number} was freed twice"
@@ -158,7 +158,7 @@ def _filling(cache: BlockCache) -> dict[Row, dict[int, int]]:
 
 
 def _check_rows(
-    blocks: Blocks, leased: Counter[Row], filling: dict[Row, dict[int, int]], allocator: SlotAllocator
+    blocks: SpaceBlocks, leased: Counter[Row], filling: dict[Row, dict[int, int]], allocator: SlotAllocator
 ) -> Counter[Row]:
     """Check each block of a table; how many slots it owns."""
     owners: Counter[Row] = Counter()
@@ -206,7 +206,7 @@ def _check_rows(
     return owners
 
 
-def _check_space(space: Space, tables: dict[int, Blocks]) -> None:
+def _check_space(space: Space, tables: dict[int, SpaceBlocks]) -> None:
     blocks = space.blocks
     assert space.users > 0 or len(blocks.index), f"the space of group {space.group} should have been dropped"
     assert not space.dropped, f"the space of group {space.group} was dropped and is still there"

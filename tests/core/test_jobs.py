@@ -18,12 +18,12 @@ from kvsidecar.copier.worker import CopyResult
 from kvsidecar.core.access import Caller, Grant
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.copy_plan import bind
-from kvsidecar.core.job import GroupBlocks, Job, JobResult
+from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.jobs import MANY_JOBS, UNEXPECTED, JobRunner
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
-from kvsidecar.core.registration import Registration
-from kvsidecar.core.sessions import Peer, Session, SessionGroup
+from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.registration import RankRegistration
+from kvsidecar.core.sessions import Peer, RankSession, SessionGroup
 from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints
@@ -95,7 +95,7 @@ class World:
         self.hub = Hub()
         self.pool = np.zeros(SLOTS * SLOT, np.uint8)
         self.metrics = Metrics("host")
-        self.readiness = Readiness(SLOTS * SLOT)
+        self.readiness = DaemonReadiness(SLOTS * SLOT)
         self.readiness.pinning()
         self.readiness.become_ready()
         self.guard = Guard()
@@ -108,9 +108,9 @@ class World:
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
-        registration = Registration(b"t", "i", NAMESPACE, 0, 1, "host", (), (layout,))
+        registration = RankRegistration(b"t", "i", NAMESPACE, 0, 1, "host", (), (layout,))
         peer = Peer(b"t", 1, 0, 0, "", (), Caller(None, Grant()))
-        self.session = Session(
+        self.session = RankSession(
             1, peer, registration, Fake(), (DeviceMemory(0x10000, 8 * SLOT, b"k"),),
             {0: SessionGroup(layout, bind(layout, [0x10000]), self.space)}, 0.0, TaskSet(lambda *_: None),
         )  # type: ignore[arg-type]  # fmt: skip
@@ -123,7 +123,7 @@ class World:
 
     def start(self, direction: Direction, *names: str, at: list[int] | None = None, lease: int | None = None) -> Job:
         hashes = [hashlib.sha256(name.encode()).digest() for name in names]
-        parts = [GroupBlocks(0, hashes, np.array(at or range(len(names)), np.int64))]
+        parts = [JobBlocks(0, hashes, np.array(at or range(len(names)), np.int64))]
         self.numbers += 1
         job = Job(self.numbers, direction, parts, lease=lease, on_done=self.answers.append)
         self.runner.start(self.session, job)
@@ -449,7 +449,7 @@ async def test_a_store_of_what_is_there_already_leaves_nothing_with_the_cache(wo
 
 
 async def test_a_deadline_that_has_not_come_goes_with_its_job(world: World) -> None:
-    job = Job(1, Direction.STORE, [GroupBlocks(0, [bytes(32)], np.zeros(1, np.int64))])
+    job = Job(1, Direction.STORE, [JobBlocks(0, [bytes(32)], np.zeros(1, np.int64))])
     world.runner.start(world.session, job, deadline=3600.0)
     assert job.timer is not None
     (await world.started(Direction.STORE)).end()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.core.job import Job, JobResult
-from kvsidecar.core.sessions import Session
+from kvsidecar.core.sessions import RankSession
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.server import attach_stream
 from kvsidecar.server.attach_stream import AttachStream
@@ -27,11 +27,11 @@ class Runner:
         self.gate = asyncio.Event()
         self.refused: Counter[Refusal] = Counter()
 
-    def start(self, session: Session, job: Job, *, deadline: float | None = None) -> None:
+    def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
         session.add(job)
         job.task = session.tasks.spawn(self._run(session, job), name="job")
 
-    async def _run(self, session: Session, job: Job) -> None:
+    async def _run(self, session: RankSession, job: Job) -> None:
         await self.gate.wait()
         session.remove(job)
         job.on_done(JobResult(Outcome.DONE))
@@ -49,7 +49,7 @@ class Stream:
         self.replies: list[pb.AttachReply] = []
         registration: Any = SimpleNamespace(namespace=NAMESPACE)
         nobody: Any = None
-        self.session = Session(1, nobody, registration, nobody, (), {}, 0.0, TaskSet(lambda *_: None))
+        self.session = RankSession(1, nobody, registration, nobody, (), {}, 0.0, TaskSet(lambda *_: None))
         self.stream = AttachStream(
             self.session,
             self.replies.append,

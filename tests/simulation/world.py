@@ -21,9 +21,9 @@ from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
-from kvsidecar.core.lookups import Lookups
+from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import Instances, Peer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Service
@@ -140,7 +140,7 @@ class World:
         self.hub = SimHub(self.platform, self._worker_failed)  # type: ignore[arg-type]
         self.hub.machine = self.machine
         self.hub.use_pool(self.machine.pool.ctypes.data)
-        self.readiness = Readiness(pool_bytes)
+        self.readiness = DaemonReadiness(pool_bytes)
         self.readiness.pinning()
         self.readiness.become_ready()
         self.tasks = TaskSet(self._task_failed)
@@ -152,7 +152,7 @@ class World:
         self.runner = JobRunner(
             self.cache, self.hub, self.readiness, _metrics(), loop.time, slab_bytes=SLAB, checksums=checksums
         )
-        self.lookups = Lookups(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
+        self.lookups = LookupService(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
         self.handler = Handler(
             epoch=1,
             instances=self.instances,
