@@ -180,12 +180,7 @@ class SpaceBlocks:
 
     def can_stay(self, rows: Ints) -> bool:
         """Every one of these blocks is found, and holds something."""
-        if len(rows) > FEW:
-            return not some(self.detached[rows]) and not some(self.missing[rows] == self.space.num_shards)
-        for row in few(rows):
-            if self.detached.item(row) or self.missing.item(row) == self.space.num_shards:
-                return False
-        return True
+        return not some(self.detached[rows]) and not some(self.missing[rows] == self.space.num_shards)
 
     def held_slots(self, rows: Ints) -> Ints | list[int]:
         """Slots of the sealed shards of these blocks."""
@@ -201,10 +196,7 @@ class SpaceBlocks:
 
     def owners(self, rows: Ints) -> Ints:
         """What the allocator calls these blocks."""
-        number = self.number << 32
-        if len(rows) <= FEW:
-            return np.array([number | row for row in rows.tolist()], np.int64)
-        return rows | number
+        return rows | self.number << 32
 
 
 @dataclass(slots=True, eq=False)

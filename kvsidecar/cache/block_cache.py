@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, Bools, Ints, every, first_of_each
+from kvsidecar.cache.arrays import Bools, Ints, every, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
@@ -403,8 +403,6 @@ def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
 
 def _readable(space: Space, rows: Ints) -> Bools:
     """Whether these blocks are readable; -1 is none."""
-    if len(rows) <= FEW:
-        return np.array([row >= 0 and not space.blocks.missing.item(row) for row in rows.tolist()], np.bool_)
     readable: Bools = (rows >= 0) & (space.blocks.missing[rows] == 0)
     return readable
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_negative, where_zero
+from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_zero
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.eviction_policy import EvictionPolicy
@@ -352,7 +352,7 @@ def _create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
     second finds nothing, and is created in another round.
     """
     created = NO_INTS
-    unknown = where_negative(rows)
+    unknown = (rows < 0).nonzero()[0]
     while len(unknown):
         new = unknown[first_of_each(keys.tags[unknown])] if len(unknown) > 1 else unknown
         rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Ints, some
+from kvsidecar.cache.arrays import NO_INTS, Bools, Ints, some
 from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.slots import SlotAllocator
 
@@ -120,7 +120,7 @@ class _Plan:
         Then there is no slab to weigh against blocks and nothing to spare, and `make` would choose `oldest_of`.
         """
         tables = [blocks for blocks in self._tables.values() if not blocks.cleared]
-        if FEW and len(tables) == 1 and tables[0].space.num_shards == 1 and self._supply.surplus() is not None:
+        if len(tables) == 1 and tables[0].space.num_shards == 1 and self._supply.surplus() is not None:
             size = tables[0].space.slot_sizes[0]
             return tables[0] if self._supply.largest == size and not len(self._allocator.reclaimable(size)) else None
         return None

@@ -253,11 +253,7 @@ class SlotAllocator:
 
     def touch(self, slots: Slots, tick: int) -> None:
         """Evictable blocks were used at ``tick``."""
-        if len(slots) <= FEW:
-            for slot in few(slots):
-                self.slabs.touched[slot // self.slab_bytes] = tick
-        else:
-            self.slabs.touched[self.slabs.holding(slots)] = tick
+        self.slabs.touched[self.slabs.holding(slots)] = tick
 
     def free(self, slots: Slots) -> None:
         """RESERVED, HELD or EVICTABLE to FREE."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvsidecar.cache.arrays import FEW, Slots, few, tally
+from kvsidecar.cache.arrays import Slots, tally
 from kvsidecar.cache.slabs import Slabs
 
 
@@ -95,13 +95,8 @@ class Supply:
         self._change(slots, -1)
 
     def _change(self, slots: Slots, sign: int) -> None:
-        slab_bytes = self._slabs.slab_bytes
-        if len(slots) <= FEW:
-            counts = Counter([slot // slab_bytes for slot in few(slots)])
-        else:
-            distinct, number = tally(self._slabs.holding(slots))
-            counts = Counter(dict(zip(distinct.tolist(), number.tolist(), strict=True)))
-        for slab, count in counts.items():
+        distinct, counts = tally(self._slabs.holding(slots))
+        for slab, count in zip(distinct.tolist(), counts.tolist(), strict=True):
             size = int(self._slabs.size[slab])
             if sign < 0 and self.is_whole(slab):
                 self._make_whole(slab, -1)
