@@ -26,7 +26,7 @@ KERNEL_SECONDS, KILL_AFTER, PATIENCE = 4, 0.5, 10.0
 def child() -> None:
     import torch
 
-    from kvsidecar.client.cuda_driver import address_range, ipc_handle
+    from kvsidecar.support.cuda_driver import address_range, ipc_handle
 
     memory = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     event = torch.cuda.Event(interprocess=True, enable_timing=False)

@@ -58,7 +58,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("plan", ("kvsidecar/core/copy_plan.py", "kvsidecar/core/layout.py")),
     ("metrics", ("prometheus_client/", "kvsidecar/core/metrics.py")),
     ("log", ("kvsidecar/support/log.py", "structlog/")),
-    ("transfers", ("kvsidecar/core/jobs.py", "kvsidecar/core/readiness.py")),
+    ("jobs", ("kvsidecar/core/jobs.py", "kvsidecar/core/job.py", "kvsidecar/core/readiness.py")),
     ("event loop", ("asyncio/", "uvloop", "kvsidecar/daemon/serve.py")),
 )
 """Of the innermost frame that one of these names: what numpy does for the cache is the cache's."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsidecar.bench import driver, machine
+from kvsidecar.bench import machine
 from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.engine import Engine, attached
 from kvsidecar.bench.errors import BadOption, Skipped
@@ -19,6 +19,7 @@ from kvsidecar.bench.options import Options
 from kvsidecar.bench.processes import Child, Daemon, PrivateDaemon, RunningDaemon, private_daemon
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import DriverUnusable
+from kvsidecar.support import cuda_driver
 from kvsidecar.support.units import GiB, MiB, format_size
 from kvsidecar.types import Direction
 
@@ -216,7 +217,7 @@ def _device(wanted: str, running: RunningDaemon | None) -> str:
     if wanted != "auto":
         return wanted
     try:
-        return "cuda" if driver.gpu_count() else "host"
+        return "cuda" if cuda_driver.device_count() else "host"
     except DriverUnusable:
         return "host"
 

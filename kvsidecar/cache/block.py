@@ -17,18 +17,18 @@ NO_SLOT = -1
 FILLING = -2
 """A store has a slot reserved for this shard."""
 FIRST_ROWS = 16
-"""Of a table that gets its first block."""
+"""Rows of a table that gets its first block."""
 COPIED_ROWS = 65536
 """A table that grows beyond this gets all the rows it may ever need: what is copied then takes a few milliseconds."""
 SLOTS_BYTES = 1 << 32
-"""Of address space for the slots of all its rows, unless it has so many blocks."""
+"""Bytes of address space for the slots of all its rows, unless it has so many blocks."""
 SPARSE = 8
 """Rows for each block from which a table is rebuilt; for its first `COPIED_ROWS` / `SPARSE` blocks only."""
 
 COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "_freed_rows")
 
 
-class Blocks:
+class SpaceBlocks:
     """The blocks of one space, as columns: a block is a row, the same number in each of them.
 
     There may be ten million, so a block is no Python object: it costs about 100 bytes (docs/benchmarks.md), the
@@ -149,7 +149,7 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Of address space. What was never written to costs no memory."""
+        """Bytes of address space. What was never written to costs no memory."""
         columns = [getattr(self, name) for name in COLUMNS]
         return self.index.nbytes + self.policy.nbytes + sum([int(column.nbytes) for column in columns])
 
@@ -180,12 +180,7 @@ class Blocks:
 
     def can_stay(self, rows: Ints) -> bool:
         """Every one of these blocks is found, and holds something."""
-        if len(rows) > FEW:
-            return not some(self.detached[rows]) and not some(self.missing[rows] == self.space.num_shards)
-        for row in few(rows):
-            if self.detached.item(row) or self.missing.item(row) == self.space.num_shards:
-                return False
-        return True
+        return not some(self.detached[rows]) and not some(self.missing[rows] == self.space.num_shards)
 
     def held_slots(self, rows: Ints) -> Ints | list[int]:
         """Slots of the sealed shards of these blocks."""
@@ -201,10 +196,7 @@ class Blocks:
 
     def owners(self, rows: Ints) -> Ints:
         """What the allocator calls these blocks."""
-        number = self.number << 32
-        if len(rows) <= FEW:
-            return np.array([number | row for row in rows.tolist()], np.int64)
-        return rows | number
+        return rows | self.number << 32
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +206,7 @@ class Space:
     namespace: Namespace
     group: int
     num_shards: int
-    blocks: Blocks = field(init=False)
+    blocks: SpaceBlocks = field(init=False)
     """Findable ones. A clear puts an empty table here."""
     shard_bytes: list[int | None] = field(init=False)
     """Bytes per shard; None until a rank with that shard has attached."""
@@ -246,7 +238,7 @@ class Space:
 class Chain:
     """Blocks of one part of a request, each once, in the order of the prefix."""
 
-    blocks: Blocks
+    blocks: SpaceBlocks
     rows: Ints
 
 
@@ -254,7 +246,7 @@ class Chain:
 class StorePart:
     """What must be copied for one part of a store."""
 
-    blocks: Blocks
+    blocks: SpaceBlocks
     shard: int
     index: Ints
     """Which of the part's hashes: ``index[i]`` goes to ``slots[i]``. Ascending."""

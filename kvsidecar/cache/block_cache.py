@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, Bools, Ints, every, first_of_each
+from kvsidecar.cache.arrays import Bools, Ints, every, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
 from kvsidecar.cache.eviction_policy import EvictionPolicy, LruPolicy
-from kvsidecar.cache.integrity import check_integrity
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import InvalidRequest
@@ -226,6 +225,8 @@ class BlockCache:
             AssertionError: the store has ended before.
         """
         self._end_store(grant)
+        if not grant.reserved:
+            return 0  # its blocks were all present, and used when it began
         tick = self._next_tick()
         readable = sum([self._table.seal(part, tick) for part in reversed(grant.parts)])
         if grant.present:
@@ -315,7 +316,7 @@ class BlockCache:
         """
         _end_load(grant)
 
-    def condemn(self, grant: LoadGrant, part: int, index: int) -> None:
+    def mark_corrupt(self, grant: LoadGrant, part: int, index: int) -> None:
         """A shard that this load was about to read is not what was sealed: its block is a miss from now on, and its
         slot is never used again. The load must still be ended.
 
@@ -324,7 +325,7 @@ class BlockCache:
         """
         require(grant.open, "the load has ended before")
         blocks, row, slot = grant.chains[part].blocks, grant.rows[part][index], grant.slots[part][index]
-        self._table.condemn(blocks, int(row), int(slot))
+        self._table.mark_corrupt(blocks, int(row), int(slot))
 
     # -- all of it ---------------------------------------------------------------------------------------------
 
@@ -371,14 +372,6 @@ class BlockCache:
             evicted_bytes=table.evicted_bytes,
         )
 
-    def check_integrity(self) -> None:
-        """Recount everything: for tests, since it looks at every slot.
-
-        Raises:
-            AssertionError: with what does not add up.
-        """
-        check_integrity(self)
-
     def _end_leases(self, leases: list[Lease]) -> list[Lease]:
         for lease in leases:
             self._table.unpin(lease.chains, self._next_tick())
@@ -410,8 +403,6 @@ def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
 
 def _readable(space: Space, rows: Ints) -> Bools:
     """Whether these blocks are readable; -1 is none."""
-    if len(rows) <= FEW:
-        return np.array([row >= 0 and not space.blocks.missing.item(row) for row in rows.tolist()], np.bool_)
     readable: Bools = (rows >= 0) & (space.blocks.missing[rows] == 0)
     return readable
 

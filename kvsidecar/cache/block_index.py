@@ -79,7 +79,7 @@ class BlockIndex:
 
     @property
     def nbytes(self) -> int:
-        """Of its arrays."""
+        """Bytes of its arrays."""
         return self._words.nbytes + self._tags.nbytes + self._rows.nbytes + self._overflows.nbytes
 
     def keys(self, hashes: Sequence[bytes] | bytes) -> Keys:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_negative, where_zero
-from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Chain, Space, StorePart
+from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_zero
+from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.eviction_policy import EvictionPolicy
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
@@ -45,12 +45,12 @@ class BlockTable:
         self._policy = policy
         self._seed = seed
         self.spaces: dict[tuple[Namespace, int], Space] = {}
-        self.tables: dict[int, Blocks] = {}
+        self.tables: dict[int, SpaceBlocks] = {}
         """All that have rows or a space, by number; those that were cleared too."""
         self._num_tables = 0
-        self._cleared: deque[Blocks] = deque()
+        self._cleared: deque[SpaceBlocks] = deque()
         """Cleared, and not swept to the end."""
-        self._sparse: dict[int, Blocks] = {}
+        self._sparse: dict[int, SpaceBlocks] = {}
         """Those that have rows for many more blocks than there are."""
         self.num_blocks = 0
         self.readable_blocks = 0
@@ -58,7 +58,7 @@ class BlockTable:
         """Bytes of the slots of blocks that leases and loads pin."""
         self.evicted_blocks = 0
         self.evicted_bytes = 0
-        self.condemned: set[int] = set()
+        self.corrupt: set[int] = set()
         """Slots to withdraw when their blocks are freed."""
 
     # -- spaces ------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class BlockTable:
     def empty_space(self, hash_bytes: int) -> Space:
         """See `BlockCache.empty_space`."""
         space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
-        space.blocks = Blocks(space, 0, 0, self._policy, self._seed)
+        space.blocks = SpaceBlocks(space, 0, 0, self._policy, self._seed)
         return space
 
     def close_space(self, space: Space) -> None:
@@ -107,20 +107,10 @@ class BlockTable:
         """
         blocks = space.blocks
         rows = blocks.index.find(keys)
-        unknown = where_negative(rows)
-        created = NO_INTS
-        while len(unknown):
-            new = unknown[first_of_each(keys.tags[unknown])] if len(unknown) > 1 else unknown
-            rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))
-            if len(new) == len(rows):
-                blocks.slots[shard, rows] = FILLING
-                return StorePart(blocks, shard, new, rows, rows, keys, rows), 0
-            created = rows[new] if created is NO_INTS else np.concatenate([created, rows[new]])
-            # A hash that comes twice finds what the first has created. Two that differ but have one tag, about one job
-            # of 512 blocks in 16,000, do not: the second is created in a round of its own.
-            again = unknown[~np.isin(unknown, new)]
-            rows[again] = blocks.index.find(keys.take(again))
-            unknown = again[rows[again] < 0]
+        created = _create_unknown(blocks, keys, rows)
+        if len(created) == len(rows):  # all of them are new, and none comes twice
+            blocks.slots[shard, rows] = FILLING
+            return StorePart(blocks, shard, np.arange(len(rows)), rows, created, keys, rows), 0
         slots = blocks.slots[shard, rows]
         wanted, present = slots == NO_SLOT, slots >= 0
         wanted &= first_of_each(rows)
@@ -219,12 +209,12 @@ class BlockTable:
         self._free(blocks, rows)
         self._drop_if_unused(blocks.space)
 
-    def condemn(self, blocks: Blocks, row: int, slot: int) -> None:
+    def mark_corrupt(self, blocks: SpaceBlocks, row: int, slot: int) -> None:
         """The slot of a pinned block holds wrong bytes: detach the block, and never use the slot again.
 
         Others may be reading it now; it is withdrawn when they have ended.
         """
-        self.condemned.add(slot)
+        self.corrupt.add(slot)
         if not blocks.cleared and not blocks.detached[row]:
             self._detach(blocks, np.array([row]))
             self._drop_if_unused(blocks.space)
@@ -269,14 +259,14 @@ class BlockTable:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _hold(self, blocks: Blocks, rows: Ints) -> None:
+    def _hold(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Evictable blocks are needed now."""
         if len(rows):
             blocks.evictable[rows] = False
             blocks.policy.remove(rows)
             self.slots.hold(blocks.held_slots(rows))
 
-    def _unpin(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
+    def _unpin(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
         """One pin of each block has ended: what becomes of those of which it was the last? How many are these?"""
         idle = blocks.unpin(rows)[::-1]
         if not len(idle):
@@ -285,26 +275,26 @@ class BlockTable:
             self._free(blocks, idle)
             return len(idle)
         if blocks.can_stay(idle):
-            self._let_go(blocks, idle, tick, slots_are)
+            self._mark_evictable(blocks, idle, tick, slots_are)
             return len(idle)
         self._detach(blocks, idle[blocks.missing[idle] == blocks.space.num_shards])
         detached = blocks.detached[idle]
         self._free(blocks, idle[detached])
-        self._let_go(blocks, idle[~detached], tick, slots_are)
+        self._mark_evictable(blocks, idle[~detached], tick, slots_are)
         self._drop_if_unused(blocks.space)
         return len(idle)
 
-    def _let_go(self, blocks: Blocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
+    def _mark_evictable(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
         blocks.evictable[rows] = True
         blocks.last_used[rows] = tick
         blocks.policy.insert(rows)
-        self.slots.let_go(blocks.held_slots(rows), tick, slots_are)
+        self.slots.mark_evictable(blocks.held_slots(rows), tick, slots_are)
 
     def _lose(self, part: StorePart, tick: int) -> None:
         part.blocks.slots[part.shard, part.rows] = NO_SLOT
         self._unpin(part.blocks, part.rows, tick)
 
-    def _detach(self, blocks: Blocks, rows: Ints) -> None:
+    def _detach(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Nothing finds the blocks from now on."""
         blocks.index.remove(rows)
         blocks.detached[rows] = True
@@ -313,14 +303,14 @@ class BlockTable:
         blocks.readable -= readable
         self.readable_blocks -= readable
 
-    def _free(self, blocks: Blocks, rows: Ints) -> None:
+    def _free(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Nobody needs these blocks, and nothing finds them."""
         slots = blocks.held_slots(rows)
-        if self.condemned:
+        if self.corrupt:
             slots = np.asarray(slots, np.int64)
-            bad = np.isin(slots, list(self.condemned))
-            self.condemned.difference_update(slots[bad].tolist())
-            self.slots.condemn(slots[bad])
+            bad = np.isin(slots, list(self.corrupt))
+            self.corrupt.difference_update(slots[bad].tolist())
+            self.slots.mark_corrupt(slots[bad])
             slots = slots[~bad]
         self.slots.free(slots)
         blocks.recycle(rows)
@@ -332,7 +322,7 @@ class BlockTable:
             del self.spaces[space.namespace, space.group]
             self._retire(space.blocks)
 
-    def _retire(self, blocks: Blocks) -> None:
+    def _retire(self, blocks: SpaceBlocks) -> None:
         """A table that holds nothing costs nothing; and it is forgotten if it will not be used again."""
         if len(blocks):
             if blocks.sparse and not blocks.cleared:
@@ -343,15 +333,36 @@ class BlockTable:
         if blocks.cleared or blocks.space.dropped:
             self.tables.pop(blocks.number, None)
 
-    def _new_blocks(self, space: Space) -> Blocks:
+    def _new_blocks(self, space: Space) -> SpaceBlocks:
         self._num_tables += 1
-        blocks = Blocks(space, self._num_tables, self._capacity(space), self._policy, self._seed)
+        blocks = SpaceBlocks(space, self._num_tables, self._capacity(space), self._policy, self._seed)
         self.tables[blocks.number] = blocks
         return blocks
 
     def _capacity(self, space: Space) -> int:
         """Blocks of this space that the pool has room for: each has a slot at least."""
         return self.slots.total_bytes // min(size for size in space.slot_sizes if size) + SPARE_ROWS
+
+
+def _create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
+    """Create the blocks of hashes that have no row yet, each once, and fill their rows in. The rows of new blocks.
+
+    Which of the hashes are equal their tags say, in a fraction of the time. One that comes twice then finds the block
+    that was created for the first. Two that differ may have one tag (in about one job of 512 blocks in 16,000): the
+    second finds nothing, and is created in another round.
+    """
+    created = NO_INTS
+    unknown = (rows < 0).nonzero()[0]
+    while len(unknown):
+        new = unknown[first_of_each(keys.tags[unknown])] if len(unknown) > 1 else unknown
+        rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))
+        created = np.concatenate((created, rows[new])) if len(created) else rows[new]
+        if len(new) == len(unknown):
+            break
+        again = unknown[rows[unknown] < 0]
+        rows[again] = blocks.index.find(keys.take(again))
+        unknown = again[rows[again] < 0]
+    return created
 
 
 def _set_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Ints, some
-from kvsidecar.cache.block import Blocks, Chain
+from kvsidecar.cache.arrays import NO_INTS, Bools, Ints, some
+from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.slots import SlotAllocator
 
 ASKED, VICTIM = 1, 2
-"""In `Blocks.marks`, while a plan is made."""
+"""In `SpaceBlocks.marks`, while a plan is made."""
 
 
 def choose_victims(
     needs: Mapping[int, int],
     allocator: SlotAllocator,
-    tables: Mapping[int, Blocks],
+    tables: Mapping[int, SpaceBlocks],
     asked: Sequence[Chain],
 ) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if no choice would do. Changes nothing.
@@ -74,10 +75,18 @@ class _Choice:
     """They make a whole slab, and only all of them do."""
 
 
+class _IdleSlab(NamedTuple):
+    """A slab that could go as a whole."""
+
+    number: int
+    last_used: int
+    """Tick."""
+
+
 class _Plan:
     """The state of one `choose_victims`."""
 
-    def __init__(self, needs: Mapping[int, int], allocator: SlotAllocator, tables: Mapping[int, Blocks]) -> None:
+    def __init__(self, needs: Mapping[int, int], allocator: SlotAllocator, tables: Mapping[int, SpaceBlocks]) -> None:
         self._allocator = allocator
         self._supply = allocator.supply(needs)
         self._tables = tables
@@ -86,33 +95,37 @@ class _Plan:
         """Size class -> slabs of other classes that could go, the longest unused last."""
 
     def make(self) -> bool:
-        """Choose until the needs are met. False if they cannot be."""
+        """Choose until the needs are met. False if they cannot be.
+
+        What goes next is what was not used for longest: blocks with a slot of the class that is missing, or all of a
+        slab of another class. A slab was last used when the newest of its blocks was, so the blocks that are no newer
+        than the oldest slab go first, then that slab, then the blocks up to the next slab, and so on.
+        """
         while (unmet := self._supply.unmet()) is not None:
             slab = self._oldest_slab(unmet.size)
-            touched = None if slab is None else int(self._allocator.slabs.touched[slab])
-            victims = self._oldest_blocks(unmet.size, unmet.missing, touched)
-            if victims:
-                newest = max(int(chain.blocks.last_used[chain.rows[-1]]) for chain in victims)
-                self._choose(_Choice(victims, newest, slab=False))
-            elif slab is not None and touched is not None:
-                self._choose(_Choice(self._blocks_in(slab), touched, slab=True))
+            blocks = self._oldest_blocks(unmet.size, unmet.missing, None if slab is None else slab.last_used)
+            if blocks:
+                newest = max(int(chain.blocks.last_used[chain.rows[-1]]) for chain in blocks)
+                self._choose(_Choice(blocks, newest, slab=False))
+            elif slab is not None:
+                self._choose(_Choice(self._blocks_in(slab.number), slab.last_used, slab=True))
             else:
                 return False
         self._spare()
         return True
 
-    def only_table(self) -> Blocks | None:
+    def only_table(self) -> SpaceBlocks | None:
         """The one table that can give anything, if each of its blocks gives one slot: as with one model on the node.
 
         Then there is no slab to weigh against blocks and nothing to spare, and `make` would choose `oldest_of`.
         """
         tables = [blocks for blocks in self._tables.values() if not blocks.cleared]
-        if FEW and len(tables) == 1 and tables[0].space.num_shards == 1 and self._supply.surplus() is not None:
+        if len(tables) == 1 and tables[0].space.num_shards == 1 and self._supply.surplus() is not None:
             size = tables[0].space.slot_sizes[0]
             return tables[0] if self._supply.largest == size and not len(self._allocator.reclaimable(size)) else None
         return None
 
-    def oldest_of(self, blocks: Blocks) -> list[Chain] | None:
+    def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
         """The oldest blocks that are enough, if there are so many."""
         unmet = self._supply.unmet()
         if unmet is None:
@@ -130,10 +143,10 @@ class _Plan:
 
     # -- who comes next ------------------------------------------------------------------------------------------
 
-    def _oldest_blocks(self, size: int, missing: int, touched: int | None) -> list[Chain]:
-        """The oldest blocks that give so many slots of this class, or all there are; none used after ``touched``."""
+    def _oldest_blocks(self, size: int, missing: int, until: int | None) -> list[Chain]:
+        """The oldest blocks that give so many slots of this class, or all there are; none used after tick ``until``."""
         tables = [blocks for blocks in self._tables.values() if size in blocks.space.slot_sizes and not blocks.cleared]
-        queues = [self._candidates(blocks, size, missing, touched) for blocks in tables]
+        queues = [self._candidates(blocks, size, missing, until) for blocks in tables]
         queues = [queue for queue in queues if len(queue.rows)]
         if len(queues) < 2:
             return queues  # it is cut to length already
@@ -146,13 +159,13 @@ class _Plan:
             taken[queue] += 1
         return [Chain(queue.blocks, queue.rows[:count]) for queue, count in zip(queues, taken, strict=True) if count]
 
-    def _candidates(self, blocks: Blocks, size: int, missing: int, touched: int | None) -> Chain:
+    def _candidates(self, blocks: SpaceBlocks, size: int, missing: int, until: int | None) -> Chain:
         """The oldest blocks of one space that would be enough, or all there are."""
         pieces: list[Ints] = []
         for piece in blocks.policy.candidates():
             rows = piece[blocks.marks[piece] == 0]
-            if touched is not None:
-                rows = rows[blocks.last_used[rows] <= touched]
+            if until is not None:
+                rows = rows[blocks.last_used[rows] <= until]
             if blocks.space.num_shards == 1:
                 rows = rows[:missing]
                 missing -= len(rows)
@@ -163,18 +176,18 @@ class _Plan:
                 rows = rows[:enough]
                 missing -= int(gives[:enough].sum())
             pieces.append(rows)
-            if missing <= 0 or (touched is not None and len(piece) and blocks.last_used[piece[-1]] > touched):
+            if missing <= 0 or (until is not None and len(piece) and blocks.last_used[piece[-1]] > until):
                 break
         return Chain(blocks, pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces)))
 
-    def _oldest_slab(self, size: int) -> int | None:
+    def _oldest_slab(self, size: int) -> _IdleSlab | None:
         """The longest unused slab of another class that can be had as a whole."""
         if size not in self._slabs:
             self._slabs[size] = self._allocator.reclaimable(other_than=size).tolist()[::-1]
         slabs = self._slabs[size]
         while slabs and not self._gives_whole(slabs[-1], size):
             slabs.pop()
-        return slabs[-1] if slabs else None
+        return _IdleSlab(slabs[-1], int(self._allocator.slabs.touched[slabs[-1]])) if slabs else None
 
     def _gives_whole(self, slab: int, size: int) -> bool:
         if self._allocator.slabs.nbytes[slab] < size or self._supply.is_whole(slab):
@@ -198,10 +211,15 @@ class _Plan:
             self._supply.keep(chain.blocks.held_slots(chain.rows))
 
     def _spare(self) -> None:
-        """What gave several slots may have made earlier victims needless: keep what can be kept, the newest first."""
+        """Take needless victims back, the newest first.
+
+        A block with several shards gives several slots, and a slab many: more than was missing, perhaps, so that a
+        victim chosen before is not needed any more. Each is taken back, and stays so if the needs are met without it.
+        A slab is whole or of no use, so its blocks are taken back together.
+        """
         for choice in sorted(self._choices, key=lambda choice: choice.tick, reverse=True):
             if self._supply.surplus() == 0:
-                return
+                return  # whatever is taken back now would be missing
             for victims in [choice.victims] if choice.slab else self._one_by_one(choice):
                 self._unmark(victims)
                 if self._supply.unmet() is not None:

@@ -41,7 +41,7 @@ class EvictionPolicy(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of its arrays."""
+        """Bytes of its arrays."""
 
 
 class LruPolicy:

@@ -33,9 +33,6 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def all(self) -> list[Lease]:
-        return list(self._leases.values())
-
     def add(self, owner: Hashable, chains: list[Chain], expires_at: float) -> Lease:
         lease_id = self._next_id()
         while lease_id in self._leases:
@@ -107,21 +104,6 @@ class LeaseTable:
         for lease in leases:
             self.pop(lease.id)
         return leases
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the three views differ."""
-        by_owner = {lease_id: lease for leases in self._by_owner.values() for lease_id, lease in leases.items()}
-        assert by_owner == self._leases, "leases by owner and by id differ"
-        assert all(self._by_owner.values()), "an owner without leases was kept"
-        for owner, leases in self._by_owner.items():
-            assert self._blocks_of[owner] == sum(lease.num_blocks for lease in leases.values()), "blocks miscounted"
-        assert self._blocks_of.keys() == self._by_owner.keys(), "blocks of an owner without leases"
-        assert not self._released.keys() & self._leases.keys(), "a lease is alive and released"
-        assert len(self._released) <= RELEASED, "too many released leases are remembered"
-        entries = set(self._expiries)
-        for lease_id, lease in self._leases.items():
-            assert lease.id == lease_id, f"lease {lease.id} is filed as {lease_id}"
-            assert (lease.expires_at, lease_id) in entries, f"lease {lease_id} would never expire"
 
     def _note_expiry(self, lease: Lease) -> None:
         if len(self._expiries) > 2 * len(self._leases) + 64:

@@ -6,22 +6,19 @@ another block size can cut it anew. A slot is named by its byte offset in the po
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, few, longer, some, tally
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, few, longer, some, tally
+from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
 from kvsidecar.cache.supply import Supply
 
 SLOT_ALIGN = 4096
 """Slots are multiples of this many bytes and start at one: a page (and so a cache line) holds bytes of one slot only,
 which keeps two DMAs from sharing a line, and sizes that differ by a few bytes share a class."""
-
-LEVELS = 4
-"""Groups of partly used slabs by how full they are. New blocks go into the fullest: a slab that is nearly empty can so
-become whole, for another size class, and a few blocks that must stay do not spread over many slabs."""
 
 NOBODY = -1
 """Owner of a slot that is free or quarantined."""
@@ -44,57 +41,10 @@ class SlotState(IntEnum):
 _FREE, _RESERVED, _HELD, _EVICTABLE, _QUARANTINED = map(int, SlotState)  # members of an enum are slow to look up
 _UNOWNED = (_FREE, _QUARANTINED)
 
-Slots = Ints | list[int]
-"""A list is for a few only: to make an array of them takes longer than what is done with them."""
-
 
 def size_class(nbytes: int) -> int:
     """Bytes of the slot that holds a shard of ``nbytes`` bytes."""
     return -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
-
-
-class Slabs:
-    """The slabs of a pool, as columns: a slab is an index. One that is cut has at least one used slot."""
-
-    def __init__(self, pool_bytes: int, slab_bytes: int, nodes: Sequence[int | None]) -> None:
-        self.start = np.arange(0, pool_bytes, slab_bytes)
-        self.nbytes = np.minimum(slab_bytes, pool_bytes - self.start)
-        self.node = list(nodes)
-        self.size = np.zeros(len(self.start), np.int64)
-        """Size class it is cut to; 0 for one that is whole."""
-        self.capacity = np.zeros_like(self.size)
-        """Slots it is cut into."""
-        self.first = np.zeros_like(self.size)
-        """Index of its first slot in the columns of slots."""
-        self.used = np.zeros_like(self.size)
-        """Slots that are not free."""
-        self.evictable = np.zeros_like(self.size)
-        self.touched = np.zeros_like(self.size)
-        """Tick at which a slot of it was last used."""
-        self.lowest_free = np.zeros_like(self.size)
-        """No slot of it below this one is free."""
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-
-class _Node:
-    """What is free on one NUMA node."""
-
-    def __init__(self) -> None:
-        self.whole: deque[int] = deque()
-        """Uncut slabs. A short one stays at the left end: it is taken last, and only by slots that fit it."""
-        self.partial: dict[int, tuple[dict[int, None], ...]] = {}
-        """Size class -> by level, the cut slabs with a free slot, in the order in which they came to it."""
-        self.free_slots: Counter[int] = Counter()
-        """Size class -> free slots in ``partial``."""
-
-    def fullest(self, size: int) -> int | None:
-        """A cut slab with a free slot, of those that are the fullest."""
-        for level in reversed(self.partial.get(size, ())):
-            if level:
-                return next(reversed(level))
-        return None
 
 
 class SlotAllocator:
@@ -129,14 +79,14 @@ class SlotAllocator:
         self._bytes = [0] * len(SlotState)
         self._bytes[_FREE] = pool_bytes
         self._states = np.zeros(pool_bytes // SLOT_ALIGN, np.uint8)
-        """Of each slot. The slots of one slab lie side by side, and slabs one after the other as they are cut."""
+        """State of each slot. The slots of one slab lie side by side, and slabs one after the other as they are cut."""
         self._owners = np.zeros(len(self._states), np.int64)
         self._columns_used = 0
         self._cut_slabs: Counter[int] = Counter()
         """Size class -> slabs that are cut to it."""
         self._spare_columns: dict[int, list[int]] = {}
         """Capacity -> where the slots of slabs were that are whole again."""
-        self._nodes: dict[int | None, _Node] = {node: _Node() for node in nodes}
+        self._nodes: dict[int | None, NodeSlabs] = {node: NodeSlabs() for node in nodes}
         for slab in reversed(range(num_slabs)):
             self._put_whole(slab)
 
@@ -165,24 +115,17 @@ class SlotAllocator:
         """False if a shard of ``nbytes`` bytes is larger than any slab, so that it can never be stored."""
         return size_class(nbytes) <= self.largest_slot
 
-    def slots_per_slab(self, size: int) -> int:
-        """Slots of size class ``size`` in a slab of full length."""
-        return self.slab_bytes // size
-
     def free_slots(self, size: int, node: int | None = None) -> int:
         """Free slots in slabs that are already cut to ``size``; those on ``node`` only, unless it is None."""
         if node is not None:
             return self._nodes[node].free_slots[size] if node in self._nodes else 0
         return sum(home.free_slots[size] for home in self._nodes.values())
 
-    def slab_of(self, slots: Slots) -> Ints:
-        return np.asarray(slots, np.int64) // self.slab_bytes
-
     def bytes_of(self, slots: Slots) -> int:
         """Bytes of all these slots."""
         if len(slots) <= FEW:
             return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in few(slots)])
-        return int(self.slabs.size[self.slab_of(slots)].sum())
+        return int(self.slabs.size[self.slabs.holding(slots)].sum())
 
     def state_of(self, offset: int) -> SlotState:
         """State of the slot that this byte of the pool belongs to; FREE if it belongs to none."""
@@ -207,7 +150,7 @@ class SlotAllocator:
         short = 0 if self.slabs.size[last] else int(self.slabs.nbytes[last])
         free_slots = {size: self.free_slots(size) for size in needs}
         return Supply(
-            self,
+            self.slabs,
             needs,
             free_slots,
             whole_slabs=self._whole_slabs(),
@@ -229,7 +172,7 @@ class SlotAllocator:
         if self._has_free(needs, node):
             return True
         free_slots = {size: self.free_slots(size, node) for size in needs}
-        return Supply(self, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
+        return Supply(self.slabs, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
 
     def is_fragmented(self, needs: Mapping[int, int]) -> bool:
         """Whether there are bytes enough for these needs, free or evictable, but in slabs of other size classes that
@@ -292,7 +235,7 @@ class SlotAllocator:
         """They may still be written to, for ever: RESERVED to QUARANTINED."""
         self._move(slots, _RESERVED, _QUARANTINED)
 
-    def condemn(self, slots: Ints) -> None:
+    def mark_corrupt(self, slots: Ints) -> None:
         """What they hold is not what was put in: HELD or EVICTABLE to QUARANTINED."""
         _, _, at = self._locate(slots)
         self.hold(slots[self._states[at] == _EVICTABLE])
@@ -302,7 +245,7 @@ class SlotAllocator:
         """Their blocks must stay: EVICTABLE to HELD."""
         self._move(slots, _EVICTABLE, _HELD)
 
-    def let_go(self, slots: Slots, tick: int, source: SlotState = SlotState.HELD) -> None:
+    def mark_evictable(self, slots: Slots, tick: int, source: SlotState = SlotState.HELD) -> None:
         """Their blocks were last used at ``tick`` and may be evicted: HELD, or RESERVED if they were just filled, to
         EVICTABLE. Ticks never go back."""
         self._move(slots, int(source), _EVICTABLE)
@@ -310,11 +253,7 @@ class SlotAllocator:
 
     def touch(self, slots: Slots, tick: int) -> None:
         """Evictable blocks were used at ``tick``."""
-        if len(slots) <= FEW:
-            for slot in few(slots):
-                self.slabs.touched[slot // self.slab_bytes] = tick
-        else:
-            self.slabs.touched[self.slab_of(slots)] = tick
+        self.slabs.touched[self.slabs.holding(slots)] = tick
 
     def free(self, slots: Slots) -> None:
         """RESERVED, HELD or EVICTABLE to FREE."""
@@ -345,7 +284,7 @@ class SlotAllocator:
         Raises:
             AssertionError: one is no slot (any more).
         """
-        slabs = self.slab_of(slots)
+        slabs = self.slabs.holding(slots)
         sizes = self.slabs.size[slabs]
         if np.count_nonzero(sizes) < len(sizes):
             raise AssertionError("a slot is FREE: its slab is not even cut")
@@ -489,7 +428,7 @@ class SlotAllocator:
         if not used:
             self._join(slab)
 
-    def _use(self, home: _Node, slab: int, used: int) -> None:
+    def _use(self, home: NodeSlabs, slab: int, used: int) -> None:
         """Set how many slots of a slab are used, and file it under the level that this makes."""
         slabs = self.slabs
         capacity = slabs.capacity.item(slab)
@@ -502,7 +441,7 @@ class SlotAllocator:
             if after < LEVELS:
                 levels[after][slab] = None
 
-    def _cut(self, home: _Node, size: int) -> int | None:
+    def _cut(self, home: NodeSlabs, size: int) -> int | None:
         """Cut a whole slab of this node, if it has one that is large enough."""
         slabs = self.slabs
         if not home.whole or slabs.nbytes[home.whole[-1]] < size:

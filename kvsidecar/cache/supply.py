@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from kvsidecar.cache.arrays import FEW, few, tally
-
-if TYPE_CHECKING:
-    from kvsidecar.cache.slots import SlotAllocator, Slots
+from kvsidecar.cache.arrays import Slots, tally
+from kvsidecar.cache.slabs import Slabs
 
 
 class Unmet(NamedTuple):
@@ -28,7 +26,7 @@ class Supply:
     classes first: free slots of the class, then whole slabs, the short one last.
 
     Args:
-        allocator: whose slots are planned with; it is only read.
+        slabs: those of the pool; they are only read.
         needs: slots needed per size class.
         free_slots: free slots per size class of ``needs``.
         whole_slabs: uncut slabs of full length.
@@ -37,14 +35,14 @@ class Supply:
 
     def __init__(
         self,
-        allocator: SlotAllocator,
+        slabs: Slabs,
         needs: Mapping[int, int],
         free_slots: Mapping[int, int],
         *,
         whole_slabs: int,
         short_slab: int,
     ) -> None:
-        self._allocator = allocator
+        self._slabs = slabs
         self._needs = sorted(needs.items(), reverse=True)
         self._free_slots = Counter(free_slots)
         self._whole_slabs = whole_slabs
@@ -59,7 +57,7 @@ class Supply:
             missing = need - self._free_slots[size]
             if missing <= 0:
                 continue
-            per_slab = self._allocator.slots_per_slab(size)
+            per_slab = self._slabs.slots_per_slab(size)
             opened = min(whole, -(-missing // per_slab)) if per_slab else 0
             whole -= opened
             missing -= opened * per_slab
@@ -76,7 +74,7 @@ class Supply:
         if len(self._needs) > 1:
             return None
         (size, need) = self._needs[0]
-        whole = self._whole_slabs * self._allocator.slots_per_slab(size) + self._short_slab // size
+        whole = self._whole_slabs * self._slabs.slots_per_slab(size) + self._short_slab // size
         return self._free_slots[size] + whole - need
 
     @property
@@ -86,7 +84,7 @@ class Supply:
 
     def is_whole(self, slab: int) -> bool:
         """The plan frees every used slot of the slab."""
-        return self._freed[slab] == int(self._allocator.slabs.used[slab])
+        return self._freed[slab] == int(self._slabs.used[slab])
 
     def free(self, slots: Slots) -> None:
         """Plan that these used slots, each of them once, are freed."""
@@ -97,14 +95,9 @@ class Supply:
         self._change(slots, -1)
 
     def _change(self, slots: Slots, sign: int) -> None:
-        slabs, slab_bytes = self._allocator.slabs, self._allocator.slab_bytes
-        if len(slots) <= FEW:
-            counts = Counter([slot // slab_bytes for slot in few(slots)])
-        else:
-            distinct, number = tally(self._allocator.slab_of(slots))
-            counts = Counter(dict(zip(distinct.tolist(), number.tolist(), strict=True)))
-        for slab, count in counts.items():
-            size = int(slabs.size[slab])
+        distinct, counts = tally(self._slabs.holding(slots))
+        for slab, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+            size = int(self._slabs.size[slab])
             if sign < 0 and self.is_whole(slab):
                 self._make_whole(slab, -1)
             self._freed[slab] += sign * count
@@ -113,9 +106,9 @@ class Supply:
                 self._make_whole(slab, 1)
 
     def _make_whole(self, slab: int, sign: int) -> None:
-        slabs = self._allocator.slabs
+        slabs = self._slabs
         self._free_slots[int(slabs.size[slab])] -= sign * int(slabs.capacity[slab])
-        if slabs.nbytes[slab] == self._allocator.slab_bytes:
+        if slabs.nbytes[slab] == slabs.slab_bytes:
             self._whole_slabs += sign
         else:
             self._short_slab += sign * int(slabs.nbytes[slab])

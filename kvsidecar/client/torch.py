@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvsidecar.client import cuda_driver
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.strides import View, regions_of
 from kvsidecar.errors import NotExportable
+from kvsidecar.support import cuda_driver
 from kvsidecar.types import Region
 
 

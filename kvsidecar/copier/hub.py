@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvsidecar.copier.worker import CopyWorker
 from kvsidecar.device.base import Device, Platform
 from kvsidecar.errors import DeviceLost
+from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction
 
 
@@ -34,7 +35,7 @@ class DeviceHub:
         on_worker_failure: told (device UUID, direction, error) when a worker can copy no more. Called in the
             worker's thread.
         store_chunk: bytes of stores in flight at a time while an engine is busy on their device; None for no bound.
-        before_end, linger: as those of `CopyWorker`.
+        guard: as that of `CopyWorker`.
     """
 
     def __init__(
@@ -43,12 +44,10 @@ class DeviceHub:
         on_worker_failure: Callable[[str, Direction, BaseException], None],
         *,
         store_chunk: int | None = None,
-        before_end: Callable[[], None] = lambda: None,
-        linger: float = 0.0,
+        guard: SleepGuard = NO_GUARD,
     ) -> None:
         self.platform = platform
-        self._before_end = before_end
-        self._linger = linger
+        self._guard = guard
         self._on_worker_failure = on_worker_failure
         self._store_chunk = store_chunk
         self._busy: frozenset[str] = frozenset()
@@ -133,8 +132,7 @@ class DeviceHub:
             direction,
             pool_address=self._pool_address,
             chunk=lambda: self.chunk(device.uuid, direction),
-            before_end=self._before_end,
-            linger=self._linger,
+            guard=self._guard,
             on_failure=lambda error: self._on_worker_failure(device.uuid, direction, error),
         )
 

@@ -16,7 +16,7 @@ from typing import Final
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, Device, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints, log
-from kvsidecar.support.keep_awake import NAP_SECONDS
+from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction
 
 _PR_SET_NAME: Final = 15
@@ -51,13 +51,13 @@ FIRST_RATE: Final = 100e9
 RATE_SAMPLE_BYTES: Final = 16 << 20
 """Smaller calls say more about latency than about the rate."""
 TIMED_CALLS: Final = 8
-"""Of a paced copy's calls one in so many is timed: the two events around it take 5 us, where a call of 2 MiB takes 45.
+"""One in so many calls of a paced copy is timed: the two events around it take 5 us, where a call of 2 MiB takes 45.
 The calls of one copy are slices of one plan."""
 RATE_DECAY: Final = 0.95
 """The best rate seen counts, and is forgotten slowly: a late look makes a sample too low, never too high."""
-SETTLE_SECONDS: Final = 2.0
+QUIESCE_SECONDS: Final = 2.0
 """After an error the device has this long to end what it was given. Copies take milliseconds."""
-SETTLE_POLL_SECONDS: Final = 1e-3
+QUIESCE_POLL_SECONDS: Final = 1e-3
 
 _log = log.get("worker")
 
@@ -74,7 +74,7 @@ class _Copy:
     calls: int = 0
     """Issued."""
     timed: list[tuple[CopyMark, int]] = field(default_factory=list)
-    """Of its calls that are over those that the device timed, and their bytes."""
+    """Calls that are done and that the device timed, and their bytes."""
     slept: bool = False
     """This thread has slept while the copy ran, so others may have."""
 
@@ -95,7 +95,7 @@ class CopyWorker:
 
     A future ends with its `CopyResult`, or with what the copy ended with: `CopyFailed` (the worker goes on) or
     `DeviceLost` (it does not). An exception that nobody expected ends the worker too. Of copies that were started,
-    ``outcome_known`` is True if the device said within `SETTLE_SECONDS` that all it was given is over; of those that
+    ``outcome_known`` is True if the device said within `QUIESCE_SECONDS` that all it was given is over; of those that
     were queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be
     cancelled.
 
@@ -105,9 +105,8 @@ class CopyWorker:
         pool_address: what the plans' host offsets count from.
         chunk: asked from this thread; the most bytes that may be in flight at a time while an engine's own copies in
             this direction must pass, None while the whole link may be used.
-        before_end: called in this thread some 300 us before a longer copy is expected to end: time to wake up for
-            those who wait for it.
-        linger: seconds after a copy during which this thread sleeps lightly, so that it starts the next one at once.
+        guard: keeps the loop awake some 300 us before a longer copy is expected to end, for those who wait for it; and
+            this thread for a while after a copy, so that it starts the next one at once.
         on_failure: told once why this worker can copy no more, in its thread, after all futures are resolved.
 
     Raises:
@@ -121,29 +120,26 @@ class CopyWorker:
         pool_address: int,
         *,
         chunk: Callable[[], int | None] = lambda: None,
-        before_end: Callable[[], None] = lambda: None,
-        linger: float = 0.0,
+        guard: SleepGuard = NO_GUARD,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._device = device
         self._direction = direction
         self._pool_address = pool_address
         self._chunk = chunk
-        self._before_end = before_end
-        self._linger = linger
+        self._guard = guard
         self._on_failure = on_failure
         # Only the worker's thread uses these.
         self._calls: deque[CopyCall] = deque()
-        """Of `_issuing`, planned and not issued."""
+        """Calls of `_issuing` that are planned and not issued."""
         self._issuing: _Copy | None = None
         self._ready: tuple[int, PreparedCall] | None = None
         """The next call of `_issuing`: its bytes, and what the stream made of it."""
         self._flights: deque[_Flight] = deque()
         self._ahead = 0
         """Bytes of the calls in flight."""
-        self._last_end = 0.0
-        self._previous_end = 0.0
-        """Of the copy before."""
+        self._last_call_end = 0.0
+        self._last_copy_end = 0.0
         self._rate = FIRST_RATE
 
         self._changed = threading.Condition()
@@ -187,7 +183,7 @@ class CopyWorker:
         with self._changed:
             if not self._running:
                 return 0.0
-            return time.monotonic() - max(self._running[0].started, self._last_end)
+            return time.monotonic() - max(self._running[0].started, self._last_call_end)
 
     def submit(
         self,
@@ -216,7 +212,7 @@ class CopyWorker:
             self._changed.notify_all()
         return copy.future
 
-    def hurry(self, future: Future[CopyResult]) -> None:
+    def prioritize(self, future: Future[CopyResult]) -> None:
         """Let a queued copy be the next one; nothing happens if it runs or is over."""
         with self._changed:
             for copy in self._queue:
@@ -263,10 +259,10 @@ class CopyWorker:
         opened.set_result(None)
         try:
             self._serve(stream)
-            _settle(stream)
+            _quiesce(stream)
             stream.close()
         except BaseException as error:  # noqa: BLE001 - no thread ends unheard: every future and the owner get it
-            self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and _settles(stream))
+            self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and _quiesces(stream))
 
     def _serve(self, stream: CopyStream) -> None:
         """Copy until closed and empty. Raises what the worker does not survive."""
@@ -279,7 +275,7 @@ class CopyWorker:
                 if chunk is None:
                     self._retire(stream)
             elif self._flights:
-                self._wait(stream, spin=chunk is not None)
+                self._wait(stream, paced=chunk is not None)
                 self._retire(stream)
             elif not filled:
                 return
@@ -320,7 +316,7 @@ class CopyWorker:
             self._calls.clear()
             self._issuing = None
             copy.failed = True
-            error = _settled(stream, error)
+            error = _quiesced(stream, error)
             self._end(copy)
             _fail(copy, error)
             return
@@ -333,7 +329,7 @@ class CopyWorker:
             flight = self._flights[0]
             if flight.mark is not None:
                 try:
-                    if not flight.mark.over():
+                    if not flight.mark.is_done():
                         return
                 except CopyFailed as error:
                     self._fail_flights(stream, error)
@@ -343,9 +339,9 @@ class CopyWorker:
             if flight.mark is not None:
                 self._ahead -= flight.nbytes
                 if flight.nbytes >= RATE_SAMPLE_BYTES:
-                    seconds = max(1e-6, now - max(self._last_end, flight.issued))
+                    seconds = max(1e-6, now - max(self._last_call_end, flight.issued))
                     self._rate = max(RATE_DECAY * self._rate, flight.nbytes / seconds)
-                self._last_end = now
+                self._last_call_end = now
                 if flight.timed:
                     flight.copy.timed.append((flight.mark, flight.nbytes))
             elif not flight.copy.failed:
@@ -356,48 +352,56 @@ class CopyWorker:
         copying = sum([mark.seconds() for mark, _ in copy.timed])
         if len(copy.timed) != copy.calls:
             copying *= copy.plan.nbytes / sum([nbytes for _, nbytes in copy.timed])
-        self._previous_end = now
+        self._last_copy_end = now
         self._end(copy)
         # The future may be resolved already: `close` gave up on it.
         with suppress(InvalidStateError):
             waited = max(0.0, now - copy.submitted - copying)
             copy.future.set_result(CopyResult(copy.plan.nbytes, copying, waited, now))
 
-    def _wait(self, stream: CopyStream, *, spin: bool) -> None:
-        """Wait for the oldest call in flight, or until a copy is submitted."""
-        flight = self._flights[0]
-        assert flight.mark is not None
-        sleep = 0.0
-        if not spin:
-            begun = max(self._last_end, flight.issued)
-            sleep = begun + self._bytes_to_first_end() / self._rate - SPIN_SECONDS - time.monotonic()
-        if sleep <= 0:
-            if flight.copy.slept and any(each.mark is None for each in self._flights):
-                flight.copy.slept = False
-                self._before_end()
-            try:
-                flight.mark.wait()
-            except CopyFailed as error:
-                self._fail_flights(stream, error)
-            return
-        flight.copy.slept = True
-        with self._changed:
-            # What is queued although there is room waits for its event.
-            gated = self._queue and self._ahead < AHEAD_BYTES
-            self._changed.wait(min(sleep, POLL_SECONDS) if gated else sleep)
+    def _wait(self, stream: CopyStream, *, paced: bool) -> None:
+        """Wait until the oldest call in flight may be done, or a copy was submitted.
 
-    def _bytes_to_first_end(self) -> int:
-        """In flight up to the end of the oldest copy, which somebody waits for; or all, if its end is not issued."""
+        Far from the end of the oldest copy this thread sleeps, and a submission wakes it. Near to it, and between the
+        short calls of a paced copy, it spins, because a sleeper comes back too late (`SPIN_SECONDS`).
+        """
+        sleep = 0.0 if paced else self._first_end() - SPIN_SECONDS - time.monotonic()
+        if sleep > 0:
+            self._sleep(sleep)
+        else:
+            self._spin(stream)
+
+    def _first_end(self) -> float:
+        """When the oldest copy is expected to end, for which somebody waits; or all that is in flight, if the end of
+        that copy is not issued yet. Monotonic seconds."""
         nbytes = 0
         for flight in self._flights:
             if flight.mark is None:
                 break
             nbytes += flight.nbytes
-        return nbytes
+        return max(self._last_call_end, self._flights[0].issued) + nbytes / self._rate
+
+    def _sleep(self, seconds: float) -> None:
+        self._flights[0].copy.slept = True
+        with self._changed:
+            # A copy that is queued although there is room waits for its event, which wakes nobody.
+            waits_for_event = self._queue and self._ahead < AHEAD_BYTES
+            self._changed.wait(min(seconds, POLL_SECONDS) if waits_for_event else seconds)
+
+    def _spin(self, stream: CopyStream) -> None:
+        flight = self._flights[0]
+        assert flight.mark is not None
+        if flight.copy.slept and any(each.mark is None for each in self._flights):
+            flight.copy.slept = False
+            self._guard.keep_awake_from_thread()
+        try:
+            flight.mark.wait()
+        except CopyFailed as error:
+            self._fail_flights(stream, error)
 
     def _fail_flights(self, stream: CopyStream, error: CopyFailed) -> None:
         """An asynchronous error belongs to nobody: all that is in flight fails with it."""
-        error = _settled(stream, error)
+        error = _quiesced(stream, error)
         copies = dict.fromkeys(flight.copy for flight in self._flights)
         self._flights.clear()
         self._ahead = 0
@@ -419,8 +423,7 @@ class CopyWorker:
                 if self._queue:  # for their events, which nobody tells us about
                     self._changed.wait(POLL_SECONDS)
                 else:
-                    lingers = time.monotonic() - self._previous_end < self._linger
-                    self._changed.wait(NAP_SECONDS if lingers else None)
+                    self._changed.wait(self._guard.longest_wait(self._last_copy_end))
             copy.started = time.monotonic()
             self._running.append(copy)
         try:
@@ -435,7 +438,7 @@ class CopyWorker:
         """The first queued copy that may start; those that were cancelled, or can never start, are resolved."""
         for copy in tuple(self._queue):
             try:
-                if copy.after is not None and not copy.future.cancelled() and not copy.after.over():
+                if copy.after is not None and not copy.future.cancelled() and not copy.after.is_done():
                     continue
             except CopyFailed as error:
                 self._queue.remove(copy)
@@ -480,34 +483,34 @@ class CopyWorker:
         return f"the {self._direction} worker has ended: {type(failure).__name__}: {failure}"
 
 
-def _settle(stream: CopyStream) -> None:
+def _quiesce(stream: CopyStream) -> None:
     """Return when nothing moves any more that the stream was ever given.
 
     Raises:
-        CopyFailed: with ``outcome_known=False``: that is not so after `SETTLE_SECONDS`, or the device does not say.
+        CopyFailed: with ``outcome_known=False``: that is not so after `QUIESCE_SECONDS`, or the device does not say.
         DeviceLost: the context is gone.
     """
-    failpoints.hit("copy.settle")
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while not stream.over():
+    failpoints.hit("copy.quiesce")
+    deadline = time.monotonic() + QUIESCE_SECONDS
+    while not stream.is_done():
         if time.monotonic() >= deadline:
-            raise CopyFailed(f"copies still run {SETTLE_SECONDS:g} s after an error", outcome_known=False)
-        time.sleep(SETTLE_POLL_SECONDS)
+            raise CopyFailed(f"copies still run {QUIESCE_SECONDS:g} s after an error", outcome_known=False)
+        time.sleep(QUIESCE_POLL_SECONDS)
 
 
-def _settles(stream: CopyStream) -> bool:
+def _quiesces(stream: CopyStream) -> bool:
     """Whether nothing moves any more, or soon does not."""
     try:
-        _settle(stream)
+        _quiesce(stream)
     except Exception as error:  # noqa: BLE001 - whatever it is: then nobody knows
         _log.error("copies were not seen to end", error=f"{type(error).__name__}: {error}")
         return False
     return True
 
 
-def _settled(stream: CopyStream, error: CopyFailed) -> CopyFailed:
+def _quiesced(stream: CopyStream, error: CopyFailed) -> CopyFailed:
     """A copy's error, after what the device was given is over if that is possible."""
-    if error.outcome_known or not _settles(stream):
+    if error.outcome_known or not _quiesces(stream):
         return error
     return CopyFailed(str(error), outcome_known=True)
 

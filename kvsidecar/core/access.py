@@ -53,7 +53,7 @@ class Caller:
     identity: Identity | None
     grant: Grant
     token: bytes = b""
-    """Of its connection to the attach socket; empty without one."""
+    """Names its connection to the attach socket; empty without one."""
 
     @property
     def uid(self) -> int | None:

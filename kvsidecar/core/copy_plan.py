@@ -44,13 +44,13 @@ MAX_BATCH: Final = 256
 MAX_PITCHED: Final = 64
 """Pitched copies in one call; the call takes about a microsecond for each before it returns."""
 CALL_BYTES: Final = 32 << 20
-"""Of one call: progress is known at the end of a call, so this bounds how far a worker is behind."""
+"""The most bytes of one call: progress is known at the end of a call, so this bounds how far a worker is behind."""
 LEAD_BYTES: Final = 16 << 20
-"""Of the first slice."""
+"""Bytes of the first slice."""
 SLICE_BYTES: Final = 128 << 20
-"""Of the following ones: planning one takes less time than copying the one before."""
+"""Bytes of the following slices: planning one takes less time than copying the one before."""
 PACED_CALLS: Final = 8
-"""Of one slice while stores are paced: whether they are is asked once a slice."""
+"""Calls in one slice while stores are paced: whether they are is asked once a slice."""
 FEW: Final = 4
 """So few pieces are faster without a batch, which has a start-up cost of about 10 µs."""
 CUT_BYTES: Final = 4096
@@ -79,7 +79,7 @@ class Columns:
     """What is copied of every block: one entry per pitched copy or piece, bytes and addresses as uint64."""
 
     address: npt.NDArray[np.uint64]
-    """Of the entry's first row in block 0."""
+    """Where the entry's first row of block 0 lies."""
     block_stride: npt.NDArray[np.uint64]
     pitch: npt.NDArray[np.uint64]
     row_bytes: npt.NDArray[np.uint64]
@@ -383,34 +383,38 @@ def _batched(copies: Copies) -> bool:
 
 
 def _cut(copies: Copies, limit: int) -> tuple[Copies, npt.NDArray[np.uint64]]:
-    """Cut the copies where their bytes, one after another, pass a multiple of ``limit``.
+    """Cut the copies so that none has much more than ``limit`` bytes, and what belongs into one call is known.
+
+    Think of the bytes of all copies on one line, one copy after another, with a mark at every multiple of ``limit``: a
+    copy becomes one part for each stretch between two marks that it lies in. A plain copy is cut at the last multiple
+    of `CUT_BYTES` from its start that lies before the mark, a pitched one at the last end of a row, so that a part may
+    be a row larger than ``limit``, or empty.
 
     Returns:
-        The copies, and for each which multiple it belongs to. Rows stay whole, so that it may be a row more.
+        The parts that are not empty, and for each the number of its stretch.
     """
-    size = (copies["row_bytes"] * copies["num_rows"]).astype(np.int64)
-    start = np.cumsum(size) - size
-    first = start // limit
-    counts = (start + size - 1) // limit - first + 1
-    part = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    result = np.repeat(copies, counts)
-    start, size, number = np.repeat(start, counts), np.repeat(size, counts), np.repeat(first, counts) + part
-    rows = result["num_rows"].astype(np.int64)
-    unit = np.where(rows > 1, result["row_bytes"].astype(np.int64), CUT_BYTES)
-    low = np.maximum(0, number * limit - start) // unit
-    high = ((number + 1) * limit - start) // unit
-    last = part == np.repeat(counts, counts) - 1
-    low_bytes = low * unit
-    high_bytes = np.where(last, size, high * unit)
-    single = rows == 1
-    result["device_address"] += np.where(single, low_bytes, low).astype(np.uint64) * np.where(
-        single, 1, result["device_pitch"]
-    ).astype(np.uint64)
-    result["host_offset"] += np.where(single, low_bytes, low).astype(np.uint64) * np.where(
-        single, 1, result["host_pitch"]
-    ).astype(np.uint64)
-    extent = (high_bytes - low_bytes).astype(np.uint64)
-    result["num_rows"] = np.where(single, 1, extent // result["row_bytes"])
-    result["row_bytes"] = np.where(single, extent, result["row_bytes"])
-    whole = extent > 0
-    return result[whole], number[whole].astype(np.uint64)
+    nbytes = (copies["row_bytes"] * copies["num_rows"]).astype(np.int64)
+    start = np.cumsum(nbytes) - nbytes
+    first_stretch = start // limit
+    num_parts = (start + nbytes - 1) // limit - first_stretch + 1
+
+    part = np.arange(num_parts.sum()) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    parts = np.repeat(copies, num_parts)
+    nbytes, start = np.repeat(nbytes, num_parts), np.repeat(start, num_parts)
+    stretch = np.repeat(first_stretch, num_parts) + part
+    is_last = part == np.repeat(num_parts, num_parts) - 1
+
+    plain = parts["num_rows"] == 1
+    unit = np.where(plain, np.uint64(CUT_BYTES), parts["row_bytes"]).astype(np.int64)
+    units_before = np.maximum(0, stretch * limit - start) // unit
+    begin = units_before * unit
+    end = np.where(is_last, nbytes, ((stretch + 1) * limit - start) // unit * unit)
+
+    # Unsigned from here on: numpy makes floats of uint64 with int64.
+    skipped, unit, size = units_before.astype(np.uint64), unit.astype(np.uint64), (end - begin).astype(np.uint64)
+    parts["device_address"] += skipped * np.where(plain, unit, parts["device_pitch"])
+    parts["host_offset"] += skipped * np.where(plain, unit, parts["host_pitch"])
+    parts["num_rows"] = np.where(plain, np.uint64(1), size // parts["row_bytes"])
+    parts["row_bytes"] = np.where(plain, size, parts["row_bytes"])
+    filled = size > 0
+    return parts[filled], stretch[filled].astype(np.uint64)

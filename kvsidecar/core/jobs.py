@@ -7,13 +7,8 @@ still ends, and only then are its slots, pins and mappings given back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
@@ -22,72 +17,24 @@ from kvsidecar.copier.worker import CopyResult
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.copy_plan import BlockCopies
 from kvsidecar.core.hashes import as_keys
+from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.layout import check_block_ids
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
-from kvsidecar.core.sessions import JobControl, Session, SessionGroup
-from kvsidecar.device.base import CopyPlan, DeviceEvent
+from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.sessions import RankSession, SessionGroup
+from kvsidecar.device.base import CopyPlan
 from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest
 from kvsidecar.support import failpoints
+from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction, Outcome, Refusal
 
 MANY_JOBS = 6
 """Outstanding at a time; their threads are woken often enough."""
+UNEXPECTED = JobResult(Outcome.FAILED, error="internal error; see the daemon's log")
+"""The answer to a job that ended by an error which nobody expected: without one its client would wait for ever."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """Blocks of one group of one job: ``hashes[i]`` belongs to ``block_ids[i]``."""
-
-    group: int
-    hashes: Sequence[bytes]
-    block_ids: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """What became of one job. Bytes and seconds."""
-
-    outcome: Outcome
-    reason: Refusal | None = None
-    error: str = ""
-    copied_blocks: int = 0
-    skipped_blocks: int = 0
-    nbytes: int = 0
-    copy_seconds: float = 0.0
-    queue_seconds: float = 0.0
-    copy_ended: float = 0.0
-    """Monotonic seconds; 0 if nothing was copied."""
-    unsettled: bool = False
-    """The copy failed, and may still touch the device's blocks until this process has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndedJob:
-    """A job that is over, for who keeps a record of them."""
-
-    direction: Direction
-    session: Session
-    parts: Sequence[GroupBlocks]
-    traceparent: bytes
-    """As the client sent it; empty for none."""
-    taken: float
-    """Monotonic seconds."""
-    ended: float
-    """A store's blocks can be looked up from then on."""
-    result: JobResult
-
-
-@dataclass(frozen=True, slots=True)
-class StoreOrder:
-    """When a store's copy may start, for stores that are ordered on the device."""
-
-    after: DeviceEvent
-    on_start: Callable[[], None]
-    """Called in a worker's thread when the event is not needed any more."""
-
-
-class Transfers:
+class JobRunner:
     """Runs jobs. Used from the event loop; every decision is made in one step of it, without an await in between.
 
     Args:
@@ -95,7 +42,7 @@ class Transfers:
         slab_bytes: copies do not span two slabs: pin chunks begin at slabs, and a driver refuses a copy that spans
             two registrations.
         checksums: of the slots, if they are wanted.
-        stir: called when a job begins and when it ends.
+        guard: kept awake when a job begins and when it ends.
         on_ended: told each job when its answer is on its way; None costs nothing.
         on_unsettled: told in words of each job that is over although its copy may still move bytes.
     """
@@ -104,14 +51,14 @@ class Transfers:
         self,
         cache: BlockCache,
         hub: DeviceHub,
-        readiness: Readiness,
+        readiness: DaemonReadiness,
         metrics: Metrics,
         clock: Callable[[], float],
         *,
         slab_bytes: int,
         checksums: Checksums | None = None,
-        stir: Callable[[], None] = lambda: None,
-        on_ended: Callable[[EndedJob], None] | None = None,
+        guard: SleepGuard = NO_GUARD,
+        on_ended: Callable[[RankSession, Job], None] | None = None,
         on_unsettled: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._cache = cache
@@ -121,56 +68,47 @@ class Transfers:
         self._clock = clock
         self._slab_bytes = slab_bytes
         self._checksums = checksums
-        self._stir = stir
+        self._guard = guard
         self._on_ended = on_ended
         self._on_unsettled = on_unsettled
         self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
-        self.started_at: dict[Direction, dict[object, float]] = {direction: {} for direction in Direction}
-        """When each job that is not over was taken, in order."""
+        self._running: dict[Direction, dict[Job, None]] = {direction: {} for direction in Direction}
+        """Jobs that are not over, in the order in which they were taken."""
+
+    @property
+    def num_running(self) -> int:
+        """Jobs that are not over."""
+        return sum(map(len, self._running.values()))
 
     def oldest_seconds(self, direction: Direction) -> float:
         """Age of the oldest job that is not over; 0 if there is none."""
-        oldest = next(iter(self.started_at[direction].values()), None)
-        return 0.0 if oldest is None else self._clock() - oldest
+        oldest = next(iter(self._running[direction]), None)
+        return 0.0 if oldest is None else self._clock() - oldest.taken
 
-    async def store(
-        self,
-        session: Session,
-        parts: Sequence[GroupBlocks],
-        control: JobControl | None = None,
-        order: StoreOrder | None = None,
-        traceparent: bytes = b"",
-    ) -> JobResult:
-        """Copy blocks from the device into the pool and make them readable. Never raises for a bad request.
+    # -- the way in ------------------------------------------------------------------------------------------------
+
+    def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
+        """Run the job in a task of its session: copy blocks from the device into the pool and make them readable, or
+        copy them from the pool to the device. Never raises for a bad request.
+
+        A load is decided when this returns, so that whatever comes behind it, such as the end of its lease, finds the
+        blocks pinned.
 
         Args:
-            order: what the copy waits for on the device; None if the client has waited.
-            traceparent: of the request, whatever it is, for `EndedJob`.
+            deadline: seconds from now after which its copy does not start any more.
         """
-        control = control or JobControl()
-        job = self._store(session, parts, control, order)
-        return await self._run(Direction.STORE, session, parts, control, job, traceparent)
+        self._keep_awake_for(session, job)
+        job.taken = self._clock()
+        session.add(job)
+        self._running[job.direction][job] = None
+        if deadline is not None:
+            job.timer = asyncio.get_running_loop().call_later(deadline, job.cancel, Refusal.DEADLINE)
+        begun = self._begin_load(session, job) if job.direction is Direction.LOAD else None
+        job.task = session.tasks.spawn(self._run(session, job, begun), name=f"{job.direction}-job")
 
-    def load(
-        self,
-        session: Session,
-        parts: Sequence[GroupBlocks],
-        lease: int | None,
-        control: JobControl | None = None,
-        traceparent: bytes = b"",
-    ) -> Coroutine[Any, Any, JobResult]:
-        """Copy blocks from the pool to the device. Never raises for a bad request.
-
-        Decided when this returns, so that whatever comes behind it, such as the end of the lease, finds the blocks
-        pinned. What is returned must be awaited.
-        """
-        control = control or JobControl()
-        job = self._load(session, parts, self._begin_load(session, parts, lease), control)
-        return self._run(Direction.LOAD, session, parts, control, job, traceparent)
-
-    def declined(self, direction: Direction, reason: Refusal) -> JobResult:
-        """Count and answer a job that is not even tried."""
-        result = _declined(reason)
+    def decline(self, direction: Direction, reason: Refusal, error: str = "") -> JobResult:
+        """Count and answer a job that is not even taken."""
+        result = JobResult(Outcome.DECLINED, reason, error)
         self._count(direction, result)
         return result
 
@@ -178,159 +116,88 @@ class Transfers:
         """Count what is refused and is no job."""
         self._metrics.refuse(reason)
 
-    def invalid(self, direction: Direction, error: InvalidRequest) -> JobResult:
-        """Count and answer a job that could not even be read."""
-        result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
-        self._count(direction, result)
-        return result
+    # -- the way through -------------------------------------------------------------------------------------------
 
     async def _run(
-        self,
-        direction: Direction,
-        session: Session,
-        parts: Sequence[GroupBlocks],
-        control: JobControl,
-        job: Coroutine[Any, Any, JobResult],
-        traceparent: bytes,
-    ) -> JobResult:
-        self._stir_for(direction, session)
-        key = object()
-        self.started_at[direction][key] = taken = self._clock()
+        self, session: RankSession, job: Job, begun: list[SessionGroup] | Refusal | Exception | None
+    ) -> None:
+        result = UNEXPECTED
         try:
-            result = await job
+            result = await (self._store(session, job) if begun is None else self._load(session, job, begun))
         except InvalidRequest as error:
             result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
         except DeviceLost as error:
-            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error), unsettled=bool(control.unsettled))
+            result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error))
         except (DeviceError, failpoints.FailpointError) as error:
-            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error), unsettled=bool(control.unsettled))
+            result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error))
         finally:
-            del self.started_at[direction][key]
-            self._stir_for(direction, session)
-            if what := control.unsettled:
-                session.unsettled = True
-                self._metrics.unsettled_copies.labels(direction.value).inc()
-                self._on_unsettled(f"the copy of a {direction} on {session.device.uuid} may still run ({what})")
-        self._count(direction, result)
-        session.copied_bytes[direction] += result.nbytes
-        if self._on_ended is not None:
-            ended = EndedJob(direction, session, parts, traceparent, taken, self._clock(), result)
-            # The client is answered in this turn of the loop, and need not wait for the record.
-            asyncio.get_running_loop().call_soon(self._on_ended, ended)
-        return result
+            self._finish(session, job, result)
 
-    async def _store(
-        self, session: Session, parts: Sequence[GroupBlocks], control: JobControl, order: StoreOrder | None
-    ) -> JobResult:
+    async def _store(self, session: RankSession, job: Job) -> JobResult:
         if (refusal := self._readiness.refusal) is not None:
             return _declined(refusal)
-        groups = _groups(session, parts)
+        groups = _groups(session, job.parts)
         worker = await self._hub.worker(session.device.uuid, Direction.STORE)
-        if (stopped := control.stopped()) is not None:
-            return _declined(stopped)
-        grant = self._cache.begin_store(_shard_parts(groups, parts), session.device.numa_node)
+        if job.stopped is not None:
+            return _declined(job.stopped)
+        grant = self._cache.begin_store(_shard_parts(groups, job.parts), session.device.numa_node)
         if isinstance(grant, Refusal):
             return _declined(grant)
+        job.grant = grant
         skipped = grant.present + grant.in_flight
         if not grant.reserved:
             return JobResult(Outcome.DONE, skipped_blocks=skipped)
-        try:
-            failpoints.hit("store.after_reserve")
-            plan = self._plan_store(grant, groups, parts)
-            failpoints.hit("store.before_copy")
-            copying = worker.submit(
-                plan, after=order.after if order else None, on_start=order.on_start if order else None
-            )
-            control.started(worker, copying)
-        except BaseException:
-            self._cache.abort_all(grant)  # nothing was started
-            raise
-        try:
-            copied = await _end_of(copying)
-        except BaseException:
-            if control.unsettled:
-                # Some DMA may still write these slots, so they may never hold anything else again.
-                self._cache.quarantine_all(grant)
-            else:
-                self._cache.abort_all(grant)
-                # Cancelled: it was still queued, and never started.
-                if copying.cancelled() and (stopped := control.stopped()) is not None:
-                    return _declined(stopped)
-            raise
-        try:
-            failpoints.hit("store.before_seal")
-            if self._checksums is not None:
-                await asyncio.to_thread(_take_checksums, self._checksums, grant, groups, parts)
-        except BaseException:
-            self._cache.abort_all(grant)
-            raise
-        self._cache.seal_all(grant)
+        failpoints.hit("store.after_reserve")
+        plan = self._plan_store(grant, groups, job.parts)
+        failpoints.hit("store.before_copy")
+        copied = await job.copy(worker, plan)
+        if isinstance(copied, Refusal):
+            return _declined(copied)
+        failpoints.hit("store.before_seal")
+        if self._checksums is not None:
+            await asyncio.to_thread(_take_checksums, self._checksums, grant, groups, job.parts)
         return _done(grant.reserved, skipped, copied)
 
-    def _begin_load(
-        self, session: Session, parts: Sequence[GroupBlocks], lease: int | None
-    ) -> tuple[list[SessionGroup], LoadGrant] | Refusal | Exception:
+    def _begin_load(self, session: RankSession, job: Job) -> list[SessionGroup] | Refusal | Exception:
         """Pin the blocks, or say why not."""
         if (refusal := self._readiness.refusal) is not None:
             return refusal
         try:
-            groups = _groups(session, parts)
-            grant = self._cache.begin_load(_shard_parts(groups, parts), lease, self._clock())
+            groups = _groups(session, job.parts)
+            grant = self._cache.begin_load(_shard_parts(groups, job.parts), job.lease, self._clock())
         except Exception as error:  # noqa: BLE001 - raised by the job, which is all that it costs
             return error
-        return grant if isinstance(grant, Refusal) else (groups, grant)
+        if isinstance(grant, Refusal):
+            return grant
+        job.grant = grant
+        return groups
 
-    async def _load(
-        self,
-        session: Session,
-        parts: Sequence[GroupBlocks],
-        begun: tuple[list[SessionGroup], LoadGrant] | Refusal | Exception,
-        control: JobControl,
-    ) -> JobResult:
+    async def _load(self, session: RankSession, job: Job, begun: list[SessionGroup] | Refusal | Exception) -> JobResult:
         if isinstance(begun, Exception):
             raise begun
         if isinstance(begun, Refusal):
             return _declined(begun)
-        groups, grant = begun
-        blocks = sum(len(part.hashes) for part in parts)
-        if not blocks:
-            self._cache.end_load(grant)
+        groups, grant = begun, job.grant
+        assert isinstance(grant, LoadGrant)
+        if not job.num_blocks:
             return JobResult(Outcome.DONE)
-        try:
-            worker = await self._hub.worker(session.device.uuid, Direction.LOAD)
-            if self._checksums is not None and (
-                wrong := await asyncio.to_thread(_wrong, self._checksums, grant, groups, parts)
-            ):
-                for part, index in wrong:
-                    self._cache.condemn(grant, part, index)
-                self._cache.end_load(grant)
-                return _declined(Refusal.CHECKSUM)
-            if (stopped := control.stopped()) is not None:
-                self._cache.end_load(grant)
-                return _declined(stopped)
-            plan = self._plan_load(grant, groups, parts)
-            failpoints.hit("load.before_copy")
-            copying = worker.submit(plan)
-            control.started(worker, copying)
-        except BaseException:
-            self._cache.end_load(grant)  # nothing was started
-            raise
-        try:
-            copied = await _end_of(copying)
-        except BaseException:
-            if control.unsettled:
-                # Some DMA may still read these slots: their pins stay, so that nothing else is written into them.
-                self._cache.quarantine_load(grant)
-            else:
-                self._cache.end_load(grant)
-                # Cancelled: it was still queued, and never started.
-                if copying.cancelled() and (stopped := control.stopped()) is not None:
-                    return _declined(stopped)
-            raise
-        self._cache.end_load(grant)
-        return _done(blocks, 0, copied)
+        worker = await self._hub.worker(session.device.uuid, Direction.LOAD)
+        if self._checksums is not None and (
+            wrong := await asyncio.to_thread(_wrong, self._checksums, grant, groups, job.parts)
+        ):
+            for part, index in wrong:
+                self._cache.mark_corrupt(grant, part, index)
+            return _declined(Refusal.CHECKSUM)
+        if job.stopped is not None:
+            return _declined(job.stopped)
+        plan = self._plan_load(grant, groups, job.parts)
+        failpoints.hit("load.before_copy")
+        copied = await job.copy(worker, plan)
+        if isinstance(copied, Refusal):
+            return _declined(copied)
+        return _done(job.num_blocks, 0, copied)
 
-    def _plan_store(self, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
+    def _plan_store(self, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> CopyPlan:
         """The copies of what was reserved; blocks that are there already are left out."""
         plans = [
             (group.bound, part.block_ids[granted.index], granted.slots)
@@ -338,18 +205,69 @@ class Transfers:
         ]
         return BlockCopies(plans, boundary=self._slab_bytes)
 
-    def _plan_load(self, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> CopyPlan:
+    def _plan_load(self, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> CopyPlan:
         plans = [
             (group.bound, part.block_ids, slots) for group, part, slots in zip(groups, parts, grant.slots, strict=True)
         ]
         return BlockCopies(plans, boundary=self._slab_bytes)
 
-    def _stir_for(self, direction: Direction, session: Session) -> None:
+    # -- the way out -----------------------------------------------------------------------------------------------
+
+    def _finish(self, session: RankSession, job: Job, result: JobResult) -> None:
+        """The end of every job, whether it is done, declined, cancelled, failed, or of unknown outcome: all that is
+        held for it is given back, or given up for ever, and its client is answered."""
+        doubt = job.doubt
+        try:
+            self._end_grant(job, stored=result.outcome is Outcome.DONE, doubt=bool(doubt))
+        except BaseException:
+            result = UNEXPECTED
+            raise
+        finally:
+            if job.timer is not None:
+                job.timer.cancel()
+            del self._running[job.direction][job]
+            session.remove(job)
+            self._keep_awake_for(session, job)
+            if doubt:
+                result = replace(result, unsettled=True)
+                session.unsettled = True
+                self._metrics.unsettled_copies.labels(job.direction.value).inc()
+                self._on_unsettled(f"the copy of a {job.direction} on {session.device.uuid} may still run ({doubt})")
+            self._count(job.direction, result)
+            session.copied_bytes[job.direction] += result.nbytes
+            job.result, job.ended = result, self._clock()
+            job.on_done(result)
+            if self._on_ended is not None:
+                # The client is answered in this turn of the loop, and need not wait for the record.
+                asyncio.get_running_loop().call_soon(self._on_ended, session, job)
+
+    def _end_grant(self, job: Job, *, stored: bool, doubt: bool) -> None:
+        """Give the cache back what the job was granted.
+
+        Args:
+            stored: the bytes of a store are there.
+            doubt: DMA may still write a store's slots, so they may never hold anything else again; or read those of a
+                load, whose pins stay, so that nothing else is written into them.
+        """
+        grant, job.grant = job.grant, None
+        if isinstance(grant, StoreGrant):
+            if doubt:
+                self._cache.quarantine_all(grant)
+            elif stored:
+                self._cache.seal_all(grant)
+            else:
+                self._cache.abort_all(grant)
+        elif grant is not None:
+            if doubt:
+                self._cache.quarantine_load(grant)
+            else:
+                self._cache.end_load(grant)
+
+    def _keep_awake_for(self, session: RankSession, job: Job) -> None:
         """Somebody may wait for the end of this job: not for a store that is paced anyway, nor where so many jobs
         follow each other that nothing sleeps."""
-        jobs = sum(map(len, self.started_at.values()))
-        if jobs < MANY_JOBS and self._hub.chunk(session.device.uuid, direction) is None:
-            self._stir()
+        if self.num_running < MANY_JOBS and self._hub.chunk(session.device.uuid, job.direction) is None:
+            self._guard.keep_awake()
 
     def _count(self, direction: Direction, result: JobResult) -> None:
         self._counts[direction].outcomes[result.outcome].inc()
@@ -377,29 +295,7 @@ class _Counts:
         self._queue_seconds.observe(result.queue_seconds)
 
 
-async def _end_of(copying: Future[CopyResult]) -> CopyResult:
-    """What `asyncio.wrap_future` does, in half the time, since nobody else waits for this future."""
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def wake(_: Future[CopyResult]) -> None:
-        if not loop.is_closed():  # a copy that was given up at shutdown may end after it
-            loop.call_soon_threadsafe(end)
-
-    copying.add_done_callback(wake)
-    try:
-        await ended
-    except asyncio.CancelledError:
-        copying.cancel()  # if it has not started; the caller finds out
-        raise
-    return copying.result()
-
-
-def _groups(session: Session, parts: Sequence[GroupBlocks]) -> list[SessionGroup]:
+def _groups(session: RankSession, parts: Sequence[JobBlocks]) -> list[SessionGroup]:
     """The registered group of each part. Raises InvalidRequest: the text says what does not fit."""
     if len({part.group for part in parts}) < len(parts):
         # Block ids are checked for duplicates within a part: two parts could name one block twice.
@@ -407,7 +303,7 @@ def _groups(session: Session, parts: Sequence[GroupBlocks]) -> list[SessionGroup
     return [_group(session, part) for part in parts]
 
 
-def _group(session: Session, part: GroupBlocks) -> SessionGroup:
+def _group(session: RankSession, part: JobBlocks) -> SessionGroup:
     group = session.groups.get(part.group)
     if group is None:
         raise InvalidRequest(f"group {part.group} is not registered; this rank registered {sorted(session.groups)}")
@@ -418,7 +314,7 @@ def _group(session: Session, part: GroupBlocks) -> SessionGroup:
 
 
 def _take_checksums(
-    checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]
+    checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
 ) -> None:
     """In a thread. The slots are reserved: nobody else touches them."""
     for group, part, granted in zip(groups, parts, grant.parts, strict=True):
@@ -429,7 +325,7 @@ def _take_checksums(
 
 
 def _wrong(
-    checksums: Checksums, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]
+    checksums: Checksums, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
 ) -> list[tuple[int, int]]:
     """In a thread: (part, index) of the blocks whose slots do not hold what was sealed. They are pinned."""
     found = []
@@ -439,7 +335,7 @@ def _wrong(
     return found
 
 
-def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[GroupBlocks]) -> list[ShardPart]:
+def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> list[ShardPart]:
     return [(group.space, group.layout.shard, as_keys(part.hashes)) for group, part in zip(groups, parts, strict=True)]
 
 

@@ -20,15 +20,15 @@ from kvsidecar.types import GroupLayout, Region
 MAX_BLOCKS: Final = 2**31 - 1
 """Block ids are 32-bit in every engine we know; a larger count is a unit mistake (bytes or tokens for blocks)."""
 MAX_REGIONS: Final = 4096
-"""Of all groups of one rank. Engines have one for each layer, or two for K and V: some hundred."""
+"""Regions that all groups of one rank may have. Engines have one for each layer, or two for K and V: some hundred."""
 MAX_ROWS: Final = 16384
-"""Of all regions of one rank. 128 layers x K/V x 64 heads still fit; it bounds the work of a check."""
+"""Rows that all regions of one rank may have. 128 layers x K/V x 64 heads still fit; it bounds the work of a check."""
 STEP: Final = 128
 """Regions, or allocations, that are looked at without a pause: less than a millisecond."""
 DISJOINT_STEP: Final = 8
 """Allocations whose regions are compared without one."""
 MAX_BYTES: Final = 2**62 - 1
-"""Of every size, stride and end: the sum of two must fit a signed 64-bit integer, where numpy wraps silently."""
+"""The largest size, stride or end: the sum of two must fit a signed 64-bit integer, where numpy wraps silently."""
 
 
 def check_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> None:

@@ -9,17 +9,18 @@ from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import LookupMode, Namespace, Refusal
 
 MAX_LEASES = 16384
-"""Of one user, and of all leases together that are nobody's."""
+"""Leases that one user may have, and all together that are nobody's."""
 MAX_LEASED_BLOCKS = 1 << 22
-"""In the leases of one user, 8 bytes each; a block that is in two counts twice."""
+"""Blocks in the leases of one user, 8 bytes each; a block that is in two counts twice."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupHits:
+class GroupAnswer:
     """What is readable of one group's hashes."""
 
     group: int
@@ -29,35 +30,35 @@ class GroupHits:
 
 
 @dataclass(frozen=True, slots=True)
-class LookupResult:
+class LookupAnswer:
     ready: bool
-    groups: tuple[GroupHits, ...]
+    groups: tuple[GroupAnswer, ...]
     lease: int | None = None
     lease_seconds: float = 0.0
 
 
-class Lookups:
+class LookupService:
     """Answers at once, whatever the state of the pool. Used from the event loop.
 
     Args:
         clock: monotonic seconds, the clock of leases.
         lease_max: the longest lease granted, in seconds.
-        stir: called with each lookup: loads follow.
+        guard: kept awake by each lookup: loads follow.
         owners_of: all owners of leases that are the same user as this one.
     """
 
     def __init__(
         self,
         cache: BlockCache,
-        readiness: Readiness,
+        readiness: DaemonReadiness,
         metrics: Metrics,
         clock: Callable[[], float],
         *,
         lease_max: float,
-        stir: Callable[[], None] = lambda: None,
+        guard: SleepGuard = NO_GUARD,
         owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner],
     ) -> None:
-        self._stir = stir
+        self._guard = guard
         self._owners_of = owners_of
         self._cache = cache
         self._readiness = readiness
@@ -78,7 +79,7 @@ class Lookups:
         *,
         lease_seconds: float = 0.0,
         owner: bytes | None = None,
-    ) -> LookupResult:
+    ) -> LookupAnswer:
         """Which of these blocks are readable.
 
         Args:
@@ -87,11 +88,11 @@ class Lookups:
                 too many.
             owner: the peer with whose end the lease ends.
         """
-        self._stir()
+        self._guard.keep_awake()
         if (refusal := self._readiness.refusal) is not None:
             self._metrics.refuse(refusal)
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
-            return LookupResult(False, nothing)
+            return LookupAnswer(False, nothing)
         self.expire()
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
         lease = None
@@ -107,7 +108,7 @@ class Lookups:
         hits = sum([each.hits for each in result])
         self._hits.inc(hits)
         self._misses.inc(sum([len(hashes) for _, hashes in groups]) - hits)
-        return LookupResult(True, result, lease.id if lease else None, lease_seconds if lease else 0.0)
+        return LookupAnswer(True, result, lease.id if lease else None, lease_seconds if lease else 0.0)
 
     def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:
         held = [self._cache.held(each) for each in ([None] if owner is None else self._owners_of(owner))]
@@ -142,5 +143,5 @@ class Lookups:
         return self._cache.clear(namespace)
 
 
-def _hits(group: int, found: list[bool], mode: LookupMode) -> GroupHits:
-    return GroupHits(group, found.count(True), found if mode is LookupMode.BITMAP else ())
+def _hits(group: int, found: list[bool], mode: LookupMode) -> GroupAnswer:
+    return GroupAnswer(group, found.count(True), found if mode is LookupMode.BITMAP else ())

@@ -75,7 +75,7 @@ class Metrics:
     """
 
     content_type = CONTENT_TYPE_LATEST
-    """Content type of what `render` returns."""
+    """The media type of what `render` returns."""
 
     def __init__(self, backend: str) -> None:
         self.registry = CollectorRegistry()

@@ -35,7 +35,7 @@ class Snapshot:
     reason: str = ""
 
 
-class Readiness:
+class DaemonReadiness:
     """The one place that knows the state. Used by the event loop's thread only.
 
     Args:

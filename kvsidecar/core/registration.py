@@ -10,16 +10,16 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Namespace, text_problem
 
 MAX_EVENTS = 256
-"""Of one rank's ring: more stores than that do not wait for their compute at once."""
+"""Events in one rank's ring: more stores than that do not wait for their compute at once."""
 
 
 MAX_ALLOCATIONS = 4096
-"""Of one rank. Each is a call of the driver."""
+"""Allocations that one rank may register. Each is a call of the driver."""
 MAX_GROUPS = 128
-"""Of one rank. vLLM makes some ten, or where one kind of layer is there only once, one for each layer."""
+"""Groups that one rank may register. vLLM makes some ten; one for each layer, where a kind of layer is there once."""
 
 MAX_SHARDS = 1024
-"""Of one block: every block carries a list of that length."""
+"""Shards that a block may have: every block carries a list of that length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class FdAllocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class RankRegistration:
     """What one rank says of itself at Attach."""
 
     token: bytes

@@ -10,30 +10,27 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.copier.hub import DeviceHub
-from kvsidecar.copier.worker import CopyResult, CopyWorker
 from kvsidecar.core.access import Access, Caller, Identity
 from kvsidecar.core.copy_plan import BoundGroup, bind
+from kvsidecar.core.job import Job
 from kvsidecar.core.quota import Quota
-from kvsidecar.core.registration import CudaAllocation, FdAllocation, Registration
+from kvsidecar.core.registration import CudaAllocation, FdAllocation, RankRegistration
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
 from kvsidecar.errors import (
     AccessDenied,
-    CopyFailed,
     DeviceError,
-    DeviceLost,
     ImportRefused,
     InvalidRequest,
     NotPermitted,
     UnknownPeer,
 )
 from kvsidecar.support import failpoints, log
-from kvsidecar.support.tasks import TaskSet, Turns
+from kvsidecar.support.tasks import StepTurns, TaskSet
 from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal
 
 _log = log.get("instances")
@@ -44,7 +41,7 @@ ID_BITS = 48
 
 
 MAX_RANKS = 256
-"""Of one user."""
+"""Ranks that one user may attach."""
 
 
 @dataclass(slots=True)
@@ -84,69 +81,20 @@ class SessionGroup:
 
 
 @dataclass(slots=True, eq=False)
-class JobControl:
-    """A hand on a job that runs: it can be stopped before its copy starts, and never after."""
-
-    _stopped: Refusal | None = None
-    _worker: CopyWorker | None = None
-    _copying: Future[CopyResult] | None = None
-
-    def stopped(self) -> Refusal | None:
-        """Why the job shall not start, if it has not yet; None if it may."""
-        return self._stopped
-
-    def started(self, worker: CopyWorker, copying: Future[CopyResult]) -> None:
-        self._worker, self._copying = worker, copying
-
-    @property
-    def unsettled(self) -> str:
-        """What happened to its copy if that may still move bytes, now or later, as far as anybody here knows; else
-        empty."""
-        copying = self._copying
-        if copying is None or copying.cancelled():
-            return ""
-        if not copying.done():
-            return "it was given up"
-        error = copying.exception()
-        if error is None or (isinstance(error, CopyFailed | DeviceLost) and error.outcome_known):
-            return ""
-        return str(error) or type(error).__name__
-
-    def cancel(self, reason: Refusal) -> None:
-        """Do not start the copy, if it has not started yet."""
-        if self._stopped is None:
-            self._stopped = reason
-        if self._copying is not None:
-            self._copying.cancel()  # the worker's queue gives it up; a copy in flight cannot be cancelled
-
-    def hurry(self) -> None:
-        """Let the copy be the next one of its worker."""
-        if self._worker is not None and self._copying is not None:
-            self._worker.hurry(self._copying)
-
-
-@dataclass(frozen=True, slots=True)
-class RunningJob:
-    direction: Direction
-    task: asyncio.Task[None]
-    control: JobControl
-
-
-@dataclass(slots=True, eq=False)
-class Session:
+class RankSession:
     """One attached rank."""
 
     id: int
     peer: Peer
-    registration: Registration
+    registration: RankRegistration
     device: Device
     memories: tuple[DeviceMemory, ...]
     groups: Mapping[int, SessionGroup]
     attached_at: float
-    jobs: TaskSet
-    """Jobs that run for this session. They belong to the daemon: a client that goes away does not stop its copies."""
-    jobs_by_id: dict[int, RunningJob] = field(default_factory=dict)
-    """Store and load jobs by the client's own numbers."""
+    tasks: TaskSet
+    """Those that run its jobs and flushes. A client that goes away does not stop its copies."""
+    jobs: dict[int, Job] = field(default_factory=dict)
+    """Those that are not over, by the client's own numbers."""
     events: tuple[DeviceEvent, ...] = ()
     """Ring of the engine's interprocess events; empty if stores are ordered on the host."""
     device_order_refused: str = ""
@@ -154,7 +102,7 @@ class Session:
     denied: bool = False
     """The policy has changed, and does not give the namespace to this user any more."""
     outstanding_blocks: int = 0
-    """Of jobs that are not over."""
+    """Blocks of `jobs`; a job without any counts as one."""
     idle: bool = False
     """The engine said that its GPU has nothing to do."""
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
@@ -162,6 +110,16 @@ class Session:
     """A copy of a job that is over may still touch the memory."""
     ending: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, job: Job) -> None:
+        """The job begins."""
+        self.jobs[job.number] = job
+        self.outstanding_blocks += job.num_blocks or 1
+
+    def remove(self, job: Job) -> None:
+        """The job is over."""
+        del self.jobs[job.number]
+        self.outstanding_blocks -= job.num_blocks or 1
 
     @property
     def imported_bytes(self) -> int:
@@ -190,11 +148,11 @@ class Instances:
         self._on_task_error = on_task_error
         self._access = access
         self._peers: dict[bytes, Peer] = {}
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, RankSession] = {}
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
-        self.turns = Turns()
-        """Of what takes long about a registration."""
+        self.turns = StepTurns()
+        """Whose turn it is, among registrations that take long to check."""
 
     # -- access ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +215,7 @@ class Instances:
         )
 
     def tokens_of(self, token: object) -> list[bytes]:
-        """Of all live peers of the user that has this one."""
+        """The tokens of all live peers of the user that has this one."""
         uid = self.uid_of(token)
         return [] if uid is None else list(self._tokens_of[uid])
 
@@ -273,7 +231,7 @@ class Instances:
         found = self._cache.lease(lease, self._clock())
         return found is None or found.owner is None or self.uid_of(found.owner) == uid
 
-    def remove_peer(self, peer: Peer) -> tuple[Session, ...]:
+    def remove_peer(self, peer: Peer) -> tuple[RankSession, ...]:
         """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
         if self._peers.pop(peer.token, None) is not None:
             del self._tokens_of[peer.uid][peer.token]
@@ -290,7 +248,7 @@ class Instances:
         """Whether there is a session of this number, also one that is ending."""
         return session in self._sessions
 
-    def set_idle(self, session: Session, idle: bool) -> None:
+    def set_idle(self, session: RankSession, idle: bool) -> None:
         """The engine says that its GPU has nothing to do, or has again."""
         session.idle = idle
         self._tell_busy()
@@ -300,7 +258,7 @@ class Instances:
         busy = (each for each in self._sessions.values() if not each.idle and not each.ending)
         self._hub.set_busy(frozenset(session.device.uuid for session in busy))
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[RankSession]:
         return iter(tuple(self._sessions.values()))
 
     def __len__(self) -> int:
@@ -314,7 +272,7 @@ class Instances:
                 seen.setdefault(session.device.uuid, {})[memory.key] = memory.nbytes
         return {device: sum(allocations.values()) for device, allocations in seen.items()}
 
-    async def register(self, registration: Registration) -> Session:
+    async def register(self, registration: RankRegistration) -> RankSession:
         """Attach one rank: all or nothing.
 
         Raises:
@@ -336,7 +294,7 @@ class Instances:
             if peer.gone:
                 peer.close_fds()
 
-    async def _register(self, registration: Registration, peer: Peer) -> Session:
+    async def _register(self, registration: RankRegistration, peer: Peer) -> RankSession:
         sources = [_source(allocation, peer) for allocation in registration.allocations]
         device = await self._hub.device(registration.device)
         spaces = self._open_spaces(registration)
@@ -366,7 +324,7 @@ class Instances:
             await _close_events(events)
             await self._give_back(device, memories, spaces)
             raise
-        session = Session(
+        session = RankSession(
             id=secrets.randbits(ID_BITS) | 1,
             peer=peer,
             registration=registration,
@@ -374,7 +332,7 @@ class Instances:
             memories=tuple(memories),
             groups=groups,
             attached_at=self._clock(),
-            jobs=TaskSet(self._on_task_error),
+            tasks=TaskSet(self._on_task_error),
             events=events,
             device_order_refused=refused,
         )
@@ -382,7 +340,7 @@ class Instances:
         self._tell_busy()
         return session
 
-    async def end(self, session: Session, *, gone: bool) -> None:
+    async def end(self, session: RankSession, *, gone: bool) -> None:
         """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended; one with a
         copy of unknown outcome does so with this process only.
 
@@ -393,15 +351,15 @@ class Instances:
                 event of a dead process, would never come (measured). Otherwise they are finished.
         """
         if gone:
-            for job in session.jobs_by_id.values():
-                job.control.cancel(Refusal.CANCELLED)
+            for job in session.jobs.values():
+                job.cancel(Refusal.CANCELLED)
         if session.ending:
             await session.ended.wait()
             return
         session.ending = True
         self._tell_busy()
         # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
-        await session.jobs.join()
+        await session.tasks.join()
         if session.unsettled:
             await session.ended.wait()  # nobody may be told that its memory is touched no more, before it is true
         await _close_events(session.events)
@@ -438,7 +396,7 @@ class Instances:
             return (), str(error)
         return tuple(events), ""
 
-    def _open_spaces(self, registration: Registration) -> list[Space]:
+    def _open_spaces(self, registration: RankRegistration) -> list[Space]:
         spaces: list[Space] = []
         try:
             for layout in registration.groups:

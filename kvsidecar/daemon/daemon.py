@@ -26,8 +26,8 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
-from kvsidecar.core.jobs import Transfers
-from kvsidecar.core.lookups import Lookups
+from kvsidecar.core.jobs import JobRunner
+from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.daemon.config import Settings
@@ -46,7 +46,7 @@ from kvsidecar.server.local_protocol import Lane
 from kvsidecar.server.report import Report
 from kvsidecar.server.service import Service
 from kvsidecar.support import log
-from kvsidecar.support.keep_awake import CORES_TO_SPARE, LightSleep
+from kvsidecar.support.keep_awake import CORES_TO_SPARE, SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, Verify
 
@@ -114,14 +114,13 @@ class Daemon:
         self._metrics = Metrics(platform.name)
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(self._task_failed)
-        linger = settings.light_sleep if len(os.sched_getaffinity(0)) >= CORES_TO_SPARE else 0.0
-        self._light_sleep = LightSleep(linger)
+        enough = len(os.sched_getaffinity(0)) >= CORES_TO_SPARE
+        self._guard = SleepGuard(settings.light_sleep if enough else 0.0)
         self._hub = DeviceHub(
             platform,
             self._worker_failed_in_thread,
             store_chunk=settings.store_chunk,
-            before_end=self._copy_ends_soon,
-            linger=linger,
+            guard=self._guard,
         )
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
@@ -130,7 +129,7 @@ class Daemon:
         )
         self._instances = Instances(self._cache, self._hub, clock, self._task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
-        self._transfers = Transfers(
+        self._runner = JobRunner(
             self._cache,
             self._hub,
             self.readiness,
@@ -138,17 +137,17 @@ class Daemon:
             clock,
             slab_bytes=slab_bytes,
             checksums=checksums,
-            stir=self._light_sleep.stir,
+            guard=self._guard,
             on_ended=None if self._tracing is None else self._tracing.record,
             on_unsettled=self._end_soon,
         )
-        self._lookups = Lookups(
+        self._lookups = LookupService(
             self._cache,
             self.readiness,
             self._metrics,
             clock,
             lease_max=settings.lease_max,
-            stir=self._light_sleep.stir,
+            guard=self._guard,
             owners_of=self._instances.tokens_of,
         )
         self._report = Report(
@@ -157,7 +156,7 @@ class Daemon:
             cache=self._cache,
             hub=self._hub,
             instances=self._instances,
-            transfers=self._transfers,
+            runner=self._runner,
             readiness=self.readiness,
             metrics=self._metrics,
             clock=clock,
@@ -167,7 +166,7 @@ class Daemon:
         self._handler = Handler(
             epoch=self.epoch,
             instances=self._instances,
-            transfers=self._transfers,
+            runner=self._runner,
             lookups=self._lookups,
             readiness=self.readiness,
             metrics=self._metrics,
@@ -372,11 +371,6 @@ class Daemon:
         for session in self._instances.remove_peer(peer):
             self._tasks.spawn(self._handler.drop(session), name="end-session-of-gone-peer")
 
-    def _copy_ends_soon(self) -> None:
-        """In a worker's thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._light_sleep.stir)
-
     def _worker_failed_in_thread(self, uuid: str, direction: Direction, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._worker_failed, uuid, direction, error)
 
@@ -436,4 +430,4 @@ class Daemon:
             # The process ends next, and the kernel gives back what the driver would not.
             _log.error("unpinning failed", error=str(error))
         await asyncio.to_thread(self._platform.close)
-        self._light_sleep.close()
+        self._guard.close()

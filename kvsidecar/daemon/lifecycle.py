@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from kvsidecar import __version__
-from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.server.endpoint import Endpoint
@@ -41,7 +41,7 @@ class Lifecycle:
         self._reloads = reloads
         self._stopping = False
         self.notifier = notifier
-        self.readiness = Readiness(pool_bytes)
+        self.readiness = DaemonReadiness(pool_bytes)
         self.endpoint = Endpoint(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
         self.probes = Probes(self.readiness)
         self.stop = asyncio.Event()

@@ -32,8 +32,9 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, get_current_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvsidecar import __version__
-from kvsidecar.core.jobs import EndedJob
+from kvsidecar.core.job import Job
 from kvsidecar.core.metrics import Metrics, SpanFate
+from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import log
 from kvsidecar.types import Direction, Outcome
@@ -79,7 +80,7 @@ class Tracing:
             raise ConfigError(f"the variables OTEL_BSP_* are inconsistent: {error}") from error
         self._tracer = self._provider.get_tracer("kvsidecar", __version__)
 
-    def record(self, job: EndedJob) -> None:
+    def record(self, session: RankSession, job: Job) -> None:
         """Make the spans of a job, if it is sampled. In the event loop; never waits."""
         if self._parents_decide and not job.traceparent:
             return  # most jobs, where few requests are traced: the SDK needs 15 us to come to the same
@@ -87,6 +88,7 @@ class Tracing:
         if self._parents_decide and not get_current_span(context).get_span_context().trace_flags.sampled:
             return
         result = job.result
+        assert result is not None, "a job is recorded when it is over"
         wall = time.time_ns() - time.monotonic_ns()
 
         def at(seconds: float) -> int:
@@ -101,8 +103,8 @@ class Tracing:
             # Here rather than in the SDK's queue, which drops the oldest span of some other job and counts nothing.
             self._metrics.spans.labels(SpanFate.QUEUE_FULL.value).inc()
             return
-        registration = job.session.registration
-        groups = job.session.groups
+        registration = session.registration
+        groups = session.groups
         bound = [groups[part.group].bound for part in job.parts if part.group in groups]
         span.set_attributes(
             {
@@ -110,7 +112,7 @@ class Tracing:
                 "kvsidecar.rank": registration.rank,
                 "kvsidecar.device": registration.device,
                 "kvsidecar.namespace": str(registration.namespace),
-                "kvsidecar.blocks": sum(len(part.block_ids) for part in job.parts),
+                "kvsidecar.blocks": job.num_blocks,
                 "kvsidecar.blocks_copied": result.copied_blocks,
                 "kvsidecar.blocks_skipped": result.skipped_blocks,
                 "kvsidecar.bytes": result.nbytes,

@@ -45,7 +45,7 @@ class CopyPlan(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole plan."""
+        """Bytes of the whole plan."""
 
     def take(self, chunk: int | None) -> Sequence[CopyCall]:
         """The next calls, in any order; empty when there are none left.
@@ -91,7 +91,7 @@ class DeviceMemory:
 
     address: int
     nbytes: int
-    """Of the whole allocation, as the driver or kernel knows it, not as the client claims."""
+    """Bytes of the whole allocation, as the driver or kernel knows it, not as the client claims."""
     key: bytes
     """Identifies the allocation on its device."""
 
@@ -99,8 +99,8 @@ class DeviceMemory:
 class DeviceEvent(Protocol):
     """An engine's event, opened here: the compute that a store must come after."""
 
-    def over(self) -> bool:
-        """Whether what was recorded last is over. Never blocks; may be called from any thread.
+    def is_done(self) -> bool:
+        """Whether what was recorded last is done. Never blocks; may be called from any thread.
 
         Raises:
             CopyFailed: with ``outcome_known=True``: the event cannot be asked.
@@ -108,14 +108,14 @@ class DeviceEvent(Protocol):
         """
 
     def close(self) -> None:
-        """Give it back. Who asks later is told that it is over."""
+        """Give it back. Who asks later is told that it is done."""
 
 
 class CopyMark(Protocol):
     """The end of one call that was issued, and of all before it. Used by the thread of its stream."""
 
-    def over(self) -> bool:
-        """Whether it is over. Never blocks.
+    def is_done(self) -> bool:
+        """Whether it is done. Never blocks.
 
         Raises:
             CopyFailed: with ``outcome_known=False``.
@@ -123,10 +123,10 @@ class CopyMark(Protocol):
         """
 
     def wait(self) -> None:
-        """Return when it is over. May spin: wait for what will be over soon. Raises as `over` does."""
+        """Return when it is done. May spin: wait for what will be done soon. Raises as `is_done` does."""
 
     def seconds(self) -> float:
-        """How long the device itself copied, for a call that was issued ``timed`` and is over; to be asked once. Never
+        """How long the device itself copied, for a call that was issued ``timed`` and is done; to be asked once. Never
         raises: a device that does not say gives 0."""
 
 
@@ -144,7 +144,7 @@ class CopyStream(Protocol):
         """Start all copies of the call, behind those that were issued before.
 
         Args:
-            alone: nothing is in flight, and nothing is going to be issued before this is over.
+            alone: nothing is in flight, and nothing is going to be issued before this is done.
             timed: its mark is going to be asked how long it took. Costs a few microseconds of a call that is alone.
 
         Raises:
@@ -153,8 +153,8 @@ class CopyStream(Protocol):
             DeviceLost: the context is gone.
         """
 
-    def over(self) -> bool:
-        """Whether everything that was ever issued is over, also what has no mark because its call failed. Never blocks.
+    def is_done(self) -> bool:
+        """Whether everything that was ever issued is done, also what has no mark because its call failed. Never blocks.
 
         Raises:
             CopyFailed: with ``outcome_known=False``: the device does not say.
@@ -214,7 +214,7 @@ class Platform(Protocol):
         """``cuda`` or ``host``."""
 
     def device_uuids(self) -> tuple[str, ...]:
-        """Of every visible device, in the driver's order."""
+        """The UUID of every visible device, in the driver's order."""
 
     def device(self, uuid: str) -> Device:
         """The same object for the same UUID. Creates what the device needs (a CUDA context) at the first call.

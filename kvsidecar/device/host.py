@@ -203,7 +203,7 @@ class HostCopyStream:
                 np.copyto(rows, slot)
         return HostMark(time.perf_counter() - began)
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         return True
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class HostMark:
 
     took: float
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         return True
 
     def wait(self) -> None: ...

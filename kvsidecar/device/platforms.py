@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from kvsidecar.device.base import Platform
 from kvsidecar.errors import ConfigError, DriverUnusable
+from kvsidecar.support import cuda_driver
 
 
 def open_platform(kind: str, *, pin_device: str | None = None) -> tuple[Platform, str]:
@@ -48,10 +47,8 @@ def _host() -> Platform:
 
 
 def _has_driver() -> bool:
-    """Whether libcuda.so.1 is there. One that is there and does not load is the caller's problem to hear about."""
+    """Whether there is a CUDA driver. One that is there and does not load is the caller's problem to hear about."""
     try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        # The loader names the file that is missing: the library itself, or one that it needs.
-        return not str(error).startswith("libcuda.so.1: cannot open shared object file")
-    return True
+        return cuda_driver.is_installed()
+    except DriverUnusable:
+        return True

@@ -19,7 +19,7 @@ def pci_numa_node(bus_id: str) -> int | None:
 
 
 def nvidia_module_version() -> str:
-    """Of the kernel module, e.g. ``580.159.04``: the number by which administrators know the driver."""
+    """The version of the kernel module, e.g. ``580.159.04``: the number by which administrators know the driver."""
     try:
         with open("/sys/module/nvidia/version", encoding="ascii") as file:
             return file.read().strip()

@@ -73,7 +73,7 @@ class PinProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PoolPart:
     """Contiguous bytes of the pool that belong on one NUMA node. ``offset`` counts from the pool's base."""
 
     offset: int
@@ -115,7 +115,7 @@ class HostPool:
         self._lock = threading.Lock()
         self._used = False
         self._address: int | None = None
-        self._pinned: list[Part] = []
+        self._pinned: list[PoolPart] = []
         self._lost = 0
         self._pages: Pages | None = None
         self._bound: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ class HostPool:
 
     @property
     def address(self) -> int:
-        """Of the first byte. A RuntimeError before `pin` has reserved it and after it was given back."""
+        """Where the first byte lies. A RuntimeError before `pin` has reserved it and after it was given back."""
         if self._address is None:
             raise RuntimeError("the pool is not reserved")
         return self._address
@@ -308,7 +308,7 @@ class HostPool:
                 done += chunk.nbytes
                 on_progress(self._progress(done, started, registering, faulted))
 
-    def _prefault(self, chunk: Part, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[float]]:
+    def _prefault(self, chunk: PoolPart, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[float]]:
         """Begin to fault a chunk in. It is there when all of these are over; each says when it was."""
         step = min(PREFAULT_BYTES, -(-chunk.nbytes // self._spec.prefault_threads))
         step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
@@ -351,7 +351,7 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
-def split_over_nodes(nbytes: int, slab_bytes: int, nodes: tuple[int, ...]) -> tuple[Part, ...]:
+def split_over_nodes(nbytes: int, slab_bytes: int, nodes: tuple[int, ...]) -> tuple[PoolPart, ...]:
     """Cut a pool into one contiguous part a node, of sizes that differ by at most one unit and the rest.
 
     Parts begin at multiples of ``slab_bytes`` and of 2 MiB, which is a whole huge page. A pool of fewer such units than
@@ -360,15 +360,15 @@ def split_over_nodes(nbytes: int, slab_bytes: int, nodes: tuple[int, ...]) -> tu
     unit = math.lcm(slab_bytes, memory_limits.THP_BYTES)
     nodes = nodes[: max(1, nbytes // unit)]
     if not nodes:
-        return (Part(0, nbytes, None),)
+        return (PoolPart(0, nbytes, None),)
     starts = [nbytes // unit * index // len(nodes) * unit for index in range(len(nodes))]
     ends = [*starts[1:], nbytes]
-    return tuple(Part(start, end - start, node) for start, end, node in zip(starts, ends, nodes, strict=True))
+    return tuple(PoolPart(start, end - start, node) for start, end, node in zip(starts, ends, nodes, strict=True))
 
 
-def _chunks(parts: tuple[Part, ...], chunk_bytes: int) -> Iterator[Part]:
+def _chunks(parts: tuple[PoolPart, ...], chunk_bytes: int) -> Iterator[PoolPart]:
     """What is pinned by one call each: a chunk never lies in two parts; the last of a part may be shorter."""
     for part in parts:
         end = part.offset + part.nbytes
         for offset in range(part.offset, end, chunk_bytes):
-            yield Part(offset, min(chunk_bytes, end - offset), part.node)
+            yield PoolPart(offset, min(chunk_bytes, end - offset), part.node)

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.core.hashes import PackedHashes
-from kvsidecar.core.jobs import GroupBlocks, JobResult
+from kvsidecar.core.job import JobBlocks, JobResult
 from kvsidecar.core.layout import MAX_REGIONS, STEP
 from kvsidecar.core.readiness import Snapshot
-from kvsidecar.core.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, Registration
+from kvsidecar.core.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, RankRegistration
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import (
     MODE_FROM_WIRE,
@@ -27,8 +27,8 @@ MAX_PARTS = 512
 """Of one job. Each costs some microseconds, and an empty one two bytes on the wire."""
 
 
-def registration_from(message: pb.Register) -> Generator[None, None, Registration]:
-    """In small steps, see `kvsidecar.support.tasks.Turns`.
+def registration_from(message: pb.Register) -> Generator[None, None, RankRegistration]:
+    """In small steps, see `kvsidecar.support.tasks.StepTurns`.
 
     Raises:
         InvalidRequest: an allocation names no source, or there is more of something than a rank may have.
@@ -61,7 +61,7 @@ def registration_from(message: pb.Register) -> Generator[None, None, Registratio
                 yield
         groups.append(GroupLayout(group.group, group.num_blocks, group.shard, group.num_shards, tuple(found)))
         yield
-    return Registration(
+    return RankRegistration(
         token=message.token,
         instance=message.instance,
         namespace=namespace_from_wire(message.namespace),
@@ -81,14 +81,14 @@ def ids_from(packed: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
 
 
-def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[GroupBlocks]:
+def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[JobBlocks]:
     """Raises InvalidRequest for hashes of another width, for ids that are none, and for too many parts."""
     if len(messages) > MAX_PARTS:
         raise InvalidRequest(
             f"a job of {len(messages)} parts is over the limit of {MAX_PARTS}: send one part per group"
         )
     return [
-        GroupBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))
+        JobBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))
         for message in messages
     ]
 

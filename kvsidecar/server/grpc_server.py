@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvsidecar.core.readiness import Readiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.errors import SocketInUse
 from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES
 from kvsidecar.server.decoding import TolerantRegistrar
@@ -75,7 +75,7 @@ class RpcServer:
         self,
         endpoint: Endpoint,
         service: Service,
-        readiness: Readiness,
+        readiness: DaemonReadiness,
         tasks: TaskSet,
         refuse: Callable[[Refusal], None],
     ) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from kvsidecar import __version__
 from kvsidecar.core.access import Access, Caller
 from kvsidecar.core.hashes import PackedHashes
-from kvsidecar.core.jobs import Transfers
-from kvsidecar.core.lookups import Lookups
+from kvsidecar.core.jobs import JobRunner
+from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import MAX_GROUPS
-from kvsidecar.core.sessions import Instances, Session, permit, unidentified
+from kvsidecar.core.sessions import Instances, RankSession, permit, unidentified
 from kvsidecar.errors import (
     InvalidRequest,
     KVSidecarError,
@@ -61,16 +61,16 @@ class Handler:
         *,
         epoch: int,
         instances: Instances,
-        transfers: Transfers,
-        lookups: Lookups,
-        readiness: Readiness,
+        runner: JobRunner,
+        lookups: LookupService,
+        readiness: DaemonReadiness,
         metrics: Metrics,
         tasks: TaskSet,
         status: Callable[[Caller, pb.StatusPage | None], pb.StatusReply],
     ) -> None:
         self._epoch = epoch
         self._instances = instances
-        self._transfers = transfers
+        self._runner = runner
         self._lookups = lookups
         self._readiness = readiness
         self._metrics = metrics
@@ -105,12 +105,12 @@ class Handler:
 
     # -- attach ----------------------------------------------------------------------------------------------------
 
-    def registering(self, first: Any) -> asyncio.Task[Session | KVSidecarError]:
+    def registering(self, first: Any) -> asyncio.Task[RankSession | KVSidecarError]:
         """Register the rank of a stream's first message, in a task: a driver call that imports memory cannot be taken
         back half way when the client dies. A refusal is an answer, not a failure of the task."""
         return self.tasks.spawn(self._try_to_register(first), name="register")
 
-    def open(self, session: Session, send: Send, on_dropped: Callable[[], object] | None = None) -> AttachStream:
+    def open(self, session: RankSession, send: Send, on_dropped: Callable[[], object] | None = None) -> AttachStream:
         """The stream of a registered rank; its first answer has been sent.
 
         Args:
@@ -127,11 +127,9 @@ class Handler:
             device_order_refused=session.device_order_refused,
         )
         send(pb.AttachReply(registered=registered))
-        return AttachStream(
-            session, send, instances=self._instances, readiness=self._readiness, transfers=self._transfers
-        )
+        return AttachStream(session, send, instances=self._instances, readiness=self._readiness, runner=self._runner)
 
-    async def end(self, session: Session, *, gone: bool) -> None:
+    async def end(self, session: RankSession, *, gone: bool) -> None:
         """End a session in order; see `Instances.end`. Returns when its memory is unmapped."""
         first = not session.ending
         await self._instances.end(session, gone=gone)
@@ -139,14 +137,14 @@ class Handler:
             _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
         self._on_dropped.pop(session.id, None)
 
-    async def drop(self, session: Session) -> None:
+    async def drop(self, session: RankSession) -> None:
         """The process of this rank has gone: end the session, then what is left of its stream."""
         on_dropped = self._on_dropped.get(session.id)
         await self.end(session, gone=True)
         if on_dropped is not None:
             on_dropped()
 
-    async def _try_to_register(self, first: Any) -> Session | KVSidecarError:
+    async def _try_to_register(self, first: Any) -> RankSession | KVSidecarError:
         try:
             return await self._register(first)
         except KVSidecarError as error:
@@ -158,7 +156,7 @@ class Handler:
             _log.error("a registration failed unexpectedly", error=str(error), exc_info=error)
             return KVSidecarError(INTERNAL)
 
-    async def _register(self, first: Any) -> Session:
+    async def _register(self, first: Any) -> RankSession:
         if isinstance(first, InvalidRequest):  # it did not parse
             raise first
         if not isinstance(first, pb.AttachRequest) or first.WhichOneof("message") != "register":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.server.http_connection import Connections, HttpConnection, note_arrival
 from kvsidecar.server.plain_http import web
 from kvsidecar.support.addresses import cannot_listen
@@ -37,7 +37,7 @@ class Sources:
 class Probes:
     """An HTTP server on the daemon's own event loop: if the loop hangs, so does /health, which is the point."""
 
-    def __init__(self, readiness: Readiness) -> None:
+    def __init__(self, readiness: DaemonReadiness) -> None:
         self._readiness = readiness
         self._sources: Sources | None = None
         """None until the daemon is there."""

@@ -12,7 +12,7 @@ from typing import cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvsidecar.core.sessions import Peer, Session
+from kvsidecar.core.sessions import Peer, RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Unavailable, UnknownPeer
 from kvsidecar.protocol.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
 from kvsidecar.server.attach_stream import AttachStream
@@ -56,7 +56,7 @@ class Lane(asyncio.Protocol):
         self._early: list[pb.AttachRequest] = []
         """What came behind the registration before that was over."""
         self._early_bytes = 0
-        self._session: Session | None = None
+        self._session: RankSession | None = None
         self._stream: AttachStream | None = None
         """While the Attach stream takes messages."""
         self._register_refused: KVSidecarError | None = None
@@ -210,7 +210,7 @@ class Lane(asyncio.Protocol):
             self._end_stream(KVSidecarError(INTERNAL))
 
     async def _register(self, first: pb.AttachRequest) -> None:
-        session: Session | KVSidecarError
+        session: RankSession | KVSidecarError
         if first.HasField("register") and first.register.token != self._peer.token:
             # The session would outlive this connection, and nobody would read its answers.
             session = UnknownPeer("the token is not this connection's: register with the one that its Welcome has")

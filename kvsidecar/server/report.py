@@ -15,10 +15,10 @@ from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Caller
-from kvsidecar.core.jobs import Transfers
+from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.metrics import Gauges, Metrics
-from kvsidecar.core.readiness import Readiness
-from kvsidecar.core.sessions import Instances, Session
+from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
 from kvsidecar.types import Direction, Namespace
@@ -50,8 +50,8 @@ class Report:
         cache: BlockCache,
         hub: DeviceHub,
         instances: Instances,
-        transfers: Transfers,
-        readiness: Readiness,
+        runner: JobRunner,
+        readiness: DaemonReadiness,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -60,7 +60,7 @@ class Report:
         self._cache = cache
         self._hub = hub
         self._instances = instances
-        self._transfers = transfers
+        self._runner = runner
         self._readiness = readiness
         self._metrics = metrics
         self._clock = clock
@@ -92,7 +92,7 @@ class Report:
             evicted_bytes=cache.evicted_bytes,
             jobs_queued=queued,
             jobs_running=running,
-            oldest_inflight_seconds={direction: self._transfers.oldest_seconds(direction) for direction in Direction},
+            oldest_inflight_seconds={direction: self._runner.oldest_seconds(direction) for direction in Direction},
             imported_bytes=self._instances.imported_bytes(),
         )
 
@@ -123,7 +123,7 @@ class Report:
         reply.totals.namespaces, reply.totals.ranks = len(namespaces), len(ranks)
         reply.totals.blocks = sum([each.blocks for each in namespaces.values()])
         reply.totals.bytes = sum([each.bytes for each in namespaces.values()])
-        reply.totals.jobs_running = sum([len(session.jobs_by_id) for session in ranks])
+        reply.totals.jobs_running = sum([len(session.jobs) for session in ranks])
         if page is None:
             listed = sorted(namespaces, key=lambda namespace: -namespaces[namespace].bytes)
         else:
@@ -179,7 +179,7 @@ class Report:
         )
         reply.refusals.update(self._metrics.refusal_counts())
 
-    def _rank(self, session: Session) -> pb.RankStatus:
+    def _rank(self, session: RankSession) -> pb.RankStatus:
         registration = session.registration
         return pb.RankStatus(
             session=session.id,
@@ -189,7 +189,7 @@ class Report:
             device=registration.device,
             pid=session.peer.pid,
             imported_bytes=session.imported_bytes,
-            jobs_running=len(session.jobs_by_id),
+            jobs_running=len(session.jobs),
             attached_seconds=self._clock() - session.attached_at,
             namespace=namespace_to_wire(registration.namespace),
             idle=session.idle,

@@ -10,7 +10,7 @@ import grpc
 
 from kvsidecar.core.access import Caller
 from kvsidecar.core.quota import Quota
-from kvsidecar.core.sessions import Session
+from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, UnknownPeer
 from kvsidecar.server.attach_stream import AttachStream
 from kvsidecar.server.handler import Handler
@@ -146,17 +146,17 @@ class Service(pb_grpc.SidecarServicer):
             await abort(context, session)
         await _Attached(self._handler, session, context).serve()
 
-    def _end_orphan(self, registering: asyncio.Task[Session | KVSidecarError]) -> None:
+    def _end_orphan(self, registering: asyncio.Task[RankSession | KVSidecarError]) -> None:
         if not registering.cancelled() and registering.exception() is None:
             session = registering.result()
-            if isinstance(session, Session):
+            if isinstance(session, RankSession):
                 self._handler.tasks.spawn(self._handler.end(session, gone=True), name="end-orphan")
 
 
 class _Attached:
     """One Attach stream of gRPC, after its registration."""
 
-    def __init__(self, handler: Handler, session: Session, context: Context) -> None:
+    def __init__(self, handler: Handler, session: RankSession, context: Context) -> None:
         self._handler = handler
         self._session = session
         self._context = context

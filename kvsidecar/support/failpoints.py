@@ -46,7 +46,7 @@ KNOWN: dict[str, str] = {
     "store.in_flight": "in the worker's thread: the copies of a store job are issued, and not over",
     "load.in_flight": "in the worker's thread: the copies of a load job are issued, and not over",
     "copy.device_lost": "in the worker's thread, before a job's copies: raise() stands for a sticky CUDA error",
-    "copy.settle": "in the worker's thread, before the device is asked whether all that it was given is over",
+    "copy.quiesce": "in the worker's thread, before the device is asked whether all that it was given is over",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
     "start.load": "probes are answered; in the thread that imports the rest of the daemon, before it does",
 }

@@ -1,4 +1,4 @@
-"""Keeps the event loop from being woken late around a job.
+"""Keeps the event loop and its threads from being woken late around a job.
 
 A core that has been idle for 0.2 to 0.3 ms takes 100 to 400 us to come back, in virtual machines above all (measured:
 docs/benchmarks.md), and one job wakes five threads, one after the other. A loop that is woken every 100 us stays awake
@@ -38,37 +38,51 @@ def _every(seconds: float) -> _Itimerspec:
     return _Itimerspec(each, each)
 
 
-class LightSleep:
-    """Used from the event loop.
+class SleepGuard:
+    """Keeps one event loop, and the threads that it hands work to, from sleeping deeply while there is work about.
 
-    A timerfd, because the timers of event loops count in milliseconds.
+    One for a daemon; whoever knows of work that begins, ends or is about to calls `keep_awake`. A timerfd wakes the
+    loop, because the timers of event loops count in milliseconds.
 
     Args:
-        linger: seconds for which the loop sleeps lightly after each `stir`; 0 for never.
+        seconds: for which they sleep lightly after each `keep_awake`; 0 for never.
     """
 
-    def __init__(self, linger: float) -> None:
-        self._linger = linger
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._until = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking = False
         self._timer = -1
-        if linger > 0:
+        if seconds > 0:
             self._timer = _libc.timerfd_create(_CLOCK_MONOTONIC, _NONBLOCK_CLOEXEC)
             if self._timer < 0:
                 raise KVSidecarError(f"no timer: {os.strerror(ctypes.get_errno())}")
 
-    def stir(self) -> None:
-        """A job begins or ends, or is about to."""
+    def keep_awake(self) -> None:
+        """Keep the loop awake for a while; called in it."""
         if self._timer < 0:
             return
-        self._until = time.monotonic() + self._linger
+        self._until = time.monotonic() + self._seconds
         if not self._ticking:
             if self._loop is None:
                 self._loop = asyncio.get_running_loop()
                 self._loop.add_reader(self._timer, self._tick)
             self._ticking = True
             self._set(NAP_SECONDS)
+
+    def keep_awake_from_thread(self) -> None:
+        """`keep_awake`, from another thread. A loop that was never kept awake has no work that could end."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.keep_awake)
+
+    def longest_wait(self, last_work: float) -> float | None:
+        """Seconds that a thread may wait for work before it looks again; None for ever.
+
+        Args:
+            last_work: when its last work ended, monotonic seconds.
+        """
+        return NAP_SECONDS if time.monotonic() - last_work < self._seconds else None
 
     @property
     def ticking(self) -> bool:
@@ -89,3 +103,7 @@ class LightSleep:
 
     def _set(self, seconds: float) -> None:
         _libc.timerfd_settime(self._timer, 0, ctypes.byref(_every(seconds)), None)
+
+
+NO_GUARD: Final = SleepGuard(0.0)
+"""For whom a late wake-up costs nothing."""

@@ -34,7 +34,7 @@ class Text:
         stream: where it goes.
     """
 
-    def __init__(self, stream: terminal.Stream) -> None:
+    def __init__(self, stream: terminal.TextStream) -> None:
         self._stream = stream
         self._colors = terminal.colors(stream)
 

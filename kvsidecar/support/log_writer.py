@@ -65,7 +65,7 @@ class LogWriter:
         """Bytes of them, with the one that is being written."""
         self._lost = dict.fromkeys(Loss, 0)
         self._said = dict(self._lost)
-        """Of the losses those that the log has said."""
+        """Losses that the log has said."""
         self._said_at = -SAY_AGAIN_SECONDS
         self._torn = False
         """A part of a line was written, and the rest of it was not."""
@@ -161,7 +161,7 @@ class LogStream(io.TextIOBase):
         self._behind = behind
         self._errors = errors
         self._begun = threading.local()
-        """Of each thread the line that it has begun: print() writes the end of a line by itself."""
+        """The line that each thread has begun: print() writes the end of a line by itself."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

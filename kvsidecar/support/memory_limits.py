@@ -55,7 +55,7 @@ class PageKind(StrEnum):
 class Pages:
     kind: PageKind
     nbytes: int
-    """Of one page; for transparent huge pages, of the page that the kernel tries to use."""
+    """Bytes of one page; for transparent huge pages, of the page that the kernel tries to use."""
 
 
 @dataclass(frozen=True, slots=True)

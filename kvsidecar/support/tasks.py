@@ -56,7 +56,7 @@ class TaskSet:
             self._on_error(task.get_name(), error)
 
 
-class Turns:
+class StepTurns:
     """Long computations on the event loop, a step at a time: between two steps it sees to everybody else.
 
     One step is taken at a time, whoever it is of, and all who compute take turns: many at once hold up the others no

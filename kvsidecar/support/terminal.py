@@ -15,8 +15,8 @@ bars and tables keep their width."""
 _STAND_INS: Final = dict(zip("█░▁▂▃▄▅▆▇━╸╺─│·•…–—×→µ≤≥✓✗�", "#.__--===----|.*~--x>u<>+x?", strict=True))  # noqa: RUF001
 
 
-class Stream(Protocol):
-    """Of a file what is asked here."""
+class TextStream(Protocol):
+    """The part of a file that is asked here."""
 
     def fileno(self) -> int: ...
 
@@ -39,7 +39,7 @@ def never_fail_to_encode() -> None:
             stream.reconfigure(errors=PLAIN)
 
 
-def width(stream: Stream) -> int:
+def width(stream: TextStream) -> int:
     """Columns of the terminal behind a stream; 80 if it does not say."""
     if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
         return int(columns)
@@ -49,11 +49,11 @@ def width(stream: Stream) -> int:
         return 80
 
 
-def colors(stream: Stream) -> bool:
+def colors(stream: TextStream) -> bool:
     """Whether to color what is written there (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and moves(stream)
 
 
-def moves(stream: Stream) -> bool:
+def moves(stream: TextStream) -> bool:
     """Whether it is a terminal whose lines can be written over."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

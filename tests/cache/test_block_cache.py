@@ -8,6 +8,7 @@ from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.types import LookupMode, Refusal
+from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
     begin,
@@ -111,7 +112,7 @@ def test_a_hash_that_comes_twice_in_a_request_is_stored_once() -> None:
     assert reserved(grant) == [(0, 0), (0, 2)]
     assert grant.in_flight == 2
     cache.seal_all(grant)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize("distinct", [2, 3, 20])
@@ -125,11 +126,11 @@ def test_hashes_of_one_request_that_share_a_tag_are_all_stored(distinct: int) ->
     grant = begin(cache, space, hashes)
     assert reserved(grant) == [(0, index) for index in range(1, distinct + 1)]
     assert (grant.present, grant.in_flight) == (2, 1)
-    cache.check_integrity()
+    check_integrity(cache)
     cache.seal_all(grant)
     assert cache.lookup(space, hashes, LookupMode.BITMAP) == [True] * len(hashes)
     cache.abort_all(begin(cache, space, keys("a", "b", "c")))
-    cache.check_integrity()
+    check_integrity(cache)
     assert cache.lookup(space, keys("a", "b", "c", "known"), LookupMode.BITMAP) == [False, False, False, True]
 
 
@@ -180,7 +181,7 @@ def test_a_quarantined_slot_is_not_used_again_and_its_block_can_be_stored_anew()
     assert refused(cache, space, "b", "c")
     cache.clear()
     assert cache.stats().quarantined_bytes == PAGE
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize("second", ["seal", "abort", "quarantine"])
@@ -191,7 +192,7 @@ def test_a_store_ends_once(first: str, second: str) -> None:
     getattr(cache, f"{first}_all")(grant)
     with pytest.raises(AssertionError, match="ended before"):
         getattr(cache, f"{second}_all")(grant)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_slots_are_taken_on_the_wanted_node() -> None:
@@ -385,7 +386,7 @@ def test_a_load_of_which_one_block_is_missing_pins_nothing() -> None:
     store(cache, space, "a")
     assert cache.begin_load([(space, 0, keys("a")), (space, 0, keys("b"))], None, 0.0) is Refusal.NOT_FOUND
     assert cache.stats().leased_bytes == 0
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever() -> None:
@@ -401,7 +402,7 @@ def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever() -> None:
     assert refused(cache, space, "b")
     with pytest.raises(AssertionError, match="ended before"):
         cache.end_load(load)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 # -- wrong bytes --------------------------------------------------------------------------------------------------
@@ -413,48 +414,48 @@ def begin_load(cache: BlockCache, space: Space, *names: str) -> LoadGrant:
     return load
 
 
-def test_a_condemned_block_is_a_miss_and_its_slot_is_withdrawn_when_the_last_load_ends() -> None:
+def test_a_corrupt_block_is_a_miss_and_its_slot_is_withdrawn_when_the_last_load_ends() -> None:
     cache = new_cache(2)
     space = open_space(cache)
     store(cache, space, "a", "b")
     bad, other = begin_load(cache, space, "b", "a"), begin_load(cache, space, "a")
-    cache.condemn(bad, 0, 1)
+    cache.mark_corrupt(bad, 0, 1)
     assert names_readable(cache, space, "a", "b") == ["b"]
     cache.end_load(bad)
     assert cache.stats().quarantined_bytes == 0
-    cache.check_integrity()
+    check_integrity(cache)
     cache.end_load(other)
     stats = cache.stats()
     assert (stats.quarantined_bytes, stats.used_bytes, stats.free_bytes) == (PAGE, PAGE, 0)
     assert refused(cache, space, "x", "y")
-    cache.check_integrity()
+    check_integrity(cache)
 
 
-def test_the_other_shards_of_a_condemned_block_free_their_slots() -> None:
+def test_the_other_shards_of_a_corrupt_block_free_their_slots() -> None:
     cache = new_cache(2)
     space = open_space(cache, shards=(1, 1))
     store(cache, space, "a")
     load = begin_load(cache, space, "a")
-    cache.condemn(load, 0, 0)
-    cache.condemn(load, 0, 0)
+    cache.mark_corrupt(load, 0, 0)
+    cache.mark_corrupt(load, 0, 0)
     cache.end_load(load)
     assert (cache.stats().quarantined_bytes, cache.stats().free_bytes) == (PAGE, PAGE)
     with pytest.raises(AssertionError, match="ended before"):
-        cache.condemn(load, 0, 0)
-    cache.check_integrity()
+        cache.mark_corrupt(load, 0, 0)
+    check_integrity(cache)
 
 
-def test_a_condemned_hash_can_be_stored_anew_elsewhere() -> None:
+def test_a_corrupt_hash_can_be_stored_anew_elsewhere() -> None:
     cache = new_cache(2)
     space = open_space(cache)
     store(cache, space, "a")
     load = begin_load(cache, space, "a")
-    cache.condemn(load, 0, 0)
+    cache.mark_corrupt(load, 0, 0)
     store(cache, space, "a")
     assert begin_load(cache, space, "a").slots[0] != load.slots[0]
     cache.end_load(load)
     assert readable(cache, space, "a") == [True]
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 # -- clear --------------------------------------------------------------------------------------------------------
@@ -524,12 +525,12 @@ def test_a_cleared_hash_can_be_stored_anew_while_the_old_block_lives() -> None:
     again = begin(cache, space, keys("a"))
     cache.seal_all(again)
     assert readable(cache, space, "a") == [True]
-    cache.check_integrity()
+    check_integrity(cache)
     cache.release(held)
     cache.abort_all(filling)
     assert readable(cache, space, "a") == [True]
     assert cache.stats().free_bytes == 2 * PAGE
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_clear_of_any_size_frees_a_bounded_part_at_once_and_the_rest_in_steps() -> None:
@@ -542,12 +543,12 @@ def test_a_clear_of_any_size_frees_a_bounded_part_at_once_and_the_rest_in_steps(
     free = [cache.stats().free_bytes // PAGE]
     while cache.sweep(2):
         free.append(cache.stats().free_bytes // PAGE)
-        cache.check_integrity()
+        check_integrity(cache)
     assert free == [2, 4]
     assert cache.stats().free_bytes == 5 * PAGE
     cache.release(held)
     assert cache.stats().free_bytes == 6 * PAGE
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_store_finds_the_room_that_a_clear_has_not_given_back_yet() -> None:
@@ -558,7 +559,7 @@ def test_a_store_finds_the_room_that_a_clear_has_not_given_back_yet() -> None:
     store(cache, space, "c", "d")
     assert cache.stats().evicted_blocks == 0
     assert not cache.sweep()
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_space_that_was_cleared_and_closed_gives_its_slots_back_later() -> None:
@@ -568,10 +569,10 @@ def test_a_space_that_was_cleared_and_closed_gives_its_slots_back_later() -> Non
     cache.close_space(space)
     cache.clear(sweep=0)
     assert cache.spaces == []
-    cache.check_integrity()
+    check_integrity(cache)
     assert not cache.sweep()
     assert cache.stats().free_bytes == 2 * PAGE
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 # -- gauges -------------------------------------------------------------------------------------------------------
@@ -591,4 +592,4 @@ def test_gauges_say_where_every_byte_is() -> None:
     assert (stats.reserved_bytes, stats.quarantined_bytes, stats.wasted_bytes) == (PAGE, PAGE, PAGE)
     assert (stats.leased_bytes, stats.evictable_bytes, stats.free_bytes) == (PAGE, 4 * PAGE, 0)
     assert (stats.blocks, stats.readable_blocks, stats.leases) == (4, 3, 1)
-    cache.check_integrity()
+    check_integrity(cache)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvsidecar.cache.block_index import BLOCKS_PER_BUCKET, LANES, BlockIndex
-from kvsidecar.cache.integrity import check_index
+from tests.cache.integrity import check_index
 
 pytestmark = pytest.mark.timeout(600)
 

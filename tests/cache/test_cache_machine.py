@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.types import LookupMode, Refusal
+from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
     eviction_order,
@@ -114,7 +115,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.loads: list[OpenLoad] = []
         self.lost_loads: list[OpenLoad] = []
         self.lost_slots: list[tuple[int, int]] = []
-        self.condemned: tuple[int, int] | None = None
+        self.corrupt: tuple[int, int] | None = None
         self.now = 0.0
         self.serial = 0
 
@@ -242,7 +243,7 @@ class CacheMachine(RuleBasedStateMachine):
             for index, slot in zip(part.index.tolist(), part.slots.tolist(), strict=True):
                 self.serial += 1
                 wanted = self.shards[space][shard]
-                for lost, pages in [*self.lost_slots, *([self.condemned] if self.condemned else [])]:
+                for lost, pages in [*self.lost_slots, *([self.corrupt] if self.corrupt else [])]:
                     assert not lost - wanted * PAGE < slot < lost + pages * PAGE, "a lost slot was given out"
                 block = (space, names[index])
                 self.open.append(Reservation(slot, wanted, shard, block, (block, shard, self.serial), grant))
@@ -381,14 +382,14 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.cache.end_load(load.grant)
 
-    @precondition(lambda self: self.condemned is None and any(load.asked for load in self.loads))
+    @precondition(lambda self: self.corrupt is None and any(load.asked for load in self.loads))
     @rule(data=st.data())
-    def condemn(self, data: st.DataObject) -> None:
+    def mark_corrupt(self, data: st.DataObject) -> None:
         load = data.draw(st.sampled_from([load for load in self.loads if load.asked]))
         which = data.draw(st.integers(0, len(load.asked) - 1))
         part, index, block = load.asked[which]
-        self.cache.condemn(load.grant, part, index)
-        self.condemned = load.expected[which][:2]
+        self.cache.mark_corrupt(load.grant, part, index)
+        self.corrupt = load.expected[which][:2]
         if block in load.keys:  # else it was cleared, and the one of this name is another
             del self.sealed[block]
             for holder in (*self.leases.values(), *self.loads, *self.lost_loads):
@@ -435,7 +436,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def everything_adds_up(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check_integrity()
+            check_integrity(self.cache)
 
     @invariant()
     def exactly_the_sealed_blocks_are_readable(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.eviction_policy import SEGMENT
 from kvsidecar.types import LookupMode
+from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     begin,
     keys,
@@ -112,7 +113,7 @@ def test_a_full_pool_refuses_and_evicts_nothing() -> None:
     assert refused(cache, space, "x", "y", "z")
     assert cache.stats() == before
     assert all(readable(cache, space, "a", "b", "c"))
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_refused_store_does_not_change_the_order_of_eviction() -> None:
@@ -144,7 +145,7 @@ def test_the_other_shard_of_a_block_being_stored_is_no_victim() -> None:
     store(cache, space, "a", shard=1)
     assert readable(cache, space, "a", "b") == [True, False]
     assert cache.stats().evicted_blocks == 1
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_partly_sealed_block_is_evictable() -> None:
@@ -195,7 +196,7 @@ def test_the_second_model_gets_a_slab_of_a_pool_that_the_first_has_filled() -> N
     store(cache, large, "a")
     assert readable(cache, large, "a") == [True]
     assert sum(readable(cache, small, 1, 2, 3, 4, 5, 6, 7, 8)) == 4
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_the_second_model_grows_beyond_its_first_slab_while_the_first_sleeps() -> None:
@@ -242,7 +243,7 @@ def test_what_a_whole_slab_made_needless_is_not_evicted() -> None:
     begin(cache, large, keys("x", "y"))
     assert names_readable(cache, large, "old", "new") == ["old", "new"]
     assert not any(readable(cache, small, 1, 2, 3, 4))
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_leased_blocks_of_another_size_that_hold_every_slab_are_named_as_the_reason() -> None:
@@ -259,7 +260,7 @@ def test_leased_blocks_of_another_size_that_hold_every_slab_are_named_as_the_rea
     # What is of this size itself is no fragment.
     assert isinstance(lease(cache, large, "x"), int)
     assert cache.begin_store([(small, 0, keys(*range(11, 16)))]) == "pool_full"
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_one_request_with_two_classes_is_granted_or_refused_as_a_whole() -> None:
@@ -272,7 +273,7 @@ def test_one_request_with_two_classes_is_granted_or_refused_as_a_whole() -> None
     grant = cache.begin_store([(small, 0, keys("a")), (large, 0, keys(*"ab"))])
     assert not isinstance(grant, str)
     assert reserved(grant) == [(0, 0), (1, 0), (1, 1)]
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_slab_with_a_block_of_the_same_request_is_not_reclaimed() -> None:
@@ -290,7 +291,7 @@ def test_shards_of_different_size_go_together() -> None:
     store(cache, space, "c")
     assert names_readable(cache, space, *"abc") == ["a", "c"]
     assert cache.stats().evicted_bytes == 3 * 4096
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_groups_of_one_request_lose_their_blocks_in_turns() -> None:

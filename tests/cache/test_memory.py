@@ -12,6 +12,7 @@ from kvsidecar.cache.arrays import HUGE_BYTES, MAPPED_BYTES, longer, zeros
 from kvsidecar.cache.block import COPIED_ROWS, SLOTS_BYTES, SPARSE, Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
+from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
     begin,
@@ -92,12 +93,12 @@ def test_when_the_blocks_go_their_memory_does(go: Callable[[BlockCache, Space], 
     if not attached:
         cache.close_space(space)
     go(cache, space)
-    cache.check_integrity()
+    check_integrity(cache)
     assert nbytes(cache) == (empty if attached else 0)
     if attached:
         store(cache, space, *range(10))
         assert names_readable(cache, space, 3, 11) == [3]
-        cache.check_integrity()
+        check_integrity(cache)
 
 
 def test_cleared_blocks_that_are_needed_keep_their_memory_until_they_are_not() -> None:
@@ -109,7 +110,7 @@ def test_cleared_blocks_that_are_needed_keep_their_memory_until_they_are_not() -
     assert nbytes(cache) > 50 * MANY
     cache.release(held)
     assert nbytes(cache) < of_one_block()
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize("end", ["abort_all", "quarantine_all"])
@@ -119,7 +120,7 @@ def test_a_store_that_fails_leaves_nothing(end: str) -> None:
     empty = nbytes(cache)
     getattr(cache, end)(begin(cache, space, keys(*range(MANY))))
     assert nbytes(cache) == empty
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_store_that_is_refused_leaves_nothing() -> None:
@@ -128,7 +129,7 @@ def test_a_store_that_is_refused_leaves_nothing() -> None:
     empty = nbytes(cache)
     assert refused(cache, space, *range(MANY))
     assert nbytes(cache) == empty
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
@@ -141,7 +142,7 @@ def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
     assert refused(cache, space, *range(10 * MANY))
     assert nbytes(cache) > 100 * few
     cache.sweep()
-    cache.check_integrity()
+    check_integrity(cache)
     assert nbytes(cache) <= 4 * few
     assert readable(cache, space, *range(12)) == [True] * 10 + [False] * 2
     assert eviction_order(space) == order
@@ -167,7 +168,7 @@ def test_a_table_is_not_built_anew_under_those_who_use_its_blocks() -> None:
     cache.release(held)
     cache.seal_all(filling)
     cache.sweep()
-    cache.check_integrity()
+    check_integrity(cache)
     assert space.blocks.nbytes < large / 100
     assert readable(cache, space, 3, "filling", 11) == [True, True, False]
 

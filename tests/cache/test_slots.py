@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.integrity import check_slots
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, SlotState, size_class
+from tests.cache.integrity import check_slots
 from tests.cache.support import PAGE
 
 OWNER = 7
@@ -148,7 +148,7 @@ def test_what_is_larger_than_a_slab_does_not_fit() -> None:
     slots = allocator(8, 4)
     assert slots.fits(4 * PAGE)
     assert not slots.fits(4 * PAGE + 1)
-    assert slots.slots_per_slab(3 * PAGE) == 1
+    assert slots.slabs.slots_per_slab(3 * PAGE) == 1
 
 
 def test_bytes_are_counted_by_state_and_add_up() -> None:
@@ -156,7 +156,7 @@ def test_bytes_are_counted_by_state_and_add_up() -> None:
     a, b, c, d = (take(slots, 1) for _ in range(4))
     slots.seal(at(b))
     slots.seal(at(c))
-    slots.let_go(at(c), 1)
+    slots.mark_evictable(at(c), 1)
     slots.quarantine(at(d))
     assert [slots.bytes_in(state) // PAGE for state in SlotState] == [4, 1, 1, 1, 1]
     assert slots.busy_bytes == 3 * PAGE
@@ -209,7 +209,7 @@ def test_a_slot_of_an_uncut_slab_cannot_be_freed() -> None:
 def test_states_change_only_along_the_life_of_a_slot() -> None:
     slots = allocator(2, 2)
     slot = take(slots, 1)
-    for wrong in (slots.hold, lambda slot: slots.let_go(slot, 1)):
+    for wrong in (slots.hold, lambda slot: slots.mark_evictable(slot, 1)):
         with pytest.raises(AssertionError, match="is not"):
             wrong(at(slot))
     slots.seal(at(slot))
@@ -224,7 +224,7 @@ def test_states_change_only_along_the_life_of_a_slot() -> None:
 def evictable(slots: SlotAllocator, pages: int, tick: int) -> int:
     page = take(slots, pages)
     slots.seal(at(page))
-    slots.let_go(at(page), tick)
+    slots.mark_evictable(at(page), tick)
     return page
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.integrity import check_slots
 from kvsidecar.cache.slots import SlotAllocator, SlotState
+from tests.cache.integrity import check_slots
 from tests.cache.support import PAGE
 
 NEEDS = st.dictionaries(st.integers(1, 4), st.integers(1, 4), min_size=1, max_size=3)
@@ -91,9 +91,9 @@ class SlotsMachine(RuleBasedStateMachine):
         self.slots.seal(self.move(self.pick(data, SlotState.RESERVED), SlotState.HELD))
 
     @rule(data=st.data(), source=st.sampled_from([SlotState.HELD, SlotState.RESERVED]))
-    def let_go(self, data: st.DataObject, source: SlotState) -> None:
+    def mark_evictable(self, data: st.DataObject, source: SlotState) -> None:
         self.tick += 1
-        self.slots.let_go(self.move(self.pick(data, source), SlotState.EVICTABLE), self.tick, source)
+        self.slots.mark_evictable(self.move(self.pick(data, source), SlotState.EVICTABLE), self.tick, source)
 
     @rule(data=st.data(), hold=st.booleans())
     def use(self, data: st.DataObject, hold: bool) -> None:
@@ -113,12 +113,12 @@ class SlotsMachine(RuleBasedStateMachine):
         for slot in slots:
             del self.taken[slot]
 
-    @rule(data=st.data(), condemn=st.booleans())
+    @rule(data=st.data(), mark_corrupt=st.booleans())
     @precondition(lambda self: all(state != SlotState.QUARANTINED for _, state in self.taken.values()))
-    def quarantine(self, data: st.DataObject, condemn: bool) -> None:
-        states = (SlotState.HELD, SlotState.EVICTABLE) if condemn else (SlotState.RESERVED,)
+    def quarantine(self, data: st.DataObject, mark_corrupt: bool) -> None:
+        states = (SlotState.HELD, SlotState.EVICTABLE) if mark_corrupt else (SlotState.RESERVED,)
         slots = self.move(self.pick(data, *states)[:1], SlotState.QUARANTINED)
-        (self.slots.condemn if condemn else self.slots.quarantine)(slots)
+        (self.slots.mark_corrupt if mark_corrupt else self.slots.quarantine)(slots)
 
     @rule(needs=NEEDS, node=st.sampled_from([0, 1]))
     def what_a_node_can_be_preferred_for_can_be_had(self, needs: dict[int, int], node: int) -> None:

@@ -16,6 +16,7 @@ from kvsidecar.copier.worker import AHEAD_BYTES, TIMED_CALLS, CopyResult, CopyWo
 from kvsidecar.device.base import COPY, CopyCall, CopyList, CopyMark, CopyStream, PreparedCall
 from kvsidecar.device.host import HostDevice
 from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.support.keep_awake import SleepGuard
 from kvsidecar.types import Direction
 
 TIMEOUT = 30.0
@@ -63,7 +64,7 @@ class Script(HostDevice):
         self.wait_errors: dict[int, BaseException] = {}
         self.open_error: BaseException | None = None
         self.close_error: BaseException | None = None
-        self.settled: bool | BaseException = True
+        self.quiesced: bool | BaseException = True
         """What the stream says when it is asked whether all it was given is over."""
         self.gates: dict[int, threading.Event] = {}
         """A wait for this plan does not return before its gate is set."""
@@ -102,11 +103,11 @@ class ScriptedStream:
             raise self._script.issue_errors[call.nbytes]
         return ScriptedMark(self._script, call.nbytes, timed=timed)
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         self._script.threads.add(threading.get_ident())
-        if isinstance(self._script.settled, BaseException):
-            raise self._script.settled
-        return self._script.settled
+        if isinstance(self._script.quiesced, BaseException):
+            raise self._script.quiesced
+        return self._script.quiesced
 
     def close(self) -> None:
         self._script.threads.add(threading.get_ident())
@@ -122,7 +123,7 @@ class ScriptedMark:
         self._timed = timed
         self._ended = False
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         gate = self._script.gates.get(self._nbytes)
         if gate is not None and not gate.is_set():
             return False
@@ -160,7 +161,7 @@ class Failures:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(worker_module, "QUIESCE_SECONDS", 0.01)
     return Script()
 
 
@@ -238,23 +239,23 @@ def test_the_thread_has_a_name(script: Script, worker: CopyWorker) -> None:
     assert "store-host" in [thread.name for thread in threading.enumerate()]
 
 
-SETTLED = [True, False, CopyFailed("who knows", outcome_known=False), DeviceLost("gone"), RuntimeError("a bug")]
+QUIESCED = [True, False, CopyFailed("who knows", outcome_known=False), DeviceLost("gone"), RuntimeError("a bug")]
 
 
-@pytest.mark.parametrize("settled", SETTLED, ids=repr)
+@pytest.mark.parametrize("quiesced", QUIESCED, ids=repr)
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("at", ["issue", "wait"])
 def test_a_failed_copy_reaches_its_future_and_the_next_goes_on(
-    script: Script, worker: CopyWorker, failures: Failures, at: str, known: bool, settled: bool | BaseException
+    script: Script, worker: CopyWorker, failures: Failures, at: str, known: bool, quiesced: bool | BaseException
 ) -> None:
     """Its outcome is known if the device has said so, at once or when it was asked what still runs."""
     errors = script.issue_errors if at == "issue" else script.wait_errors
     errors[1] = CopyFailed("refused", outcome_known=known)
-    script.settled = settled
+    script.quiesced = quiesced
     bad, good = worker.submit(plan(1)), worker.submit(plan(2))
-    assert outcome_known(bad) is (known or settled is True)
+    assert outcome_known(bad) is (known or quiesced is True)
     assert good.result(TIMEOUT).nbytes == 2
-    script.settled = True
+    script.quiesced = True
     assert worker.alive
     assert failures.errors == []
 
@@ -283,7 +284,7 @@ def test_a_lost_device_fails_all_and_takes_no_more(
     assert "issue 3" not in script.calls
 
 
-@pytest.mark.parametrize("settled", SETTLED, ids=repr)
+@pytest.mark.parametrize("quiesced", QUIESCED, ids=repr)
 @pytest.mark.parametrize("at", ["issue", "wait"])
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
 def test_an_unexpected_error_is_heard_by_all(
@@ -292,17 +293,17 @@ def test_an_unexpected_error_is_heard_by_all(
     failures: Failures,
     at: str,
     error: BaseException,
-    settled: bool | BaseException,
+    quiesced: bool | BaseException,
 ) -> None:
     script.hold(1)
-    script.settled = settled
+    script.quiesced = quiesced
     (script.issue_errors if at == "issue" else script.wait_errors)[2] = error
     held = worker.submit(plan(1))
     assert script.waiting[1].wait(TIMEOUT)
     current, queued = worker.submit(plan(2)), worker.submit(plan(3))
     script.gates[1].set()
     assert held.result(TIMEOUT).nbytes == 1
-    assert outcome_known(current) is (settled is True)  # else some of it may still be moving
+    assert outcome_known(current) is (quiesced is True)  # else some of it may still be moving
     assert outcome_known(queued) is True  # never started
     reason = current.exception()
     assert reason is not None
@@ -439,7 +440,7 @@ class Gate:
         self.error: Exception | None = None
         self.asked = threading.Event()
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         self.asked.set()
         if self.error:
             raise self.error
@@ -485,7 +486,7 @@ def test_a_hurried_copy_is_the_next_one(script: Script, worker: CopyWorker) -> N
     first = worker.submit(plan(1))
     assert script.waiting[1].wait(TIMEOUT)
     others = [worker.submit(plan(number)) for number in (2, 3, 4)]
-    worker.hurry(others[2])
+    worker.prioritize(others[2])
     script.gates[1].set()
     for future in (first, *others):
         future.result(TIMEOUT)
@@ -548,7 +549,7 @@ def test_a_refused_call_ends_its_copy_and_not_those_in_flight(script: Script, un
 def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: Script, unpaced: CopyWorker) -> None:
     """Nobody knows whose error it is."""
     script.wait_errors[1] = CopyFailed("asynchronous", outcome_known=False)
-    script.settled = False
+    script.quiesced = False
     script.hold(1)
     door = Door()
     unpaced.submit(door)
@@ -558,28 +559,28 @@ def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: 
     script.gates[1].set()
     assert [outcome_known(future) for future in futures] == [False, False]
     assert unpaced.submit(plan(3)).result(TIMEOUT).nbytes == 3
-    script.settled = True
+    script.quiesced = True
 
 
 def test_a_device_that_takes_a_while_to_end_what_it_was_given_is_waited_for(
     script: Script, worker: CopyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", TIMEOUT)
+    monkeypatch.setattr(worker_module, "QUIESCE_SECONDS", TIMEOUT)
     script.wait_errors[1] = CopyFailed("asynchronous", outcome_known=False)
-    script.settled = False
+    script.quiesced = False
     asked = threading.Event()
     monkeypatch.setattr(worker_module.time, "sleep", lambda _: asked.set())
     failed = worker.submit(plan(1))
     assert asked.wait(TIMEOUT)
     assert not failed.done()
-    script.settled = True
+    script.quiesced = True
     assert outcome_known(failed) is True
 
 
 def test_a_worker_that_is_closed_while_the_device_is_not_done_says_so(
     script: Script, worker: CopyWorker, failures: Failures
 ) -> None:
-    script.settled = False
+    script.quiesced = False
     assert worker.close(TIMEOUT)
     assert [str(error) for error in failures.errors] == ["copies still run 0.01 s after an error"]
     assert "close" not in script.calls, "a stream was given back with copies in flight"
@@ -590,17 +591,29 @@ def test_an_empty_plan_is_over_at_once(script: Script, unpaced: CopyWorker) -> N
     assert script.calls == []
 
 
+class Guard(SleepGuard):
+    """Says when a worker told it to keep the loop awake."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.told = threading.Event()
+
+    def keep_awake_from_thread(self) -> None:
+        self.told.set()
+
+
 def test_those_who_wait_are_woken_before_the_end_of_a_copy_that_the_worker_sleeps_through(script: Script) -> None:
-    told = threading.Event()
-    worker = CopyWorker(script, Direction.LOAD, POOL, before_end=told.set, linger=TIMEOUT)
+    guard = Guard(TIMEOUT)
+    worker = CopyWorker(script, Direction.LOAD, POOL, guard=guard)
     short, long = 1, AHEAD_BYTES - 1  # at the rate assumed at first: nothing, and 670 us
     worker.submit(plan(short)).result(TIMEOUT)
-    assert not told.is_set()
+    assert not guard.told.is_set()
     script.hold(long)
     future = worker.submit(plan(long))
     assert script.waiting[long].wait(TIMEOUT)  # the worker waits for the end itself: it has slept
-    assert told.is_set()
+    assert guard.told.is_set()
     assert not future.done()
     script.gates[long].set()
     assert future.result(TIMEOUT).nbytes == long
-    assert worker.close(TIMEOUT)  # at once, although it lingers
+    assert worker.close(TIMEOUT)  # at once, although it is kept awake
+    guard.close()

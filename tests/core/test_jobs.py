@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -18,16 +18,19 @@ from kvsidecar.copier.worker import CopyResult
 from kvsidecar.core.access import Caller, Grant
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.copy_plan import bind
-from kvsidecar.core.jobs import MANY_JOBS, GroupBlocks, JobResult, Transfers
+from kvsidecar.core.job import Job, JobBlocks, JobResult
+from kvsidecar.core.jobs import MANY_JOBS, UNEXPECTED, JobRunner
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
-from kvsidecar.core.registration import Registration
-from kvsidecar.core.sessions import Peer, Session, SessionGroup
+from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.registration import RankRegistration
+from kvsidecar.core.sessions import Peer, RankSession, SessionGroup
 from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints
+from kvsidecar.support.keep_awake import SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
+from tests.cache.integrity import check_integrity
 from tests.plans import copies_of
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
@@ -73,6 +76,17 @@ class Fake:
     numa_node = None
 
 
+class Guard(SleepGuard):
+    """Counts how often it was told to keep awake."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.times = 0
+
+    def keep_awake(self) -> None:
+        self.times += 1
+
+
 class World:
     """A cache of four slots, one session with one group, and workers in the test's hands."""
 
@@ -81,26 +95,25 @@ class World:
         self.hub = Hub()
         self.pool = np.zeros(SLOTS * SLOT, np.uint8)
         self.metrics = Metrics("host")
-        self.readiness = Readiness(SLOTS * SLOT)
+        self.readiness = DaemonReadiness(SLOTS * SLOT)
         self.readiness.pinning()
         self.readiness.become_ready()
-        self.stirs = 0
+        self.guard = Guard()
+        self.numbers = 0
+        self.answers: list[JobResult] = []
         self.unsettled: list[str] = []
-        self.transfers = Transfers(
+        self.runner = JobRunner(
             self.cache, self.hub, self.readiness, self.metrics, lambda: 0.0, slab_bytes=SLOTS * SLOT,
-            checksums=Checksums(Verify.ALWAYS, lambda: self.pool), stir=self.stir, on_unsettled=self.unsettled.append,
+            checksums=Checksums(Verify.ALWAYS, lambda: self.pool), guard=self.guard, on_unsettled=self.unsettled.append,
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
-        registration = Registration(b"t", "i", NAMESPACE, 0, 1, "host", (), (layout,))
+        registration = RankRegistration(b"t", "i", NAMESPACE, 0, 1, "host", (), (layout,))
         peer = Peer(b"t", 1, 0, 0, "", (), Caller(None, Grant()))
-        self.session = Session(
+        self.session = RankSession(
             1, peer, registration, Fake(), (DeviceMemory(0x10000, 8 * SLOT, b"k"),),
             {0: SessionGroup(layout, bind(layout, [0x10000]), self.space)}, 0.0, TaskSet(lambda *_: None),
         )  # type: ignore[arg-type]  # fmt: skip
-
-    def stir(self) -> None:
-        self.stirs += 1
 
     def says_once_that_a_copy_may_run(self, direction: Direction) -> None:
         (text,) = self.unsettled
@@ -108,12 +121,25 @@ class World:
         assert self.session.unsettled
         assert self.metrics.value("kvsidecar_unsettled_copies_total", direction=direction.value) == 1
 
-    def job(self, direction: Direction, *names: str, at: list[int] | None = None) -> asyncio.Task[JobResult]:
+    def start(self, direction: Direction, *names: str, at: list[int] | None = None, lease: int | None = None) -> Job:
         hashes = [hashlib.sha256(name.encode()).digest() for name in names]
-        parts = [GroupBlocks(0, hashes, np.array(at or range(len(names)), np.int64))]
-        if direction is Direction.STORE:
-            return asyncio.create_task(self.transfers.store(self.session, parts))
-        return asyncio.create_task(self.transfers.load(self.session, parts, None))
+        parts = [JobBlocks(0, hashes, np.array(at or range(len(names)), np.int64))]
+        self.numbers += 1
+        job = Job(self.numbers, direction, parts, lease=lease, on_done=self.answers.append)
+        self.runner.start(self.session, job)
+        return job
+
+    def job(self, direction: Direction, *names: str, at: list[int] | None = None) -> asyncio.Task[JobResult]:
+        """What the job's client is answered, or what the job raises."""
+        job = self.start(direction, *names, at=at)
+
+        async def result() -> JobResult:
+            await job.task
+            assert job.result is not None
+            assert job.result in self.answers
+            return job.result
+
+        return asyncio.create_task(result())
 
     async def started(self, direction: Direction, count: int = 1) -> Worker:
         worker = self.hub.by_direction[direction]
@@ -136,7 +162,9 @@ class World:
 def world() -> Iterator[World]:
     world = World()
     yield world
-    world.cache.check_integrity()
+    check_integrity(world.cache)
+    assert (world.session.jobs, world.session.outstanding_blocks, world.runner.num_running) == ({}, 0, 0)
+    assert not world.cache._stores, "the cache still waits for the end of a store"
 
 
 async def test_a_block_is_readable_only_after_its_copy_is_over(world: World) -> None:
@@ -220,12 +248,13 @@ async def test_a_load_has_its_pins_when_it_is_taken_whatever_comes_behind_it(wor
     hashes = [hashlib.sha256(name.encode()).digest() for name in "abcd"]
     lease, _ = world.cache.lookup_and_lease([(world.space, hashes)], LookupMode.PREFIX, 0.0, 9.0, "o")
     assert lease is not None
-    load = world.transfers.load(world.session, [GroupBlocks(0, hashes, np.arange(4, dtype=np.int64))], lease.id)
+    load = world.start(Direction.LOAD, *"abcd", lease=lease.id)
     assert world.cache.release(lease.id)
     assert (await world.job(Direction.STORE, "e")).reason is Refusal.POOL_FULL
-    loading = asyncio.create_task(load)
     (await world.started(Direction.LOAD)).end()
-    assert (await loading).copied_blocks == 4
+    await load.task
+    assert load.result is not None
+    assert load.result.copied_blocks == 4
     await world.stored("e")
 
 
@@ -287,30 +316,30 @@ async def test_work_is_declined_unless_ready_and_each_refusal_is_counted(world: 
 
 async def test_the_age_of_the_oldest_job_is_known_while_it_runs(world: World) -> None:
     now = 0.0
-    world.transfers._clock = lambda: now
+    world.runner._clock = lambda: now
     job = world.job(Direction.STORE, "a")
     worker = await world.started(Direction.STORE)
     now = 7.0
-    assert world.transfers.oldest_seconds(Direction.STORE) == 7.0
-    assert world.transfers.oldest_seconds(Direction.LOAD) == 0.0
+    assert world.runner.oldest_seconds(Direction.STORE) == 7.0
+    assert world.runner.oldest_seconds(Direction.LOAD) == 0.0
     worker.end()
     await job
-    assert world.transfers.oldest_seconds(Direction.STORE) == 0.0
+    assert world.runner.oldest_seconds(Direction.STORE) == 0.0
 
 
 async def test_the_loop_is_kept_awake_for_jobs_whose_end_somebody_waits_for(world: World) -> None:
     await world.stored("a")
-    assert world.stirs == 2  # at the begin and at the end
+    assert world.guard.times == 2  # at the begin and at the end
     world.hub.paced = True
     await world.stored("b")
-    assert world.stirs == 2
+    assert world.guard.times == 2
     loads = [world.job(Direction.LOAD, "a") for _ in range(MANY_JOBS + 3)]
     worker = await world.started(Direction.LOAD, len(loads))
-    assert world.stirs == 2 + MANY_JOBS
+    assert world.guard.times == 2 + MANY_JOBS
     for future in worker.futures:
         future.set_result(CopyResult(SLOT, 0.0, 0.0, 0.0))
     await asyncio.gather(*loads)
-    assert world.stirs == 2 + 2 * MANY_JOBS
+    assert world.guard.times == 2 + 2 * MANY_JOBS
 
 
 @pytest.mark.parametrize("point", ["store.after_reserve", "store.before_copy"])
@@ -361,7 +390,68 @@ async def test_a_wrong_shard_that_another_load_reads_is_withdrawn_when_that_has_
     world.pool[7] ^= 1
     assert (await world.job(Direction.LOAD, "a")).reason is Refusal.CHECKSUM
     assert world.cache.stats().quarantined_bytes == 0
-    world.cache.check_integrity()
+    check_integrity(world.cache)
     worker.end()
     await first
     assert world.cache.stats().quarantined_bytes == SLOT
+
+
+ENDINGS: dict[str, tuple[Exception | Refusal | None, JobResult]] = {
+    "done": (None, JobResult(Outcome.DONE)),
+    "cancelled": (Refusal.CANCELLED, JobResult(Outcome.DECLINED, Refusal.CANCELLED)),
+    "too late": (Refusal.DEADLINE, JobResult(Outcome.DECLINED, Refusal.DEADLINE)),
+    "failed": (CopyFailed("bad", outcome_known=True), JobResult(Outcome.FAILED, Refusal.COPY_FAILED, "bad")),
+    "of unknown outcome": (
+        CopyFailed("bad", outcome_known=False),
+        JobResult(Outcome.FAILED, Refusal.COPY_FAILED, "bad", unsettled=True),
+    ),
+    "a bug": (RuntimeError("what"), replace(UNEXPECTED, unsettled=True)),
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_however_a_job_ends_it_is_answered_once_and_gives_back_all_it_held(
+    world: World, direction: Direction, how: str
+) -> None:
+    await world.stored("a")
+    world.answers.clear()
+    job = world.start(direction, "a" if direction is Direction.LOAD else "b")
+    assert world.session.jobs == {job.number: job}
+    assert world.session.outstanding_blocks == 1
+    worker = await world.started(direction, 1 if direction is Direction.LOAD else 2)
+    error, expected = ENDINGS[how]
+    if error is None:
+        worker.end()
+    elif isinstance(error, Refusal):
+        job.cancel(error)
+    else:
+        worker.futures[-1].set_exception(error)
+    await asyncio.wait([job.task])
+    assert [(each.outcome, each.reason, each.error, each.unsettled) for each in world.answers] == [
+        (expected.outcome, expected.reason, expected.error, expected.unsettled)
+    ]
+    assert job.grant is None
+    stats = world.cache.stats()
+    stores = direction is Direction.STORE
+    assert stats.reserved_bytes == 0
+    assert stats.quarantined_bytes == SLOT * (stores and expected.unsettled)
+    assert stats.loads == (not stores and expected.unsettled)
+    assert world.readable("a", "b") == [True, stores and how == "done"]
+
+
+async def test_a_store_of_what_is_there_already_leaves_nothing_with_the_cache(world: World) -> None:
+    """An engine that offers the same prompt again and again must not fill the daemon's memory with grants."""
+    await world.stored("a")
+    for _ in range(3):
+        assert (await world.job(Direction.STORE, "a")).skipped_blocks == 1
+    assert not world.cache._stores
+
+
+async def test_a_deadline_that_has_not_come_goes_with_its_job(world: World) -> None:
+    job = Job(1, Direction.STORE, [JobBlocks(0, [bytes(32)], np.zeros(1, np.int64))])
+    world.runner.start(world.session, job, deadline=3600.0)
+    assert job.timer is not None
+    (await world.started(Direction.STORE)).end()
+    await job.task
+    assert job.timer.cancelled()

@@ -8,10 +8,11 @@ import pytest
 
 from kvsidecar.core import lookups as module
 from kvsidecar.core.hashes import PackedHashes
-from kvsidecar.core.lookups import LookupResult, Lookups
+from kvsidecar.core.lookups import LookupAnswer, LookupService
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.types import LookupMode
+from tests.cache.integrity import check_integrity
 from tests.cache.support import keys, namespace, new_cache, open_space, store
 
 NAMES = keys(*range(4))
@@ -22,15 +23,15 @@ class World:
     def __init__(self) -> None:
         self.cache = new_cache(8)
         self.metrics = Metrics("host")
-        readiness = Readiness(1 << 20)
+        readiness = DaemonReadiness(1 << 20)
         readiness.pinning()
         readiness.become_ready()
-        self.lookups = Lookups(
+        self.lookups = LookupService(
             self.cache, readiness, self.metrics, lambda: 0.0, lease_max=60.0, owners_of=USERS.__getitem__
         )
         store(self.cache, open_space(self.cache), *range(4))
 
-    def lookup(self, owner: bytes | None, blocks: int = 1) -> LookupResult:
+    def lookup(self, owner: bytes | None, blocks: int = 1) -> LookupAnswer:
         packed = PackedHashes(b"".join(NAMES[:blocks]), 32)
         return self.lookups.lookup(namespace(), [(0, packed)], LookupMode.PREFIX, lease_seconds=9, owner=owner)
 
@@ -45,7 +46,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(module, "MAX_LEASED_BLOCKS", 6)
     made = World()
     yield made
-    made.cache.check_integrity()
+    check_integrity(made.cache)
 
 
 def test_leases_are_counted_over_all_connections_of_a_user(world: World) -> None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from kvsidecar.core.readiness import Readiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.types import Refusal, State
 
 
 def test_work_is_declined_until_ready_and_again_when_draining() -> None:
-    readiness = Readiness(1000)
+    readiness = DaemonReadiness(1000)
     assert readiness.refusal is Refusal.NOT_READY
     readiness.pinning(pinned_bytes=10)
     assert readiness.refusal is Refusal.NOT_READY
@@ -16,7 +16,7 @@ def test_work_is_declined_until_ready_and_again_when_draining() -> None:
 
 
 def test_ready_says_that_everything_is_pinned_and_gives_no_reason() -> None:
-    readiness = Readiness(1000)
+    readiness = DaemonReadiness(1000)
     readiness.pinning(pinned_bytes=400, bytes_per_second=100.0, eta_seconds=6.0)
     assert readiness.now == Snapshot(State.PINNING, 1000, 400, 100.0, 6.0, "the pool is being pinned")
     readiness.become_ready()
@@ -26,7 +26,7 @@ def test_ready_says_that_everything_is_pinned_and_gives_no_reason() -> None:
 
 
 def test_a_failure_is_never_overwritten_by_late_progress() -> None:
-    readiness = Readiness(1000)
+    readiness = DaemonReadiness(1000)
     readiness.pinning(pinned_bytes=400)
     readiness.fail("chunk 3: out of memory")
     readiness.pinning(pinned_bytes=500)
@@ -38,7 +38,7 @@ def test_a_failure_is_never_overwritten_by_late_progress() -> None:
 
 def test_draining_hides_every_state() -> None:
     for before in ("starting", "pinning", "ready", "failed"):
-        readiness = Readiness(1000)
+        readiness = DaemonReadiness(1000)
         if before != "starting":
             readiness.pinning()
         if before == "ready":
@@ -52,7 +52,7 @@ def test_draining_hides_every_state() -> None:
 
 
 def test_a_drain_that_is_taken_back_shows_the_state_as_it_is_by_then() -> None:
-    readiness = Readiness(1000)
+    readiness = DaemonReadiness(1000)
     heard: list[State] = []
     readiness.listen(lambda now: heard.append(now.state))
     assert not readiness.cancel_drain(), "there was none"
@@ -77,7 +77,7 @@ def test_a_drain_that_is_taken_back_shows_the_state_as_it_is_by_then() -> None:
 
 
 def test_nothing_takes_a_shutdown_back() -> None:
-    readiness = Readiness(1000)
+    readiness = DaemonReadiness(1000)
     readiness.pinning()
     readiness.become_ready()
     readiness.drain("an operator asked to drain")
@@ -88,7 +88,7 @@ def test_nothing_takes_a_shutdown_back() -> None:
 
 
 def test_listeners_hear_every_change_until_they_stop_listening() -> None:
-    readiness = Readiness(1000)
+    readiness = DaemonReadiness(1000)
     heard: list[State] = []
     stop = readiness.listen(lambda now: heard.append(now.state))
     readiness.pinning()

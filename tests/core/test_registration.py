@@ -15,7 +15,7 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.client import HostBuffer
 from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Access
-from kvsidecar.core.registration import FdAllocation, Registration
+from kvsidecar.core.registration import FdAllocation, RankRegistration
 from kvsidecar.core.sessions import Instances
 from kvsidecar.device.base import DeviceMemory, MemorySource
 from kvsidecar.device.host import HostPlatform
@@ -51,7 +51,7 @@ async def test_descriptors_stay_open_while_a_driver_has_them_in_its_hands(monkey
     fd = os.dup(buffer.fd)
     peer = instances.add_peer(pid=1, uid=0, gid=0, client="", fds=(fd,))
     allocations = (FdAllocation(0, buffer.nbytes),)
-    registration = Registration(peer.token, "i", NAMESPACE, 0, 1, "host", allocations, (layout(),))
+    registration = RankRegistration(peer.token, "i", NAMESPACE, 0, 1, "host", allocations, (layout(),))
     registering = asyncio.create_task(instances.register(registration))
     assert await asyncio.to_thread(importing.wait, SECONDS)
     instances.remove_peer(peer)

@@ -17,13 +17,13 @@ from kvsidecar.client import HostBuffer
 from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Access
 from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
-from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, Registration
-from kvsidecar.core.sessions import Instances, Peer, Session
+from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, RankRegistration
+from kvsidecar.core.sessions import Instances, Peer, RankSession
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import AccessDenied, InvalidRequest
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire
 from kvsidecar.server.convert import registration_from
-from kvsidecar.support.tasks import Turns
+from kvsidecar.support.tasks import StepTurns
 from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE, layout
@@ -50,8 +50,8 @@ class World:
     def peer(self, buffer: HostBuffer, *, uid: int) -> Peer:
         return self.instances.add_peer(pid=1, uid=uid, gid=1, client="", fds=(buffer.fd,))
 
-    async def attach(self, peer: Peer, **changes: Any) -> Session:
-        registration = Registration(
+    async def attach(self, peer: Peer, **changes: Any) -> RankSession:
+        registration = RankRegistration(
             token=peer.token,
             instance="i",
             namespace=NAMESPACE,
@@ -119,7 +119,7 @@ async def test_of_two_users_who_attach_the_same_memory_at_once_one_is_refused(bu
     world = World()
     peers = [world.peer(buffer, uid=uid) for uid in (1000, 1001)]
     results = await asyncio.gather(*(world.attach(peer) for peer in peers), return_exceptions=True)
-    assert sorted(type(result).__name__ for result in results) == ["AccessDenied", "Session"]
+    assert sorted(type(result).__name__ for result in results) == ["AccessDenied", "RankSession"]
 
 
 async def test_different_users_may_attach_memory_of_their_own(buffer: HostBuffer) -> None:
@@ -238,7 +238,7 @@ async def test_the_largest_registration_holds_up_the_event_loop_hardly_longer_th
 
 
 async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_steps() -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = StepTurns(), list[str]()
 
     def steps(name: str, count: int) -> Generator[None, None, str]:
         for number in range(count):
@@ -261,7 +261,7 @@ async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_
 
 
 async def test_a_computation_that_fails_lets_the_others_have_their_turns() -> None:
-    turns = Turns()
+    turns = StepTurns()
 
     def fails() -> Generator[None, None, None]:
         yield

@@ -168,7 +168,7 @@ class CudaMemory:
     """Plain device memory, without torch."""
 
     def __init__(self, sizes: list[int], ordinal: int) -> None:
-        from kvsidecar.client import cuda_driver
+        from kvsidecar.support import cuda_driver
 
         self._driver = cuda_driver
         self._context = cuda_driver.CudaContext(ordinal)

@@ -56,8 +56,8 @@ def is_mapped(memory: DeviceMemory, kind: str) -> bool:
     if kind == "host":
         first = f"{memory.address:x}-"
         return any(line.startswith(first) for line in Path("/proc/self/maps").read_text().splitlines())
-    from kvsidecar.client import cuda_driver
     from kvsidecar.errors import NotExportable
+    from kvsidecar.support import cuda_driver
 
     try:
         return cuda_driver.address_range(memory.address)[0] == memory.address

@@ -444,13 +444,13 @@ def test_a_failed_event_or_wait(scripted: Driver) -> None:
             assert not functions.statuses["cuEventRecord"]
     assert scripted.calls.count("cuEventCreate") == 2, "events of refused calls are used again"
     scripted.answers["cuEventSynchronize"] = scripted.answers["cuEventQuery"] = (INVALID,)
-    for ask in (CopyMark.wait, CopyMark.over):
+    for ask in (CopyMark.wait, CopyMark.is_done):
         mark = stream.issue(stream.prepare(call_of(GOOD), 0))
         with pytest.raises(CopyFailed) as failure:
             getattr(mark, ask.__name__)()
         assert not failure.value.outcome_known
     scripted.answers["cuEventSynchronize"] = scripted.answers["cuEventQuery"] = (LOST,)
-    for ask in (CopyMark.wait, CopyMark.over):
+    for ask in (CopyMark.wait, CopyMark.is_done):
         mark = stream.issue(stream.prepare(call_of(GOOD), 0))
         with pytest.raises(DeviceLost):
             getattr(mark, ask.__name__)()
@@ -462,9 +462,9 @@ def test_marks_are_asked_and_their_events_used_again(scripted: Driver) -> None:
     for _ in range(3):
         mark = stream.issue(stream.prepare(call_of(GOOD), 0))
         scripted.answers["cuEventQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
-        assert not mark.over()
+        assert not mark.is_done()
         scripted.answers["cuEventQuery"] = (OK,)
-        assert mark.over()
+        assert mark.is_done()
         mark.wait()  # over already: the driver is not asked about an event that serves another call by now
         mark.seconds()
     assert scripted.calls.count("cuEventCreate") == 2
@@ -485,11 +485,11 @@ def test_a_call_is_timed_by_the_device_from_before_its_copies_to_after_them(scri
         PLAIN[Direction.STORE],
         "cuEventRecord" if alone else "cuEventRecord that may block",
     ]
-    assert mark.over()
+    assert mark.is_done()
     assert mark.seconds() == 0.25
     functions.statuses["cuEventElapsedTime"] = [INVALID]
     mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=alone)
-    assert mark.over()
+    assert mark.is_done()
     assert mark.seconds() == 0.0, "a time that the driver does not tell fails a copy that is over"
 
 
@@ -498,9 +498,9 @@ def test_a_call_alone_that_is_not_timed_has_no_event(scripted: Driver) -> None:
     stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
     mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True, timed=False)
     scripted.answers["cuStreamQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
-    assert not mark.over()
+    assert not mark.is_done()
     scripted.answers["cuStreamQuery"] = (OK,)
-    assert mark.over()
+    assert mark.is_done()
     assert functions.calls == [PLAIN[Direction.STORE]]
     assert "cuEventCreate" not in scripted.calls
     mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True, timed=False)
@@ -522,12 +522,12 @@ def test_a_call_behind_one_in_flight_begins_where_that_one_ends(scripted: Driver
     marks = [issue(in_flight=False), *[issue(in_flight=True) for _ in range(2)]]
     assert functions.calls.count("cuEventRecord") == 1, "only the first of them has a start of its own"
     for mark in marks[:2]:
-        assert mark.over()
+        assert mark.is_done()
         mark.seconds()
     # The second one's end is the third one's start: two of the four events are free, those are not among them.
     marks += [issue(in_flight=True), issue(in_flight=False)]
     for mark in marks[2:]:
-        assert mark.over()
+        assert mark.is_done()
         mark.seconds()
     assert functions.timed == [(10, 11), (11, 12), (12, 13), (13, 11), (10, 14)]
     issue(in_flight=True)  # its mark was asked already: it is over, whatever the driver says
@@ -538,12 +538,12 @@ def test_a_call_behind_one_in_flight_begins_where_that_one_ends(scripted: Driver
 def test_whether_a_stream_is_over(scripted: Driver, status: Any, error: type[DeviceError]) -> None:
     Functions(scripted, *SIGNATURES)
     stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
-    assert stream.over()
+    assert stream.is_done()
     scripted.answers["cuStreamQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
-    assert not stream.over()
+    assert not stream.is_done()
     scripted.answers["cuStreamQuery"] = (status,)
     with pytest.raises(error) as failure:
-        stream.over()
+        stream.is_done()
     assert not failure.value.outcome_known  # type: ignore[attr-defined]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
@@ -11,6 +12,14 @@ from kvsidecar.device import platforms
 from kvsidecar.device.cuda import status as cuda_status
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import ConfigError, DriverUnusable
+from kvsidecar.support import cuda_driver
+
+
+@pytest.fixture(autouse=True)
+def loaded_anew() -> Iterator[None]:
+    cuda_driver._library.cache_clear()
+    yield
+    cuda_driver._library.cache_clear()
 
 
 def no_such_file(name: str) -> NoReturn:
@@ -27,7 +36,7 @@ def test_the_host_when_asked_for() -> None:
 
 
 def test_auto_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platforms.ctypes, "CDLL", no_such_file)
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", no_such_file)
     platform, why = open_platform("auto")
     assert platform.name == "host"
     assert "no CUDA driver" in why
@@ -43,7 +52,7 @@ def test_auto_with_a_driver_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_with_a_driver_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platforms.ctypes, "CDLL", broken)
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", broken)
     assert platforms._has_driver()
 
     def too_old() -> NoReturn:

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsidecar.bench.driver import gpu_count
 from kvsidecar.client import Allocation, AttachRefused, Blocks, ClientError, GroupLayout, KVBuffers, Region
-from kvsidecar.client.cuda_driver import CudaContext, ipc_handle
+from kvsidecar.support.cuda_driver import CudaContext, device_count, ipc_handle
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces, with_pid
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
 
@@ -120,7 +119,7 @@ def test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(
 
 
 def test_ranks_on_two_gpus_store_and_load_what_the_other_one_loads_and_stores(cuda_daemon: DaemonProcess) -> None:
-    if gpu_count() < 2:
+    if device_count() < 2:
         pytest.skip("needs two GPUs")
     contexts = []
     try:
@@ -170,7 +169,7 @@ def test_host_memory_and_garbage_handles_are_refused_and_the_daemon_goes_on(
 
 ENGINE = """
 import sys
-from kvsidecar.client.cuda_driver import CudaContext
+from kvsidecar.support.cuda_driver import CudaContext
 from tests import harness
 from tests.e2e import test_gpu
 daemon = object.__new__(harness.DaemonProcess)
@@ -180,7 +179,7 @@ ballast = context.alloc(2 << 30)
 rows = tuple(test_gpu.STACKED)
 rank = test_gpu.GpuRank(daemon, context, rows)
 from kvsidecar.client import Allocation, GroupLayout, KVBuffers, Region
-from kvsidecar.client.cuda_driver import ipc_handle
+from kvsidecar.support.cuda_driver import ipc_handle
 import dataclasses
 big = daemon.client()
 big.attach(
@@ -223,7 +222,7 @@ NAMESAKE = """
 import os, sys
 import numpy as np
 from kvsidecar.client import AttachRefused
-from kvsidecar.client.cuda_driver import CudaContext
+from kvsidecar.support.cuda_driver import CudaContext
 from tests import harness
 from tests.e2e import test_gpu
 daemon = object.__new__(harness.DaemonProcess)

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.usefixtures("carrier")
 CAUSES = {
     "a lost device": (f"copy.device_lost@{2 * FIRST + 1}=raise(Xid 79)", "device_lost", "Xid 79"),
     "a dead copy thread": (
-        f"load.in_flight@{FIRST}=raise(a bug);copy.settle=raise(no word)", "copy_failed", "may still run (the load work"
+        f"load.in_flight@{FIRST}=raise(a bug);copy.quiesce=raise(no word)",
+        "copy_failed",
+        "may still run (the load work",
     ),
     "a copy that hangs": (
         f"load.in_flight@{FIRST}=delay(3600)", "daemon_lost", "a load on host has been in flight for"

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from kvsidecar.device.base import Device
 from kvsidecar.errors import PinFailed, PinStopped, PoolRefused
 from kvsidecar.pool import host_memory
-from kvsidecar.pool.host_pool import HostPool, Part, PinProgress, PoolSpec, split_over_nodes
+from kvsidecar.pool.host_pool import HostPool, PinProgress, PoolPart, PoolSpec, split_over_nodes
 from kvsidecar.support import failpoints, memory_limits
 from kvsidecar.support.memory_limits import HugePages, PageKind
 from kvsidecar.support.units import GiB, KiB, MiB
@@ -747,4 +747,4 @@ def test_sizes_that_do_not_fit_together_are_a_programming_error(changes: dict[st
 
 
 def test_a_part_knows_its_place() -> None:
-    assert split_over_nodes(GiB, 64 * MiB, (3,)) == (Part(0, GiB, 3),)
+    assert split_over_nodes(GiB, 64 * MiB, (3,)) == (PoolPart(0, GiB, 3),)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.core.jobs import JobResult
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.core.job import Job, JobResult
+from kvsidecar.core.sessions import RankSession
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.server import attach_stream
 from kvsidecar.server.attach_stream import AttachStream
@@ -20,24 +20,24 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE
 
 
-class Transfers:
+class Runner:
     """Jobs that run until the test says so."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.refused: Counter[Refusal] = Counter()
 
-    async def store(self, *_: Any) -> JobResult:
+    def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
+        session.add(job)
+        job.task = session.tasks.spawn(self._run(session, job), name="job")
+
+    async def _run(self, session: RankSession, job: Job) -> None:
         await self.gate.wait()
-        return JobResult(Outcome.DONE)
+        session.remove(job)
+        job.on_done(JobResult(Outcome.DONE))
 
-    load = store
-
-    def declined(self, _direction: Direction, reason: Refusal) -> JobResult:
-        return JobResult(Outcome.DECLINED, reason)
-
-    def invalid(self, _direction: Direction, error: InvalidRequest) -> JobResult:
-        return JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
+    def decline(self, _direction: Direction, reason: Refusal, error: str = "") -> JobResult:
+        return JobResult(Outcome.DECLINED, reason, error)
 
     def refuse(self, reason: Refusal) -> None:
         self.refused[reason] += 1
@@ -45,18 +45,17 @@ class Transfers:
 
 class Stream:
     def __init__(self) -> None:
-        self.transfers = Transfers()
+        self.runner = Runner()
         self.replies: list[pb.AttachReply] = []
-        self.session: Any = SimpleNamespace(
-            registration=SimpleNamespace(namespace=NAMESPACE), jobs=TaskSet(lambda *_: None), jobs_by_id={},
-            ending=False, denied=False, outstanding_blocks=0, events=(),
-        )  # fmt: skip
+        registration: Any = SimpleNamespace(namespace=NAMESPACE)
+        nobody: Any = None
+        self.session = RankSession(1, nobody, registration, nobody, (), {}, 0.0, TaskSet(lambda *_: None))
         self.stream = AttachStream(
             self.session,
             self.replies.append,
             instances=SimpleNamespace(),  # type: ignore[arg-type]
             readiness=SimpleNamespace(listen=lambda _: lambda: None),  # type: ignore[arg-type]
-            transfers=self.transfers,  # type: ignore[arg-type]
+            runner=self.runner,  # type: ignore[arg-type]
         )
 
     async def take(self, first: int, count: int, blocks: int = 1, kind: str = "store") -> None:
@@ -71,9 +70,9 @@ class Stream:
         return Counter(reply.done.reason or "done" for reply in replies)
 
     async def finish(self) -> None:
-        self.transfers.gate.set()
-        await self.session.jobs.join(10)
-        self.transfers.gate.clear()
+        self.runner.gate.set()
+        await self.session.tasks.join(10)
+        self.runner.gate.clear()
 
 
 async def test_jobs_that_are_not_over_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,20 +109,17 @@ async def test_flushes_that_wait_are_limited_and_one_more_is_answered_with_what_
 ) -> None:
     monkeypatch.setattr(attach_stream, "MAX_FLUSHES", 3)
     stream = Stream()
-    stream.session.jobs_by_id[1] = SimpleNamespace(
-        task=asyncio.ensure_future(stream.transfers.gate.wait()),
-        direction=Direction.STORE,
-        control=SimpleNamespace(hurry=lambda: None),
-    )
+    await stream.take(1, 1)
     for number in range(1, 5):
         stream.stream.take(pb.AttachRequest(flush=pb.Flush(flush=number, timeout_ms=60_000)))
     for _ in range(10):  # turns of the loop: three flushes wait a minute, the fourth for nothing
         await asyncio.sleep(0)
     (reply,) = stream.replies
     assert (reply.flushed.flush, list(reply.flushed.pending)) == (4, [1])
-    assert stream.transfers.refused == {Refusal.LIMIT: 1}
+    assert stream.runner.refused == {Refusal.LIMIT: 1}
     await stream.finish()
-    assert [list(each.flushed.pending) for each in stream.replies[1:]] == [[], [], []]
+    flushed = [each.flushed for each in stream.replies[1:] if each.HasField("flushed")]
+    assert [list(each.pending) for each in flushed] == [[], [], []]
 
 
 async def test_a_rank_whose_namespace_was_taken_away_is_declined() -> None:

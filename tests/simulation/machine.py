@@ -59,7 +59,7 @@ class Event:
     done: bool = True
     closed: bool = False
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         if self.closed:
             raise Violation("an event was asked after it was closed")
         return self.done
@@ -303,7 +303,7 @@ class SimWorker:
         self._queue.append(copy)
         return copy.future
 
-    def hurry(self, future: Future[CopyResult]) -> None:
+    def prioritize(self, future: Future[CopyResult]) -> None:
         for copy in self._queue:
             if copy.future is future:
                 self._queue.remove(copy)
@@ -333,7 +333,7 @@ class SimWorker:
             copy.future.set_result(CopyResult(copy.nbytes, 0.0, 0.0, 0.0))
 
     def _startable(self, copy: Copy) -> bool:
-        return copy.future.cancelled() or copy.after is None or copy.after.over()
+        return copy.future.cancelled() or copy.after is None or copy.after.is_done()
 
     def _start(self) -> None:
         copy = next(copy for copy in self._queue if self._startable(copy))

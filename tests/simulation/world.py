@@ -21,16 +21,17 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
-from kvsidecar.core.jobs import Transfers
-from kvsidecar.core.lookups import Lookups
+from kvsidecar.core.jobs import JobRunner
+from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.readiness import Readiness
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import Instances, Peer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Service
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.cache.integrity import check_integrity
 from tests.simulation.loop import SimLoop
 from tests.simulation.machine import Machine, SimHub, SimPlatform, Violation
 from tests.simulation.shapes import PAGE
@@ -136,7 +137,7 @@ class World:
         self.hub = SimHub(self.platform, self._worker_failed)  # type: ignore[arg-type]
         self.hub.machine = self.machine
         self.hub.use_pool(self.machine.pool.ctypes.data)
-        self.readiness = Readiness(pool_bytes)
+        self.readiness = DaemonReadiness(pool_bytes)
         self.readiness.pinning()
         self.readiness.become_ready()
         self.tasks = TaskSet(self._task_failed)
@@ -145,14 +146,14 @@ class World:
             self.cache, self.hub, loop.time, self._task_failed, Access(None, owner=0, private=True)
         )
         checksums = Checksums(Verify.ALWAYS, lambda: self.machine.pool) if rng.random() < 0.5 else None
-        self.transfers = Transfers(
+        self.runner = JobRunner(
             self.cache, self.hub, self.readiness, _metrics(), loop.time, slab_bytes=SLAB, checksums=checksums
         )
-        self.lookups = Lookups(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
+        self.lookups = LookupService(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
         self.handler = Handler(
             epoch=1,
             instances=self.instances,
-            transfers=self.transfers,
+            runner=self.runner,
             lookups=self.lookups,
             readiness=self.readiness,
             metrics=_metrics(),
@@ -200,7 +201,7 @@ class World:
         # Every change of the cache moves its tick or a gauge; without one there is nothing new to look at.
         now = (self.cache._tick, self.cache.stats())
         if now != self._checked:
-            self.cache.check_integrity()
+            check_integrity(self.cache)
             self._checked = now
 
     def check_end(self) -> None:
@@ -231,7 +232,9 @@ class World:
                 pages.update(range(start // PAGE, -(-end // PAGE)))
         if stats.quarantined_bytes > len(pages) * PAGE:
             raise Violation(f"{stats.quarantined_bytes} bytes are quarantined, {len(pages)} pages need to be")
-        if any(self.transfers.started_at.values()):
+        if self.runner.num_running:
             raise Violation("a job is still counted as running")
+        if self.cache._stores:
+            raise Violation(f"{len(self.cache._stores)} stores have never been ended")
         if len(self.tasks) and not self.unsettled():
             raise Violation(f"{len(self.tasks)} tasks never ended")

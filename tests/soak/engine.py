@@ -83,7 +83,7 @@ class HostMemory:
 
 class CudaMemory:
     def __init__(self) -> None:
-        from kvsidecar.client.cuda_driver import CudaContext, ipc_handle
+        from kvsidecar.support.cuda_driver import CudaContext, ipc_handle
 
         self._context = CudaContext(0)
         self._address = self._context.alloc(SHARD_BYTES * NUM_BLOCKS)

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import uvloop
 
-from kvsidecar.support.keep_awake import NAP_SECONDS, LightSleep
+from kvsidecar.support.keep_awake import NAP_SECONDS, SleepGuard
 
 SECONDS = 30.0
-LINGER = 0.05
+SECONDS_AWAKE = 0.05
 
 
-class Counted(LightSleep):
+class Counted(SleepGuard):
     ticks = 0
 
     def _tick(self) -> None:
@@ -36,29 +36,50 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
                 await asyncio.sleep(0.001)
 
     async def check() -> None:
-        light = Counted(LINGER)
-        assert not light.ticking
-        light.stir()
-        await until(lambda: light.ticks > 10)
-        clock.now += 0.99 * LINGER
-        ticks = light.ticks
-        await until(lambda: light.ticks > ticks + 10)
-        assert light.ticking
-        clock.now += 0.02 * LINGER
-        await until(lambda: not light.ticking)
-        ticks = light.ticks
+        guard = Counted(SECONDS_AWAKE)
+        assert not guard.ticking
+        guard.keep_awake()
+        await until(lambda: guard.ticks > 10)
+        clock.now += 0.99 * SECONDS_AWAKE
+        ticks = guard.ticks
+        await until(lambda: guard.ticks > ticks + 10)
+        assert guard.ticking
+        clock.now += 0.02 * SECONDS_AWAKE
+        await until(lambda: not guard.ticking)
+        ticks = guard.ticks
         await asyncio.sleep(20 * NAP_SECONDS)
-        assert light.ticks == ticks
-        light.stir()
-        assert light.ticking
-        light.close()
+        assert guard.ticks == ticks
+        guard.keep_awake()
+        assert guard.ticking
+        guard.close()
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(check())
 
 
+async def test_a_thread_can_keep_the_loop_awake() -> None:
+    guard = SleepGuard(SECONDS)
+    await asyncio.to_thread(guard.keep_awake_from_thread)  # there was no work yet, and there is no loop to wake
+    assert not guard.ticking
+    guard.keep_awake()
+    guard._ticking = False
+    await asyncio.to_thread(guard.keep_awake_from_thread)
+    await asyncio.sleep(0)
+    assert guard.ticking
+    guard.close()
+
+
+def test_a_thread_waits_shortly_for_work_while_there_was_some_not_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvsidecar.support.keep_awake.time", SimpleNamespace(monotonic=lambda: 100.0))
+    guard = SleepGuard(SECONDS_AWAKE)
+    assert guard.longest_wait(100.0 - 0.9 * SECONDS_AWAKE) == NAP_SECONDS
+    assert guard.longest_wait(100.0 - 1.1 * SECONDS_AWAKE) is None
+    assert SleepGuard(0.0).longest_wait(100.0) is None
+    guard.close()
+
+
 def test_zero_is_never() -> None:
-    light = LightSleep(0.0)
-    light.stir()
-    assert not light.ticking
-    light.close()
+    guard = SleepGuard(0.0)
+    guard.keep_awake()
+    assert not guard.ticking
+    guard.close()

@@ -127,7 +127,7 @@ def test_an_engine_joins_while_the_pool_is_still_being_pinned(
 @pytest.mark.parametrize(
     ("rules", "flags"),
     [
-        ("load.in_flight@2=raise(a bug);copy.settle=raise(the device does not say)", ()),
+        ("load.in_flight@2=raise(a bug);copy.quiesce=raise(the device does not say)", ()),
         ("load.in_flight@2=delay(3600)", ("--stuck-after", "1")),
     ],
     ids=["a dead copy thread", "a copy that hangs"],

@@ -48,7 +48,7 @@ class HostMemory:
 
 class CudaMemory:
     def __init__(self, nbytes: int) -> None:
-        from kvsidecar.client.cuda_driver import CudaContext, ipc_handle
+        from kvsidecar.support.cuda_driver import CudaContext, ipc_handle
 
         self._context = CudaContext(0)
         self._nbytes = nbytes

@@ -141,9 +141,9 @@ class DriverCall:
     """A call with its arguments, and what they point to."""
 
     count: int
-    """Of copies."""
+    """Copies in the call."""
     name: str | None
-    """Of the driver's function; None: one by one."""
+    """The driver's function; None: one by one."""
     arguments: tuple[int, ...]
     """Without the stream, which comes last."""
     source: tuple[npt.NDArray[np.void], npt.NDArray[np.uint64]]
@@ -223,7 +223,7 @@ class CopyCalls:
         return int(self._functions["cuEventQuery"](event)) != NOT_READY
 
     def seconds_between(self, start: int, end: int) -> float | None:
-        """Of the device's time, between two events that are over; None if the driver does not say."""
+        """Seconds of the device's time between two events that are over; None if the driver does not say."""
         status = self._functions["cuEventElapsedTime"](self._milliseconds.ctypes.data, start, end)
         return float(self._milliseconds[0]) / 1e3 if status == SUCCESS else None
 

@@ -47,7 +47,7 @@ class CudaEvent:
         self._lock = threading.Lock()
         self._closed = False
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         # A copy that was cancelled may still lie in its worker's queue when its session closes the event.
         with self._lock:
             if self._closed:
@@ -126,7 +126,7 @@ class CudaCopyStream:
         self._last_end = end
         return CudaMark(self, start, end)
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         (status,) = driver.cuStreamQuery(self._stream)
         if status != driver.CUresult.CUDA_ERROR_NOT_READY:
             self.check(status)
@@ -232,7 +232,7 @@ class CudaMark:
         self._end = end
         self._over = False
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         if self._over:
             return True
         status = self._stream.ask(self._end)

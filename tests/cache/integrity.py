@@ -1,18 +1,17 @@
-"""Recount of everything that the cache counts as it goes. Each check says what it found, and where."""
+"""Counts everything anew that the cache counts as it goes. Each check says what it found, and where."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvsidecar.cache.block import FILLING, NO_SLOT, Blocks, Space
+from kvsidecar.cache.block import FILLING, NO_SLOT, Space, SpaceBlocks
+from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_index import BlockIndex, Keys
-from kvsidecar.cache.slots import LEVELS, NOBODY, SlotAllocator, SlotState
-
-if TYPE_CHECKING:
-    from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.leases import RELEASED, LeaseTable
+from kvsidecar.cache.slabs import LEVELS
+from kvsidecar.cache.slots import NOBODY, SlotAllocator, SlotState
 
 Row = tuple[int, int]
 """Number of the table, row in it."""
@@ -22,7 +21,7 @@ def check_integrity(cache: BlockCache) -> None:
     """Raise AssertionError if slots, blocks, pins, policies and gauges of the cache do not agree."""
     table = cache._table
     check_slots(table.slots)
-    cache._leases.check_integrity()
+    check_leases(cache._leases)
     leased, filling = _pins(cache), _filling(cache)
     owners: Counter[Row] = Counter()
     for number, blocks in table.tables.items():
@@ -133,7 +132,7 @@ def check_index(index: BlockIndex) -> None:
     assert all(index._overflow.values()), "a bucket without overflow is listed"
 
 
-def _rows(blocks: Blocks) -> list[int]:
+def _rows(blocks: SpaceBlocks) -> list[int]:
     """Rows of the blocks there are."""
     freed = set(blocks._freed_rows[: blocks._num_freed].tolist())
     assert len(freed) == blocks._num_freed, f"a row of table {blocks.number} was freed twice"
@@ -142,7 +141,7 @@ def _rows(blocks: Blocks) -> list[int]:
 
 def _pins(cache: BlockCache) -> Counter[Row]:
     """Pins by leases and loads."""
-    chains = [chain for lease in cache._leases.all() for chain in lease.chains]
+    chains = [chain for lease in cache._leases._leases.values() for chain in lease.chains]
     chains += [chain for load in cache._loads for chain in load.chains]
     return Counter((chain.blocks.number, row) for chain in chains for row in chain.rows.tolist())
 
@@ -159,7 +158,7 @@ def _filling(cache: BlockCache) -> dict[Row, dict[int, int]]:
 
 
 def _check_rows(
-    blocks: Blocks, leased: Counter[Row], filling: dict[Row, dict[int, int]], allocator: SlotAllocator
+    blocks: SpaceBlocks, leased: Counter[Row], filling: dict[Row, dict[int, int]], allocator: SlotAllocator
 ) -> Counter[Row]:
     """Check each block of a table; how many slots it owns."""
     owners: Counter[Row] = Counter()
@@ -207,7 +206,7 @@ def _check_rows(
     return owners
 
 
-def _check_space(space: Space, tables: dict[int, Blocks]) -> None:
+def _check_space(space: Space, tables: dict[int, SpaceBlocks]) -> None:
     blocks = space.blocks
     assert space.users > 0 or len(blocks.index), f"the space of group {space.group} should have been dropped"
     assert not space.dropped, f"the space of group {space.group} was dropped and is still there"
@@ -219,6 +218,25 @@ def _check_space(space: Space, tables: dict[int, Blocks]) -> None:
     assert sorted(candidates) == evictable, f"the policy has {candidates}; evictable are {evictable}"
     used = blocks.last_used[candidates].tolist()
     assert used == sorted(used), f"the candidates for eviction are not in the order of their use: {used}"
+
+
+# -- leases --------------------------------------------------------------------------------------------------------
+
+
+def check_leases(table: LeaseTable) -> None:
+    """Raise AssertionError if the three views of the leases differ."""
+    by_owner = {lease_id: lease for leases in table._by_owner.values() for lease_id, lease in leases.items()}
+    assert by_owner == table._leases, "leases by owner and by id differ"
+    assert all(table._by_owner.values()), "an owner without leases was kept"
+    for owner, leases in table._by_owner.items():
+        assert table._blocks_of[owner] == sum(lease.num_blocks for lease in leases.values()), "blocks miscounted"
+    assert table._blocks_of.keys() == table._by_owner.keys(), "blocks of an owner without leases"
+    assert not table._released.keys() & table._leases.keys(), "a lease is alive and released"
+    assert len(table._released) <= RELEASED, "too many released leases are remembered"
+    entries = set(table._expiries)
+    for lease_id, lease in table._leases.items():
+        assert lease.id == lease_id, f"lease {lease.id} is filed as {lease_id}"
+        assert (lease.expires_at, lease_id) in entries, f"lease {lease_id} would never expire"
 
 
 # -- gauges --------------------------------------------------------------------------------------------------------

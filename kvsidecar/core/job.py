@@ -1,0 +1,174 @@
+"""One store or load job, and everything that the daemon holds for it until it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.cache.block import LoadGrant, StoreGrant
+from kvsidecar.copier.worker import CopyResult, CopyWorker
+from kvsidecar.device.base import CopyPlan, DeviceEvent
+from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.types import Direction, Outcome, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class JobBlocks:
+    """Blocks of one group of one job: ``hashes[i]`` belongs to ``block_ids[i]``."""
+
+    group: int
+    hashes: Sequence[bytes]
+    block_ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """When a store's copy may start, for stores that are ordered on the device."""
+
+    after: DeviceEvent
+    on_start: Callable[[], None]
+    """Called in a worker's thread when the event is not needed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What became of one job. Bytes and seconds."""
+
+    outcome: Outcome
+    reason: Refusal | None = None
+    error: str = ""
+    copied_blocks: int = 0
+    skipped_blocks: int = 0
+    nbytes: int = 0
+    copy_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    copy_ended: float = 0.0
+    """Monotonic seconds; 0 if nothing was copied."""
+    unsettled: bool = False
+    """The copy failed, and may still touch the device's blocks until this process has ended."""
+
+
+class Job:
+    """A store or a load, from the message that asks for it to its answer.
+
+    It owns what is held for it: its place among the jobs of its rank, the cache's grant, its copy, its deadline.
+    `kvsidecar.core.jobs.JobRunner` takes all of that and gives all of it back, in one place, however the job ends. It
+    can be stopped before its copy starts, and never after: DMA cannot be cancelled.
+
+    Args:
+        number: the client's own, unique among the jobs of its rank that are not over.
+        lease: whose blocks a load asks for; None for none.
+        order: what a store waits for on the device; None if the client has waited.
+        traceparent: as the client sent it; empty for none.
+        on_done: told once what became of it.
+    """
+
+    __slots__ = (
+        "_copying", "_worker", "direction", "ended", "grant", "lease", "num_blocks", "number", "on_done", "order",
+        "parts", "result", "stopped", "taken", "task", "timer", "traceparent",
+    )  # fmt: skip
+
+    task: asyncio.Task[None]
+    """Runs it."""
+
+    def __init__(
+        self,
+        number: int,
+        direction: Direction,
+        parts: Sequence[JobBlocks],
+        *,
+        lease: int | None = None,
+        order: StoreOrder | None = None,
+        traceparent: bytes = b"",
+        on_done: Callable[[JobResult], None] = lambda _: None,
+    ) -> None:
+        self.number = number
+        self.direction = direction
+        self.parts = parts
+        self.num_blocks = sum([len(part.block_ids) for part in parts])
+        self.lease = lease
+        self.order = order
+        self.traceparent = traceparent
+        self.on_done = on_done
+        self.taken = 0.0
+        """Monotonic seconds."""
+        self.ended = 0.0
+        """A store's blocks can be looked up from then on."""
+        self.grant: StoreGrant | LoadGrant | None = None
+        """Slots or pins that the cache has given out for it, and not got back yet."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Cancels it at its deadline."""
+        self.stopped: Refusal | None = None
+        """Why its copy shall not start, if it has not yet."""
+        self.result: JobResult | None = None
+        """None until it is over."""
+        self._worker: CopyWorker | None = None
+        self._copying: Future[CopyResult] | None = None
+
+    async def copy(self, worker: CopyWorker, plan: CopyPlan) -> CopyResult | Refusal:
+        """Hand the plan to a worker, and wait for the end of the copy. A refusal if it was stopped before it started.
+
+        Raises:
+            CopyFailed, DeviceLost: the copy failed; `doubt` says whether it is over.
+        """
+        after, on_start = (None, None) if self.order is None else (self.order.after, self.order.on_start)
+        self._copying = copying = worker.submit(plan, after=after, on_start=on_start)
+        self._worker = worker
+        try:
+            return await _end_of(copying)
+        except CancelledError:
+            assert self.stopped is not None
+            return self.stopped
+
+    @property
+    def doubt(self) -> str:
+        """What happened to its copy if that may still move bytes, now or later, as far as anybody here knows; else
+        empty."""
+        copying = self._copying
+        if copying is None or copying.cancelled():
+            return ""
+        if not copying.done():
+            return "it was given up"
+        error = copying.exception()
+        if error is None or (isinstance(error, CopyFailed | DeviceLost) and error.outcome_known):
+            return ""
+        return str(error) or type(error).__name__
+
+    def cancel(self, reason: Refusal) -> None:
+        """Do not start the copy, if it has not started yet."""
+        if self.stopped is None:
+            self.stopped = reason
+        if self._copying is not None:
+            self._copying.cancel()  # the worker's queue gives it up; a copy in flight cannot be cancelled
+
+    def prioritize(self) -> None:
+        """Let the copy be the next one of its worker."""
+        if self._worker is not None and self._copying is not None:
+            self._worker.prioritize(self._copying)
+
+
+async def _end_of(copying: Future[CopyResult]) -> CopyResult:
+    """What `asyncio.wrap_future` does, in half the time, since nobody else waits for this future."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def wake(_: Future[CopyResult]) -> None:
+        if not loop.is_closed():  # a copy that was given up at shutdown may end after it
+            loop.call_soon_threadsafe(end)
+
+    copying.add_done_callback(wake)
+    try:
+        await ended
+    except asyncio.CancelledError:
+        copying.cancel()  # if it has not started; the caller finds out
+        raise
+    return copying.result()

@@ -1,0 +1,371 @@
+"""A little of the CUDA driver API by ctypes: no package is needed but the driver itself.
+
+For who must not need the bindings: clients in engines, the doctor, benchmarks, and the choice of a platform. The
+daemon's copies go through `kvsidecar.device.cuda`. Importing this module needs no driver; the first call loads it, and
+`call` starts it. Symbols with ``_v2`` are named so because
+the driver keeps the 32-bit versions of CUDA 2 and 3 under the plain names.
+
+Source: CUDA Driver API, "Memory Management" (cuIpcGetMemHandle, cuMemGetAddressRange), "Unified Addressing"
+(cuPointerGetAttribute), "Primary Context Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import uuid as uuids
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
+
+from kvsidecar.errors import DriverUnusable, NotExportable
+
+IPC_HANDLE_BYTES: Final = 64
+_DEVICE_ORDINAL: Final = 9
+"""CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL"""
+_IS_LEGACY_IPC_CAPABLE: Final = 10
+"""CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE"""
+
+_HOW_TO_EXPORT: Final = (
+    "only memory from cuMemAlloc or cudaMalloc can be shared: unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
+    "turn off the engine's sleep mode, and use neither managed memory nor a memory pool"
+)
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * IPC_HANDLE_BYTES),)
+
+
+LIBRARY: Final = "libcuda.so.1"
+_ADDRESS = ctypes.c_uint64
+_OUT = ctypes.c_void_p
+_HANDLE = ctypes.c_void_p
+_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuDriverGetVersion": (_OUT,),
+    "cuGetErrorName": (ctypes.c_int, _OUT),
+    "cuGetErrorString": (ctypes.c_int, _OUT),
+    # symbol, address, version, flags, status
+    "cuGetProcAddress_v2": (ctypes.c_char_p, _OUT, ctypes.c_int, ctypes.c_uint64, _OUT),
+    "cuDeviceGet": (_OUT, ctypes.c_int),
+    "cuDeviceGetCount": (_OUT,),
+    "cuDeviceGetUuid_v2": (_OUT, ctypes.c_int),
+    "cuDeviceGetName": (_OUT, ctypes.c_int, ctypes.c_int),
+    "cuDeviceGetPCIBusId": (_OUT, ctypes.c_int, ctypes.c_int),
+    "cuDeviceGetAttribute": (_OUT, ctypes.c_int, ctypes.c_int),
+    "cuDeviceTotalMem_v2": (_OUT, ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (_OUT, ctypes.c_int),
+    "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
+    "cuCtxPushCurrent_v2": (_HANDLE,),
+    "cuCtxPopCurrent_v2": (_OUT,),
+    "cuCtxSetCurrent": (_HANDLE,),
+    "cuCtxSynchronize": (),
+    "cuMemGetInfo_v2": (_OUT, _OUT),
+    "cuMemAlloc_v2": (_OUT, ctypes.c_size_t),
+    "cuMemFree_v2": (_ADDRESS,),
+    "cuMemsetD8_v2": (_ADDRESS, ctypes.c_ubyte, ctypes.c_size_t),
+    "cuMemcpyHtoD_v2": (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t),
+    "cuMemcpyDtoH_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_size_t),
+    "cuMemGetAddressRange_v2": (_OUT, _OUT, _ADDRESS),
+    "cuMemHostAlloc": (_OUT, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemFreeHost": (ctypes.c_void_p,),
+    "cuIpcGetMemHandle": (_OUT, _ADDRESS),
+    "cuPointerGetAttribute": (_OUT, ctypes.c_int, _ADDRESS),
+    "cuStreamCreate": (_OUT, ctypes.c_uint),
+    "cuStreamDestroy_v2": (_HANDLE,),
+    "cuStreamSynchronize": (_HANDLE,),
+    "cuMemcpyHtoDAsync_v2": (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, _HANDLE),
+    "cuMemcpyDtoHAsync_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_size_t, _HANDLE),
+    "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE),
+    "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, ctypes.c_size_t, _HANDLE),
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise DriverUnusable(f"no CUDA driver: {error}") from error
+
+
+def is_installed() -> bool:
+    """Whether there is a driver, usable or not.
+
+    Raises:
+        DriverUnusable: it is there and does not load.
+    """
+    try:
+        _library()
+    except DriverUnusable as error:
+        # The loader names the file that is missing: the library itself, or one that it needs.
+        if str(error.__cause__).startswith(f"{LIBRARY}: cannot open shared object file"):
+            return False
+        raise
+    return True
+
+
+def has_symbol(name: str) -> bool:
+    """Whether the library exports a function under exactly this name."""
+    return hasattr(_library(), name)
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    try:
+        function = getattr(_library(), name)
+    except AttributeError as error:
+        raise DriverUnusable(f"the CUDA driver has no {name}: it is too old, 12.8 is needed") from error
+    function.argtypes, function.restype = _SIGNATURES[name], ctypes.c_int
+    return function
+
+
+def status_of(name: str, *arguments: Any) -> int:
+    """Call a function of the driver. Its ``CUresult``.
+
+    Raises:
+        DriverUnusable: there is no driver, or it has no such function.
+    """
+    return int(_function(name)(*arguments))
+
+
+@functools.cache
+def _start() -> None:
+    status = status_of("cuInit", 0)
+    if status:
+        raise DriverUnusable(f"the CUDA driver does not start: {error_text(status)}")
+
+
+def call(name: str, *arguments: Any, error: type[Exception] = DriverUnusable, hint: str = "") -> None:
+    """Call a function of the driver, started before. Raises ``error`` unless it succeeds."""
+    _start()
+    status = status_of(name, *arguments)
+    if status:
+        raise error(f"{name}: {error_text(status)}{'; ' + hint if hint else ''}")
+
+
+def error_text(status: int) -> str:
+    """Name and sentence of a ``CUresult``, e.g. ``CUDA_ERROR_INVALID_VALUE: invalid argument``."""
+    texts = []
+    for name in ("cuGetErrorName", "cuGetErrorString"):
+        text = ctypes.c_char_p()
+        known = status_of(name, status, ctypes.byref(text)) == 0 and text.value is not None
+        texts.append(text.value.decode() if known and text.value is not None else f"error {status}")
+    return ": ".join(texts)
+
+
+# -- devices -----------------------------------------------------------------------------------------------------
+
+
+def driver_version() -> int:
+    """CUDA version of the driver, such as 12080."""
+    version = ctypes.c_int()
+    call("cuDriverGetVersion", ctypes.byref(version))
+    return version.value
+
+
+def device_count() -> int:
+    """GPUs that this process sees. Raises DriverUnusable if there is no driver, or it sees none."""
+    count = ctypes.c_int()
+    call("cuDeviceGetCount", ctypes.byref(count))
+    return count.value
+
+
+def device_uuid(ordinal: int) -> str:
+    """UUID of a visible GPU as nvidia-smi prints it: ``GPU-...``, or ``MIG-...`` for a MIG device."""
+    raw = ctypes.create_string_buffer(16)
+    call("cuDeviceGetUuid_v2", raw, _device(ordinal))
+    return f"{'MIG' if ' MIG ' in device_name(ordinal) else 'GPU'}-{uuids.UUID(bytes=raw.raw)}"
+
+
+def device_name(ordinal: int) -> str:
+    name = ctypes.create_string_buffer(128)
+    call("cuDeviceGetName", name, len(name), _device(ordinal))
+    return name.value.decode(errors="replace")
+
+
+def device_bus_id(ordinal: int) -> str:
+    """PCI bus id as the driver writes it, such as ``0000:18:00.0``."""
+    bus = ctypes.create_string_buffer(32)
+    call("cuDeviceGetPCIBusId", bus, len(bus), _device(ordinal))
+    return bus.value.decode(errors="replace")
+
+
+def device_memory(ordinal: int) -> int:
+    """Bytes of a GPU's memory, whoever uses them."""
+    size = ctypes.c_size_t()
+    call("cuDeviceTotalMem_v2", ctypes.byref(size), _device(ordinal))
+    return size.value
+
+
+def device_attribute(ordinal: int, attribute: int) -> int:
+    """The value of a ``CUdevice_attribute``."""
+    value = ctypes.c_int()
+    call("cuDeviceGetAttribute", ctypes.byref(value), attribute, _device(ordinal))
+    return value.value
+
+
+def _device(ordinal: int) -> int:
+    device = ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(device), ordinal)
+    return device.value
+
+
+# -- pointers ----------------------------------------------------------------------------------------------------
+
+
+def pointer_ordinal(pointer: int) -> int:
+    """Ordinal of the GPU that a device pointer belongs to.
+
+    Raises:
+        NotExportable: it is no device pointer of this process.
+    """
+    return _attribute(pointer, _DEVICE_ORDINAL)
+
+
+def pointer_uuid(pointer: int) -> str:
+    """UUID of the GPU that a device pointer belongs to."""
+    return device_uuid(pointer_ordinal(pointer))
+
+
+def is_legacy_ipc_capable(pointer: int) -> bool:
+    """Whether `ipc_handle` can share the allocation that this device pointer lies in."""
+    return bool(_attribute(pointer, _IS_LEGACY_IPC_CAPABLE))
+
+
+def address_range(pointer: int) -> tuple[int, int]:
+    """Base and size in bytes of the allocation that a device pointer lies in.
+
+    A tensor of PyTorch lies somewhere in a larger allocation, and only the whole of it can be shared.
+    """
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    with _context_of(pointer):
+        arguments = ctypes.byref(base), ctypes.byref(size), pointer
+        call("cuMemGetAddressRange_v2", *arguments, error=NotExportable, hint="is it memory of this process?")
+    return base.value, size.value
+
+
+def ipc_handle(base: int) -> bytes:
+    """The 64 bytes by which another process opens the allocation at ``base``. Treat them as a password.
+
+    Raises:
+        NotExportable: the memory is of a kind that cannot be shared; the text says what to change.
+    """
+    handle = _IpcHandle()
+    with _context_of(base):
+        call("cuIpcGetMemHandle", ctypes.byref(handle), base, error=NotExportable, hint=_HOW_TO_EXPORT)
+    return bytes(handle)
+
+
+def _attribute(pointer: int, attribute: int) -> int:
+    value = ctypes.c_uint64(0)  # the attributes asked for are of 1 to 4 bytes; little-endian, so this reads them all
+    what = "is it a device pointer of this process?"
+    call("cuPointerGetAttribute", ctypes.byref(value), attribute, pointer, error=NotExportable, hint=what)
+    return value.value
+
+
+@contextmanager
+def _context_of(pointer: int) -> Iterator[None]:
+    """Make the primary context of the pointer's GPU current for a moment, in whatever thread this is.
+
+    A thread that has not used CUDA has no context, and every call would end in CUDA_ERROR_INVALID_CONTEXT.
+    """
+    device = _device(pointer_ordinal(pointer))
+    context, popped = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            status_of("cuCtxPopCurrent_v2", ctypes.byref(popped))
+    finally:
+        status_of("cuDevicePrimaryCtxRelease_v2", device)
+
+
+# -- for processes without torch: the demo, tests, benchmarks ----------------------------------------------------
+
+
+class CudaContext:
+    """The primary context of one GPU, and plain memory in it. Its methods may be called from any thread.
+
+    Args:
+        ordinal: of the visible GPU, as in ``cuda:0``.
+    """
+
+    failure: ClassVar[type[Exception]] = DriverUnusable
+    """Raised by what the driver refuses."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self._device = _device(ordinal)
+        self.uuid = device_uuid(ordinal)
+        self._context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
+
+    def alloc(self, nbytes: int) -> int:
+        """Address of fresh device memory; its content is undefined."""
+        address = ctypes.c_uint64()
+        with self._current():
+            self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give memory back. Not while another process has it mapped: the driver calls that undefined behaviour."""
+        with self._current():
+            self._call("cuMemFree_v2", address)
+
+    def copy_to_device(self, address: int, buffer: Any) -> None:
+        """Copy a whole buffer (anything with the buffer protocol, contiguous) to the device; returns when it is over.
+
+        The copy of pageable memory may return before the device has the last bytes, hence the synchronisation.
+        """
+        view = memoryview(buffer).cast("B")
+        # ctypes gives the address of writable buffers only; a read-only one (bytes) is copied.
+        host = (ctypes.c_char * view.nbytes).from_buffer_copy(view) if view.readonly else _address(view)
+        with self._current():
+            self._call("cuMemcpyHtoD_v2", address, host, view.nbytes)
+            self._call("cuCtxSynchronize")
+
+    def copy_from_device(self, buffer: Any, address: int) -> None:
+        """Fill a whole writable buffer from the device; returns when it is over."""
+        view = memoryview(buffer).cast("B")
+        with self._current():
+            self._call("cuMemcpyDtoH_v2", _address(view), address, view.nbytes)
+
+    def memset(self, address: int, value: int, nbytes: int) -> None:
+        """Set every byte to ``value`` (0 to 255); returns when it is over."""
+        with self._current():
+            self._call("cuMemsetD8_v2", address, value, nbytes)
+            self._call("cuCtxSynchronize")
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the GPU, whoever uses the rest."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        with self._current():
+            self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def synchronize(self) -> None:
+        """Wait for everything that this context was given to do."""
+        with self._current():
+            self._call("cuCtxSynchronize")
+
+    def close(self) -> None:
+        """Give the context back, and all its memory if this was its last user."""
+        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        call(name, *arguments, error=self.failure)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        popped = ctypes.c_void_p()
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            status_of("cuCtxPopCurrent_v2", ctypes.byref(popped))
+
+
+def _address(view: memoryview) -> Any:
+    return (ctypes.c_char * view.nbytes).from_buffer(view)
