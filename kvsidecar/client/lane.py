@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from kvsidecar.client.link import Link
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.client.waiting import wait_readable
-from kvsidecar.protocol.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
+from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -39,33 +39,18 @@ class Replies:
     """Cuts what arrives into replies."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        self._buffer += data
+        self._frames = FrameReader()
+        self.feed = self._frames.feed
 
     def next(self) -> pb.LaneReply | None:
         """The next complete reply, None if there is none yet. Raises ConnectionError if these are no replies."""
-        buffer = self._buffer
-        if len(buffer) < FRAME_LENGTH.size:
-            return None
-        (length,) = FRAME_LENGTH.unpack_from(buffer)
-        if length > MAX_MESSAGE_BYTES:
-            raise ConnectionError(f"the daemon announced a reply of {length} bytes")
-        end = FRAME_LENGTH.size + length
-        if len(buffer) < end:
-            return None
-        payload = bytes(buffer[FRAME_LENGTH.size : end])
-        del buffer[:end]
         try:
-            return pb.LaneReply.FromString(payload)
+            payload = self._frames.next()
+            return None if payload is None else pb.LaneReply.FromString(payload)
+        except FrameTooLong as error:
+            raise ConnectionError(f"the daemon announced a reply of {error.length} bytes") from error
         except DecodeError as error:
             raise ConnectionError(f"a reply of the daemon does not parse: {error}") from error
-
-
-def frame(request: pb.LaneRequest) -> bytes:
-    payload = request.SerializeToString()
-    return FRAME_LENGTH.pack(len(payload)) + payload
 
 
 class LaneStream:
@@ -189,7 +174,7 @@ class LaneStream:
                 request.detach.SetInParent()
             elif not self._fill(item, request.attach):
                 continue
-            data += frame(request)
+            data += frame(request.SerializeToString())
         return not data or self._write(data)
 
     def _write(self, data: bytes) -> bool:

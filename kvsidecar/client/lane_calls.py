@@ -11,11 +11,12 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client.lane import RECEIVE_BYTES, Replies, error_of, frame, kind_of, no_answer
+from kvsidecar.client.lane import RECEIVE_BYTES, Replies, error_of, kind_of, no_answer
 from kvsidecar.client.link import Link
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.client.waiting import wait_lightly, wait_readable, wait_writable
 from kvsidecar.errors import ClientError
+from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 LIGHT_SECONDS = 0.005
@@ -139,7 +140,7 @@ class LaneCalls:
     def _next_frame(self, request: pb.LaneRequest) -> bytes:
         self._number += 1
         request.call = self._number
-        return frame(request)
+        return frame(request.SerializeToString())
 
     def _receive(self, connection: socket.socket) -> None:
         data = connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)

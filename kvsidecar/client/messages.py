@@ -12,8 +12,8 @@ import grpc
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.results import GroupHits, JobDone, LookupResult, Readiness
 from kvsidecar.errors import ClientError
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.wire import (
-    MAX_MESSAGE_BYTES,
     MODE_TO_WIRE,
     OUTCOME_FROM_WIRE,
     STATE_FROM_WIRE,

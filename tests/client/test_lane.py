@@ -18,7 +18,7 @@ from kvsidecar.client import BreakerState, Client, DaemonUnreachable
 from kvsidecar.client.lane import LaneStream, Replies
 from kvsidecar.client.link import connect
 from kvsidecar.client.messages import CarrierError
-from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon, send
 from tests.client.fake_link import FakeLink, lookup_reply
@@ -210,7 +210,7 @@ def test_only_the_daemons_own_word_settles_a_stream() -> None:
         link = FakeLink()
         stream = LaneStream(link, lambda *_: True, ignore, threading.RLock())  # type: ignore[arg-type]
         payload = reply.SerializeToString() if reply else b"\xff"
-        link.far.sendall(FRAME_LENGTH.pack(len(payload)) + payload)
+        link.far.sendall(frame(payload))
         link.far.shutdown(socket.SHUT_WR)
         if code is None:
             stream.read()
@@ -262,7 +262,7 @@ def test_a_full_queue_of_connections_is_waited_for(full: SimpleNamespace) -> Non
             link, _ = full.listener.accept()
             if link.recv(4096):
                 payload = pb.Welcome(token=b"t", epoch=3).SerializeToString()
-                link.sendall(FRAME_LENGTH.pack(len(payload)) + payload)
+                link.sendall(frame(payload))
                 return
 
     def close_those_before() -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvsidecar.client import Client, Namespace
 from kvsidecar.client.lane_calls import LaneCalls
 from kvsidecar.client.messages import CarrierError
-from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.fake_link import FakeLink, found, lookup_reply
@@ -139,7 +139,7 @@ def test_a_refusal_is_handed_on_and_what_a_lost_connection_owes_never_comes(
     got: list[Any] = []
     calls.post(LOOKUP, got.append)
     refusal = pb.LaneReply(call=2, error=pb.LaneError(code=3, text="too long")).SerializeToString()
-    links[0].far.sendall(FRAME_LENGTH.pack(len(refusal)) + refusal)
+    links[0].far.sendall(frame(refusal))
     calls.collect()
     assert [each.text for each in got] == ["too long"]
     calls.post(LOOKUP, got.append)
@@ -190,7 +190,7 @@ def test_to_post_does_not_wait_for_a_call_either(calls: LaneCalls, links: list[F
 
 @pytest.mark.parametrize(
     "nonsense",
-    [FRAME_LENGTH.pack(2**31), FRAME_LENGTH.pack(3) + b"\xff\xff\xff", lookup_reply(0, 0)],
+    [(2**31).to_bytes(4, "little"), frame(b"\xff\xff\xff"), lookup_reply(0, 0)],
     ids=["too long", "no protobuf", "the daemon ends the connection"],
 )
 def test_after_nonsense_it_connects_again(calls: LaneCalls, links: list[FakeLink], nonsense: bytes) -> None:
@@ -263,7 +263,7 @@ def test_schedulers_of_many_threads_get_their_own_answers(short_dir: Path) -> No
 def unknown_kind(call: int) -> bytes:
     """A reply with a field that only a newer daemon's client knows, in the place of its message."""
     payload = pb.LaneReply(call=call).SerializeToString() + b"\x82\x7d\x03abc"
-    return FRAME_LENGTH.pack(len(payload)) + payload
+    return frame(payload)
 
 
 def test_replies_of_an_unknown_kind_are_skipped(calls: LaneCalls, links: list[FakeLink]) -> None:
