@@ -92,7 +92,7 @@ class Jobs:
                     session.say()
             if self._ledger.may_have_ended():
                 session.read_now()
-        if not self._ledger.has_finished:
+        if not self._ledger.finished:
             return []
         with self._monitor.lock:
             return self._ledger.take_finished()

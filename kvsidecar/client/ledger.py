@@ -68,7 +68,8 @@ class Ledger:
         self._outstanding: dict[int, Job] = {}
         self._new = 0
         """Jobs that were added since somebody looked for their end."""
-        self._finished: dict[int, JobDone] = {}
+        self.finished: dict[int, JobDone] = {}
+        """Ends that nobody has taken yet. Whether there are any may be seen without the lock."""
         self._forgets = False
 
     def number(self) -> int:
@@ -154,27 +155,22 @@ class Ledger:
 
     # -- what has ended ----------------------------------------------------------------------------------------------
 
-    @property
-    def has_finished(self) -> bool:
-        """Whether `take_finished` has anything. Needs no lock: what comes in between is seen the next time."""
-        return bool(self._finished)
-
     def take_finished(self) -> list[JobDone]:
-        """The ends that nobody has taken yet, each once."""
-        done = list(self._finished.values())
-        self._finished.clear()
+        """All of them, each once."""
+        done = list(self.finished.values())
+        self.finished.clear()
         return done
 
     def take(self, numbers: Iterable[int]) -> dict[int, JobDone]:
         """The same of these jobs."""
-        return {number: self._finished.pop(number) for number in numbers if number in self._finished}
+        return {number: self.finished.pop(number) for number in numbers if number in self.finished}
 
     def _keep(self, done: JobDone) -> None:
         """Until it is taken."""
-        self._finished[done.job] = done
-        if len(self._finished) > MAX_UNPOLLED:
-            for number in tuple(itertools.islice(self._finished, MAX_UNPOLLED // 2)):
-                del self._finished[number]
+        self.finished[done.job] = done
+        if len(self.finished) > MAX_UNPOLLED:
+            for number in tuple(itertools.islice(self.finished, MAX_UNPOLLED // 2)):
+                del self.finished[number]
             if not self._forgets:
                 self._forgets = True
                 _log.warning("the ends of %d jobs were never asked for: the oldest are forgotten", MAX_UNPOLLED)

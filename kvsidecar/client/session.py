@@ -183,7 +183,7 @@ class Session:
             self._wake()
 
     def _take(self, reply: pb.AttachReply) -> None:
-        with self._monitor.changed:
+        with self._monitor.lock:
             match reply.WhichOneof("message"):
                 case "done" if reply.done.unsettled:
                     _log.error(

@@ -55,7 +55,7 @@ In the order in which they are taken:
    helps does not wait for it.
 2. ``Monitor.lock``, with the condition ``Monitor.changed``: the ledger, the outbox, the session's fields, the stream's
    unsent rest, and what the supervisor publishes. Who changes any of it notifies. No system call that may wait is made
-   with it held. ``Supervisor.transport`` and ``.session``, ``Ledger.has_finished`` and `may_have_ended` may be looked
+   with it held. ``Supervisor.transport`` and ``.session``, ``Ledger.finished`` and `may_have_ended` may be looked
    at without it, in a step: what comes in between is seen the next time.
 3. Leaves, under which nothing else is taken: the breaker's, a `Waker`'s, a `Channel`'s, ``HostOrder._lock`` (the
    start of its thread). ``LocalCalls._lock`` is held from a call's request to its answer, and together with no other.

@@ -94,12 +94,12 @@ def wait_writable(fd: int, seconds: float) -> bool:
 
 def wait_for_answer(fd: int, seconds: float) -> bool:
     """As `wait_readable`, lightly at first."""
-    until = time.monotonic() + seconds
-    light_until = min(until, time.monotonic() + LIGHT_ANSWER_SECONDS)
-    while (left := light_until - time.monotonic()) > 0:
-        if wait_readable(fd, min(NAP_SECONDS, left)):
-            return True
-    return wait_readable(fd, until - time.monotonic())
+    began = time.monotonic()
+    while not wait_readable(fd, min(NAP_SECONDS, seconds)):
+        waited = time.monotonic() - began
+        if waited >= min(LIGHT_ANSWER_SECONDS, seconds):
+            return wait_readable(fd, seconds - waited)
+    return True
 
 
 def _wait(fd: int, events: int, seconds: float) -> bool:

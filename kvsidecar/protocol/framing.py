@@ -45,15 +45,16 @@ class FrameReader:
 
     def next(self) -> bytes | None:
         """The next whole payload; None if there is none yet. Raises FrameTooLong."""
-        length = self.announced
-        if length is not None:
+        arrived = len(self._buffer)
+        if arrived > self._start and (length := self.announced) is not None:
             first = self._start + HEADER_BYTES
-            if len(self._buffer) - first >= length:
+            if arrived - first >= length:
                 self._start = first + length
                 return bytes(memoryview(self._buffer)[first : self._start])
         # Here, not after every payload: a read brings many. Not later: nobody may come back for a long time.
-        del self._buffer[: self._start]
-        self._start = 0
+        if self._start:
+            del self._buffer[: self._start]
+            self._start = 0
         return None
 
     @property

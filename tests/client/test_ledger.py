@@ -38,7 +38,7 @@ def test_a_job_ends_once_and_is_reported_once(ledger: Ledger) -> None:
     assert not ledger.finish(JobDone(1, Outcome.FAILED, "later"))
     assert [done.outcome for done in ledger.take_finished()] == [Outcome.DONE]
     assert not ledger.take_finished()
-    assert (ledger.count, ledger.has_finished) == (0, False)
+    assert (ledger.count, ledger.finished) == (0, {})
 
 
 def test_who_asks_for_some_leaves_the_others(ledger: Ledger) -> None:

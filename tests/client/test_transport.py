@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from kvsidecar.client.transport import AttachStream, Transport
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, LookupMode
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.e2e.test_daemon_death import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes, layout
 
 
@@ -145,7 +147,7 @@ def test_a_job_that_ended_before_its_turn_is_not_sent(transport: Transport, buff
     rank.read_to_the_end()
 
 
-def test_what_waits_in_the_outbox_has_ended_is_told_to_who_waits(transport: Transport, buffer: HostBuffer) -> None:
+def test_a_job_that_ends_in_the_outbox_is_told_to_who_waits(transport: Transport, buffer: HostBuffer) -> None:
     rank = Rank(transport, buffer)
     late = Job(1, Direction.STORE, [Blocks(0, hashes(1), [1])], deadline=time.monotonic())
     with rank.monitor.changed:
@@ -164,8 +166,10 @@ def test_calls_are_answered_refused_or_late(transport: Transport, daemon: Daemon
         transport.call(pb.LaneRequest(lookup=pb.LookupRequest(namespace=pb.Namespace(block_size=0))), SECONDS)
     assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.text
+    pause(daemon)
     with pytest.raises(CarrierError) as late:
-        transport.call(lookup("a"), 0.0)
+        transport.call(lookup("a"), 0.05)
+    daemon.process.send_signal(signal.SIGCONT)
     assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
