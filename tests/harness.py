@@ -249,9 +249,9 @@ class Relay:
     def cut(self, client: Client | None = None) -> None:
         """Break the stream of this client, whatever carries it, or all that pass here."""
         if client is not None and client.fast_lane:
-            connection = client._keeper.connection
-            assert connection is not None
-            connection.link.shut_down()  # nothing can stand between the two here: the kernel would name it as the peer
+            transport = client._supervisor.transport
+            assert transport is not None
+            transport.link.shut_down()  # nothing can stand between the two here: the kernel would name it as the peer
         with self._lock:
             self._end(*self._open)
             self._open.clear()

@@ -16,9 +16,9 @@ import numpy as np
 from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
 
-from kvsidecar.client import Client, lane
-from kvsidecar.client.connection import Connection
-from kvsidecar.client.jobs import Job, Jobs
+from kvsidecar.client import Client, local_stream, outbox
+from kvsidecar.client.jobs import Jobs
+from kvsidecar.client.local_transport import LocalTransport
 from kvsidecar.client.session import Session
 from kvsidecar.integrations.vllm import stores, storing
 from kvsidecar.integrations.vllm.loads import Loads
@@ -31,7 +31,7 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     (0, SchedulerSide, "update_state_after_alloc", "a hit was taken"),
     (1, Loads, "plan", "plan its load"),
     (2, Client, "keep", "renew its lease"),
-    (3, Connection, "post", "send that"),
+    (3, LocalTransport, "post", "send that"),
     (0, SchedulerSide, "build_orders", "the step's orders"),
     (1, stores.Stores, "_consider", "which blocks are new"),
     (1, stores, "choose", "which of them to store"),
@@ -46,9 +46,9 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     (1, Client, "load", "of the load: the client"),
     (1, Client, "store", "of the store: the client"),
     (2, Session, "send", "of both: the session"),
-    (3, Job, "fill", "make them messages"),
-    (3, lane, "frame", "serialize them"),
-    (3, lane.LaneStream, "_write", "the system calls"),
+    (3, outbox, "fill_job", "make them messages"),
+    (3, local_stream, "frame", "serialize them"),
+    (3, local_stream.LocalStream, "_write", "the system calls"),
     (0, WorkerSide, "poll", "what has ended"),
     (1, Jobs, "poll", "the client"),
     (0, WorkerSide, "take_report", "tell the scheduler"),

@@ -13,7 +13,7 @@ from docs.generate.markdown import code, prose, table
 from kvsidecar import errors, types
 from kvsidecar.core import layout, lookups, registration
 from kvsidecar.core import sessions as instances
-from kvsidecar.protocol import wire
+from kvsidecar.protocol import framing
 from kvsidecar.server import attach_socket, attach_stream, half_read, service, status
 from kvsidecar.server import convert as translate
 from kvsidecar.server import local_protocol as lane
@@ -35,7 +35,7 @@ client's instance, address or handle. Errors of the daemon's start and of the cl
 """
 
 LIMITS = (
-    (wire, "MAX_MESSAGE_BYTES"),
+    (framing, "MAX_MESSAGE_BYTES"),
     (types, "HASH_BYTES_MIN"),
     (types, "HASH_BYTES_MAX"),
     (types, "MAX_TEXT_BYTES"),

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket as sockets
-import struct
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.client import Client, State
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
+from kvsidecar.support import peer
 from kvsidecar.support.units import format_size
 
 READY_SECONDS = 300.0
@@ -87,8 +87,7 @@ class RunningDaemon:
 def _peer_pid(socket: str) -> int | None:
     with sockets.socket(sockets.AF_UNIX) as connection:
         connection.connect(socket)
-        pid: int = struct.unpack("3i", connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))[0]
-    return pid or None
+        return peer.credentials(connection).pid or None
 
 
 class PrivateDaemon:

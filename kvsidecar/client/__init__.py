@@ -9,9 +9,8 @@
 from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.client import Client
-from kvsidecar.client.jobs import Completion
 from kvsidecar.client.leases import KeptLease
-from kvsidecar.client.ordering import DEVICE, EventRing
+from kvsidecar.client.ordering import DEVICE, Completion, EventRing
 from kvsidecar.client.remote import RemoteClient, Tls
 from kvsidecar.client.results import (
     BACKPRESSURE,

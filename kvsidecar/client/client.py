@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,27 +10,19 @@ from typing import Any, Final
 
 from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import KVBuffers
-from kvsidecar.client.calls import Lookups, Operator
-from kvsidecar.client.jobs import Completion, Job, Jobs
-from kvsidecar.client.keeper import Keeper
+from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.leases import KeptLease
+from kvsidecar.client.ledger import Ledger
+from kvsidecar.client.lookups import Lookups
 from kvsidecar.client.messages import Registration
-from kvsidecar.client.ordering import EventRing, HostOrder, Order
-from kvsidecar.client.results import (
-    BACKPRESSURE,
-    CLOSED,
-    DAEMON_LOST,
-    EVENT_FAILED,
-    NOT_ATTACHED,
-    Blocks,
-    JobDone,
-    LookupResult,
-    Readiness,
-)
-from kvsidecar.client.session import flush
+from kvsidecar.client.operator import Operator
+from kvsidecar.client.ordering import Completion, EventRing, Order
+from kvsidecar.client.results import Blocks, JobDone, LookupResult, Readiness
+from kvsidecar.client.supervisor import Supervisor
+from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
-from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, State
+from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 
@@ -84,31 +75,31 @@ class Client:
         self.socket = socket or os.environ.get("KVSIDECAR_SOCKET") or default_socket_path()
         self._timeout = timeout
         self._job_timeout = job_timeout
-        self._jobs = Jobs(max_outstanding)
-        self._changed = self._jobs.changed
+        self._ledger = Ledger(max_outstanding)
+        self._monitor = Monitor()
+        self._changed = self._monitor.changed
         self._breaker = breaker or CircuitBreaker()
-        self._keeper_options: dict[str, Any] = {
+        self._supervisor_options: dict[str, Any] = {
             "name": name,
-            "fast_lane": fast_lane,
+            "local": fast_lane,
             "timeout": timeout,
             "probe_seconds": step_budget,
-            "jobs": self._jobs,
+            "ledger": self._ledger,
+            "monitor": self._monitor,
             "breaker": self._breaker,
             "backoff": reconnect or Backoff(),
         }
         self._step_budget = step_budget
         self._idle = False
-        self._new_keeper()
-        self._order = HostOrder(self._jobs)
-        self._events: EventRing | None = None
-        self._attaching = False
+        self._new_supervisor()
         self._closed = False
         self._operator = Operator(self.socket, timeout, name)
 
-    def _new_keeper(self) -> None:
-        self._keeper = Keeper(self.socket, **self._keeper_options)
-        self._keeper.idle = self._idle
-        self._lookups = Lookups(self._keeper, self._breaker, self._step_budget, self.socket)
+    def _new_supervisor(self) -> None:
+        self._supervisor = Supervisor(self.socket, **self._supervisor_options)
+        self._supervisor.idle = self._idle
+        self._jobs = Jobs(self._supervisor, self._ledger, self._monitor)
+        self._lookups = Lookups(self._supervisor, self._breaker, self._step_budget, self.socket)
 
     # -- the rank --------------------------------------------------------------------------------------------------
 
@@ -143,27 +134,26 @@ class Client:
             AttachRefused: the daemon refuses the registration; the text says what to change. With ``retry`` it is
                 logged instead, and tried again: another daemon may take it.
         """
-        if self._attaching or self._closed:
+        if self._supervisor.attaches or self._closed:
             raise ClientError("this client was attached or closed before: use a new one")
         timeout = self._timeout if timeout is None else timeout
         handles = tuple(events.handles) if events is not None else ()
         registration = Registration(instance, namespace, buffers, tuple(groups), rank, world_size, handles)
-        self._events, self._attaching = events, True
-        keeper = self._keeper
-        attempts = keeper.attempts
-        keeper.start(registration, once=not retry)
+        self._jobs.events = events
+        supervisor = self._supervisor
+        attempts = supervisor.attempts
+        supervisor.start(registration, once=not retry)
         if retry:
             return
         deadline = time.monotonic() + timeout
         # A connection that was made for lookups is given up first, and may itself be an attempt that ends only now.
-        while keeper.session is None and keeper.error is None and time.monotonic() < deadline:
-            keeper.wait_attempt(attempts, deadline - time.monotonic())
-            attempts = keeper.attempts
-        if keeper.session is None:
-            error = keeper.error
-            keeper.close(0.0)
-            self._attaching = False
-            self._new_keeper()
+        while supervisor.session is None and supervisor.error is None and time.monotonic() < deadline:
+            supervisor.wait_attempt(attempts, deadline - time.monotonic())
+            attempts = supervisor.attempts
+        if supervisor.session is None:
+            error = supervisor.error
+            supervisor.close(0.0)
+            self._new_supervisor()
             raise error or DaemonUnreachable(
                 f"the daemon at {self.socket} did not answer the registration in {timeout:g} s"
             )
@@ -171,7 +161,7 @@ class Client:
     @property
     def attached(self) -> bool:
         """Whether jobs are taken: False before `attach` and while the daemon is lost. Never waits."""
-        return self._keeper.session is not None
+        return self._supervisor.session is not None
 
     def wait_attached(self, timeout: float) -> bool:
         """Wait until this rank is attached, at most ``timeout`` seconds."""
@@ -181,27 +171,27 @@ class Client:
     @property
     def epoch(self) -> int:
         """Of the daemon run this client is connected to; 0 while there is none."""
-        connection = self._keeper.connection
-        return 0 if connection is None else connection.epoch
+        transport = self._supervisor.transport
+        return 0 if transport is None else transport.link.epoch
 
     @property
     def attached_epoch(self) -> int:
         """Of the daemon run this rank is attached to; 0 while it is not. Never waits."""
-        session = self._keeper.session
+        session = self._supervisor.session
         return 0 if session is None else session.epoch
 
     @property
     def lost_reason(self) -> str:
         """Why there is no connection to the daemon; empty while there is one, and before the first attempt."""
-        return str(self._keeper.error or "")
+        return str(self._supervisor.error or "")
 
     @property
     def readiness(self) -> Readiness:
         """What the daemon said last; it tells every change by itself. Never waits."""
-        session = self._keeper.session
+        session = self._supervisor.session
         if session is not None:
             return session.readiness
-        if error := self._keeper.error:
+        if error := self._supervisor.error:
             return Readiness(State.FAILED, reason=str(error))
         return Readiness(State.STARTING, reason="not attached")
 
@@ -212,34 +202,34 @@ class Client:
             DaemonUnreachable: the daemon is lost, and has not come back in this time.
         """
 
-        def settled() -> bool:
+        def is_done() -> bool:
             return self.attached and self.readiness.state in (State.READY, State.FAILED)
 
         with self._changed:
-            self._changed.wait_for(settled, timeout)
-            if not self.attached and self._keeper.error is not None:
-                raise DaemonUnreachable(str(self._keeper.error))
+            self._changed.wait_for(is_done, timeout)
+            if not self.attached and self._supervisor.error is not None:
+                raise DaemonUnreachable(str(self._supervisor.error))
             return self.readiness
 
     @property
     def fast_lane(self) -> bool:
         """Whether the messages go over the fast lane; False while there is no connection."""
-        connection = self._keeper.connection
-        return connection is not None and connection.fast_lane
+        transport = self._supervisor.transport
+        return transport is not None and transport.is_local
 
     @property
     def device_order(self) -> bool:
         """Whether ``after=DEVICE`` waits on the device: the daemon could open the ring of events."""
-        session = self._keeper.session
+        session = self._supervisor.session
         return session is not None and session.device_order
 
     @property
     def device_order_refused(self) -> str:
         """Why ``after=DEVICE`` waits on the host; empty if it does not, or nobody knows yet."""
-        session = self._keeper.session
+        session = self._supervisor.session
         if session is None or session.device_order:
             return ""
-        if self._events is None:
+        if self._jobs.events is None:
             return "no ring of events was given to attach()"
         return session.device_order_refused or "this daemon does not wait for events"
 
@@ -271,9 +261,9 @@ class Client:
             traceparent: of the request that the job is for, as W3C Trace Context has it. A daemon that traces shows
                 the job in that trace; what is no traceparent is ignored there.
         """
-        if after is Order.DEVICE and self._events is None:
+        if after is Order.DEVICE and self._jobs.events is None:
             raise ClientError("after=DEVICE needs a ring of events: attach(events=...)")
-        return self._submit(Direction.STORE, blocks, after, 0, timeout, traceparent)
+        return self._jobs.submit(Direction.STORE, blocks, after, 0, self._seconds(timeout), traceparent)
 
     def load(
         self,
@@ -293,7 +283,10 @@ class Client:
             timeout: seconds after which a copy that has not started never does.
             traceparent: as in `store`.
         """
-        return self._submit(Direction.LOAD, blocks, after, lease or 0, timeout, traceparent)
+        return self._jobs.submit(Direction.LOAD, blocks, after, lease or 0, self._seconds(timeout), traceparent)
+
+    def _seconds(self, timeout: float | Default | None) -> float | None:
+        return self._job_timeout if isinstance(timeout, Default) else timeout
 
     def poll(self) -> list[JobDone]:
         """The jobs that have ended since the last call, each once. Never waits. Of more than 65,536 the oldest are
@@ -301,21 +294,18 @@ class Client:
 
         Does not look for the end of jobs that were submitted since the last call, if there are no others.
         """
-        if (session := self._keeper.session) is not None and session.unsaid:
-            with self._jobs.lock:
-                session.say()
         return self._jobs.poll()
 
     def wait(self, jobs: Iterable[int], timeout: float) -> dict[int, JobDone]:
         """Wait for these jobs, at most ``timeout`` seconds. Returns those that have ended and were not reported before;
         `poll` skips them then."""
-        return self._jobs.wait(jobs, timeout)
+        return self._jobs.wait(tuple(jobs), timeout)
 
     @property
     def outstanding(self) -> int:
         """Jobs that have not ended."""
-        with self._changed:
-            return len(self._jobs.outstanding())
+        with self._monitor.lock:
+            return self._ledger.count
 
     def flush(self, jobs: Sequence[int] = (), *, timeout: float | None = None, cancel: bool = False) -> frozenset[int]:
         """Wait until these jobs (by default all stores) no longer touch the device's blocks.
@@ -328,7 +318,7 @@ class Client:
         Returns:
             The jobs that still do at the deadline: empty means that all of their blocks may be overwritten.
         """
-        return flush(self._jobs, jobs, timeout=self._timeout if timeout is None else timeout, cancel=cancel)
+        return self._jobs.flush(jobs, self._timeout if timeout is None else timeout, cancel=cancel)
 
     def set_idle(self, idle: bool, *, soon: bool = False) -> None:
         """Tell the daemon that this rank's GPU has nothing to do, or has again: stores need not leave room for the
@@ -340,8 +330,8 @@ class Client:
         if idle == self._idle:
             return
         with self._changed:
-            self._idle = self._keeper.idle = idle
-            if (session := self._keeper.session) is not None:
+            self._idle = self._supervisor.idle = idle
+            if (session := self._supervisor.session) is not None:
                 session.set_idle(idle)
                 if not soon:
                     session.say()
@@ -429,9 +419,8 @@ class Client:
         """
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         self._closed = True
-        self._order.stop()
-        self._order.join(deadline - time.monotonic())
-        self._keeper.close(max(0.0, deadline - time.monotonic()))
+        self._jobs.close(deadline - time.monotonic())
+        self._supervisor.close(max(0.0, deadline - time.monotonic()))
         self._operator.close()
         return self.unmapped()
 
@@ -442,7 +431,7 @@ class Client:
             successor: epoch of the daemon that is at this socket now, as another client knows it: tells the end of the
                 other one where a process of another PID namespace cannot be watched (Linux before 6.5).
         """
-        left = self._keeper.left
+        left = self._supervisor.left
         return left is None or left.gone(successor)
 
     def __enter__(self) -> Client:
@@ -450,53 +439,3 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _submit(
-        self,
-        direction: Direction,
-        blocks: Sequence[Blocks],
-        after: Completion | Order | None,
-        lease: int,
-        timeout: float | Default | None,
-        traceparent: str | None,
-    ) -> int:
-        number = self._jobs.number()
-        seconds = self._job_timeout if isinstance(timeout, Default) else timeout
-        if seconds is not None and math.isnan(seconds):
-            raise ValueError("timeout is nan: it must be a number of seconds, or None")
-        with self._jobs.lock:
-            session = self._keeper.session
-            if session is None or self._closed:
-                reason = CLOSED if self._closed else DAEMON_LOST if self._attaching else NOT_ATTACHED
-                self._jobs.decline(number, reason, self.lost_reason)
-                return number
-            if self._jobs.full:
-                self._jobs.decline(number, BACKPRESSURE, "too many jobs are outstanding")
-                return number
-            job = Job(number, direction, blocks, session, lease)
-            if seconds is not None:
-                job.deadline = time.monotonic() + seconds
-            if traceparent:
-                job.traceparent = traceparent.encode(errors="replace")
-            self._jobs.add(job)
-            if after is None:
-                session.send(job)
-                return number
-            entry = session.take_event(job) if isinstance(after, Order) else None
-        if isinstance(after, Order):
-            assert self._events is not None
-            try:
-                # Before the message is sent: a wait for an event that was never recorded waits for nothing.
-                if entry is not None:
-                    self._events.record(entry)
-                after = self._events.mark() if entry is None else None
-            except Exception as error:  # noqa: BLE001 - an engine's event may raise anything; the job must end
-                self._jobs.finish(JobDone(number, Outcome.FAILED, EVENT_FAILED, str(error)))
-                return number
-        if after is None:
-            session.send(job)
-        else:
-            self._order.add(job, after)
-        return number

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvsidecar.client.connection import Connection
 from kvsidecar.client.messages import CarrierError, milliseconds
+from kvsidecar.client.transport import Transport
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = logging.getLogger("kvsidecar.client")
@@ -17,18 +17,18 @@ class KeptLease:
     whose renewal or release is lost ends by time.
 
     Args:
-        connection: that it was asked on; None if it could not be asked for.
+        transport: that it was asked on; None if it could not be asked for.
         lease: its id.
     """
 
-    def __init__(self, connection: Connection | None, lease: int = 0) -> None:
-        self._connection, self._lease = connection, lease
+    def __init__(self, transport: Transport | None, lease: int = 0) -> None:
+        self._transport, self._lease = transport, lease
         self._kept: bool | None = None
 
     @property
     def asked(self) -> bool:
         """False: the daemon could not be asked at once, and the lease ends when it would have ended."""
-        return self._connection is not None
+        return self._transport is not None
 
     @property
     def kept(self) -> bool | None:
@@ -37,11 +37,11 @@ class KeptLease:
 
     def release(self) -> None:
         """End it. Never waits, never raises."""
-        connection, self._connection = self._connection, None
-        if connection is None:
+        transport, self._transport = self._transport, None
+        if transport is None:
             return
-        connection.collect()
-        connection.post(release_request(self._lease), None)
+        transport.collect()
+        transport.post(release_request(self._lease), None)
 
     def answered(self, answer: Any) -> None:
         """The daemon has answered, or refused it."""

@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from copy import copy
@@ -16,16 +15,14 @@ from google.protobuf.message import DecodeError
 
 from kvsidecar.client.unreachable import unreachable
 from kvsidecar.errors import AttachRefused
-from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
+from kvsidecar.support import peer
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _MAX_WELCOME_BYTES = 64 * 1024
 _QUEUE_FULL_SECONDS = 0.005
 """Between attempts to connect while the daemon's queue of connections is full."""
-_UCRED = struct.Struct("3i")
-_SO_PEERPIDFD = 77
-"""Linux 6.5 (include/uapi/asm-generic/socket.h). Python 3.11 has no name for it."""
 
 
 class DaemonProcess:
@@ -39,17 +36,11 @@ class DaemonProcess:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.pid, _, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        self.pid = peer.credentials(connection).pid
         """In this process's PID namespace; 0 if the daemon lives in another one."""
-        self.fd: int | None = None
+        # A daemon that has died in between: connecting fails next, and says so.
+        self.fd = peer.pidfd(connection)
         """None: the kernel can neither open the peer's pidfd (before 6.5) nor name it in this PID namespace."""
-        try:
-            packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
-            (self.fd,) = struct.unpack("i", packed)
-        except OSError:
-            if self.pid:
-                with contextlib.suppress(OSError):  # the daemon has just died: connecting fails next, and says so
-                    self.fd = os.pidfd_open(self.pid)
 
     def gone(self) -> bool:
         """Whether the process has ended: all of its threads, its memory, and the driver's files it had open.
@@ -156,11 +147,8 @@ def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cance
         hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client=client).SerializeToString()
         # A daemon that turns clients away has said why, and closed, before it reads anything.
         with contextlib.suppress(BrokenPipeError):
-            socket.send_fds(connection, [FRAME_LENGTH.pack(len(hello)) + hello], fds)
-        (length,) = FRAME_LENGTH.unpack(_receive(connection, FRAME_LENGTH.size, deadline, cancel))
-        if length > _MAX_WELCOME_BYTES:
-            raise ConnectionError("who answers is no kvsidecar")
-        welcome = pb.Welcome.FromString(_receive(connection, length, deadline, cancel))
+            socket.send_fds(connection, [frame(hello)], fds)
+        welcome = pb.Welcome.FromString(_receive(connection, deadline, cancel))
         if welcome.error:
             raise AttachRefused(welcome.error)
     except BaseException as error:
@@ -192,20 +180,24 @@ def _connect(connection: socket.socket, path: str, deadline: float, cancel: int 
     connection.setblocking(True)
 
 
-def _receive(connection: socket.socket, nbytes: int, deadline: float, cancel: int | None) -> bytes:
+def _receive(connection: socket.socket, deadline: float, cancel: int | None) -> bytes:
+    """The payload of one frame, and nothing of what comes behind it."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if cancel is not None:
         poll.register(cancel, select.POLLIN)
-    data = b""
-    while len(data) < nbytes:
-        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-        if cancel in ready:
-            raise ConnectionAbortedError("this client is being closed")
-        if not ready:
-            raise TimeoutError("it takes connections but does not answer")
-        chunk = connection.recv(nbytes - len(data))
-        if not chunk:
-            raise ConnectionResetError("the daemon closed the connection")
-        data += chunk
-    return data
+    frames = FrameReader(_MAX_WELCOME_BYTES)
+    try:
+        while (payload := frames.next()) is None:
+            ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+            if cancel in ready:
+                raise ConnectionAbortedError("this client is being closed")
+            if not ready:
+                raise TimeoutError("it takes connections but does not answer")
+            chunk = connection.recv(frames.missing)
+            if not chunk:
+                raise ConnectionResetError("the daemon closed the connection")
+            frames.feed(chunk)
+    except FrameTooLong as error:
+        raise ConnectionError("who answers is no kvsidecar") from error
+    return payload

@@ -10,18 +10,20 @@ from itertools import chain, islice
 import grpc
 
 from kvsidecar.client.buffers import KVBuffers
+from kvsidecar.client.ledger import Job
 from kvsidecar.client.results import GroupHits, JobDone, LookupResult, Readiness
 from kvsidecar.errors import ClientError
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.wire import (
-    MAX_MESSAGE_BYTES,
     MODE_TO_WIRE,
     OUTCOME_FROM_WIRE,
     STATE_FROM_WIRE,
     layout_to_wire,
     namespace_to_wire,
     pack_hashes,
+    pack_ids,
 )
-from kvsidecar.types import PROTOCOL, GroupLayout, LookupMode, Namespace, Outcome, State
+from kvsidecar.types import PROTOCOL, Direction, GroupLayout, LookupMode, Namespace, Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 FIELDS_BYTES = 64
@@ -49,7 +51,7 @@ def milliseconds(name: str, seconds: float) -> int:
 
 
 class CarrierError(Exception):
-    """A message was refused or not answered; the same for gRPC and the fast lane."""
+    """A message was refused or not answered; the same whatever carries it."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -94,6 +96,37 @@ class Registration:
             else:
                 register.allocations.add(cuda_ipc_handle=allocation.cuda_ipc_handle, size=allocation.size)
         return register
+
+
+def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
+    """Make a job into a message. Returns the most bytes that this can have: to ask it takes as long as to serialize it.
+
+    Args:
+        now: monotonic seconds, before the job's deadline.
+
+    Raises:
+        TypeError, ValueError, OverflowError: the blocks are not what they should be.
+    """
+    request: pb.Store | pb.Load
+    if job.direction is Direction.STORE:
+        request = message.store
+        request.event = job.event
+    else:
+        request = message.load
+        request.lease = job.lease
+    request.job = job.number
+    if job.deadline is not None:
+        # 0 on the wire means no deadline.
+        request.deadline_ms = max(1, milliseconds("timeout", job.deadline - now))
+    nbytes = FIELDS_BYTES
+    if job.traceparent:
+        request.traceparent = job.traceparent
+        nbytes += len(job.traceparent)
+    for each in job.blocks:
+        hashes, block_ids = pack_hashes(each.hashes), pack_ids(each.block_ids)
+        request.blocks.add(group=each.group, hashes=hashes, block_ids=block_ids)
+        nbytes += len(hashes) + len(block_ids) + FIELDS_BYTES
+    return nbytes
 
 
 def lookup_request(
@@ -171,6 +204,11 @@ def readiness_from(message: pb.Readiness) -> Readiness:
         eta_seconds=message.eta_seconds if message.HasField("eta_seconds") else None,
         reason=message.reason,
     )
+
+
+def kind_of(request: pb.LaneRequest) -> str:
+    """Name of the message that is in it; of the answer, too."""
+    return str(request.WhichOneof("message"))
 
 
 def _count(hashes: bytes | Sequence[bytes], namespace: Namespace) -> int:

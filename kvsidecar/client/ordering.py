@@ -1,20 +1,15 @@
 """A store reads live KV: it comes after the kernels that wrote it, by a wait on the host or on the device.
 
-``HOST``: a thread of the client waits for the engine's event, then the store is sent. Needs nothing shared.
-``DEVICE``: the store names an entry of a ring of interprocess events, and the daemon starts it when that is over.
+``HOST``: a thread of the client waits for the engine's event, then the store is sent (`host_order`). Needs nothing
+shared. ``DEVICE``: the store names an entry of a ring of interprocess events, and the daemon starts it when that is
+over.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
-
-from kvsidecar.client.jobs import Completion, Job, Jobs
-from kvsidecar.client.results import EVENT_FAILED, JobDone
-from kvsidecar.types import Outcome
 
 
 class Order(Enum):
@@ -25,6 +20,13 @@ class Order(Enum):
 
 
 DEVICE = Order.DEVICE
+
+
+class Completion(Protocol):
+    """Something to wait for before a copy may start; ``torch.cuda.Event`` is one."""
+
+    def synchronize(self) -> None:
+        """Return when the work recorded before it is over. Called in a thread of the client."""
 
 
 class EventRing(Protocol):
@@ -46,7 +48,7 @@ class EventRing(Protocol):
 
 
 class RingSlots:
-    """Which entries of a ring may be recorded. Used under `Jobs.changed`.
+    """Which entries of a ring may be recorded. With the client's lock held.
 
     Recording an event forgets what it held. An entry recorded again before the daemon has seen the end of the first
     record (`WaitIssued`, which comes before the job's own end) makes the earlier store wait for work it has nothing to
@@ -73,51 +75,7 @@ class RingSlots:
         if 0 <= index < len(self._user):
             self._user[index] = None
 
-    def over(self, job: int, index: int) -> None:
+    def ended(self, job: int, index: int) -> None:
         """A job has ended, so nobody will wait for its entry; no effect if the entry is another job's by now."""
         if self._user[index] == job:
             self._user[index] = None
-
-
-class HostOrder:
-    """Sends each job when what it comes after is over. Its thread lives from the first such job to `stop`."""
-
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
-        self._waiting: queue.SimpleQueue[tuple[Job, Completion] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-
-    def add(self, job: Job, after: Completion) -> None:
-        with self._lock:
-            if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="kvsidecar-order", daemon=True)
-                self._thread.start()
-            self._waiting.put((job, after))
-
-    def stop(self) -> None:
-        """No job is added after this. Those added before are still waited for and sent."""
-        with self._lock:
-            self._stopped = True
-            self._waiting.put(None)
-
-    def join(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for the thread. False: an event of the engine is not over."""
-        if self._thread is None:
-            return True
-        self._thread.join(max(0.0, timeout))
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            job, after = item
-            with self._jobs.changed:
-                if not self._jobs.is_outstanding(job.number):
-                    continue  # cancelled, or its daemon is lost: nobody needs to wait for its event
-            try:
-                after.synchronize()
-            except Exception as error:  # noqa: BLE001 - an engine's event may raise anything; the job must end
-                self._jobs.finish(JobDone(job.number, Outcome.FAILED, EVENT_FAILED, str(error)))
-                continue
-            job.session.send(job)

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client.calls import OperatorCalls, operator_error
-from kvsidecar.client.connection import CHANNEL_OPTIONS
+from kvsidecar.client.grpc_transport import CHANNEL_OPTIONS
 from kvsidecar.client.messages import lookup_request, lookup_result
+from kvsidecar.client.operator import OperatorCalls, operator_error
 from kvsidecar.client.results import LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.types import LookupMode, Namespace

@@ -1,8 +1,8 @@
-"""Waiting lightly: in naps that are too short for the core to fall into a deep sleep.
+"""How the client's threads wait: the one lock with its condition, and keep-awake.
 
 A core that has been idle for 0.2 to 0.3 ms takes 100 to 400 us to come back, in virtual machines above all (measured:
 docs/benchmarks.md); that is as long as a copy of ten blocks. A thread that wakes up every 100 us keeps its core from
-that, for some tenth of its time.
+that, for some tenth of its time. So who waits for a daemon that answers soon waits lightly: in such naps.
 """
 
 from __future__ import annotations
@@ -11,11 +11,62 @@ import ctypes
 import math
 import os
 import select
+import threading
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Protocol
 
 NAP_SECONDS: Final = 100e-6 if len(os.sched_getaffinity(0)) >= 4 else 5e-3
 """Few cores are busy, and do not sleep deeply."""
+LIGHT_SECONDS = 0.05
+"""A job that takes longer is slow, and not worth a tenth of a core."""
+LIGHT_ANSWER_SECONDS: Final = 0.005
+"""A daemon that answers a call does so sooner."""
+
+
+class Reader(Protocol):
+    """Reads the daemon's answers in the thread that waits for them."""
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Wait until there may be something for `read_now`, or somebody else has read it. False, at once: it cannot."""
+
+    def read_now(self) -> None:
+        """Take what has arrived. Never waits."""
+
+
+class Monitor:
+    """The one lock of a client, and the condition that is notified when anything it guards has changed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """To enter it takes a quarter of the time that the condition takes."""
+        self.changed = threading.Condition(self.lock)
+
+    def wait_until(self, is_done: Callable[[], bool], deadline: float, reader: Callable[[], Reader | None]) -> None:
+        """Wait for something that the daemon's answers, or the end of a connection, bring about.
+
+        The thread that waits reads the answers itself, and sleeps lightly at first: each saves a wake-up that takes
+        longer than a small copy.
+
+        Args:
+            is_done: asked with the lock held, after every change.
+            deadline: monotonic seconds.
+            reader: of the answers that are waited for, with the lock held; None if there is none.
+        """
+        light_until = time.monotonic() + LIGHT_SECONDS
+        while True:
+            with self.changed:
+                now = time.monotonic()
+                if is_done() or now >= deadline:
+                    return
+                answers = reader() if now < light_until else None
+                if answers is None:
+                    self.changed.wait(min(deadline - now, threading.TIMEOUT_MAX))
+                    continue
+            if answers.wait_readable(min(NAP_SECONDS, deadline - now)):
+                answers.read_now()
+            else:
+                light_until = now
 
 
 class _PollFd(ctypes.Structure):
@@ -41,12 +92,13 @@ def wait_writable(fd: int, seconds: float) -> bool:
     return _wait(fd, select.POLLOUT, seconds)
 
 
-def wait_lightly(fd: int, seconds: float) -> bool:
-    """As `wait_readable`, in naps."""
-    until = time.monotonic() + seconds
+def wait_for_answer(fd: int, seconds: float) -> bool:
+    """As `wait_readable`, lightly at first."""
+    began = time.monotonic()
     while not wait_readable(fd, min(NAP_SECONDS, seconds)):
-        if (seconds := until - time.monotonic()) <= 0:
-            return False
+        waited = time.monotonic() - began
+        if waited >= min(LIGHT_ANSWER_SECONDS, seconds):
+            return wait_readable(fd, seconds - waited)
     return True
 
 

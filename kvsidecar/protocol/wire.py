@@ -14,12 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""gRPC's own default, named here because it is a promise: 100,000 blocks of 32-byte hashes fit."""
-
-FRAME_LENGTH = struct.Struct("<I")
-"""Before every payload on the attach socket."""
-
 STATE_TO_WIRE = {
     State.STARTING: pb.Readiness.STATE_STARTING,
     State.PINNING: pb.Readiness.STATE_PINNING,

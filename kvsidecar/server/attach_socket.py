@@ -13,16 +13,16 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.sessions import Instances, Peer
 from kvsidecar.errors import InvalidRequest, LimitExceeded
-from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.local_protocol import Lane
 from kvsidecar.support import log
+from kvsidecar.support import peer as peers
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import PROTOCOL, Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -36,11 +36,6 @@ MAX_MEMFDS = 4096
 """Of one user, in all of its connections."""
 HELLO_SECONDS = 5.0
 """A connection that says nothing for this long is closed: silent ones would hold descriptors."""
-
-_UCRED = struct.Struct("3i")
-_SO_PEERGROUPS = 59
-"""Linux 4.13 (include/uapi/asm-generic/socket.h). Python has no name for it."""
-_SO_PEERPIDFD = 77
 
 _log = log.get("attach")
 
@@ -123,17 +118,16 @@ class AttachSocket:
                 await asyncio.sleep(0.1)
                 continue
             connection.setblocking(False)
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            pid, uid, gid = _UCRED.unpack(credentials)
+            who = peers.credentials(connection)
             try:
-                self._connections_of.take(uid)
+                self._connections_of.take(who.uid)
             except LimitExceeded as error:
                 with connection:  # without a line of log each: nobody shall fill that with them
                     self._refuse(Refusal.LIMIT)
                     _send_at_once(connection, self._welcome_error(str(error)))
                 continue
             self._connections[connection] = None
-            self._tasks.spawn(self._serve(connection, pid, uid, gid), name="attach-connection")
+            self._tasks.spawn(self._serve(connection, who), name="attach-connection")
 
     def _turn_away(self, connection: socket.socket, reason: Refusal, text: str) -> None:
         self._refuse(reason)
@@ -143,7 +137,7 @@ class AttachSocket:
     def _welcome_error(self, text: str) -> pb.Welcome:
         return pb.Welcome(epoch=self._epoch, error=text)
 
-    async def _serve(self, connection: socket.socket, pid: int, uid: int, gid: int) -> None:
+    async def _serve(self, connection: socket.socket, who: peers.Credentials) -> None:
         peer: Peer | None = None
         memfds = 0
         try:
@@ -155,26 +149,26 @@ class AttachSocket:
             except InvalidRequest as error:
                 self._turn_away(connection, Refusal.INVALID_REQUEST, str(error))
                 return
-            if refused := self._hello_problem(hello, fds, uid):
+            if refused := self._hello_problem(hello, fds, who.uid):
                 _close_all(fds)
                 await _send(connection, self._welcome_error(refused))
                 return
             memfds = len(fds)
-            groups = _groups(connection)
-            peer = self._instances.add_peer(pid=pid, uid=uid, gid=gid, client=hello.client, fds=fds, groups=groups)
-            _log.debug("client connected", pid=pid, uid=uid, client=hello.client, fds=len(fds))
+            groups = peers.groups(connection)
+            peer = self._instances.add_peer(**who._asdict(), client=hello.client, fds=fds, groups=groups)
+            _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=len(fds))
             await _send(connection, pb.Welcome(token=peer.token, epoch=self._epoch, fast_lane=self._lane is not None))
             if self._lane is not None:
-                await self._serve_lane(connection, pid, self._lane(peer))
+                await self._serve_lane(connection, self._lane(peer))
             else:
-                await _until_gone(connection, pid, asyncio.ensure_future(_until_closed(connection)))
+                await _until_gone(connection, asyncio.ensure_future(_until_closed(connection)))
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
         finally:
             self._connections.pop(connection)
             connection.close()
-            self._connections_of.give_back(uid)
-            self._memfds_of.give_back(uid, memfds)
+            self._connections_of.give_back(who.uid)
+            self._memfds_of.give_back(who.uid, memfds)
             if peer is not None:
                 self._on_gone(peer)
 
@@ -193,16 +187,16 @@ class AttachSocket:
             return str(error)
         return ""
 
-    async def _serve_lane(self, connection: socket.socket, pid: int, lane: Lane) -> None:
+    async def _serve_lane(self, connection: socket.socket, lane: Lane) -> None:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: lane, connection)
         self._connections[connection] = lane
         try:
-            await _until_gone(connection, pid, lane.closed)
+            await _until_gone(connection, lane.closed)
         finally:
             transport.abort()
 
 
-async def _until_gone(connection: socket.socket, pid: int, closed: asyncio.Future[None]) -> None:
+async def _until_gone(connection: socket.socket, closed: asyncio.Future[None]) -> None:
     """Return when the process has gone: its connection is ``closed``, or its pidfd says so.
 
     Each alone has a gap: a forked child that outlives the engine keeps the connection open, and a pidfd of a process
@@ -210,7 +204,7 @@ async def _until_gone(connection: socket.socket, pid: int, closed: asyncio.Futur
     """
     loop = asyncio.get_running_loop()
     ends = {closed}
-    pidfd = _pidfd(connection, pid)
+    pidfd = peers.pidfd(connection)
     died = loop.create_future()
     if pidfd is not None:
         loop.add_reader(pidfd, _set, died)
@@ -232,51 +226,26 @@ async def _until_closed(connection: socket.socket) -> None:
             pass
 
 
-def _groups(connection: socket.socket) -> frozenset[int]:
-    """The supplementary groups of the peer when it connected.
-
-    None where the kernel cannot say (before 4.13) or there are more than the 256 that Python's getsockopt has room for:
-    the client then has what its user and its primary group are given.
-    """
-    with contextlib.suppress(OSError):
-        return frozenset(array.array("I", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)))
-    return frozenset()
-
-
-def _pidfd(connection: socket.socket, pid: int) -> int | None:
-    """A pidfd of the peer, or None where the system has none."""
-    with contextlib.suppress(OSError):
-        # Linux 6.5: of the very process that connected; a PID may have been given to another one meanwhile.
-        return int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-    if pid > 0:  # 0: the process is in a PID namespace that this one does not see
-        with contextlib.suppress(OSError):
-            return os.pidfd_open(pid)
-    return None
-
-
 async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int, ...]]:
     """One Hello with its descriptors. Raises InvalidRequest, and closes what arrived, if they do not fit."""
-    data = b""
+    frames = FrameReader(MAX_HELLO_BYTES)
     fds: list[int] = []
     try:
-        need = FRAME_LENGTH.size
-        while len(data) < need:
-            chunk, new_fds = await _recvmsg(connection, need - len(data))
+        while (payload := frames.next()) is None:
+            chunk, new_fds = await _recvmsg(connection, frames.missing)
             fds += new_fds
             if not chunk:
                 raise InvalidRequest("the client closed the connection before its Hello was complete")
-            data += chunk
-            if len(data) == FRAME_LENGTH.size:
-                (length,) = FRAME_LENGTH.unpack(data)
-                if length > MAX_HELLO_BYTES:
-                    raise InvalidRequest(f"a Hello of {length} bytes is over the limit of {MAX_HELLO_BYTES}")
-                need = FRAME_LENGTH.size + length
+            frames.feed(chunk)
         try:
-            hello = pb.Hello.FromString(data[FRAME_LENGTH.size :])
+            hello = pb.Hello.FromString(payload)
         except Exception as error:  # protobuf's DecodeError is not part of its typed interface
             raise InvalidRequest(f"the Hello does not parse: {error}") from error
         if hello.num_fds != len(fds):
             raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, but {len(fds)} arrived")
+    except FrameTooLong as error:
+        _close_all(fds)
+        raise InvalidRequest(f"a Hello of {error.length} bytes is over the limit of {MAX_HELLO_BYTES}") from error
     except BaseException:
         _close_all(fds)
         raise
@@ -322,13 +291,8 @@ def _close_all(fds: Iterable[int]) -> None:
 def _send_at_once(connection: socket.socket, message: pb.Welcome) -> None:
     """As far as that goes without waiting."""
     with contextlib.suppress(OSError):
-        connection.send(_framed(message))
+        connection.send(frame(message.SerializeToString()))
 
 
 async def _send(connection: socket.socket, message: pb.Welcome) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, _framed(message))
-
-
-def _framed(message: pb.Welcome) -> bytes:
-    payload = message.SerializeToString()
-    return FRAME_LENGTH.pack(len(payload)) + payload
+    await asyncio.get_running_loop().sock_sendall(connection, frame(message.SerializeToString()))

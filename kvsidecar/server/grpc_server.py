@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.errors import SocketInUse
-from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.decoding import TolerantRegistrar
 from kvsidecar.server.endpoint import Endpoint
 from kvsidecar.server.service import Service

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from kvsidecar.errors import LimitExceeded, Unfinished
-from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 
 MAX_HALF_READ_BYTES = 16 * MAX_MESSAGE_BYTES
 """Of one user, in messages of which the end has not arrived."""

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from kvsidecar.core.sessions import Peer, RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Unavailable, UnknownPeer
-from kvsidecar.protocol.wire import FRAME_LENGTH, MAX_MESSAGE_BYTES
+from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.attach_stream import AttachStream
 from kvsidecar.server.half_read import HalfMessage, HalfRead
 from kvsidecar.server.handler import INTERNAL, Handler
@@ -48,9 +48,9 @@ class Lane(asyncio.Protocol):
         self._half_read = half_read
         self._peer = peer
         self._transport: asyncio.Transport
-        self._buffer = bytearray()
+        self._frames = FrameReader()
         self._half: HalfMessage | None = None
-        """The message at the start of the buffer, while its end has not come."""
+        """The message of which a part has arrived."""
         self._refused: KVSidecarError | None = None
         self._registering: asyncio.Task[None] | None = None
         self._early: list[pb.AttachRequest] = []
@@ -76,7 +76,7 @@ class Lane(asyncio.Protocol):
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._close_stream()
-        self._forget_buffer()
+        self._forget_frames()
         self._set_closed()
 
     def _set_closed(self) -> None:
@@ -89,39 +89,32 @@ class Lane(asyncio.Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        self._take_frames()
+        if self._refused is None:
+            self._frames.feed(data)
+            self._take_frames()
 
     # -- frames ----------------------------------------------------------------------------------------------------
 
     def _take_frames(self) -> None:
-        buffer, start, end = self._buffer, 0, len(self._buffer)
-        for _ in range(FRAMES_PER_TURN):
-            if self._refused is not None or end - start < FRAME_LENGTH.size:
-                break
-            (length,) = FRAME_LENGTH.unpack_from(buffer, start)
-            if length > MAX_MESSAGE_BYTES:
-                self._refuse(LimitExceeded(f"a message of {length} bytes is over the limit of {MAX_MESSAGE_BYTES}"))
-                break
-            first = start + FRAME_LENGTH.size
-            if end - first < length:
-                self._wait_for_rest(length)
-                break
-            if self._half is not None:
-                self._half_read.end(self._half)
-                self._half = None
-            start = first + length
-            self._take(bytes(memoryview(buffer)[first:start]))
-        else:
-            # The rest in a turn of its own, so that one client's flood is not everybody's wait.
-            del buffer[:start]
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._next_turn)
+        try:
+            for _ in range(FRAMES_PER_TURN):
+                payload = self._frames.next()
+                if payload is None:
+                    if (length := self._frames.announced) is not None:
+                        self._wait_for_rest(length)
+                    return
+                if self._half is not None:
+                    self._half_read.end(self._half)
+                    self._half = None
+                self._take(payload)
+                if self._refused is not None:
+                    return
+        except FrameTooLong as error:
+            self._refuse(LimitExceeded(str(error)))
             return
-        if self._refused is not None:
-            self._forget_buffer()
-        else:
-            del buffer[:start]
+        # The rest in a turn of its own, so that one client's flood is not everybody's wait.
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _wait_for_rest(self, length: int) -> None:
         """The message at the end of what has arrived is not complete."""
@@ -136,8 +129,8 @@ class Lane(asyncio.Protocol):
         if self._refused is None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _forget_buffer(self) -> None:
-        self._buffer.clear()
+    def _forget_frames(self) -> None:
+        self._frames.clear()
         if self._half is not None:
             self._half_read.end(self._half)
             self._half = None
@@ -182,8 +175,7 @@ class Lane(asyncio.Protocol):
 
     def _send(self, reply: pb.LaneReply) -> None:
         if not self._transport.is_closing():
-            payload = reply.SerializeToString()
-            self._transport.write(FRAME_LENGTH.pack(len(payload)) + payload)
+            self._transport.write(frame(reply.SerializeToString()))
 
     # -- the Attach stream -----------------------------------------------------------------------------------------
 
@@ -264,7 +256,7 @@ class Lane(asyncio.Protocol):
         if self._refused is None and not self._transport.is_closing():
             self._refused = error
             self._transport.pause_reading()
-            self._forget_buffer()
+            self._forget_frames()
             self._handler.tasks.spawn(self._finish(error), name="lane-end")
 
     async def _finish(self, error: KVSidecarError) -> None:

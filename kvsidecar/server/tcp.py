@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from kvsidecar.core.access import Caller, Identity
 from kvsidecar.errors import NotPermitted
-from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.decoding import TolerantRegistrar
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Context, Service

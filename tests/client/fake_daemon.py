@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,11 @@ from typing import Any
 
 import grpc
 
+from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from tests.frames import frames
 from tests.harness import SECONDS
-
-_LENGTH = struct.Struct("<I")
 
 
 class Stream:
@@ -57,8 +56,7 @@ class Stream:
 
 
 def send(link: socket.socket, **message: Any) -> None:
-    payload = pb.LaneReply(**message).SerializeToString()
-    link.sendall(_LENGTH.pack(len(payload)) + payload)
+    link.sendall(frame(pb.LaneReply(**message).SerializeToString()))
 
 
 class FakeDaemon(pb_grpc.SidecarServicer):
@@ -121,18 +119,18 @@ class FakeDaemon(pb_grpc.SidecarServicer):
             for fd in fds:
                 os.close(fd)
             self._links.append(link)
-            hello = pb.Hello.FromString(data[_LENGTH.size :])
+            hello = pb.Hello.FromString(data[HEADER_BYTES:])
             assert hello.num_fds == len(fds)
             welcome = pb.Welcome(token=b"token", epoch=self.epoch, fast_lane=self._fast_lane).SerializeToString()
-            link.sendall(_LENGTH.pack(len(welcome)) + welcome)
+            link.sendall(frame(welcome))
             if self._fast_lane:
                 threading.Thread(target=self._serve_lane, args=(link,), daemon=True).start()
 
     def _serve_lane(self, link: socket.socket) -> None:
         stream: Stream | None = None
-        with link.makefile("rb") as arriving, contextlib.suppress(OSError, ValueError):  # closed under us
-            while head := arriving.read(_LENGTH.size):
-                request = pb.LaneRequest.FromString(arriving.read(*_LENGTH.unpack(head)))
+        with contextlib.suppress(OSError):  # closed under us
+            for payload in frames(link):
+                request = pb.LaneRequest.FromString(payload)
                 match request.WhichOneof("message"):
                     case "attach" if stream is None:
                         stream = Stream(request.attach.register)

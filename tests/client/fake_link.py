@@ -6,8 +6,9 @@ import socket
 from collections.abc import Iterator
 
 from kvsidecar.client.link import Link
-from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.frames import frames
 from tests.harness import SECONDS
 
 
@@ -24,9 +25,7 @@ class FakeLink:
         self.connection.close()
 
     def requests(self) -> Iterator[pb.LaneRequest]:
-        with self.far.makefile("rb") as arriving:
-            while head := arriving.read(FRAME_LENGTH.size):
-                yield pb.LaneRequest.FromString(arriving.read(*FRAME_LENGTH.unpack(head)))
+        return map(pb.LaneRequest.FromString, frames(self.far))
 
 
 def found(hits: int) -> pb.LookupReply:
@@ -34,5 +33,4 @@ def found(hits: int) -> pb.LookupReply:
 
 
 def lookup_reply(call: int, hits: int) -> bytes:
-    payload = pb.LaneReply(call=call, lookup=found(hits)).SerializeToString()
-    return FRAME_LENGTH.pack(len(payload)) + payload
+    return frame(pb.LaneReply(call=call, lookup=found(hits)).SerializeToString())

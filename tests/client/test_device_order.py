@@ -190,7 +190,7 @@ def test_flush_is_asked_for_what_was_sent_and_cancels_here_what_was_not(short_di
 def test_flush_that_finishes_hurries_what_was_sent_and_waits_for_what_was_not(
     short_dir: Path, buffer: HostBuffer, light: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsidecar.client.jobs.LIGHT_SECONDS", light)
+    monkeypatch.setattr("kvsidecar.client.waiting.LIGHT_SECONDS", light)
     with FakeDaemon(short_dir) as daemon:
         client, stream = attached(daemon, buffer, None)
         running = client.store([Blocks(0, hashes("a"), [0])])
@@ -263,6 +263,6 @@ def test_ring_slots_ignore_what_they_do_not_know() -> None:
     assert ring.take(1) == 0
     ring.issued(5)
     ring.issued(-1)
-    ring.over(2, 0)
+    ring.ended(2, 0)
     assert ring.take(2) is None
     assert RingSlots(0).take(1) is None

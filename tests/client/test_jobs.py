@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvsidecar.client import Blocks, Client, HostBuffer
-from kvsidecar.client.jobs import MAX_UNPOLLED, Job, Jobs
+from kvsidecar.client.jobs import Jobs
+from kvsidecar.client.ledger import MAX_UNPOLLED, Job, Ledger
 from kvsidecar.client.results import NOT_ATTACHED, JobDone
+from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, Outcome
 from tests import harness
 from tests.client.fake_daemon import FakeDaemon
@@ -20,25 +23,30 @@ from tests.harness import NAMESPACE, SECONDS, hashes, layout
 class FakeSession:
     """Counts how often somebody looks for answers."""
 
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
+    unsaid = ()
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self.looked = 0
         self.ended: list[int] = []
 
     def read_now(self) -> None:
         self.looked += 1
         while self.ended:
-            self._jobs.finish(JobDone(self.ended.pop(), Outcome.DONE))
+            self._ledger.finish(JobDone(self.ended.pop(), Outcome.DONE))
 
-    def job_over(self, job: Job) -> None: ...
+
+def jobs_of(ledger: Ledger, session: FakeSession | None) -> Jobs:
+    return Jobs(SimpleNamespace(session=session), ledger, Monitor())  # type: ignore[arg-type]
 
 
 def test_the_end_of_jobs_is_looked_for_unless_all_were_added_since_the_last_time() -> None:
-    jobs = Jobs(10)
-    session = FakeSession(jobs)
+    ledger = Ledger(10)
+    session = FakeSession(ledger)
+    jobs = jobs_of(ledger, session)
 
     def add(number: int) -> None:
-        jobs.add(Job(number, Direction.STORE, (), session))  # type: ignore[arg-type]
+        ledger.add(Job(number, Direction.STORE, ()))
 
     assert (jobs.poll(), session.looked) == ([], 0)
     add(1)
@@ -92,8 +100,9 @@ def test_ends_that_nobody_asks_for_are_kept_up_to_a_limit(short_dir: Path, caplo
 
 
 def test_waiting_for_a_job_that_was_reported_does_not_wait() -> None:
-    jobs = Jobs(10)
-    jobs.decline(1, "pool_full")
+    ledger = Ledger(10)
+    jobs = jobs_of(ledger, None)
+    ledger.decline(1, "pool_full")
     assert jobs.poll()
     began = time.monotonic()
     assert jobs.wait([1], 10 * SECONDS) == {}

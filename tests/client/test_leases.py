@@ -10,14 +10,15 @@ import grpc
 import pytest
 
 from kvsidecar.client import Client, KeptLease, Namespace
-from kvsidecar.client.connection import Connection
+from kvsidecar.client.grpc_transport import GrpcTransport
+from kvsidecar.client.local_transport import LocalTransport
 from kvsidecar.client.messages import CarrierError
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
 from tests.harness import SECONDS, hashes
 
 
-class FakeConnection:
+class FakeTransport:
     """Hands on ``arrives``, an answer that lies in the socket, when it is asked for."""
 
     def __init__(self) -> None:
@@ -36,37 +37,37 @@ class FakeConnection:
 
 
 @pytest.fixture
-def connection() -> FakeConnection:
-    return FakeConnection()
+def transport() -> FakeTransport:
+    return FakeTransport()
 
 
 @pytest.fixture
-def lease(connection: FakeConnection) -> KeptLease:
-    connection.lease = KeptLease(connection, 7)  # type: ignore[arg-type]
-    return connection.lease
+def lease(transport: FakeTransport) -> KeptLease:
+    transport.lease = KeptLease(transport, 7)  # type: ignore[arg-type]
+    return transport.lease
 
 
-def test_one_is_released_once(lease: KeptLease, connection: FakeConnection) -> None:
+def test_one_is_released_once(lease: KeptLease, transport: FakeTransport) -> None:
     assert lease.asked
-    assert not connection.released
+    assert not transport.released
     for _ in range(2):
         lease.release()
-    assert connection.released == [7]
+    assert transport.released == [7]
 
 
 @pytest.mark.parametrize("renewed", [True, False])
 def test_whether_it_was_kept_is_known_when_it_is_released(
-    lease: KeptLease, connection: FakeConnection, renewed: bool
+    lease: KeptLease, transport: FakeTransport, renewed: bool
 ) -> None:
     assert lease.kept is None
-    connection.arrives = pb.RenewReply(renewed=renewed)
+    transport.arrives = pb.RenewReply(renewed=renewed)
     lease.release()
     assert lease.kept is renewed
-    assert connection.released == [7]
+    assert transport.released == [7]
 
 
 def test_one_that_is_refused_is_logged(
-    lease: KeptLease, connection: FakeConnection, caplog: pytest.LogCaptureFixture
+    lease: KeptLease, transport: FakeTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         lease.answered(CarrierError(grpc.StatusCode.PERMISSION_DENIED, "somebody else's"))
@@ -82,11 +83,11 @@ def test_whether_it_was_asked_for_is_known(short_dir: Path, fast_lane: bool, mon
         client.drop(7)
         client.lookup(Namespace("m", "d", "l", 16, 1, 1, "h"), {0: hashes("a")})
         assert client.keep(7, 60.0).asked
-        monkeypatch.setattr(Connection, "post", lambda *_: False)
+        monkeypatch.setattr(LocalTransport if fast_lane else GrpcTransport, "post", lambda *_: False)
         assert not client.keep(7, 60.0).asked
 
 
-def test_it_is_asked_for_once_on_the_first_connection_that_takes_it() -> None:
+def test_it_is_asked_for_once_on_the_first_transport_that_takes_it() -> None:
     class Calls:
         def __init__(self, takes: bool) -> None:
             self.takes, self.asked = takes, 0
@@ -95,12 +96,12 @@ def test_it_is_asked_for_once_on_the_first_connection_that_takes_it() -> None:
             self.asked += 1
             return self.takes
 
-    connection = object.__new__(Connection)
-    calls = connection._calls = tuple(map(Calls, (False, True, True)))  # type: ignore[assignment]
-    assert connection.post(pb.LaneRequest(), None)
+    transport = object.__new__(LocalTransport)
+    calls = transport._calls = tuple(map(Calls, (False, True, True)))  # type: ignore[assignment]
+    assert transport.post(pb.LaneRequest(), None)
     assert [each.asked for each in calls] == [1, 1, 0]
-    connection._calls = (Calls(False),)  # type: ignore[assignment]
-    assert not connection.post(pb.LaneRequest(), None)
+    transport._calls = (Calls(False),)  # type: ignore[assignment]
+    assert not transport.post(pb.LaneRequest(), None)
 
 
 def test_one_that_could_not_be_asked_for_is_none() -> None:

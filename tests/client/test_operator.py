@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvsidecar.client.calls import Operator
 from kvsidecar.client.link import connect
+from kvsidecar.client.operator import Operator
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
 
 

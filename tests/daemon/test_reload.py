@@ -90,4 +90,4 @@ async def test_the_daemon_hands_the_store_chunk_to_the_workers(
     assert levels == ["error"]
     pool.close()
     platform.close()
-    daemon._light_sleep.close()
+    daemon._guard.close()

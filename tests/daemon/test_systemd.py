@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.core.readiness import Readiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.daemon.systemd import (
     EXTEND_SECONDS,
     STOP_MARGIN_SECONDS,
@@ -74,7 +74,7 @@ def test_the_watchdog_is_fed_only_if_the_manager_asks_this_process(
 
 def test_each_chunk_extends_the_start_once_and_nothing_else_does() -> None:
     heard = Heard()
-    readiness = Readiness(4 * GiB)
+    readiness = DaemonReadiness(4 * GiB)
     readiness.listen(Notifier(heard, None).changed)
     extend = f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}"
     readiness.pinning()
@@ -89,7 +89,7 @@ def test_each_chunk_extends_the_start_once_and_nothing_else_does() -> None:
 
 def test_ready_is_said_once_and_by_nothing_but_the_state_ready() -> None:
     heard = Heard()
-    readiness = Readiness(GiB)
+    readiness = DaemonReadiness(GiB)
     notifier = Notifier(heard, None)
     notifier.changed(readiness.now)
     readiness.listen(notifier.changed)
@@ -113,7 +113,7 @@ def test_the_status_of_a_pin_has_all_that_a_person_waits_for() -> None:
 
 def test_a_reason_of_several_lines_is_one_field() -> None:
     heard = Heard()
-    readiness = Readiness(GiB)
+    readiness = DaemonReadiness(GiB)
     readiness.listen(Notifier(heard, None).changed)
     readiness.fail("bad\nREADY=1\nWATCHDOG=1")
     assert heard.messages == [("STATUS=not ready: bad READY=1 WATCHDOG=1",)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import struct
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from kvsidecar.support import peer
 
 # An ordinary user may make PID namespaces only inside a user namespace of his own, where the system allows those.
 # The end of `unshare` kills what runs in it, also when it is itself killed.
@@ -19,7 +20,6 @@ UNSHARE = (
     "--pid", "--fork", "--mount-proc", "--kill-child",
 )  # fmt: skip
 
-_SO_PEERPIDFD = 77
 _NEXT_PID = 'echo $(($0 - 1)) > /proc/sys/kernel/ns_last_pid && { "$@"; exit $?; }'
 
 
@@ -42,12 +42,10 @@ def _has_peer_pidfd() -> bool:
     """Whether the kernel gives a pidfd of who is at the other end of a socket (Linux 6.5)."""
     one, other = socket.socketpair()
     with one, other:
-        try:
-            (fd,) = struct.unpack("i", one.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
-        except OSError:
-            return False
+        fd = peer.kernel_pidfd(one)
+    if fd is not None:
         os.close(fd)
-        return True
+    return fd is not None
 
 
 needs_pid_namespaces = pytest.mark.skipif(bool(_refusal()), reason=f"no PID namespaces here: {_refusal()}")

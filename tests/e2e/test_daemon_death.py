@@ -192,7 +192,7 @@ def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_
         done(rank.store("a"))
         load = rank.client.load([Blocks(0, hashes("a"), [5])], timeout=patience)
         with rank.client._changed:  # it is on its way: from now on a copy of it may run
-            assert rank.client._changed.wait_for(lambda: rank.client._jobs.outstanding()[0].phase == 2, SECONDS)
+            assert rank.client._changed.wait_for(lambda: rank.client._ledger.outstanding()[0].phase == 2, SECONDS)
         pause(daemon)
         relay.cut(rank.client)
         with rank.client._changed:
@@ -401,7 +401,7 @@ def test_close_while_the_daemon_hangs_says_that_the_memory_may_still_be_written(
         pause(daemon)
         load = rank.client.load([Blocks(0, hashes("a"), [5])])
         with rank.client._changed:
-            assert rank.client._changed.wait_for(lambda: rank.client._jobs.outstanding()[0].phase == 2, SECONDS)
+            assert rank.client._changed.wait_for(lambda: rank.client._ledger.outstanding()[0].phase == 2, SECONDS)
         began = time.monotonic()
         assert not rank.client.close(timeout=0.2)
         assert time.monotonic() - began < NO_WAIT

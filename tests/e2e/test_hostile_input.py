@@ -11,7 +11,6 @@ import fcntl
 import os
 import random
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,10 +22,12 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.hostile_messages import METHODS, Generator, extremes, reply_types, request_types
+from tests.frames import frames
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes, layout
 
 DOCUMENTED = {
@@ -171,14 +172,14 @@ class Attacker:
             payloads = [
                 request.SerializeToString() if self.rng.random() < 0.7 else self._bytes(request) for request in good
             ]
-            data = b"".join(map(framed, payloads))
+            data = b"".join(map(frame, payloads))
             match self.rng.choice(("whole", "whole", "whole", "cut", "noise")):
                 case "cut":
                     data = data[: self.rng.randrange(len(data))]
                 case "noise":
                     data += self.rng.randbytes(self.rng.choice((1, 4, 9, 300)))
                 case _:
-                    data += framed(pb.LaneRequest(call=LAST_CALL, release=pb.ReleaseRequest()).SerializeToString())
+                    data += frame(pb.LaneRequest(call=LAST_CALL, release=pb.ReleaseRequest()).SerializeToString())
                     self._exchange_frames(connection, data)
                     return
             with suppress(OSError):  # the daemon may have ended it by now
@@ -186,10 +187,10 @@ class Attacker:
 
     def _exchange_frames(self, connection: socket.socket, data: bytes) -> None:
         """Read what comes until the last call is answered, or the daemon ends the connection."""
-        with suppress(BrokenPipeError, ConnectionResetError), connection.makefile("rb") as arriving:
+        with suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(data)
-            while len(head := arriving.read(4)) == 4:
-                reply = pb.LaneReply.FromString(arriving.read(*struct.unpack("<I", head)))
+            for payload in frames(connection):
+                reply = pb.LaneReply.FromString(payload)
                 error = reply.ended.error if reply.HasField("ended") else reply.error
                 if error.code:
                     code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
@@ -216,11 +217,11 @@ class Attacker:
             count = self.rng.choice((0, 1, 2, 40))
             fds = [stack.enter_context(shared_fd(self.rng.choice(KINDS))) for _ in range(count)]
             payload = self._bytes(hello)
-            frame = self.rng.choice(
-                (framed(payload), framed(payload)[:-1], struct.pack("<I", self.rng.choice((0, 4096, 4097, 2**32 - 1))),
+            data = self.rng.choice(
+                (frame(payload), frame(payload)[:-1], self.rng.choice((0, 4096, 4097, 2**32 - 1)).to_bytes(4, "little"),
                  self.rng.randbytes(self.rng.choice((1, 4, 5, 3000))))
             )  # fmt: skip
-            exchange(stack.enter_context(self._connect()), frame, fds)
+            exchange(stack.enter_context(self._connect()), data, fds)
 
     def _garbage(self) -> None:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -240,7 +241,7 @@ class Attacker:
             fds = [stack.enter_context(shared_fd(kind)) for kind in kinds]
             connection = stack.enter_context(self._connect())
             hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client="hostile")
-            welcome = exchange(connection, framed(hello.SerializeToString()), fds)
+            welcome = exchange(connection, frame(hello.SerializeToString()), fds)
             assert welcome is not None, f"{self} a good Hello was not answered"
             self.tokens.append(welcome.token)
             yield welcome.token, connection
@@ -304,20 +305,15 @@ class Attacker:
         return f"KVSIDECAR_HOSTILE_SEED={self.seed}, request {self.number}:"
 
 
-def framed(payload: bytes) -> bytes:
-    return struct.pack("<I", len(payload)) + payload
-
-
-def exchange(connection: socket.socket, frame: bytes, fds: list[int]) -> pb.Welcome | None:
+def exchange(connection: socket.socket, data: bytes, fds: list[int]) -> pb.Welcome | None:
     """Send one frame; the Welcome, or None if the daemon gave none. Ends our direction if the frame is not complete."""
     with suppress(OSError):
-        socket.send_fds(connection, [frame], fds)
-        complete = len(frame) >= 4 and len(frame) == 4 + struct.unpack("<I", frame[:4])[0]
+        socket.send_fds(connection, [data], fds)
+        complete = data == frame(data[HEADER_BYTES:])
         if not complete:
             connection.shutdown(socket.SHUT_WR)
-        head = connection.recv(4, socket.MSG_WAITALL)
-        if len(head) == 4:
-            return pb.Welcome.FromString(connection.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL))
+        for payload in frames(connection):
+            return pb.Welcome.FromString(payload)
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +15,13 @@ import grpc
 import pytest
 
 from kvsidecar.client import Blocks, HostBuffer
+from kvsidecar.protocol.framing import frame
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests import harness
+from tests.frames import frames, receive
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes, layout
 
 pytestmark = pytest.mark.usefixtures("carrier")
@@ -43,9 +44,8 @@ class RawRank:
         self.link.settimeout(SECONDS)
         self.link.connect(daemon.socket + ".attach")
         hello = pb.Hello(protocol=PROTOCOL, num_fds=1).SerializeToString()
-        socket.send_fds(self.link, [struct.pack("<I", len(hello)) + hello], [self.buffer.fd])
-        (length,) = struct.unpack("<I", self.link.recv(4))
-        welcome = pb.Welcome.FromString(self.link.recv(length))
+        socket.send_fds(self.link, [frame(hello)], [self.buffer.fd])
+        welcome = pb.Welcome.FromString(receive(self.link))
         self._requests: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[pb.AttachReply] = queue.SimpleQueue()
         self._kept: list[pb.AttachReply] = []
@@ -78,17 +78,16 @@ class RawRank:
 
     def _write_lane(self, requests: Iterator[pb.AttachRequest]) -> None:
         for message in chain((pb.LaneRequest(attach=each) for each in requests), [pb.LaneRequest(detach=pb.Detach())]):
-            payload = message.SerializeToString()
-            self.link.sendall(struct.pack("<I", len(payload)) + payload)
+            self.link.sendall(frame(message.SerializeToString()))
 
     def _read_lane(self) -> Iterator[pb.AttachReply]:
-        with self.link.makefile("rb") as arriving:
-            while True:
-                reply = pb.LaneReply.FromString(arriving.read(*struct.unpack("<I", arriving.read(4))))
-                if reply.HasField("ended"):
-                    assert not reply.ended.HasField("error"), reply
-                    return
-                yield reply.attach
+        for payload in frames(self.link):
+            reply = pb.LaneReply.FromString(payload)
+            if reply.HasField("ended"):
+                assert not reply.ended.HasField("error"), reply
+                return
+            yield reply.attach
+        pytest.fail("the daemon closed the connection")
 
     def send(self, request: pb.AttachRequest) -> None:
         self._requests.put(request)

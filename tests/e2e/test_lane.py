@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,9 +14,11 @@ import grpc
 import pytest
 
 from kvsidecar.client import Client, ClientError, HostBuffer
-from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES, layout_to_wire, namespace_to_wire, pack_ids
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES, frame
+from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.frames import receive
 from tests.harness import (
     NAMESPACE,
     NUM_BLOCKS,
@@ -45,13 +46,13 @@ class RawLane:
         fds = [buffer.fd] if buffer else []
         hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client="raw").SerializeToString()
         socket.send_fds(self.connection, [frame(hello)], fds)
-        self.welcome = pb.Welcome.FromString(self._payload())
+        self.welcome = pb.Welcome.FromString(receive(self.connection))
 
     def send(self, **message: Any) -> None:
         self.connection.sendall(frame(pb.LaneRequest(**message).SerializeToString()))
 
     def receive(self) -> pb.LaneReply:
-        return pb.LaneReply.FromString(self._payload())
+        return pb.LaneReply.FromString(receive(self.connection))
 
     def attach(self, kind: str) -> Any:
         """The next reply, which is one of the Attach stream and of this kind."""
@@ -88,25 +89,9 @@ class RawLane:
         )
         return pb.AttachRequest(register=register)
 
-    def _payload(self) -> bytes:
-        (length,) = struct.unpack("<I", self._exactly(4))
-        return self._exactly(length)
-
-    def _exactly(self, nbytes: int) -> bytes:
-        data = b""
-        while len(data) < nbytes:
-            chunk = self.connection.recv(nbytes - len(data))
-            assert chunk, "the daemon closed the connection"
-            data += chunk
-        return data
-
 
 def status(error: pb.LaneError) -> tuple[grpc.StatusCode, str]:
     return next(code for code in grpc.StatusCode if code.value[0] == error.code), error.text
-
-
-def frame(payload: bytes) -> bytes:
-    return struct.pack("<I", len(payload)) + payload
 
 
 def store(job: int, name: object, block_id: int = 0) -> pb.AttachRequest:
@@ -346,7 +331,7 @@ def test_a_stream_registers_once(daemon: DaemonProcess, lane: RawLane, buffer: H
 @pytest.mark.parametrize(
     ("data", "code"),
     [
-        (struct.pack("<I", MAX_MESSAGE_BYTES + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (b"\xff\xff\xff\xff", grpc.StatusCode.RESOURCE_EXHAUSTED),
         (b"GET / HTTP/1.1\r\n\r\n", grpc.StatusCode.RESOURCE_EXHAUSTED),
         (frame(b"\xff\xff\xff"), grpc.StatusCode.INVALID_ARGUMENT),

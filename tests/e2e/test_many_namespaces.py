@@ -16,7 +16,8 @@ import pytest
 from kvsidecar.cli.operate.commands import LISTED
 from kvsidecar.cli.status_view import SHOWN
 from kvsidecar.client import HostBuffer
-from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES, namespace_to_wire, pack_ids
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
+from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.server.report import NAMESPACES_BYTES, RANKS_BYTES
 from kvsidecar.types import MAX_TEXT_BYTES, PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb

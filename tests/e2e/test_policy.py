@@ -258,7 +258,7 @@ def test_whether_a_session_has_ended_is_told_to_whoever_knows_its_number(short_d
     """A client asks this when its connections are gone: what it may see of the list proves nothing."""
     with DaemonProcess(short_dir, "--policy", "[{uids=[0], namespaces=['*']}]") as daemon:
         rank = Rank(daemon.wait_ready())
-        session = rank.client._keeper.session
+        session = rank.client._supervisor.session
         assert session is not None
         with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
             sidecar = pb_grpc.SidecarStub(channel)

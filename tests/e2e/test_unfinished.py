@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from kvsidecar.client import HostBuffer
-from kvsidecar.protocol.wire import MAX_MESSAGE_BYTES, namespace_to_wire
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES, frame
+from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.server import http_connection
 from kvsidecar.server.half_read import MAX_HALF_READ_BYTES
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.test_lane import RawLane, frame, raw_lane
+from tests.e2e.test_lane import RawLane, raw_lane
 from tests.e2e.test_limits import rss_mib
 from tests.e2e.test_wire import framed, hello, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually

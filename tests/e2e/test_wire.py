@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,10 +14,12 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvsidecar.client import HostBuffer
+from kvsidecar.protocol.framing import frame
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from tests.frames import receive
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes, layout
 
 
@@ -38,13 +39,11 @@ def hello(daemon: DaemonProcess, message: bytes, fds: list[int]) -> Iterator[soc
 
 
 def framed(message: pb.Hello) -> bytes:
-    payload = message.SerializeToString()
-    return struct.pack("<I", len(payload)) + payload
+    return frame(message.SerializeToString())
 
 
 def welcome(connection: socket.socket) -> pb.Welcome:
-    (length,) = struct.unpack("<I", connection.recv(4))
-    return pb.Welcome.FromString(connection.recv(length))
+    return pb.Welcome.FromString(receive(connection))
 
 
 def register(token: bytes, buffer: HostBuffer, **changes: object) -> pb.Register:
@@ -209,7 +208,7 @@ def test_an_attach_client_of_another_protocol_is_told_both_numbers(daemon: Daemo
     [
         b"",
         b"\xff\xff\xff\xff",
-        struct.pack("<I", 3) + b"\xff\xff\xff",
+        frame(b"\xff\xff\xff"),
         b"GET / HTTP/1.1\r\n\r\n",
         framed(pb.Hello(protocol=PROTOCOL, num_fds=9)),
     ],

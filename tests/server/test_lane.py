@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.half_read import HalfRead
 from kvsidecar.server.handler import INTERNAL
 from kvsidecar.server.local_protocol import FRAMES_PER_TURN, MAX_EARLY_BYTES, Lane
@@ -28,7 +28,7 @@ class Transport:
         self.closing = False
 
     def write(self, data: bytes) -> None:
-        self.replies.append(pb.LaneReply.FromString(data[FRAME_LENGTH.size :]))
+        self.replies.append(pb.LaneReply.FromString(data[HEADER_BYTES:]))
 
     def set_write_buffer_limits(self, high: int) -> None:
         assert high > 0
@@ -82,7 +82,7 @@ def made(half_read: HalfRead | None = None) -> tuple[Lane, Transport, Handler]:
 
 
 def framed(*requests: pb.LaneRequest) -> bytes:
-    return b"".join(FRAME_LENGTH.pack(request.ByteSize()) + request.SerializeToString() for request in requests)
+    return b"".join(frame(request.SerializeToString()) for request in requests)
 
 
 def register() -> pb.LaneRequest:

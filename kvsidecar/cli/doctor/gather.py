@@ -11,7 +11,6 @@ import pwd
 import re
 import socket as sockets
 import stat
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -38,12 +37,11 @@ from kvsidecar.device.system import mps_runs, pci_numa_node
 from kvsidecar.errors import ClientError, ConfigError, PoolRefused
 from kvsidecar.pool.host_pool import HostPool, PoolSpec
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
-from kvsidecar.support import memory_limits
+from kvsidecar.support import memory_limits, peer
 
 PROBE_SECONDS = 20.0
 """A driver without persistence mode takes seconds to start."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_SO_PEERPIDFD = 77
 
 
 def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
@@ -103,11 +101,10 @@ def _kernel() -> Kernel:
 def _peer_pidfd() -> bool:
     near, far = sockets.socketpair(sockets.AF_UNIX)
     with near, far:
-        try:
-            os.close(struct.unpack("i", near.getsockopt(sockets.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
-        except OSError:
-            return False
-    return True
+        fd = peer.kernel_pidfd(near)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
 
 
 def _driver() -> Driver:
@@ -210,7 +207,7 @@ def _daemon(path: str) -> Daemon:
         probe.settimeout(2.0)
         try:
             probe.connect(path)
-            pid = struct.unpack("3i", probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))[0]
+            pid = peer.credentials(probe).pid
         except PermissionError:
             return Daemon(reason="permission denied", refused=True)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Calls on the fast lane: each gets its own answer, in its time or not at all."""
+"""Calls of the local protocol: each gets its own answer, in its time or not at all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from kvsidecar.client import Client, Namespace
-from kvsidecar.client.lane_calls import LaneCalls
+from kvsidecar.client.local_calls import LocalCalls
 from kvsidecar.client.messages import CarrierError
-from kvsidecar.protocol.wire import FRAME_LENGTH
+from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.fake_link import FakeLink, found, lookup_reply
@@ -31,17 +31,17 @@ def links() -> list[FakeLink]:
 
 
 @pytest.fixture
-def calls(links: list[FakeLink]) -> Iterator[LaneCalls]:
+def calls(links: list[FakeLink]) -> Iterator[LocalCalls]:
     def make(timeout: float) -> Any:
         links.append(FakeLink())
         return links[-1]
 
-    calls = LaneCalls(make)
+    calls = LocalCalls(make)
     yield calls
     calls.close()
 
 
-def ask(calls: LaneCalls, seconds: float = SECONDS) -> int:
+def ask(calls: LocalCalls, seconds: float = SECONDS) -> int:
     reply: pb.LookupReply = calls.call(LOOKUP, seconds)
     return reply.groups[0].hits
 
@@ -59,7 +59,7 @@ def answer(links: list[FakeLink], *replies: bytes) -> threading.Thread:
     return thread
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(calls: LocalCalls, links: list[FakeLink]) -> None:
     with pytest.raises(CarrierError) as caught:
         ask(calls, 0.02)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -69,7 +69,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(calls: Lan
 
 
 @pytest.mark.alone
-def test_no_call_waits_longer_than_it_may(calls: LaneCalls) -> None:
+def test_no_call_waits_longer_than_it_may(calls: LocalCalls) -> None:
     """The kernel's own timeouts would be rounded up to its ticks. The best of many: the machine has others to serve."""
     best = SECONDS
     for _ in range(1000):
@@ -84,7 +84,7 @@ def test_no_call_waits_longer_than_it_may(calls: LaneCalls) -> None:
     assert best < 0.007
 
 
-def test_an_answer_in_pieces_is_put_together(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_an_answer_in_pieces_is_put_together(calls: LocalCalls, links: list[FakeLink]) -> None:
     whole = lookup_reply(1, 5)
 
     def run() -> None:
@@ -98,7 +98,7 @@ def test_an_answer_in_pieces_is_put_together(calls: LaneCalls, links: list[FakeL
 
 
 def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
-    calls: LaneCalls, links: list[FakeLink]
+    calls: LocalCalls, links: list[FakeLink]
 ) -> None:
     got: list[Any] = []
     assert not calls.post(LOOKUP, got.append), "nothing is connected yet"
@@ -120,7 +120,7 @@ def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
     assert len(links) == 1
 
 
-def test_who_is_given_an_answer_may_post_again(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_who_is_given_an_answer_may_post_again(calls: LocalCalls, links: list[FakeLink]) -> None:
     answer(links, lookup_reply(1, 5))
     ask(calls)
     posted: list[bool] = []
@@ -131,14 +131,14 @@ def test_who_is_given_an_answer_may_post_again(calls: LaneCalls, links: list[Fak
 
 
 def test_a_refusal_is_handed_on_and_what_a_lost_connection_owes_never_comes(
-    calls: LaneCalls, links: list[FakeLink]
+    calls: LocalCalls, links: list[FakeLink]
 ) -> None:
     answer(links, lookup_reply(1, 5))
     ask(calls)
     got: list[Any] = []
     calls.post(LOOKUP, got.append)
     refusal = pb.LaneReply(call=2, error=pb.LaneError(code=3, text="too long")).SerializeToString()
-    links[0].far.sendall(FRAME_LENGTH.pack(len(refusal)) + refusal)
+    links[0].far.sendall(frame(refusal))
     calls.collect()
     assert [each.text for each in got] == ["too long"]
     calls.post(LOOKUP, got.append)
@@ -151,7 +151,7 @@ def test_a_refusal_is_handed_on_and_what_a_lost_connection_owes_never_comes(
     assert len(got) == 1
 
 
-def test_an_answer_of_another_kind_ends_the_connection(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_an_answer_of_another_kind_ends_the_connection(calls: LocalCalls, links: list[FakeLink]) -> None:
     answer(links, lookup_reply(1, 5))
     ask(calls)
     got: list[Any] = []
@@ -162,7 +162,7 @@ def test_an_answer_of_another_kind_ends_the_connection(calls: LaneCalls, links: 
     assert not calls.post(RELEASE, got.append)
 
 
-def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LocalCalls, links: list[FakeLink]) -> None:
     answer(links, lookup_reply(1, 5))
     ask(calls)
     big = pb.LaneRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(100_000))]))
@@ -173,7 +173,7 @@ def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LaneCalls, l
         pytest.fail("nobody read 100 MB")
 
 
-def test_to_post_does_not_wait_for_a_call_either(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_to_post_does_not_wait_for_a_call_either(calls: LocalCalls, links: list[FakeLink]) -> None:
     waiting = threading.Thread(target=lambda: ask(calls))
     waiting.start()
     eventually(lambda: calls.busy)
@@ -187,10 +187,10 @@ def test_to_post_does_not_wait_for_a_call_either(calls: LaneCalls, links: list[F
 
 @pytest.mark.parametrize(
     "nonsense",
-    [FRAME_LENGTH.pack(2**31), FRAME_LENGTH.pack(3) + b"\xff\xff\xff", lookup_reply(0, 0)],
+    [(2**31).to_bytes(4, "little"), frame(b"\xff\xff\xff"), lookup_reply(0, 0)],
     ids=["too long", "no protobuf", "the daemon ends the connection"],
 )
-def test_after_nonsense_it_connects_again(calls: LaneCalls, links: list[FakeLink], nonsense: bytes) -> None:
+def test_after_nonsense_it_connects_again(calls: LocalCalls, links: list[FakeLink], nonsense: bytes) -> None:
     answer(links, nonsense)
     with pytest.raises(CarrierError) as caught:
         ask(calls)
@@ -200,7 +200,7 @@ def test_after_nonsense_it_connects_again(calls: LaneCalls, links: list[FakeLink
     assert ask(calls) == 7
 
 
-def test_a_daemon_that_does_not_read_costs_a_budget(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_a_daemon_that_does_not_read_costs_a_budget(calls: LocalCalls, links: list[FakeLink]) -> None:
     huge = pb.LaneRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(3 << 20))]))
     with pytest.raises(CarrierError) as caught:
         calls.call(huge, 0.05)
@@ -210,7 +210,7 @@ def test_a_daemon_that_does_not_read_costs_a_budget(calls: LaneCalls, links: lis
     assert ask(calls) == 3, "half a request was followed by another"
 
 
-def test_a_call_that_waits_ends_with_the_connection(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_a_call_that_waits_ends_with_the_connection(calls: LocalCalls, links: list[FakeLink]) -> None:
     codes: list[grpc.StatusCode] = []
 
     def wait() -> None:
@@ -259,10 +259,10 @@ def test_schedulers_of_many_threads_get_their_own_answers(short_dir: Path) -> No
 def unknown_kind(call: int) -> bytes:
     """A reply with a field that only a newer daemon's client knows, in the place of its message."""
     payload = pb.LaneReply(call=call).SerializeToString() + b"\x82\x7d\x03abc"
-    return FRAME_LENGTH.pack(len(payload)) + payload
+    return frame(payload)
 
 
-def test_replies_of_an_unknown_kind_are_skipped(calls: LaneCalls, links: list[FakeLink]) -> None:
+def test_replies_of_an_unknown_kind_are_skipped(calls: LocalCalls, links: list[FakeLink]) -> None:
     got: list[Any] = []
     answer(links, unknown_kind(0) + unknown_kind(1) + lookup_reply(1, 5))
     assert ask(calls) == 5

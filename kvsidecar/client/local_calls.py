@@ -1,4 +1,4 @@
-"""Calls on the fast lane: lookups, leases and their ends."""
+"""Calls of the local protocol: lookups, leases and their ends."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client.lane import RECEIVE_BYTES, Replies, error_of, frame, kind_of, no_answer
 from kvsidecar.client.link import Link
-from kvsidecar.client.messages import CarrierError
-from kvsidecar.client.waiting import wait_lightly, wait_readable, wait_writable
+from kvsidecar.client.local_stream import RECEIVE_BYTES, Replies, error_of, no_answer
+from kvsidecar.client.messages import CarrierError, kind_of
+from kvsidecar.client.transport import Then
+from kvsidecar.client.waiting import wait_for_answer, wait_writable
 from kvsidecar.errors import ClientError
+from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 
-LIGHT_SECONDS = 0.005
-"""A daemon that answers does so sooner."""
 
-Then = Callable[[Any], None]
-"""Is given the answer to what was posted: the reply's message, or the CarrierError that the daemon refuses it with."""
-
-
-class LaneCalls:
+class LocalCalls:
     """Calls on a connection of their own, which is made by the first. One at a time; the caller reads its own answer,
     and with it those to what was posted before.
 
@@ -50,7 +46,7 @@ class LaneCalls:
         return self._lock.locked()
 
     def call(self, request: pb.LaneRequest, seconds: float) -> Any:
-        """As `Connection.call`."""
+        """As `Transport.call`."""
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "another call waits for its answer")
@@ -132,14 +128,14 @@ class LaneCalls:
                 if reply.call == self._number and reply.WhichOneof("message") is not None:
                     return reply
                 self._take_posted(reply)
-            if not (wait_lightly(fd, min(LIGHT_SECONDS, _left(deadline))) or wait_readable(fd, _left(deadline))):
+            if not wait_for_answer(fd, _left(deadline)):
                 return None
             self._receive(connection)
 
     def _next_frame(self, request: pb.LaneRequest) -> bytes:
         self._number += 1
         request.call = self._number
-        return frame(request)
+        return frame(request.SerializeToString())
 
     def _receive(self, connection: socket.socket) -> None:
         data = connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)

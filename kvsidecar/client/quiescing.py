@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-
-import grpc
 
 from kvsidecar.client.breaker import Backoff
-from kvsidecar.client.connection import Connection
+from kvsidecar.client.messages import CarrierError
 from kvsidecar.client.session import Session
+from kvsidecar.client.transport import Transport
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 ASK_SECONDS = 1.0
 """Deadline of one question to a daemon that may be hanging."""
 
-Poll = Callable[[float, Callable[[], bool]], bool]
-"""``poll(seconds, until)``: wait for news of the daemon at most that long, until the function says so."""
+WaitUntil = Callable[[Callable[[], bool], float], bool]
+"""``wait_until(is_done, seconds)``: wait for news of the daemon at most that long, until the function says so."""
 
 
-def settle(
-    connection: Connection,
+def quiesce(
+    transport: Transport,
     session: Session,
     *,
-    poll: Poll,
+    wait_until: WaitUntil,
     going_down: Callable[[], None],
     give_up: Callable[[], bool],
     wake: Callable[[], None],
@@ -40,43 +38,47 @@ def settle(
 
     Args:
         session: its stream has ended.
-        going_down: called when the daemon has closed its attach socket, as it does only when it goes down with its
-            pool: nothing will be served from there any more. (On the fast lane it is where the stream was.)
+        going_down: called when the daemon has told that it goes down with its pool: nothing will be served from there
+            any more.
         give_up: says that nobody wants to know any more.
-        wake: makes `poll` look again; called from other threads.
+        wake: makes ``wait_until`` look again; called from other threads.
     """
-    process = connection.link.process
+    process = transport.link.process
     delays = Backoff(0.02, 1.0)
     told = False
 
-    def over() -> bool:
+    def is_over() -> bool:
         nonlocal told
-        if not told and not connection.fast_lane and connection.link.ended():
+        if not told and transport.going_down():
             told = True
             going_down()
         return process.gone() or give_up()
 
-    while not over():
-        # In the background, so that the end of the process is seen while a daemon that hangs is being asked.
-        asking = connection.stub.Status.future(pb.StatusRequest(session=session.id), timeout=ASK_SECONDS)
-        asking.add_done_callback(lambda _: wake())
-        poll(ASK_SECONDS, partial(_either, over, asking.done))
-        if asking.done() and _says_ended(asking, session, process_is_watched=process.fd is not None):
+    def wait_for(answered: Callable[[], bool]) -> None:
+        wait_until(lambda: answered() or is_over(), ASK_SECONDS)
+
+    while not is_over():
+        if _says_ended(transport, session, wait_for, wake):
             return True
-        asking.cancel()
-        poll(delays.next(), over)
+        wait_until(is_over, delays.next())
     return process.gone()
 
 
-def _either(one: Callable[[], bool], other: Callable[[], bool]) -> bool:
-    return one() or other()
+def _says_ended(
+    transport: Transport, session: Session, wait_for: Callable[[Callable[[], bool]], None], wake: Callable[[], None]
+) -> bool:
+    """Ask the daemon. In the background, so that the end of its process is seen while it hangs."""
+    answers: list[pb.StatusReply | CarrierError] = []
 
+    def answered(answer: pb.StatusReply | CarrierError) -> None:
+        answers.append(answer)
+        wake()
 
-def _says_ended(asking: grpc.Future[pb.StatusReply], session: Session, *, process_is_watched: bool) -> bool:
-    try:
-        status: pb.StatusReply = asking.result()
-    except (grpc.RpcError, grpc.FutureCancelledError):
+    give_up = transport.ask(pb.StatusRequest(session=session.id), ASK_SECONDS, answered)
+    wait_for(lambda: bool(answers))
+    give_up()
+    if not answers or isinstance(answer := answers[0], CarrierError):
         return False
-    if status.epoch != session.epoch:
-        return not process_is_watched
-    return status.session_ended and not session.unsettled
+    if answer.epoch != session.epoch:
+        return transport.link.process.fd is None
+    return answer.session_ended and not session.copy_may_run

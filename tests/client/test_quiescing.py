@@ -11,31 +11,11 @@ import grpc
 import pytest
 
 from kvsidecar.client.link import LostDaemon
-from kvsidecar.client.settling import settle
+from kvsidecar.client.messages import CarrierError
+from kvsidecar.client.quiescing import quiesce
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 EPOCH, SESSION = 7, 11
-
-
-class Call:
-    """One question that has been answered, or has failed."""
-
-    def __init__(self, answer: pb.StatusReply | None) -> None:
-        self._answer = answer
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        callback(self)
-
-    def done(self) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        pass
-
-    def result(self) -> pb.StatusReply:
-        if self._answer is None:
-            raise grpc.RpcError
-        return self._answer
 
 
 def status(epoch: int, *sessions: int) -> pb.StatusReply:
@@ -54,21 +34,21 @@ def asked(
     left = list(answers)
     questions = 0
 
-    def ask(*_: Any, **__: Any) -> Call:
+    def ask(_request: Any, _seconds: float, then: Callable[[Any], None]) -> Callable[[], None]:
         nonlocal questions
         questions += 1
-        return Call(left.pop(0))
+        answer = left.pop(0)
+        then(CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer") if answer is None else answer)
+        return lambda: None
 
     process = SimpleNamespace(fd=3 if watched else None, gone=lambda: dies_after == questions)
-    connection: Any = SimpleNamespace(
-        fast_lane=False,
-        link=SimpleNamespace(process=process, ended=lambda: link_ended),
-        stub=SimpleNamespace(Status=SimpleNamespace(future=ask)),
-    )
-    session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH, unsettled=unsettled)
-    proven = settle(
-        connection, session, poll=lambda _, until: until(), going_down=lambda: None, give_up=lambda: not left,
-        wake=lambda: None,
+    transport: Any = SimpleNamespace(
+        link=SimpleNamespace(process=process), going_down=lambda: link_ended, ask=ask
+    )  # fmt: skip
+    session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH, copy_may_run=unsettled)
+    proven = quiesce(
+        transport, session, wait_until=lambda is_done, _: is_done(), going_down=lambda: None,
+        give_up=lambda: not left, wake=lambda: None,
     )  # fmt: skip
     return proven, questions
 

@@ -1,0 +1,80 @@
+"""Frames: how messages lie on the attach socket, in both directions. Does no I/O.
+
+A frame is the length of its payload (4 bytes, little endian), then the payload. Who reads feeds a `FrameReader` with
+whatever arrives, in pieces of any size, and takes the payloads out.
+"""
+
+from __future__ import annotations
+
+import struct
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""gRPC's own default, named here because it is a promise: 100,000 blocks of 32-byte hashes fit."""
+
+_LENGTH = struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size
+
+
+class FrameTooLong(ValueError):
+    """A frame announces more than may come. What follows on the connection cannot be understood."""
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(f"a message of {length} bytes is over the limit of {limit}")
+        self.length = length
+
+
+def frame(payload: bytes) -> bytes:
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts the bytes of one connection into payloads.
+
+    Args:
+        limit: of one payload, in bytes.
+    """
+
+    def __init__(self, limit: int = MAX_MESSAGE_BYTES) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+        self._start = 0
+        """Of what has not been taken out."""
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> bytes | None:
+        """The next whole payload; None if there is none yet. Raises FrameTooLong."""
+        arrived = len(self._buffer)
+        if arrived > self._start and (length := self.announced) is not None:
+            first = self._start + HEADER_BYTES
+            if arrived - first >= length:
+                self._start = first + length
+                return bytes(memoryview(self._buffer)[first : self._start])
+        # Here, not after every payload: a read brings many. Not later: nobody may come back for a long time.
+        if self._start:
+            del self._buffer[: self._start]
+            self._start = 0
+        return None
+
+    @property
+    def announced(self) -> int | None:
+        """Bytes of the next payload; None until its header is here. Raises FrameTooLong."""
+        if len(self._buffer) - self._start < HEADER_BYTES:
+            return None
+        length: int = _LENGTH.unpack_from(self._buffer, self._start)[0]
+        if length > self._limit:
+            raise FrameTooLong(length, self._limit)
+        return length
+
+    @property
+    def missing(self) -> int:
+        """Bytes that complete the header or else the payload: who reads no more than these leaves alone what comes
+        behind it. Raises FrameTooLong."""
+        length = self.announced
+        return (HEADER_BYTES if length is None else HEADER_BYTES + length) - (len(self._buffer) - self._start)
+
+    def clear(self) -> None:
+        """Forget what has arrived."""
+        self._buffer.clear()
+        self._start = 0

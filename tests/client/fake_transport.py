@@ -1,0 +1,131 @@
+"""A transport and an Attach stream without a daemon: the test says what arrives, and sees what is sent."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from kvsidecar.client.messages import CarrierError
+from kvsidecar.client.outbox import Outbox
+from kvsidecar.client.transport import AttachStream, Then, Transport
+from kvsidecar.client.waiting import Monitor
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.harness import SECONDS
+
+
+class FakeStream(AttachStream):
+    """Takes everything out of the outbox at once, unless it is ``full``."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.ended = False
+        self.error: CarrierError | None = None
+        self.quiesced = False
+        self.full = False
+        self.cancelled = False
+        self.finished = threading.Event()
+        self.said: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
+        self._outbox = outbox
+        self._coming: queue.SimpleQueue[pb.AttachReply | None] = queue.SimpleQueue()
+        self._arrived: list[pb.AttachReply] = []
+        self._end: tuple[CarrierError | None, bool] = None, False
+
+    def next(self) -> pb.AttachRequest:
+        """The next message of the session."""
+        return self.said.get(timeout=SECONDS)
+
+    def reply(self, **message: Any) -> None:
+        self._coming.put(pb.AttachReply(**message))
+
+    def done(self, job: int, **fields: Any) -> None:
+        self.reply(done=pb.JobDone(job=job, outcome=pb.JobDone.OUTCOME_DONE, **fields))
+
+    def end(self, error: CarrierError | None = None, *, quiesced: bool = False) -> None:
+        """Behind what was replied before."""
+        self._end = error, quiesced
+        self._coming.put(None)
+
+    def pump(self) -> None:
+        while self._outbox.waiting and not self.full:
+            message = pb.AttachRequest()
+            if self._outbox.take(message):
+                self.said.put(message)
+            elif self._outbox.is_finished:
+                self.finished.set()
+
+    def wait(self) -> None:
+        if (reply := self._coming.get()) is None:
+            self.error, self.quiesced = self._end
+            self.ended = True
+        else:
+            self._arrived.append(reply)
+
+    def receive(self, *, helping: bool = False) -> list[pb.AttachReply]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def wait_readable(self, seconds: float) -> bool:
+        return False
+
+    def wake_reader(self) -> None: ...
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._coming.put(None)
+
+    def close(self) -> None: ...
+
+
+class FakeTransport(Transport):
+    """Of one run of a daemon. `registers` answers the registration by itself."""
+
+    is_local = False
+
+    def __init__(self, *, epoch: int = 7, session: int = 11) -> None:
+        near, self.far = socket.socketpair()
+        self.epoch, self.session = epoch, session
+        self.gone = threading.Event()
+        self.closed = threading.Event()
+        self.streams: list[FakeStream] = []
+        self.questions: queue.SimpleQueue[tuple[Any, Then]] = queue.SimpleQueue()
+        process: Any = SimpleNamespace(fd=None, gone=self.gone.is_set, close=lambda: None)
+        process.duplicate = lambda: process
+        self.link: Any = SimpleNamespace(
+            connection=near, process=process, token=b"t", epoch=epoch, ended=lambda: self.far.fileno() < 0
+        )
+
+    @property
+    def stream(self) -> FakeStream:
+        return self.streams[-1]
+
+    def open_stream(self, outbox: Outbox, monitor: Monitor) -> AttachStream:
+        self.streams.append(FakeStream(outbox))
+        self.stream.reply(registered=pb.Registered(epoch=self.epoch, session=self.session))
+        return self.stream
+
+    def ask(self, request: Any, seconds: float, then: Then) -> Callable[[], None]:
+        self.questions.put((request, then))
+        return lambda: None
+
+    def asked(self) -> tuple[Any, Then]:
+        """The next question, and what takes its answer."""
+        return self.questions.get(timeout=SECONDS)
+
+    def call(self, request: pb.LaneRequest, seconds: float) -> Any:
+        raise NotImplementedError
+
+    def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
+        return False
+
+    def collect(self) -> None:
+        pass
+
+    def going_down(self) -> bool:
+        return bool(self.link.ended())
+
+    def close(self) -> None:
+        self.link.connection.close()
+        self.closed.set()

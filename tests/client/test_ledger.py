@@ -1,0 +1,194 @@
+"""What is outstanding, what has ended, what is said next and what is waited for: decided without a daemon."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsidecar.client.flushing import Flush
+from kvsidecar.client.ledger import Job, Ledger, Phase
+from kvsidecar.client.ordering import RingSlots
+from kvsidecar.client.outbox import Outbox
+from kvsidecar.client.results import Blocks, JobDone
+from kvsidecar.types import Direction, Outcome
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.harness import hashes
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(10)
+
+
+def job(ledger: Ledger, number: int, direction: Direction = Direction.STORE, phase: Phase = Phase.WAITING) -> Job:
+    added = Job(number, direction, [Blocks(0, hashes(number), [number])], phase=phase)
+    ledger.add(added)
+    return added
+
+
+def ends(ledger: Ledger) -> dict[int, str]:
+    return {done.job: done.reason for done in ledger.take_finished()}
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_ends_once_and_is_reported_once(ledger: Ledger) -> None:
+    job(ledger, 1)
+    assert ledger.finish(JobDone(1, Outcome.DONE))
+    assert not ledger.finish(JobDone(1, Outcome.FAILED, "later"))
+    assert [done.outcome for done in ledger.take_finished()] == [Outcome.DONE]
+    assert not ledger.take_finished()
+    assert (ledger.count, ledger.finished) == (0, {})
+
+
+def test_who_asks_for_some_leaves_the_others(ledger: Ledger) -> None:
+    for number in (1, 2, 3):
+        ledger.decline(number, "full")
+    assert list(ledger.take([2, 4])) == [2]
+    assert ends(ledger) == {1: "full", 3: "full"}
+
+
+def test_a_lost_daemon_ends_what_it_was_never_told_of_at_once_and_the_rest_with_a_proof(ledger: Ledger) -> None:
+    job(ledger, 1, phase=Phase.WAITING)
+    job(ledger, 2, phase=Phase.QUEUED)
+    job(ledger, 3, phase=Phase.SENT)
+    job(ledger, 4, Direction.LOAD, phase=Phase.SENT)
+    ledger.end_unsent("lost", "why")
+    assert ends(ledger) == {1: "lost", 2: "lost"}
+    ledger.end_stores("lost", "why")
+    assert ends(ledger) == {3: "lost"}
+    ledger.end_all("lost", "why")
+    assert ends(ledger) == {4: "lost"}
+
+
+def test_a_client_that_leaves_ends_only_what_still_waits(ledger: Ledger) -> None:
+    for phase in Phase:
+        job(ledger, phase + 1, phase=phase)
+    ledger.end_waiting("closed")
+    assert ends(ledger) == {1: "closed"}
+
+
+def test_the_verdict_of_a_daemon_is_what_is_reported_when_the_copy_cannot_run_any_more(ledger: Ledger) -> None:
+    job(ledger, 1, Direction.LOAD, Phase.SENT)
+    verdict = JobDone(1, Outcome.FAILED, "device_lost")
+    assert ledger.hold(verdict)
+    assert not ledger.take_finished()
+    ledger.end_all("lost", "why")
+    assert ledger.take_finished() == [verdict]
+    assert not ledger.hold(verdict), "it had ended"
+
+
+def test_a_job_that_ends_gives_its_ring_entry_back_whatever_ends_it(ledger: Ledger) -> None:
+    ring = RingSlots(1)
+    for end in (
+        lambda: ledger.finish(JobDone(1, Outcome.DONE)),
+        lambda: ledger.end_all("lost", ""),
+        lambda: ledger.cancel_unsent(ledger.outstanding(), "cancelled"),
+    ):
+        added = job(ledger, 1, phase=Phase.QUEUED)
+        assert ring.take(1) == 0
+        added.ring, added.event = ring, 1
+        end()
+        assert ring.take(2) == 0, "the entry is still the job's"
+        ring.issued(0)
+
+
+# -- what is said next -------------------------------------------------------------------------------------------------
+
+
+def said(outbox: Outbox) -> list[pb.AttachRequest]:
+    messages = []
+    while outbox.waiting:
+        message = pb.AttachRequest()
+        if outbox.take(message):
+            messages.append(message)
+    return messages
+
+
+def test_what_is_put_is_said_in_order_and_nothing_behind_the_end(ledger: Ledger) -> None:
+    outbox = Outbox(ledger)
+    first, last = job(ledger, 1), job(ledger, 2, Direction.LOAD)
+    outbox.put(first, pb.AttachRequest(idle=pb.Idle(idle=True)), last)
+    outbox.finish()
+    outbox.put(job(ledger, 3))
+    assert [message.WhichOneof("message") for message in said(outbox)] == ["store", "idle", "load"]
+    assert outbox.is_finished
+    assert [first.phase, last.phase] == [Phase.SENT, Phase.SENT]
+
+
+def test_a_job_that_has_ended_before_its_turn_is_never_said(ledger: Ledger) -> None:
+    outbox = Outbox(ledger)
+    outbox.put(ended := job(ledger, 1), job(ledger, 2))
+    ledger.cancel_unsent([ended], "cancelled")
+    assert [message.store.job for message in said(outbox)] == [2]
+
+
+def test_a_job_whose_time_is_over_at_its_turn_is_declined_and_not_said(ledger: Ledger) -> None:
+    now = 100.0
+    outbox = Outbox(ledger, lambda: now)
+    late, timely = job(ledger, 1), job(ledger, 2)
+    late.deadline, timely.deadline = 100.0, 100.5
+    outbox.put(late, timely)
+    assert [(message.store.job, message.store.deadline_ms) for message in said(outbox)] == [(2, 500)]
+    assert ends(ledger) == {1: "deadline"}
+
+
+def test_what_makes_no_message_is_declined(ledger: Ledger) -> None:
+    outbox = Outbox(ledger)
+    huge, wrong = job(ledger, 1), job(ledger, 2)
+    huge.blocks = [Blocks(0, bytes(5 << 20), [0])]
+    wrong.blocks = [Blocks(0, hashes("a"), [2**70])]
+    outbox.put(huge, wrong)
+    assert not said(outbox)
+    assert ends(ledger) == {1: "invalid_request", 2: "invalid_request"}
+
+
+def test_an_outbox_that_nobody_listens_to_forgets_what_waits(ledger: Ledger) -> None:
+    outbox = Outbox(ledger)
+    outbox.put(waiting := job(ledger, 1))
+    outbox.close()
+    outbox.put(job(ledger, 2))
+    assert not said(outbox)
+    assert waiting.phase is Phase.WAITING
+
+
+# -- what is waited for ------------------------------------------------------------------------------------------------
+
+
+def test_a_flush_asks_about_each_job_once_when_it_is_on_its_way(ledger: Ledger) -> None:
+    waits = job(ledger, 1)
+    job(ledger, 2, phase=Phase.QUEUED)
+    job(ledger, 3, Direction.LOAD, Phase.SENT)
+    flush = Flush(ledger, (), cancel=False)
+    assert flush.to_ask() == [2], "all stores, and no load"
+    assert flush.to_ask() == []
+    waits.phase = Phase.SENT
+    assert flush.to_ask() == [1]
+    assert flush.busy() == {1, 2}
+
+
+def test_a_flush_is_over_when_every_job_has_ended_or_the_daemon_says_so(ledger: Ledger) -> None:
+    for number in (1, 2, 3):
+        job(ledger, number, phase=Phase.SENT)
+    flush = Flush(ledger, (1, 2, 3, 4711), cancel=False)
+    flush.answered(flush.to_ask(), [2, 3])
+    assert flush.busy() == {2, 3}
+    ledger.finish(JobDone(2, Outcome.DONE))
+    assert flush.busy() == {3}
+
+
+def test_a_flush_does_not_believe_the_daemon_of_a_copy_that_it_has_given_up(ledger: Ledger) -> None:
+    job(ledger, 1, phase=Phase.SENT)
+    flush = Flush(ledger, (1,), cancel=False)
+    asked = flush.to_ask()
+    ledger.hold(JobDone(1, Outcome.FAILED, "device_lost"))
+    flush.answered(asked, [])
+    assert flush.busy() == {1}
+
+
+def test_a_flush_that_cancels_ends_here_what_was_not_sent(ledger: Ledger) -> None:
+    for phase in Phase:
+        job(ledger, phase + 1, phase=phase)
+    flush = Flush(ledger, (), cancel=True)
+    assert ends(ledger) == {1: "cancelled", 2: "cancelled"}
+    assert (flush.busy(), flush.to_ask()) == ({3}, [3])

@@ -1,0 +1,154 @@
+"""One session, with its stream in the test's hands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from kvsidecar.client.flushing import Flush
+from kvsidecar.client.ledger import Job, Ledger, Phase
+from kvsidecar.client.messages import CarrierError
+from kvsidecar.client.results import Blocks
+from kvsidecar.client.session import Session
+from kvsidecar.client.waiting import Monitor
+from kvsidecar.types import Direction, Outcome, State
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.client.fake_transport import FakeStream, FakeTransport
+from tests.harness import SECONDS, hashes
+
+
+class Opened:
+    """A session that is registered."""
+
+    def __init__(self) -> None:
+        self.ledger, self.monitor, self.woken = Ledger(10), Monitor(), threading.Event()
+        transport = FakeTransport()
+        register = pb.Register(instance="test")
+        self.session = Session(
+            transport, register, self.ledger, self.monitor, ring_size=1, wake=self.woken.set
+        )  # fmt: skip
+        self.stream: FakeStream = transport.stream
+        assert self.stream.next().register == register, "it does not register first"
+        self.until(lambda: bool(self.session.id))
+
+    def until(self, is_done: object) -> None:
+        with self.monitor.changed:
+            assert self.monitor.changed.wait_for(is_done, SECONDS)  # type: ignore[arg-type]
+
+    def job(self, number: int) -> Job:
+        job = Job(number, Direction.STORE, [Blocks(0, hashes(number), [number])])
+        with self.monitor.lock:
+            self.ledger.add(job)
+        return job
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    opened = Opened()
+    yield opened
+    opened.stream.end()
+    opened.session.join()
+
+
+def test_what_the_daemon_answers_is_known_when_it_has_registered(opened: Opened) -> None:
+    assert (opened.session.id, opened.session.epoch) == (11, 7)
+    opened.stream.reply(readiness=pb.Readiness(state=pb.Readiness.STATE_READY))
+    opened.until(lambda: opened.session.readiness.state is State.READY)
+
+
+def test_jobs_are_sent_in_order_and_what_was_to_be_said_goes_with_the_next(opened: Opened) -> None:
+    with opened.monitor.lock:
+        opened.session.set_idle(True)
+    assert opened.stream.said.empty(), "a hint cost a message of its own"
+    for number in (1, 2):
+        opened.session.send(opened.job(number))
+    sent = [opened.stream.next() for _ in range(3)]
+    assert [message.WhichOneof("message") for message in sent] == ["idle", "store", "store"]
+    assert [message.store.job for message in sent[1:]] == [1, 2]
+    opened.stream.done(1)
+    opened.until(lambda: not opened.ledger.is_outstanding(1))
+    assert opened.ledger.is_outstanding(2)
+
+
+def test_a_job_that_has_ended_is_not_sent(opened: Opened) -> None:
+    job = opened.job(1)
+    opened.session.fail(job, "no event")
+    opened.session.send(job)
+    (failed,) = opened.ledger.take_finished()
+    assert (failed.outcome, failed.reason, failed.error) == (Outcome.FAILED, "event_failed", "no event")
+    opened.session.send(opened.job(2))
+    assert opened.stream.next().store.job == 2
+
+
+def test_an_event_of_the_ring_is_free_when_the_daemon_says_so_or_its_job_has_ended(opened: Opened) -> None:
+    first, second, third = (opened.job(number) for number in (1, 2, 3))
+    with opened.monitor.lock:
+        opened.session.device_order = True
+        assert [opened.session.take_event(first), opened.session.take_event(second)] == [0, None]
+    opened.stream.reply(wait_issued=pb.WaitIssued(event=1))
+    opened.stream.done(4711)  # what was said before it has been heard when this has: it notifies
+    opened.stream.done(2)
+    opened.until(lambda: not opened.ledger.is_outstanding(2))
+    with opened.monitor.lock:
+        assert opened.session.take_event(third) == 0
+
+
+def test_a_flush_is_told_what_the_daemon_answers_to_it_and_nobody_who_has_gone(opened: Opened) -> None:
+    for number in (1, 2):
+        opened.session.send(opened.job(number))
+        opened.stream.next()
+    flushes = [Flush(opened.ledger, (1, 2), cancel=cancel) for cancel in (False, True)]
+    numbers = []
+    for flush in flushes:
+        with opened.monitor.lock:
+            opened.session.flush(flush, flush.to_ask(), 5.0)
+        message = opened.stream.next().flush
+        assert list(message.jobs) == [1, 2]
+        assert message.mode == (pb.Flush.MODE_CANCEL if flush.cancel else pb.Flush.MODE_FINISH)
+        assert 0 < message.timeout_ms <= 5000
+        numbers.append(message.flush)
+    with opened.monitor.lock:
+        opened.session.forget(flushes[0])
+    for number in numbers:
+        opened.stream.reply(flushed=pb.Flushed(flush=number, pending=[2]))
+    opened.until(lambda: flushes[1].busy() == {2})
+    assert flushes[0].busy() == {1, 2}
+
+
+def test_a_copy_that_may_still_run_spoils_the_end_of_the_session(opened: Opened) -> None:
+    job = opened.job(1)
+    opened.session.send(job)
+    opened.stream.reply(done=pb.JobDone(job=1, outcome=pb.JobDone.OUTCOME_FAILED, error="Xid 79", unsettled=True))
+    opened.until(lambda: opened.session.copy_may_run)
+    opened.stream.end(quiesced=True)
+    opened.session.join()
+    assert opened.ledger.is_outstanding(1)
+    assert not opened.session.quiesced
+
+
+@pytest.mark.parametrize("error", [None, CarrierError(grpc.StatusCode.UNAVAILABLE, "gone")])
+def test_what_was_said_before_the_end_is_taken_and_nothing_is_sent_after_it(
+    opened: Opened, error: CarrierError | None
+) -> None:
+    opened.stream.full = True
+    sent, queued = opened.job(1), opened.job(2)
+    opened.session.send(queued)
+    opened.stream.done(sent.number)
+    opened.stream.end(error, quiesced=error is None)
+    assert opened.woken.wait(SECONDS), "the supervisor was not woken"
+    assert (opened.session.ended, opened.session.error, opened.session.quiesced) == (True, error, error is None)
+    assert not opened.ledger.is_outstanding(1)
+    opened.stream.full = False
+    opened.session.send(opened.job(3))
+    assert opened.stream.said.empty()
+    assert queued.phase is Phase.QUEUED, "the daemon cannot have heard of it"
+
+
+def test_a_session_that_is_half_closed_says_nothing_more(opened: Opened) -> None:
+    opened.session.half_close()
+    assert opened.stream.finished.wait(SECONDS)
+    opened.session.send(opened.job(1))
+    assert opened.stream.said.empty()

@@ -1,0 +1,232 @@
+"""The connection supervisor, with its daemons in the test's hands."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvsidecar.client import supervisor as module
+from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
+from kvsidecar.client.buffers import KVBuffers
+from kvsidecar.client.ledger import Job, Ledger
+from kvsidecar.client.messages import CarrierError, Registration
+from kvsidecar.client.results import Blocks
+from kvsidecar.client.supervisor import Supervisor
+from kvsidecar.client.waiting import Monitor
+from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable
+from kvsidecar.types import Direction, Outcome
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.client.fake_transport import FakeTransport
+from tests.harness import NAMESPACE, SECONDS, hashes
+
+REGISTRATION = Registration("test", NAMESPACE, KVBuffers("host", ()), (), 0, 1)
+NOBODY = DaemonUnreachable("nobody is there")
+
+
+class Node:
+    """Where a supervisor dials: every attempt gets the next of ``daemons``, or fails with it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.daemons: queue.SimpleQueue[FakeTransport | ClientError] = queue.SimpleQueue()
+        self.options: list[dict[str, Any]] = []
+        self.ledger, self.monitor = Ledger(10), Monitor()
+        self.breaker = CircuitBreaker(failures=1, backoff=Backoff(1e-3, 1e-3))
+        monkeypatch.setattr(module, "dial", self._dial)
+        monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.05)
+        self.supervisor = Supervisor(
+            "kvs.sock", name="test", local=True, timeout=SECONDS, probe_seconds=SECONDS, ledger=self.ledger,
+            monitor=self.monitor, breaker=self.breaker, backoff=Backoff(1e-3, 1e-3),
+        )  # fmt: skip
+
+    def _dial(self, _socket: str, **options: Any) -> FakeTransport:
+        self.options.append(options)
+        daemon = self.daemons.get(timeout=SECONDS)
+        if isinstance(daemon, ClientError):
+            raise daemon
+        return daemon
+
+    def until(self, is_done: Callable[[], object]) -> None:
+        with self.monitor.changed:
+            assert self.monitor.changed.wait_for(is_done, SECONDS)
+
+    def attached(self) -> FakeTransport:
+        """Attach to a new daemon."""
+        daemon = FakeTransport()
+        self.daemons.put(daemon)
+        self.supervisor.start(REGISTRATION)
+        self.until(lambda: self.supervisor.session)
+        assert daemon.stream.next().HasField("register")
+        return daemon
+
+    def submit(self, number: int, direction: Direction = Direction.STORE) -> Job:
+        job = Job(number, direction, [Blocks(0, hashes(number), [number])])
+        with self.monitor.lock:
+            self.ledger.add(job)
+            assert self.supervisor.session is not None
+            self.supervisor.session.send(job)
+        return job
+
+    def ended(self) -> dict[int, tuple[Outcome, str]]:
+        with self.monitor.lock:
+            return {done.job: (done.outcome, done.reason) for done in self.ledger.take_finished()}
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    node = Node(monkeypatch)
+    yield node
+    node.daemons.put(NOBODY)
+    node.supervisor.close(0.0)
+
+
+def test_it_dials_until_a_daemon_takes_it_and_says_so_once_each(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvsidecar.client")
+    for each in (NOBODY, NOBODY, AttachRefused("too big"), AttachRefused("too big"), NOBODY):
+        node.daemons.put(each)
+    daemon = node.attached()
+    assert (node.supervisor.attempts, node.supervisor.error) == (6, None)
+    assert node.supervisor.transport is daemon
+    assert [caplog.text.count(text) for text in ("nobody is there", "too big", "answers (epoch 7)")] == [1, 1, 1]
+
+
+def test_an_attempt_that_is_made_once_ends_the_thread_with_its_error(node: Node) -> None:
+    node.daemons.put(NOBODY)
+    node.supervisor.start(REGISTRATION, once=True)
+    assert node.supervisor.wait_attempt(0, SECONDS)
+    assert node.supervisor.error is NOBODY
+    assert node.supervisor._thread is not None
+    node.supervisor._thread.join(SECONDS)
+    assert not node.supervisor._thread.is_alive()
+
+
+def test_a_connection_without_a_registration_is_made_again_with_it(node: Node) -> None:
+    first = FakeTransport()
+    node.daemons.put(first)
+    node.supervisor.start_without_registration()
+    node.until(lambda: node.supervisor.transport)
+    assert (node.supervisor.session, first.streams) == (None, [])
+    daemon = node.attached()
+    assert first.closed.is_set()
+    assert node.supervisor.transport is daemon
+
+
+def test_a_daemon_that_refuses_the_registration_is_closed_and_tried_again(node: Node) -> None:
+    refusing = FakeTransport(session=0)  # 0: it has not answered
+    node.daemons.put(refusing)
+    node.supervisor.start(REGISTRATION)
+    while not refusing.streams:
+        threading.Event().wait(1e-3)
+    refusing.stream.end(CarrierError(grpc.StatusCode.INVALID_ARGUMENT, "no such device"))
+    assert node.supervisor.wait_attempt(0, SECONDS)
+    assert isinstance(node.supervisor.error, AttachRefused)
+    assert refusing.closed.is_set()
+    node.attached()
+
+
+@pytest.mark.parametrize("how", ["process", "socket", "stream"])
+def test_a_lost_daemon_is_seen_however_it_is_lost_and_its_jobs_end_with_the_proof(node: Node, how: str) -> None:
+    daemon = node.attached()
+    load, store = node.submit(1, Direction.LOAD), node.submit(2)
+    assert [daemon.stream.next().WhichOneof("message") for _ in range(2)] == ["load", "store"]
+    daemon.stream.full = True
+    node.submit(3)
+    match how:
+        case "process":
+            daemon.gone.set()
+            node.supervisor.wake()
+        case "socket":
+            daemon.far.close()
+        case "stream":
+            daemon.stream.end(CarrierError(grpc.StatusCode.UNAVAILABLE, "broken"))
+    node.until(lambda: node.supervisor.session is None and not node.ledger.is_outstanding(3))
+    assert node.supervisor.transport is None
+    if how == "process":
+        node.until(lambda: not node.ledger.count)
+        return
+    if how == "socket":
+        daemon.stream.end(CarrierError(grpc.StatusCode.UNAVAILABLE, "broken"))
+        node.until(lambda: not node.ledger.is_outstanding(2))  # it will never be served
+        assert node.ended() == {3: (Outcome.FAILED, "daemon_lost"), 2: (Outcome.FAILED, "daemon_lost")}
+    question, answer = daemon.asked()
+    assert question == pb.StatusRequest(session=11)
+    answer(pb.StatusReply(epoch=7, session_ended=False))
+    assert node.ledger.is_outstanding(load.number), "the daemon said that it is not over"
+    assert node.ledger.is_outstanding(store.number) is (how == "stream")
+    question, answer = daemon.asked()
+    answer(pb.StatusReply(epoch=7, session_ended=True))
+    node.until(lambda: not node.ledger.count)
+    assert daemon.closed.wait(SECONDS)
+
+
+def test_the_next_session_begins_when_every_job_of_the_last_has_ended(node: Node) -> None:
+    daemon = node.attached()
+    node.submit(1)
+    daemon.stream.end(CarrierError(grpc.StatusCode.UNAVAILABLE, "broken"))
+    _, answer = daemon.asked()
+    successor = FakeTransport(epoch=8)
+    node.daemons.put(successor)
+    assert (len(node.options), node.ledger.count) == (1, 1), "it dialled before the jobs were over"
+    answer(pb.StatusReply(epoch=7, session_ended=True))
+    node.until(lambda: node.supervisor.session)
+    assert node.supervisor.transport is successor
+    assert node.ended() == {1: (Outcome.FAILED, "daemon_lost")}
+
+
+def test_the_last_words_of_a_dead_daemon_are_heard(node: Node) -> None:
+    daemon = node.attached()
+    node.submit(1)
+    daemon.stream.done(1)
+    daemon.stream.end(CarrierError(grpc.StatusCode.UNAVAILABLE, "broken"))
+    daemon.gone.set()
+    node.supervisor.wake()
+    node.until(lambda: not node.ledger.count)
+    assert node.ended() == {1: (Outcome.DONE, "")}
+
+
+def test_every_session_is_told_that_the_gpu_is_idle(node: Node) -> None:
+    node.supervisor.idle = True
+    assert node.attached().stream.next().idle.idle
+
+
+def test_a_client_that_leaves_lets_the_daemon_finish(node: Node) -> None:
+    daemon = node.attached()
+    node.submit(1)
+    closing = threading.Thread(target=node.supervisor.close, args=(SECONDS,))
+    closing.start()
+    assert daemon.stream.finished.wait(SECONDS)
+    daemon.stream.done(1)
+    daemon.stream.end(quiesced=True)
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    assert node.ended() == {1: (Outcome.DONE, "")}
+    assert (node.supervisor.left, daemon.closed.is_set()) == (None, True)
+
+
+def test_a_client_that_cannot_wait_leaves_a_daemon_behind_and_its_jobs_do_not_end(node: Node) -> None:
+    daemon = node.attached()
+    node.submit(1)
+    node.supervisor.close(0.05)
+    assert daemon.stream.cancelled
+    assert node.supervisor.left is not None
+    assert not node.supervisor.left.gone(0)
+    assert node.supervisor.left.gone(8), "another daemon is at the socket"
+    assert (node.ended(), node.ledger.count) == ({}, 1)
+
+
+def test_a_breaker_that_opens_is_probed_until_the_daemon_answers(node: Node) -> None:
+    daemon = node.attached()
+    assert node.breaker.failed()
+    node.supervisor.wake()
+    question, answer = daemon.asked()
+    assert question == pb.ReleaseRequest(lease=0)
+    answer(CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "late"))
+    assert node.breaker.state is not BreakerState.CLOSED
+    _, answer = daemon.asked()
+    answer(pb.ReleaseReply(released=False))
+    assert node.breaker.state is BreakerState.CLOSED
