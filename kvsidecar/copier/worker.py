@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvsidecar.copier.quiesce import after_quiescing, can_quiesce, quiesce
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, Device, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
-from kvsidecar.support import failpoints, log
+from kvsidecar.support import failpoints
 from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction
 
@@ -55,11 +56,6 @@ TIMED_CALLS: Final = 8
 The calls of one copy are slices of one plan."""
 RATE_DECAY: Final = 0.95
 """The best rate seen counts, and is forgotten slowly: a late look makes a sample too low, never too high."""
-QUIESCE_SECONDS: Final = 2.0
-"""After an error the device has this long to end what it was given. Copies take milliseconds."""
-QUIESCE_POLL_SECONDS: Final = 1e-3
-
-_log = log.get("worker")
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +91,8 @@ class CopyWorker:
 
     A future ends with its `CopyResult`, or with what the copy ended with: `CopyFailed` (the worker goes on) or
     `DeviceLost` (it does not). An exception that nobody expected ends the worker too. Of copies that were started,
-    ``outcome_known`` is True if the device said within `QUIESCE_SECONDS` that all it was given is over; of those that
-    were queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be
+    ``outcome_known`` is True if the device said soon (see `quiesce`) that all it was given is over; of those that were
+    queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be
     cancelled.
 
     Args:
@@ -259,10 +255,10 @@ class CopyWorker:
         opened.set_result(None)
         try:
             self._serve(stream)
-            _quiesce(stream)
+            quiesce(stream)
             stream.close()
         except BaseException as error:  # noqa: BLE001 - no thread ends unheard: every future and the owner get it
-            self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and _quiesces(stream))
+            self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and can_quiesce(stream))
 
     def _serve(self, stream: CopyStream) -> None:
         """Copy until closed and empty. Raises what the worker does not survive."""
@@ -316,7 +312,7 @@ class CopyWorker:
             self._calls.clear()
             self._issuing = None
             copy.failed = True
-            error = _quiesced(stream, error)
+            error = after_quiescing(stream, error)
             self._end(copy)
             _fail(copy, error)
             return
@@ -401,7 +397,7 @@ class CopyWorker:
 
     def _fail_flights(self, stream: CopyStream, error: CopyFailed) -> None:
         """An asynchronous error belongs to nobody: all that is in flight fails with it."""
-        error = _quiesced(stream, error)
+        error = after_quiescing(stream, error)
         copies = dict.fromkeys(flight.copy for flight in self._flights)
         self._flights.clear()
         self._ahead = 0
@@ -481,38 +477,6 @@ class CopyWorker:
 
     def _ended_by(self, failure: BaseException) -> str:
         return f"the {self._direction} worker has ended: {type(failure).__name__}: {failure}"
-
-
-def _quiesce(stream: CopyStream) -> None:
-    """Return when nothing moves any more that the stream was ever given.
-
-    Raises:
-        CopyFailed: with ``outcome_known=False``: that is not so after `QUIESCE_SECONDS`, or the device does not say.
-        DeviceLost: the context is gone.
-    """
-    failpoints.hit("copy.quiesce")
-    deadline = time.monotonic() + QUIESCE_SECONDS
-    while not stream.is_done():
-        if time.monotonic() >= deadline:
-            raise CopyFailed(f"copies still run {QUIESCE_SECONDS:g} s after an error", outcome_known=False)
-        time.sleep(QUIESCE_POLL_SECONDS)
-
-
-def _quiesces(stream: CopyStream) -> bool:
-    """Whether nothing moves any more, or soon does not."""
-    try:
-        _quiesce(stream)
-    except Exception as error:  # noqa: BLE001 - whatever it is: then nobody knows
-        _log.error("copies were not seen to end", error=f"{type(error).__name__}: {error}")
-        return False
-    return True
-
-
-def _quiesced(stream: CopyStream, error: CopyFailed) -> CopyFailed:
-    """A copy's error, after what the device was given is over if that is possible."""
-    if error.outcome_known or not _quiesces(stream):
-        return error
-    return CopyFailed(str(error), outcome_known=True)
 
 
 def _fail(copy: _Copy, error: BaseException, cause: BaseException | None = None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvsidecar.copier import quiesce as quiesce_module
 from kvsidecar.copier import worker as worker_module
 from kvsidecar.copier.worker import AHEAD_BYTES, TIMED_CALLS, CopyResult, CopyWorker
 from kvsidecar.device.base import COPY, CopyCall, CopyList, CopyMark, CopyStream, PreparedCall
@@ -161,7 +162,7 @@ class Failures:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    monkeypatch.setattr(worker_module, "QUIESCE_SECONDS", 0.01)
+    monkeypatch.setattr(quiesce_module, "QUIESCE_SECONDS", 0.01)
     return Script()
 
 
@@ -565,7 +566,7 @@ def test_an_asynchronous_error_fails_all_in_flight_and_the_next_goes_on(script: 
 def test_a_device_that_takes_a_while_to_end_what_it_was_given_is_waited_for(
     script: Script, worker: CopyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "QUIESCE_SECONDS", TIMEOUT)
+    monkeypatch.setattr(quiesce_module, "QUIESCE_SECONDS", TIMEOUT)
     script.wait_errors[1] = CopyFailed("asynchronous", outcome_known=False)
     script.quiesced = False
     asked = threading.Event()
