@@ -52,7 +52,7 @@ SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal -m "not alone"
 OF_CHECK := tests/deploy tests/docs
 OF_COVERAGE := $(wildcard tests/cache tests/client tests/core tests/protocol tests/server)
 OF_TEST_VLLM := tests/integrations tests/vllm
-OF_TEST := $(filter-out $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM),$(patsubst %/,%,$(wildcard tests/*/))) tests/test_no_pickle.py
+OF_TEST := $(filter-out tests/__pycache__ $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM),$(patsubst %/,%,$(wildcard tests/*/))) tests/test_no_pickle.py
 # The files that have such tests, because pytest takes seconds to collect all.
 alone = -m alone $(shell grep -rl --include='test_*.py' 'mark\.alone' $(1))
 
