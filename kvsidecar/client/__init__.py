@@ -4,6 +4,10 @@
 >>> client.attach(instance="llama", namespace=namespace, buffers=buffers, groups=groups, retry=True)
 >>> job = client.store([Blocks(group=0, hashes=hashes, block_ids=ids)], after=event)
 >>> for done in client.poll(): ...
+
+Imports `protocol`, `types`, `errors`, the generated messages, and what both ends need of `support`; nothing of the
+daemon, and torch only in `kvsidecar.client.torch`. Begin with `client`, the calls; the page at the top of `supervisor`
+tells the states, the threads and the locks behind them.
 """
 
 from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
