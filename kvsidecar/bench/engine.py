@@ -32,7 +32,7 @@ class Finished:
     done: float
     nbytes: int
     copy_seconds: float
-    """Of the DMA alone, by the daemon's clock."""
+    """Seconds of DMA alone, as the daemon reports them."""
 
     @property
     def seconds(self) -> float:

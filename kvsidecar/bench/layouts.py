@@ -18,7 +18,7 @@ IN_FLIGHT = (1, 4)
 """Jobs that are outstanding at a time."""
 MOST_BLOCKS = max(BLOCK_COUNTS) * max(IN_FLIGHT)
 MANY_BLOCKS = 4096
-"""Of small blocks: about as much memory."""
+"""As many small blocks take about as much memory."""
 
 
 class Form(StrEnum):
@@ -70,7 +70,7 @@ class Layout:
         return GroupLayout(group=0, num_blocks=self.num_blocks, shard=0, num_shards=1, regions=self.regions())
 
     def namespace(self, run: str) -> Namespace:
-        """Of this layout alone, in this run alone: nothing is shared with a real engine."""
+        """A namespace for this layout in this run alone: nothing is shared with a real engine."""
         return Namespace(
             model=f"kvsidecar-bench-{run}",
             dtype="uint8",

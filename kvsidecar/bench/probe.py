@@ -23,7 +23,7 @@ PAUSE_SECONDS = 0.0005
 """Between token copies: an engine has a step in between, and copies back to back would measure themselves."""
 STEP_BYTES = 256 * MiB
 STEP_COPIES = 8
-"""Of STEP_BYTES from and to GPU memory: about a millisecond on an H200."""
+"""Copies of STEP_BYTES from and to GPU memory in a step: about a millisecond on an H200."""
 HOST_STEP_BYTES = 4 * MiB
 
 

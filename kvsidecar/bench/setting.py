@@ -28,7 +28,7 @@ CUDA_POOL = 12 * GiB
 HOST_POOL, HOST_POOL_QUICK = 1 * GiB, 48 * MiB
 PIN_CUDA, PIN_HOST, PIN_HOST_QUICK = 64 * GiB, 1 * GiB, 32 * MiB
 POOL_SHARE = 0.6
-"""Of the pool that jobs in flight may fill: the rest is room for slabs of other size classes."""
+"""The share of the pool that jobs in flight may fill: the rest is room for slabs of other size classes."""
 
 
 class Setting:
@@ -84,7 +84,7 @@ class Setting:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Of jobs in flight at most: what the pool can hold beside other things."""
+        """The most bytes of jobs in flight: what the pool can hold beside other things."""
         return int(self.pool_bytes * POOL_SHARE)
 
     def layouts(self) -> tuple[Layout, ...]:

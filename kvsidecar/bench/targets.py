@@ -82,7 +82,7 @@ def _one_block(goals_ms: tuple[float, float]) -> Callable[[Report], Verdict | No
 
 
 def _lookups(goals_us: Sequence[tuple[int, int, float]]) -> Callable[[Report], Verdict | None]:
-    """Of (hashes, hits, microseconds); hits are looked up with a lease, as schedulers do."""
+    """A check of lookups by (hashes, hits, microseconds); hits are looked up with a lease, as schedulers do."""
 
     def judge(report: Report) -> Verdict | None:
         rows = [

@@ -170,13 +170,13 @@ class Client:
 
     @property
     def epoch(self) -> int:
-        """Of the daemon run this client is connected to; 0 while there is none."""
+        """The daemon run this client is connected to; 0 while there is none."""
         transport = self._supervisor.transport
         return 0 if transport is None else transport.link.epoch
 
     @property
     def attached_epoch(self) -> int:
-        """Of the daemon run this rank is attached to; 0 while it is not. Never waits."""
+        """The daemon run this rank is attached to; 0 while it is not. Never waits."""
         session = self._supervisor.session
         return 0 if session is None else session.epoch
 

@@ -152,7 +152,7 @@ class LocalStream(AttachStream):
                 self._flusher.start()
 
     def _next_frame(self) -> bytes:
-        """Of the next in the outbox; empty if there is nothing to say."""
+        """The frame of the next item in the outbox; empty if there is nothing to say."""
         request = pb.LaneRequest()
         if not self._outbox.take(request.attach):
             if not self._outbox.is_finished:

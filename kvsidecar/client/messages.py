@@ -33,7 +33,7 @@ MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 
 
 MAX_MILLISECONDS = 2**32 - 1
-"""Of a time on the wire: 49 days."""
+"""The longest time on the wire: 49 days."""
 
 
 def milliseconds(name: str, seconds: float) -> int:

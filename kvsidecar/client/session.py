@@ -48,7 +48,7 @@ class Session:
         self._monitor = monitor
         self._wake = wake
         self.id = 0
-        """Of the daemon; 0 until it has answered."""
+        """The session's number, given by the daemon; 0 until it has answered."""
         self.epoch = 0
         self.readiness = Readiness(State.STARTING, reason="not attached")
         self.device_order = False

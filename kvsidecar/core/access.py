@@ -143,7 +143,7 @@ def parse(value: object) -> Policy | None:
         try:
             value = tomllib.loads(f"policy = {value}")["policy"]
         except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"is no TOML array of tables: {error}") from None
+            raise ValueError(f"is not a TOML array of tables: {error}") from None
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ValueError("must be tables: [[policy]]")
     return Policy(tuple(_rule(f"rule {number}", each) for number, each in enumerate(value, 1)))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     MakeDaemon = Callable[[Lifecycle], Daemon]
 
 BAR_COLUMNS = 40
-"""Of the bar that shows how much of the pool is pinned."""
+"""The width of the bar that shows how much of the pool is pinned."""
 
 
 def serve(flags: Mapping[str, str | None]) -> int:

@@ -44,7 +44,7 @@ FLUSH_SECONDS: Final = 2.0
 MAX_TRACEPARENT_BYTES: Final = 512
 """A client's longer one is not looked at: the SDK would log a line for each."""
 MAX_SPANS: Final = 4
-"""Of one job."""
+"""The most spans of one job."""
 PROTOCOLS: Final = ("http/protobuf", "grpc")
 
 _log = log.get("tracing")
@@ -141,7 +141,7 @@ class Tracing:
         span.end(nanoseconds)
 
     def _context(self, traceparent: bytes) -> Context:
-        """Of the span that the client names; of none if it names none."""
+        """The context of the span that the client names; an empty one if it names none."""
         context = Context()
         if not traceparent:
             return context

@@ -16,7 +16,7 @@ from pathlib import Path
 _log = logging.getLogger("kvsidecar")
 
 VERSION = 1
-"""Of how digests are made; those of another are forgotten."""
+"""The version of how digests are made; digests of another version are forgotten."""
 MAX_ENTRIES = 8192
 MAX_BYTES = 4 << 20
 SETTLED_SECONDS = 2.0

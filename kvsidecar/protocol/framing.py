@@ -38,7 +38,7 @@ class FrameReader:
         self._limit = limit
         self._buffer = bytearray()
         self._start = 0
-        """Of what has not been taken out."""
+        """Where the bytes begin that have not been taken out."""
 
     def feed(self, data: bytes) -> None:
         self._buffer += data

@@ -31,9 +31,9 @@ MAX_HELLO_BYTES = 4096
 MAX_FDS = 253
 """SCM_MAX_FD of the kernel: more cannot arrive in one message."""
 MAX_CONNECTIONS = 1024
-"""Of one user: an engine has three for each rank, and three for its scheduler."""
+"""The limit for one user. An engine has three for each rank, and three for its scheduler."""
 MAX_MEMFDS = 4096
-"""Of one user, in all of its connections."""
+"""The limit for one user, over all of its connections."""
 HELLO_SECONDS = 5.0
 """A connection that says nothing for this long is closed: silent ones would hold descriptors."""
 

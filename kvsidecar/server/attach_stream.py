@@ -17,14 +17,14 @@ from kvsidecar.types import Direction, Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_JOBS = 8192
-"""Of one rank that are not over. A client has half of that by default."""
+"""The most outstanding jobs of one rank. A client's default limit is half of that."""
 MAX_OUTSTANDING_BLOCKS = 1 << 21
-"""Of one rank's jobs that are not over; each has about 50 bytes here until then."""
+"""The most blocks in the outstanding jobs of one rank; each takes about 50 bytes here until its job ends."""
 
 NO_LEASE = -1
 """An id that no lease ever has. Another user's is answered like it, whatever else is wrong with the load."""
 MAX_FLUSHES = 1024
-"""Of one rank that wait; one more is answered at once, with what is pending then."""
+"""The most waiting flushes of one rank; one more is answered at once, with what is pending then."""
 
 _log = log.get("rpc")
 

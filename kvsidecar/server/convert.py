@@ -24,7 +24,7 @@ from kvsidecar.types import GroupLayout, LookupMode, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_PARTS = 512
-"""Of one job. Each costs some microseconds, and an empty one two bytes on the wire."""
+"""The most parts of one job. Each costs some microseconds; an empty one takes two bytes on the wire."""
 
 
 def registration_from(message: pb.Register) -> Generator[None, None, RankRegistration]:

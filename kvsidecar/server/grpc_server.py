@@ -25,8 +25,8 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 
 MAX_CALLS = 4096
-"""Of all clients together that are not over; gRPC answers more of them with RESOURCE_EXHAUSTED by itself, uncounted.
-What one user may have of the calls that last is counted where they are served."""
+"""The most unfinished calls of all clients together; gRPC itself answers more of them with RESOURCE_EXHAUSTED,
+uncounted. The lasting calls of one user are counted where they are served."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

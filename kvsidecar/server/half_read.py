@@ -15,7 +15,7 @@ from kvsidecar.errors import LimitExceeded, Unfinished
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 
 MAX_HALF_READ_BYTES = 16 * MAX_MESSAGE_BYTES
-"""Of one user, in messages of which the end has not arrived."""
+"""The most bytes one user may have in messages whose end has not arrived."""
 MESSAGE_SECONDS = 10.0
 """From the first byte of a message to its last."""
 
@@ -34,7 +34,7 @@ class HalfMessage:
 @dataclass(slots=True)
 class _OfUser:
     nbytes: int = 0
-    """Of those that have room."""
+    """Held by the messages that have room."""
     waiting: deque[HalfMessage] = field(default_factory=deque)
 
 

@@ -278,7 +278,7 @@ def _not_admin(caller: Caller, what: str) -> KVSidecarError:
 
 
 _CACHED_BYTES = 1024
-"""Of a namespace on the wire. Nobody shall fill the cache with texts of megabytes."""
+"""Namespaces with more bytes on the wire are not cached: nobody shall fill the cache with texts of megabytes."""
 
 
 def _namespace(message: pb.Namespace) -> Namespace:

@@ -11,8 +11,8 @@ from kvsidecar.support import log
 from kvsidecar.types import Refusal
 
 MAX_CONNECTIONS = 128
-"""Of all clients together: TCP does not say who they are. One more ends the one that has waited longest for its
-client, so that nobody who holds connections keeps a probe out."""
+"""The limit for all clients together: TCP does not say who they are. One more ends the connection that has waited
+longest for its client, so that holding connections keeps no probe out."""
 CLIENT_SECONDS = 10.0
 """A client has this long to send a whole request, from its connection or the request's first byte, and to read an
 answer that does not fit into the socket's buffer."""

@@ -26,9 +26,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 MAX_UNREAD_BYTES = 1024 * 1024
 """Answers kept for a client that does not read: some ten thousand."""
 MAX_EARLY_BYTES = 1024 * 1024
-"""Of messages that are kept while a driver imports the rank's memory."""
+"""The most bytes of messages kept while a driver imports the rank's memory."""
 FRAMES_PER_TURN = 64
-"""Of one connection before the event loop serves the others: about a millisecond."""
+"""Frames of one connection that are handled before the event loop serves the others: about a millisecond."""
 LAST_WORDS_SECONDS = 5.0
 """A client that was refused has this long to read why."""
 
@@ -61,7 +61,7 @@ class Lane(asyncio.Protocol):
         """While the Attach stream takes messages."""
         self._register_refused: KVSidecarError | None = None
         self._ending: asyncio.Task[None] | None = None
-        """Of the Attach stream."""
+        """The end of the Attach stream, once it has begun."""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- asyncio.Protocol ------------------------------------------------------------------------------------------

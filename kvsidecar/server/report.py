@@ -25,13 +25,13 @@ from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 NAMESPACES_BYTES = RANKS_BYTES = 1 << 20
-"""Of each in one answer: together half of what a message may have. The longest texts allowed make 8 KiB of one."""
+"""The most bytes of each list in one answer: together half of a message. An entry with the longest texts has 8 KiB."""
 _fields = attrgetter(*(field.name for field in fields(Namespace)))
 """By which namespaces are ordered where all are listed."""
 MAX_LISTED = 1024
-"""Of each in one answer: to list more would hold up the event loop for tens of milliseconds."""
+"""The most entries of each list in one answer. Listing more would block the event loop for tens of milliseconds."""
 FRAME_BYTES = 8
-"""Of a message in a repeated field, besides its own bytes: not more."""
+"""The most bytes that a message in a repeated field takes beside its own."""
 
 
 class Report:
@@ -204,7 +204,7 @@ class Report:
 
 @dataclass(slots=True)
 class _Usage:
-    """Of one namespace, all groups together."""
+    """What one namespace uses, all groups together."""
 
     blocks: int = 0
     bytes: int = 0

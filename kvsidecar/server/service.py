@@ -25,9 +25,9 @@ _log = log.get("rpc")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_LOOKUP_STREAMS = 128
-"""Of one user, and of all together who sent no token."""
+"""The limit for one user, and for all callers without a token together."""
 LARGE_LOOKUP_BYTES = 16 * 1024
-"""Of hashes. A lookup of more than that waits for its user's turn, as all do on streams."""
+"""A lookup with more bytes of hashes waits for its user's turn, as all lookups on streams do."""
 FIRST_MESSAGE_SECONDS = 5.0
 """An Attach stream that says nothing for this long is ended."""
 LAST_WORDS_SECONDS = 5.0

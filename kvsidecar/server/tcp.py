@@ -25,7 +25,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 MAX_CALLS = 256
-"""Of all remote clients together that are not over; gRPC answers more of them with RESOURCE_EXHAUSTED by itself."""
+"""The most unfinished calls of all remote clients together; gRPC answers more with RESOURCE_EXHAUSTED by itself."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

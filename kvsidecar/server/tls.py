@@ -22,7 +22,7 @@ class TlsFiles:
     """Paths of PEM files."""
 
     certificate: Path
-    """Of the daemon, with what its clients need to check it."""
+    """The daemon's certificate chain, as its clients need it."""
     key: Path
     client_ca: Path
     """CA bundle that client certificates are verified against."""

@@ -18,7 +18,7 @@ FEW = 8
 """Lookups of a user that wait, and follow each other without a pause."""
 PAUSE_SECONDS = 0.001
 WORK_SECONDS = 0.005
-"""Of a user's turns between two pauses."""
+"""How long a user's turns may take between two pauses."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, _Queue] = {}
-        """Of users who have just had a turn."""
+        """Queues of the users who have just had a turn."""
 
     async def wait(self, user: Hashable) -> None:
         """Return when it is this caller's turn; at once if the user has had none since the loop last went round."""

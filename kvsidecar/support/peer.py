@@ -18,7 +18,7 @@ _UCRED = struct.Struct("3i")
 
 
 class Credentials(NamedTuple):
-    """Of the process that called connect(), or listen(), when it did."""
+    """Identifies the process that called connect() or listen(), as it was then."""
 
     pid: int
     """In this process's PID namespace; 0 if the peer lives in one that is not visible here."""

@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def all_bytes(self) -> int:
-        """Of all ranks."""
+        """Bytes of all ranks together."""
         return self.rank_bytes * TP_SIZE
 
     def namespace(self) -> Namespace:

@@ -14,7 +14,7 @@ from kvsidecar.types import State
 SINCE_CUDA = 12080
 """12.8, the first driver with the batched copies; `kvsidecar.device.cuda.status.MIN_CUDA`, which needs the bindings."""
 _IPC_INIT_INODE = 0xEFFFFFFF
-"""Of the machine's first IPC namespace (include/linux/proc_ns.h)."""
+"""The inode of the machine's first IPC namespace (include/linux/proc_ns.h)."""
 _EXCLUSIVE, _PROHIBITED = 3, 2
 
 

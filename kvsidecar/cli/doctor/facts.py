@@ -153,6 +153,6 @@ class Facts:
     socket: SocketFacts
     daemon: Daemon
     place: Place
-    """Of the daemon if one answers and its /proc entry is readable, otherwise of the doctor."""
+    """The daemon's place if one answers and its /proc entry is readable, otherwise the doctor's."""
     engine: Engine | None
     """None: no --pid was given."""

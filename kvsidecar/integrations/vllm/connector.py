@@ -158,8 +158,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Of vLLM 0.26, which has a storage per layer otherwise: a copy per layer and block instead of one per block.
-        Later versions have one storage and a layout, and the engine's choice of that is left to it."""
+        """Asked by vLLM 0.26, which otherwise has a storage per layer: one copy per layer and block instead of one per
+        block. Later versions have one storage and a layout, which the engine chooses."""
         return True
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:

@@ -52,7 +52,7 @@ class StoreJob:
     number: int
     blocks: tuple[GroupBlocks, ...]
     traceparent: str | None = None
-    """Of the first of its requests whose trace is sampled."""
+    """The context of the first of its requests whose trace is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class StepOrders:
 
 
 NOTHING = StepOrders()
-"""Of most steps."""
+"""The orders of most steps."""
 IDLE = StepOrders(idle=True)
 
 

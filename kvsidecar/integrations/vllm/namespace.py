@@ -144,7 +144,7 @@ def checkpoint_of(model: str, hf_config: Any) -> Checkpoint:
 
 
 def _listing_of(model: str) -> str:
-    """Of a directory without weights. It may be written anew."""
+    """The listing of a directory without weights, which may be rewritten."""
     found = [(each.name, each.stat()) for each in Path(model).iterdir() if each.is_file()]
     return repr((model, sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)))
 

@@ -91,7 +91,7 @@ class SchedulerSide:
         self._null_block = 0
         self._ranks: dict[int, int] = {}
         self._epoch = 0
-        """Of the daemon run that every rank is attached to; 0 while they are not."""
+        """The daemon run that every rank is attached to; 0 while they are not."""
         self._last_epoch = 0
         self._requests: dict[str, Progress] = {}
         self._failed: set[str] = set()

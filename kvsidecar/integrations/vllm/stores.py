@@ -37,7 +37,7 @@ REPORT_STEPS = 4
 """The end of a store that took no time is known after so many steps, however long they are: the ranks see it in the
 step after its own, and the scheduler's side hears of it when two more may be planned already."""
 DUE_BLOCKS = 512
-"""Of these, as many as are taken from what is due: each is looked for in the GPU's cache, which takes longest."""
+"""The most of these that are taken from what is due: each is looked for in the GPU's cache, which takes longest."""
 RETRY_SECONDS = 1.0
 """How long after a store that failed its blocks are tried again; twice as long after each that follows it."""
 MOST_RETRY_SECONDS = 8.0
@@ -127,7 +127,7 @@ class Stores:
         self._held = 0
         self._candidates = {group.index: Candidates() for group in groups}
         self._considered = 0
-        """Of this call."""
+        """Blocks considered in this call."""
         self._planned = Selection()
         self._running: dict[int, _Store] = {}
         self._due = Due(0)

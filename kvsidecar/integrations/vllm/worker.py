@@ -42,7 +42,7 @@ class Transfers:
 
     nbytes: int = 0
     seconds: float = 0.0
-    """Of the DMA alone."""
+    """Seconds of DMA alone."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of each job that copied something."""
     declined: int = 0
