@@ -156,8 +156,8 @@ def _jobs(reply: pb.StatusReply) -> RenderableType:
     text.append(
         f"{jobs.running} running, {jobs.queued} queued"
         + (f", oldest {format_duration(jobs.oldest_inflight_seconds)}" if jobs.oldest_inflight_seconds else "")
-        + f"; {jobs.stores_done} stores ({format_size(jobs.stored_bytes)}) and "
-        f"{jobs.loads_done} loads ({format_size(jobs.loaded_bytes)}) done"
+        + f"; done: stores {jobs.stores_done} ({format_size(jobs.stored_bytes)}), "
+        f"loads {jobs.loads_done} ({format_size(jobs.loaded_bytes)})"
     )
     return text
 
