@@ -43,6 +43,11 @@ SHARD_BYTES = LAYERS * ROW_BYTES
 Answer = TypeVar("Answer")
 
 
+def root_of(pid: int) -> Path:
+    """The root directory of another process's mount namespace, as seen from here."""
+    return Path("/proc", str(pid), "root")
+
+
 def eventually(condition: Callable[[], Answer], what: str | Callable[[], object] = "", pause: float = 0.01) -> Answer:
     """For what nothing announces: ask until the answer is true, and return it.
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from tests.harness import SECONDS, eventually
+from tests.harness import SECONDS, eventually, root_of
 
 SYSTEMD = Path("/usr/lib/systemd/systemd")
 REPOSITORY = Path(__file__).parents[2]
@@ -160,7 +160,7 @@ class Systemd:
 
     def path(self, path: str) -> Path:
         """A path as systemd sees it."""
-        return Path(f"/proc/{self._inside()}/root{path}")
+        return root_of(self._inside()).joinpath(*Path(path).parts[1:])
 
     @contextlib.contextmanager
     def container(self, directory: str) -> Iterator[Path]:
@@ -171,7 +171,7 @@ class Systemd:
             try:
                 assert process.stdout is not None
                 assert process.stdout.readline() == "bound\n"
-                yield Path(f"/proc/{process.pid}/root/mnt")
+                yield root_of(process.pid) / "mnt"
             finally:
                 process.kill()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Client, SocketDenied
-from tests.harness import SECONDS, DaemonProcess, environment
+from tests.harness import SECONDS, DaemonProcess, environment, root_of
 
 UID = 61234
 OWN_RUN = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o mode=0755 tmpfs /run && exec "$@"', "sh")
@@ -83,7 +83,7 @@ def test_a_user_without_a_daemon_is_told_of_the_machines_own(short_dir: Path, ma
     flags = ("--socket", SYSTEM, "--socket-mode", "0660")
     with DaemonProcess(short_dir, *flags, under=OWN_RUN) as daemon:
         for suffix in ("", ".attach"):
-            os.chown(f"/proc/{daemon.process.pid}/root{SYSTEM}{suffix}", -1, gid)
+            os.chown(f"{root_of(daemon.process.pid)}{SYSTEM}{suffix}", -1, gid)
         told = other_user("status", gids=[gid] if may_open else [], inside=daemon)
         assert told.returncode == 69
         assert f"no kvsidecar answers at /tmp/kvsidecar-{UID}/kvsidecar.sock.attach (No such file" in told.stderr
@@ -93,7 +93,7 @@ def test_a_user_without_a_daemon_is_told_of_the_machines_own(short_dir: Path, ma
             assert other_user("status", "--socket", SYSTEM, gids=[gid], inside=daemon).returncode == 0
         else:
             assert f"there is one at {SYSTEM}, but {SYSTEM}.attach has mode 0660 and belongs to root:gid" in told.stderr
-        os.chmod(f"/proc/{daemon.process.pid}/root/run/kvsidecar", 0o750)
+        os.chmod(root_of(daemon.process.pid) / "run" / "kvsidecar", 0o750)
         told = other_user("status", inside=daemon)
         assert f"there may be one at {SYSTEM}, but /run/kvsidecar has mode 0750" in told.stderr
     assert "is the daemon running?" in other_user("status", inside=None).stderr
