@@ -9,6 +9,7 @@ import signal
 import socket as sockets
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,30 @@ def _spawn(arguments: Sequence[str], *, cores: frozenset[int] | None, **options:
         return subprocess.Popen(command, env=environment, start_new_session=True, **options)
     finally:
         os.sched_setaffinity(0, mine)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until the block has ended.
+
+    One that arrives inside `subprocess.Popen` would lose the process that was just started. By a handler and not by a
+    mask: a mask would be inherited, and this process's other threads would take the signal all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python raises them in the main thread only
+        return
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for came in held:
+            signal.raise_signal(came)
 
 
 def _last_lines(file: Path, count: int = 8) -> str:
@@ -113,14 +138,22 @@ class PrivateDaemon:
         self._log = directory / f"daemon-{number}.log"
         arguments = ["-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket, "--http-port", "0"]
         arguments += ["--pool-size", str(pool_bytes), "--log-format", "json", *flags]
+        self._arguments = arguments
+        self._cores = cores
+        self._process: subprocess.Popen[bytes] | None = None
         self.started = time.perf_counter()
-        with self._log.open("wb") as stream:
-            self._process = _spawn(arguments, cores=cores, stderr=stream, stdin=subprocess.DEVNULL)
-        self.pid: int | None = self._process.pid
+        self.pid: int | None = None
         self.times: dict[str, float] = {}
         """When its log said ``listening`` and ``ready``, on this process's clock."""
         self.said: dict[str, dict[str, Any]] = {}
         """The same lines of the log."""
+
+    def start(self) -> None:
+        """Call it where `stop` is certain to follow: an interrupt that came meanwhile is raised as it returns."""
+        with self._log.open("wb") as stream, _signals_held():
+            self.started = time.perf_counter()
+            self._process = _spawn(self._arguments, cores=self._cores, stderr=stream, stdin=subprocess.DEVNULL)
+            self.pid = self._process.pid
 
     def wait_ready(self) -> None:
         """Raises BenchError with what its log says if it does not become ready."""
@@ -139,6 +172,7 @@ class PrivateDaemon:
     def _wait_for_more(self) -> None:
         if time.perf_counter() - self.started > READY_SECONDS:
             raise BenchError(f"the daemon was not ready after {READY_SECONDS:g} s; its log ends:\n{self.log_end()}")
+        assert self._process is not None
         if self._process.poll() is not None:
             raise BenchError(f"the daemon ended with exit code {self._process.returncode}:\n{self.log_end()}")
         time.sleep(0.002)
@@ -156,13 +190,15 @@ class PrivateDaemon:
 
     @property
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._process is not None and self._process.poll() is not None
 
     def log_end(self) -> str:
         return _last_lines(self._log)
 
     def stop(self) -> None:
         """End it in order, or by force if it does not end."""
+        if self._process is None:
+            return
         if self._process.poll() is None:
             self._process.terminate()
         try:
@@ -180,6 +216,7 @@ def private_daemon(
     """A daemon that is ready, until the end of the block."""
     daemon = PrivateDaemon(directory, device, pool_bytes, flags, cores)
     try:
+        daemon.start()
         daemon.wait_ready()
         yield daemon
     finally:
@@ -190,8 +227,9 @@ def private_daemon(
 
 
 class Child:
-    """A process of the benchmark that answers JSON lines, one at a time; `serve` is its other end. It ends with its
-    standard input.
+    """A process of the benchmark that answers JSON lines, one at a time; `serve` is its other end.
+
+    It ends with its standard input, even where an interrupt loses it while it starts.
 
     Args:
         module: run as ``python -m``, with ``config`` as its only argument.
@@ -204,7 +242,7 @@ class Child:
         self._what = module.rpartition(".")[2]
         self._log = directory / f"child-{number}.log"
         self._buffer = b""
-        with self._log.open("wb") as stream:
+        with self._log.open("wb") as stream, _signals_held():
             self._process = _spawn(
                 ["-m", module, json.dumps(config)],
                 cores=cores,
