@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -18,7 +19,7 @@ from kvsidecar.support.log import Text
 from kvsidecar.support.log_writer import LogWriter, Loss
 from kvsidecar.types import State
 from tests.cli.test_main import run
-from tests.harness import SECONDS, DaemonProcess
+from tests.harness import SECONDS, DaemonProcess, Gate
 from tests.terminal import Terminal
 
 SLOW = {"KVSIDECAR_FAILPOINTS": "pool.pin_chunk=delay(0.2)"}
@@ -75,9 +76,12 @@ def test_every_command_can_be_read_in_ascii(daemon: DaemonProcess, command: list
 
 
 def test_a_terminal_that_was_stopped_holds_up_nothing(short_dir: Path) -> None:
-    with serve(short_dir, 200, **SLOW) as terminal:
+    gate = Gate(short_dir)  # the pool becomes ready only when nothing can be drawn any more
+    rules = f"pool.pin_chunk@7={gate}"
+    with contextlib.closing(gate), serve(short_dir, 200, KVSIDECAR_FAILPOINTS=rules) as terminal:
         (url,) = re.findall(r"http=(http://[\d.:]+)", terminal.until("pinning "))
         terminal.press(b"\x13")  # Ctrl-S
+        gate.let_pass()
         state = ""
         while state != "ready":
             with urllib.request.urlopen(f"{url}/status", timeout=SECONDS) as reply:
