@@ -14,6 +14,7 @@ from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.client import Client
 from kvsidecar.client.leases import KeptLease
+from kvsidecar.client.lookups import PendingLookup
 from kvsidecar.client.ordering import DEVICE, Completion, EventRing
 from kvsidecar.client.remote import RemoteClient, Tls
 from kvsidecar.client.results import (
@@ -72,6 +73,7 @@ __all__ = [
     "Namespace",
     "NotExportable",
     "Outcome",
+    "PendingLookup",
     "Readiness",
     "Region",
     "RemoteClient",

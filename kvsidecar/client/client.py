@@ -13,7 +13,7 @@ from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.leases import KeptLease
 from kvsidecar.client.ledger import Ledger
-from kvsidecar.client.lookups import Lookups
+from kvsidecar.client.lookups import Lookups, PendingLookup
 from kvsidecar.client.messages import Registration
 from kvsidecar.client.operator import Operator
 from kvsidecar.client.ordering import Completion, EventRing, Order
@@ -359,6 +359,23 @@ class Client:
             ValueError: ``lease_seconds`` is negative, or no number.
         """
         return self._lookups.lookup(namespace, groups, mode, lease_seconds, timeout)
+
+    def begin_lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        *,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease_seconds: float = 0.0,
+    ) -> PendingLookup | None:
+        """Send what `lookup` asks, and take the answer later: many lookups then wait for the daemon once.
+
+        Never waits. Arguments and errors as those of `lookup`.
+
+        Returns:
+            None: it cannot be sent at once, since the daemon is lost or busy, or there are too many hashes.
+        """
+        return self._lookups.begin(namespace, groups, mode, lease_seconds)
 
     def keep(self, lease: int, lease_seconds: float) -> KeptLease:
         """What `renew` does, for a step that cannot wait: it is asked for, and not answered."""

@@ -29,7 +29,6 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
-_UNANSWERED = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 POST_SECONDS = 1.0
 """After this long gRPC gives a call up that nobody waits for."""
 
@@ -105,6 +104,7 @@ class GrpcTransport(Transport):
     def __init__(self, link: Link, socket: str) -> None:
         self.link = link
         self._channel = Channel(socket, link.token)
+        self._answered = threading.Condition()
 
     def open_stream(self, outbox: Outbox, monitor: Monitor) -> AttachStream:
         return GrpcStream(self._channel.stub, outbox, monitor)
@@ -113,23 +113,32 @@ class GrpcTransport(Transport):
         try:
             return self._channel.call(*_unary(request), seconds)
         except grpc.RpcError as error:
-            refused = carrier_error(error)
-            if refused.code is grpc.StatusCode.CANCELLED:  # by a daemon that goes down, or by `close`
-                raise CarrierError(grpc.StatusCode.UNAVAILABLE, refused.text) from error
-            raise refused from error
+            raise _without_cancelled(error) from error
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
     def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
         with suppress(ValueError):  # "Cannot invoke RPC on closed channel!"
             call = self._channel.future(*_unary(request), POST_SECONDS)
-            if then is not None:
-                call.add_done_callback(partial(_hand_on, then))
+            # gRPC cancels a call that nobody holds any more: this keeps it until it is answered.
+            call.add_done_callback(partial(self._hand_on, then or _not_wanted))
             return True
         return False
 
-    def collect(self) -> None:
-        pass
+    def _hand_on(self, then: Then, call: Any) -> None:
+        """In a thread of gRPC."""
+        error = None if call.cancelled() else call.exception()
+        if call.cancelled():
+            then(CarrierError(grpc.StatusCode.UNAVAILABLE, "the connection was closed"))
+        else:
+            then(call.result() if error is None else _without_cancelled(error))
+        with self._answered:
+            self._answered.notify_all()
+
+    def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
+        if is_done is not None:
+            with self._answered:
+                self._answered.wait_for(is_done, max(0.0, seconds))
 
     def ask(self, request: pb.StatusRequest | pb.ReleaseRequest, seconds: float, then: Then) -> Callable[[], None]:
         return self._channel.ask(request, seconds, then)
@@ -203,14 +212,18 @@ def carrier_error(error: grpc.RpcError) -> CarrierError:
     return CarrierError(error.code(), error.details() or error.code().name)
 
 
+def _not_wanted(_answer: Any) -> None:
+    pass
+
+
+def _without_cancelled(error: grpc.RpcError) -> CarrierError:
+    """A call is cancelled by a daemon that goes down, or by `close`."""
+    refused = carrier_error(error)
+    gone = refused.code is grpc.StatusCode.CANCELLED
+    return CarrierError(grpc.StatusCode.UNAVAILABLE, refused.text) if gone else refused
+
+
 def _unary(request: pb.LaneRequest) -> tuple[str, Any]:
     """Name of gRPC's method for what is in a request, and that."""
     method = kind_of(request)
     return method.capitalize(), getattr(request, method)
-
-
-def _hand_on(then: Then, call: Any) -> None:
-    if (error := call.exception()) is None:
-        then(call.result())
-    elif isinstance(error, grpc.RpcError) and error.code() not in _UNANSWERED:
-        then(carrier_error(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvsidecar.client.messages import CarrierError, milliseconds
+from kvsidecar.client.messages import UNANSWERED, CarrierError, milliseconds
 from kvsidecar.client.transport import Transport
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -44,8 +44,10 @@ class KeptLease:
         transport.post(release_request(self._lease), None)
 
     def answered(self, answer: Any) -> None:
-        """The daemon has answered, or refused it."""
+        """The daemon has answered, has refused it, or is lost."""
         if isinstance(answer, CarrierError):
+            if answer.code in UNANSWERED:
+                return  # it ends by time
             _log.warning("the daemon does not renew a lease: %s", answer.text)
         else:
             self._kept = answer.renewed

@@ -20,6 +20,10 @@ from kvsidecar.errors import ClientError
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 
+MAX_POST_BYTES = 32 * 1024
+"""A Unix socket takes a frame of this size whole or not at all (unix_stream_sendmsg() splits longer ones), and to
+leave a part of one behind is to lose the connection."""
+
 
 class LocalCalls:
     """Calls on a connection of their own, which is made by the first. One at a time; the caller reads its own answer,
@@ -67,18 +71,20 @@ class LocalCalls:
         return getattr(reply, kind_of(request))
 
     def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
-        """Send a call whose answer nobody waits for; never waits. ``then`` is given it by a later `call` or `collect`.
-        False: it could not be sent, and ``then`` will not be called."""
+        """As `Transport.post`. What is longer than `MAX_POST_BYTES` is not sent."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
             if self._link is None or self._closed:
                 return False
             data = self._next_frame(request)
+            if len(data) > MAX_POST_BYTES:
+                return False
             if self._link.connection.send(data, socket.MSG_DONTWAIT) < len(data):
                 raise ConnectionError("the daemon does not read")
             if then is not None:
                 self._posted[self._number] = kind_of(request), then
+            return True
         except BlockingIOError:
             return False
         except OSError:
@@ -86,24 +92,28 @@ class LocalCalls:
             return False
         finally:
             self._lock.release()
-        return True
+            self._hand_on()
 
-    def collect(self) -> None:
-        """Hand on the answers that have arrived; never waits."""
-        if not self._posted or not self._lock.acquire(blocking=False):
-            return
-        try:
-            if self._link is not None:
-                self._receive(self._link.connection)
-                while (reply := self._arrived.next()) is not None:
-                    self._take_posted(reply)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._drop()
-        finally:
-            self._lock.release()
-        self._hand_on()
+    def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
+        """As `Transport.collect`."""
+        deadline = time.monotonic() + seconds
+        while self._posted and self._lock.acquire(timeout=max(0.0, _left(deadline))):
+            try:
+                if self._link is not None:
+                    if is_done is not None:
+                        wait_for_answer(self._link.connection.fileno(), max(0.0, _left(deadline)))
+                    self._receive(self._link.connection)
+                    while (reply := self._arrived.next()) is not None:
+                        self._take_posted(reply)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._drop()
+            finally:
+                self._lock.release()
+            self._hand_on()
+            if is_done is None or is_done() or _left(deadline) <= 0:
+                return
 
     def close(self) -> None:
         """A call that waits ends."""
@@ -112,6 +122,7 @@ class LocalCalls:
             link.shut_down()
         with self._lock:
             self._drop()
+        self._hand_on()
 
     def _exchange(self, request: pb.LaneRequest, deadline: float) -> pb.LaneReply | None:
         """The answer; None if it does not come in time. Raises OSError, ClientError: the connection is of no use."""
@@ -166,6 +177,9 @@ class LocalCalls:
             then(answer)
 
     def _drop(self) -> None:
+        """Give the connection up. Whoever calls hands on the answers afterwards, without the lock."""
+        lost = CarrierError(grpc.StatusCode.UNAVAILABLE, "the connection was lost")
+        self._answers += ((then, lost) for _, then in self._posted.values())
         self._posted.clear()
         if self._link is not None:
             self._link.close()

@@ -6,6 +6,7 @@ sides, measured). The same contract as `grpc_transport`, for clients on the daem
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +47,10 @@ class LocalTransport(Transport):
     def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
         return any(calls.post(request, then) for calls in self._calls)
 
-    def collect(self) -> None:
+    def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
+        deadline = time.monotonic() + seconds
         for calls in self._calls:
-            calls.collect()
+            calls.collect(is_done, deadline - time.monotonic())
 
     def ask(self, request: pb.StatusRequest | pb.ReleaseRequest, seconds: float, then: Then) -> Callable[[], None]:
         return self._channel.ask(request, seconds, then)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,6 +60,20 @@ class Lookups:
         except NoAnswer as missing:
             return no_hits(namespace, groups, mode, missing.reason)
 
+    def begin(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        mode: LookupMode,
+        lease_seconds: float,
+    ) -> PendingLookup | None:
+        transport = self._supervisor.transport
+        if transport is None or not self._breaker.allows:
+            return None
+        message = lookup_request(namespace, groups, mode, lease_seconds, transport.link.token)
+        pending = PendingLookup(self, transport, namespace, groups, mode)
+        return pending if transport.post(message, pending.answered) else None
+
     def keep(self, lease: int, lease_seconds: float) -> KeptLease:
         transport = self._supervisor.transport
         if transport is None or not self._breaker.allows:
@@ -105,14 +120,77 @@ class Lookups:
         try:
             reply = transport.call(message, max(0.001, deadline - time.monotonic()))
         except CarrierError as error:
-            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                if self._breaker.failed():
-                    _log.warning("the daemon at %s does not answer in time: lookups miss until it does", self._socket)
-                    self._supervisor.wake()
-                raise NoAnswer(NO_ANSWER) from None
-            # A connection that was given up in the meantime answers anything, such as that its token is unknown.
-            if error.code is grpc.StatusCode.UNAVAILABLE or self._supervisor.transport is not transport:
-                raise NoAnswer(DAEMON_LOST) from None
-            raise ClientError(error.text) from error
+            raise self._why(error, transport) from error
         self._breaker.succeeded()
         return reply
+
+    def heard(self, answer: Any, transport: Transport) -> Any:
+        """The reply in what a posted call was answered; None if it was not. Raises as `_ask`."""
+        if answer is None:
+            answer = CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+        if isinstance(answer, CarrierError):
+            raise self._why(answer, transport)
+        self._breaker.succeeded()
+        return answer
+
+    def _why(self, error: CarrierError, transport: Transport) -> NoAnswer | ClientError:
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if self._breaker.failed():
+                _log.warning("the daemon at %s does not answer in time: lookups miss until it does", self._socket)
+                self._supervisor.wake()
+            return NoAnswer(NO_ANSWER)
+        # A connection that was given up in the meantime answers anything, such as that its token is unknown.
+        if error.code is grpc.StatusCode.UNAVAILABLE or self._supervisor.transport is not transport:
+            return NoAnswer(DAEMON_LOST)
+        return ClientError(error.text)
+
+
+class PendingLookup:
+    """A lookup that `Client.begin_lookup` has sent. For one thread, which calls `result` or `give_up` once."""
+
+    def __init__(
+        self,
+        lookups: Lookups,
+        transport: Transport,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        mode: LookupMode,
+    ) -> None:
+        self._lookups, self._transport = lookups, transport
+        self._namespace, self._groups, self._mode = namespace, groups, mode
+        self._lock = threading.Lock()
+        """Guards the two below: over gRPC the answer comes in another thread."""
+        self._answer: Any = None
+        self._given_up = False
+
+    def answered(self, answer: Any) -> None:
+        """The daemon has answered, has refused it, or is lost."""
+        with self._lock:
+            self._answer, late = answer, self._given_up
+        if late:
+            self._drop_lease(answer)
+
+    def result(self, timeout: float) -> LookupResult:
+        """What `Client.lookup` would have said; waits at most ``timeout`` seconds for it.
+
+        Raises:
+            ClientError: the daemon refuses the request.
+        """
+        if self._answer is None:
+            self._transport.collect(lambda: self._answer is not None, timeout)
+        try:
+            reply = self._lookups.heard(self._answer, self._transport)
+        except NoAnswer as missing:
+            self.give_up()
+            return no_hits(self._namespace, self._groups, self._mode, missing.reason)
+        return lookup_result(reply, self._namespace, self._groups)
+
+    def give_up(self) -> None:
+        """Nobody wants the answer: its lease is dropped, now or when it comes. Never waits."""
+        with self._lock:
+            self._given_up, answer = True, self._answer
+        self._drop_lease(answer)
+
+    def _drop_lease(self, answer: Any) -> None:
+        if isinstance(answer, pb.LookupReply) and answer.lease:
+            self._transport.post(release_request(answer.lease), None)

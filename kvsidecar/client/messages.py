@@ -59,6 +59,10 @@ class CarrierError(Exception):
         self.text = text
 
 
+UNANSWERED = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+"""Codes of a `CarrierError` that the daemon has not said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Registration:
     """What one rank says of itself at Attach, as often as it must: every run of the daemon is told the same."""

@@ -12,7 +12,7 @@ from kvsidecar.client.waiting import Monitor
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 Then = Callable[[Any], None]
-"""Is given an answer: the reply's message, or the CarrierError that the daemon refuses the request with."""
+"""Is given an answer: the reply's message, or the CarrierError that says why there is none."""
 
 
 class AttachStream(Protocol):
@@ -76,18 +76,22 @@ class Transport(Protocol):
         """
 
     def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
-        """Send a call whose answer nobody waits for; never waits, never raises.
+        """Send a call whose answer nobody waits for here; never waits, never raises.
 
         Args:
-            then: is given the answer: by a later `call` or `collect`, or in a thread of the carrier's. Not at all if
-                the call was not sent or not answered.
+            then: is given the answer: by a later `call` or `collect`, or in a thread of the carrier's; UNAVAILABLE if
+                the connection is lost before.
 
         Returns:
-            False: it could not be sent.
+            False: it could not be sent, and ``then`` will not be called.
         """
 
-    def collect(self) -> None:
-        """Hand on the answers to what was posted that have arrived; never waits."""
+    def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
+        """Hand on the answers to what was posted that have arrived.
+
+        Args:
+            is_done: wait for more until it says so, at most ``seconds``. Without it this never waits.
+        """
 
     def ask(self, request: pb.StatusRequest | pb.ReleaseRequest, seconds: float, then: Then) -> Callable[[], None]:
         """Ask in the background what everybody may ask, whether or not the daemon still knows us; never waits.

@@ -22,7 +22,7 @@ from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, LookupMode
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_daemon_death import pause
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes, layout
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes, layout
 
 
 @pytest.fixture
@@ -189,6 +189,20 @@ def test_what_is_posted_is_handed_on_when_it_has_arrived(transport: Transport) -
     assert [answer.renewed for answer in got] == [False]
 
 
+def test_what_is_posted_is_done_though_nobody_wants_the_answer(
+    transport: Transport, daemon: DaemonProcess, buffer: HostBuffer
+) -> None:
+    rank = Rank(transport, buffer)
+    rank.store(1)
+    assert rank.next().done.job == 1
+    for _ in range(5):
+        leased = lookup_request(NAMESPACE, {0: hashes(1)}, LookupMode.PREFIX, 600.0, transport.link.token)
+        lease = transport.call(leased, SECONDS).lease
+        assert daemon.metric("kvsidecar_leases") == 1
+        assert transport.post(pb.LaneRequest(release=pb.ReleaseRequest(lease=lease)), None)
+        eventually(lambda: daemon.metric("kvsidecar_leases") == 0)
+
+
 def test_a_refusal_of_what_is_posted_is_handed_on(transport: Transport) -> None:
     transport.call(lookup("a"), SECONDS)
     got: list[Any] = []
@@ -196,6 +210,25 @@ def test_a_refusal_of_what_is_posted_is_handed_on(transport: Transport) -> None:
     assert transport.post(bad, got.append)
     until(lambda: got, transport.collect)
     assert [error.code for error in got] == [grpc.StatusCode.INVALID_ARGUMENT]
+
+
+def test_who_waits_for_what_it_posted_has_it_or_knows_that_it_will_not_come(
+    transport: Transport, daemon: DaemonProcess
+) -> None:
+    transport.call(lookup("a"), SECONDS)
+    got: list[Any] = []
+    for _ in range(20):
+        assert transport.post(lookup("a"), got.append)
+    transport.collect(lambda: len(got) == 20, SECONDS)
+    assert [answer.ready for answer in got] == [True] * 20
+    pause(daemon)
+    assert transport.post(lookup("a"), got.append)
+    transport.collect(lambda: len(got) == 21, 0.05)
+    assert len(got) == 20
+    daemon.process.kill()
+    daemon.process.wait()
+    transport.collect(lambda: len(got) == 21, SECONDS)
+    assert got[20].code is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_question_in_the_background_is_answered_also_when_the_daemon_knows_us_no_more(

@@ -239,6 +239,18 @@ class TinyDaemon:
             self.leases[lease] = hits
         return LookupResult(True, answers, lease, lease_seconds)
 
+    def begin_lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes],
+        *,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease_seconds: float = 0.0,
+    ) -> TinyQuestion | None:
+        if self.reason:
+            return None
+        return TinyQuestion(self, self.lookup(namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=0.0))
+
     def keep(self, lease: int, lease_seconds: float) -> TinyLease:
         kept = lease in self.leases
         if kept and not self.reason:
@@ -262,6 +274,23 @@ def _found(packed: bytes | Sequence[bytes], answer: GroupHits) -> bytes:
     assert isinstance(packed, bytes)
     each = [packed[i : i + 32] for i in range(0, len(packed), 32)]
     return b"".join(compress(each, answer.found) if answer.found else each[: answer.hits])
+
+
+class TinyQuestion:
+    """What the daemon answered when it was asked; it may hang by the time that somebody wants to know."""
+
+    def __init__(self, daemon: TinyDaemon, answer: LookupResult) -> None:
+        self._daemon, self._answer = daemon, answer
+
+    def result(self, timeout: float) -> LookupResult:
+        if not self._daemon.reason:
+            return self._answer
+        self.give_up()
+        return LookupResult(False, {index: GroupHits(0) for index in self._answer.groups}, reason=self._daemon.reason)
+
+    def give_up(self) -> None:
+        if self._answer.lease is not None:
+            self._daemon.drop(self._answer.lease)
 
 
 class TinyLease:

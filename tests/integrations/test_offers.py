@@ -137,3 +137,25 @@ def test_a_request_whose_offer_has_gone_is_computed_and_loads_again_when_it_was_
     engine.until(lambda: engine.worker.results.finished)
     assert not engine.worker.results.failed
     assert (engine.worker.kv[:, :, [1, 2]] == 5).all()
+
+
+def test_what_was_asked_for_as_the_request_arrived_is_offered_and_loaded(engine: Engine) -> None:
+    request = Request("r", list(range(9)))
+    engine.stores(request)
+    engine.side.on_new_request(request)
+    eventually(lambda: engine.leases() == 1)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 8)
+    engine.until(lambda: engine.worker.results.finished)
+    assert (engine.worker.kv[:, :, [4, 5]] == 5).all()
+    engine.until(lambda: engine.leases() == 0)
+
+
+def test_a_request_that_goes_before_its_answer_is_read_keeps_nothing(engine: Engine) -> None:
+    request = Request("r", list(range(9)))
+    engine.stores(request)
+    engine.side.on_new_request(request)
+    engine.side.request_finished(request)
+    engine.side.get_num_new_matched_tokens(Request("s", list(range(100, 109))), 0)  # reads what has come
+    eventually(lambda: engine.leases() == 0)
+    assert engine.expired() == 0

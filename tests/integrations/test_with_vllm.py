@@ -173,6 +173,8 @@ def test_another_engine_hits_what_this_ones_gpu_would_hit_and_loads_all_that_vll
         prompt = tokens[:length]
         other = Engine(MODELS[name], daemon, eagle=eagle)
         asks, has = other.request("b", prompt), first.request("c", prompt)
+        if length % 2 == 0:
+            other.side.on_new_request(asks)  # asked ahead or in the step: it is the same
         _, expected = first.local(has)
         blocks, local = other.local(asks)
         assert local == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvsidecar.client import BreakerState, Client, KeptLease, LookupMode, LookupResult, Namespace
+from kvsidecar.client import BreakerState, Client, KeptLease, LookupMode, LookupResult, Namespace, PendingLookup
 from kvsidecar.client.results import NO_ANSWER
 
 
@@ -44,6 +44,18 @@ class RankNamespaceClient:
         if self.namespace is None:
             return LookupResult(False, reason=NO_ANSWER)
         return self._client.lookup(self.namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
+
+    def begin_lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        *,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease_seconds: float = 0.0,
+    ) -> PendingLookup | None:
+        if self.namespace is None:
+            return None
+        return self._client.begin_lookup(self.namespace, groups, mode=mode, lease_seconds=lease_seconds)
 
     def keep(self, lease: int, lease_seconds: float) -> KeptLease:
         return self._client.keep(lease, lease_seconds)

@@ -23,6 +23,17 @@ def asked(group: Group, local: int, most: int) -> range:
     return range(local // group.block_tokens, end + 1 if group.eagle else end)
 
 
+def hashes(groups: Sequence[Group], block_hashes: Sequence[bytes], local: int, most: int) -> dict[int, Sequence[bytes]]:
+    """By group: the hashes of the blocks that are `asked`, of a request's hashes."""
+    blocks = {group: asked(group, local, most) for group in groups}
+    return {group.index: group.hashes(block_hashes, each.start, each.stop) for group, each in blocks.items()}
+
+
+def packed(hashes: Mapping[int, Sequence[bytes]]) -> dict[int, bytes]:
+    """The same, joined."""
+    return {index: b"".join(each) for index, each in hashes.items()}
+
+
 def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], local: int, most: int) -> int:
     """Tokens of the longest hit, a multiple of the alignment; 0 for none.
 

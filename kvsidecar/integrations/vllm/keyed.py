@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from kvsidecar.client import LookupMode, LookupResult, Namespace
 from kvsidecar.integrations.generations import Generations
+from kvsidecar.integrations.vllm.ahead import Question
 from kvsidecar.integrations.vllm.lookups import Asked, Lease
 from kvsidecar.integrations.vllm.metadata import LoadJob, StoreJob
 
@@ -39,6 +40,16 @@ class KeyedClient:
     ) -> LookupResult:
         keys = self._keys(groups)
         return self._client.lookup(namespace, keys, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
+
+    def begin_lookup(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes],
+        *,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease_seconds: float = 0.0,
+    ) -> Question | None:
+        return self._client.begin_lookup(namespace, self._keys(groups), mode=mode, lease_seconds=lease_seconds)
 
     def keep(self, lease: int, lease_seconds: float) -> Lease:
         return self._client.keep(lease, lease_seconds)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import hits
+from kvsidecar.integrations.vllm.ahead import Ahead, Asker
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind
@@ -40,7 +41,7 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
-class Asked(Protocol):
+class Asked(Asker, Protocol):
     """`kvsidecar.integrations.vllm.asking.RankNamespaceClient` is one."""
 
     @property
@@ -82,6 +83,9 @@ class Offer:
 class Lookups:
     """Looks up which blocks of requests the daemon has. All calls of one step together wait at most ``lookup_budget``.
 
+    A request that arrives is asked for at once, and its answer taken in the step that wants it: the step then waits
+    for what is still under way, or not at all. Where nothing was asked ahead, or the answer is too old, it asks itself.
+
     A short lease protects each offer from eviction until vLLM has allocated blocks for it. There is one lease per
     request, for as long as vLLM asks for that request.
     """
@@ -104,6 +108,7 @@ class Lookups:
         self._offers: dict[str, Offer] = {}
         self._leased: dict[str, float] = {}
         """Requests whose offers have leases, and since when; the oldest first."""
+        self._ahead = Ahead(namespace, groups, client, OFFER_SECONDS, clock)
         self._spent = 0.0
         self.used = False
         """Whether `new_step` has work to do."""
@@ -117,13 +122,16 @@ class Lookups:
             if self._clock() - since < UNTAKEN_SECONDS:
                 break
             self._give_up(request_id)
-        self.used = bool(self._leased)
+        self._ahead.forget_old()
+        self.used = bool(self._leased or self._ahead)
 
     def forget(self, request_id: str) -> None:
+        self._ahead.forget(request_id)
         self._give_up(request_id)
         self._offers.pop(request_id, None)
 
     def forget_all(self) -> None:
+        self._ahead.forget_all()
         for request_id in tuple(self._leased):
             self._give_up(request_id)
         self._offers.clear()
@@ -143,6 +151,15 @@ class Lookups:
         if lease is not None:
             self._client.drop(lease)
 
+    def ask_ahead(self, request: Any, epoch: int) -> None:
+        """Ask for a request that has arrived, and do not wait for the answer: `hit` takes it.
+
+        Args:
+            epoch: as in `hit`.
+        """
+        self._ahead.ask(request, epoch)
+        self.used = self.used or bool(self._ahead)
+
     def hit(self, request: Any, local: int, epoch: int) -> int | None:
         """Number of tokens after the first ``local`` ones that can be loaded; None: not known yet.
 
@@ -157,17 +174,16 @@ class Lookups:
         elif offer.answered is not None and now - offer.answered < FRESH_SECONDS:
             return offer.tokens
         most = hits.limit(self._groups, request.num_tokens, local)
-        hashes = {}
-        for group in self._groups:
-            blocks = hits.asked(group, local, most)
-            hashes[group.index] = group.hashes(request.block_hashes, blocks.start, blocks.stop)
+        hashes = hits.hashes(self._groups, request.block_hashes, local, most)
         if most <= 0 or not any(hashes.values()):
             offer.tokens, offer.answered = 0, now
             return 0
         if self._spent >= self._options.lookup_budget:
             return None  # this step has waited long enough; the next one asks
-        packed = {index: b"".join(each) for index, each in hashes.items()}
-        result = self._ask(packed, self._mode, OFFER_SECONDS)
+        ahead = self._ahead.take(request.request_id, local, local + most, epoch)
+        mode = self._mode if ahead is None else LookupMode.BITMAP
+        packed = hits.packed(hashes) if ahead is None else ahead.packed
+        result = self._ask(packed, mode, OFFER_SECONDS) if ahead is None else self._within_budget(ahead.result)
         if result.reason == NO_ANSWER:
             if offer.waiting_since is None:
                 offer.waiting_since = now
@@ -176,7 +192,7 @@ class Lookups:
         self._give_up(request.request_id)  # behind the lookup: blocks that were kept are kept by its lease
         offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
         if not result.reason and result.ready and self._client.epoch == epoch:
-            offer.tokens = self._longest(result, hashes, local, most)
+            offer.tokens = self._longest(result, mode, hashes, local, most)
             offer.asked = packed if offer.tokens else {}
         if result.lease is not None:
             offer.lease, self._leased[request.request_id] = result.lease, offer.answered
@@ -184,19 +200,22 @@ class Lookups:
                 self._give_up(request.request_id)
         return offer.tokens
 
-    def _longest(self, result: LookupResult, hashes: Mapping[int, Sequence[bytes]], local: int, most: int) -> int:
+    def _longest(
+        self, result: LookupResult, mode: LookupMode, hashes: Mapping[int, Sequence[bytes]], local: int, most: int
+    ) -> int:
         found: dict[int, Sequence[bool]] = {}
         for group in self._groups:
             answer = result.groups[group.index]
             asked = hashes[group.index]
-            if self._mode is LookupMode.PREFIX:
+            if mode is LookupMode.PREFIX:
                 found[group.index] = (True,) * answer.hits
                 missing: Sequence[bytes] = asked[answer.hits :]
             else:
                 found[group.index] = answer.found
                 missing = [each for each, flag in zip(asked, answer.found, strict=True) if not flag]
             if missing:
-                # The daemon evicted them, or never had them: they are stored again.
+                # The daemon evicted them, or never had them: they are stored again. (Or they were stored since that
+                # was asked, which is found then.)
                 self._stored_filter.discard(tags_of(group.index, b"".join(missing), len(missing)))
                 if self._events is not None:
                     self._events.removed(group.index, missing)
@@ -215,14 +234,21 @@ class Lookups:
         self._ask({}, LookupMode.PREFIX, 0.0)
 
     def _ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float) -> LookupResult:
-        """One lookup. Never raises, never waits longer than the rest of this step's budget."""
+        """One lookup, in the step that wants it."""
+        namespace = self._namespace
+
+        def lookup(timeout: float) -> LookupResult:
+            return self._client.lookup(namespace, packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
+
+        return self._within_budget(lookup)
+
+    def _within_budget(self, ask: Callable[[float], LookupResult]) -> LookupResult:
+        """An answer that a step wants. Never raises, never waits longer than the rest of this step's budget."""
         self.used = True
         began = self._clock()
         timeout = max(0.001, self._options.lookup_budget - self._spent)
         try:
-            result = self._client.lookup(
-                self._namespace, packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout
-            )
+            result = ask(timeout)
         except ClientError as error:
             if not self._refused:
                 _log.error("the daemon refuses lookups, so nothing is loaded: %s", error)
