@@ -44,12 +44,11 @@ def measure(setting: Setting, out: Measurement) -> None:
 def beyond_pool(pid: int, pool_bytes: int) -> int | None:
     """Resident bytes of a process without its pool and without what engines share with it; None if it is not ours.
 
-    The pool is anonymous memory, or huge pages that no resident set counts.
+    The pool is shared memory, as is what engines share with it; or huge pages that no resident set counts.
     """
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
     sizes = {name: int(size) * KiB for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    resident = sizes.get("RssAnon", 0) + sizes.get("RssFile", 0)
-    return resident - pool_bytes if not sizes.get("HugetlbPages") else resident
+    return sizes.get("RssAnon", 0) + sizes.get("RssFile", 0)

@@ -1,6 +1,7 @@
 """The host pool: reserve, bind to NUMA nodes, prefault and pin host memory; all of it or nothing.
 
-Exactly the configured bytes: one anonymous mapping, registered chunk by chunk. No caching allocator that rounds up.
+Exactly the configured bytes: one memfd, which other processes can map, registered chunk by chunk. No caching allocator
+that rounds up.
 
 Why faulting and pinning are apart: MADV_POPULATE_WRITE faults with several threads and returns an error where a touch
 would be a SIGBUS; the driver faults with one thread. While a chunk is pinned, the next one is faulted in. Why chunks:
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,7 +116,10 @@ class HostPool:
         self._clock = clock
         self._lock = threading.Lock()
         self._used = False
+        self._fd: int | None = None
         self._address: int | None = None
+        self._small = 0
+        """Bytes that have small pages, though huge ones were asked for."""
         self._pinned: list[PoolPart] = []
         self._lost = 0
         self._pages: Pages | None = None
@@ -135,11 +140,18 @@ class HostPool:
         return self._address
 
     @property
+    def fd(self) -> int:
+        """The memfd, which stays the pool's. A RuntimeError as of `address`."""
+        if self._fd is None:
+            raise RuntimeError("the pool is not reserved")
+        return self._fd
+
+    @property
     def page_kind(self) -> PageKind:
-        """Which pages it got; known from `pin` on."""
+        """Which pages it got, or most of it; known from `pin` on."""
         if self._pages is None:
             raise RuntimeError("the pool is not reserved")
-        return self._pages.kind
+        return PageKind.SMALL if self._small > self.nbytes / 2 else self._pages.kind
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
@@ -192,6 +204,7 @@ class HostPool:
                 self._reserve(pages)
                 self._bind()
                 self._pin_chunks(pages, on_progress, stop)
+                self._warn_of_small_pages(pages)
             except (PinFailed, PinStopped) as error:
                 outcome = self._give_back()
                 raise type(error)(f"{error}: {outcome}" if outcome else str(error)) from error.__cause__
@@ -256,12 +269,11 @@ class HostPool:
         self._pages = pages
         try:
             failpoints.hit("pool.reserve")
-            self._address = host_memory.map_pages(self.nbytes, pages)
+            self._fd = host_memory.create_file(self.nbytes, pages)
+            self._address = host_memory.map_file(self._fd, self.nbytes, pages)
             # A core dump would hold every prompt of the node, and take the pool's size on disk.
             host_memory.advise(self._address, self.nbytes, mmap.MADV_DONTDUMP)
-            # A fork makes pages copy-on-write: the first write would then give this process, or the child, a page
-            # that the GPU does not know, while copies go on to the old one. (Kernels since 5.12 copy pinned pages in
-            # fork instead, which here is the whole pool.)
+            # No child has a use for it, and one that lives on would keep the memory.
             host_memory.advise(self._address, self.nbytes, mmap.MADV_DONTFORK)
         except (OSError, failpoints.FailpointError) as error:
             raise PinFailed(f"{format_size(self.nbytes)} could not be reserved: {_reason(error)}") from error
@@ -294,7 +306,9 @@ class HostPool:
                     raise PinStopped(f"pinning was stopped before chunk {number} of {len(chunks)}")
                 try:
                     failpoints.hit("pool.prefault_chunk")
-                    faulted = max(piece.result() for piece in faulting) - started
+                    ends, small = zip(*(piece.result() for piece in faulting), strict=True)
+                    faulted = max(ends) - started
+                    self._small += sum(small)
                     if number < len(chunks):
                         faulting = self._prefault(chunks[number], pages, threads)
                     failpoints.hit("pool.pin_chunk")
@@ -308,15 +322,28 @@ class HostPool:
                 done += chunk.nbytes
                 on_progress(self._progress(done, started, registering, faulted))
 
-    def _prefault(self, chunk: PoolPart, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[float]]:
-        """Begin to fault a chunk in. It is there when all of these are over; each says when it was."""
+    def _warn_of_small_pages(self, pages: Pages) -> None:
+        if pages.kind is not PageKind.HUGETLB and self._spec.huge_pages is not HugePages.NONE:
+            small = self._small if pages.kind is PageKind.THP else self.nbytes
+            if small >= memory_limits.THP_BYTES:
+                tables = memory_limits.page_table_bytes(small)
+                _log.warning(
+                    "the pool has small pages",
+                    bytes=format_size(small),
+                    page_tables=f"{format_size(tables)} in each process that maps it",
+                    hint=memory_limits.HUGE_PAGES_HINT,
+                )
+
+    def _prefault(self, chunk: PoolPart, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[tuple[float, int]]]:
+        """Begin to fault a chunk in. It is there when all of these are over; each says when it was, and what
+        `host_memory.populate` returned."""
         step = min(PREFAULT_BYTES, -(-chunk.nbytes // self._spec.prefault_threads))
         step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
         start, end = self.address + chunk.offset, self.address + chunk.offset + chunk.nbytes
 
-        def populate(address: int, nbytes: int) -> float:
-            host_memory.populate(address, nbytes)
-            return self._clock()
+        def populate(address: int, nbytes: int) -> tuple[float, int]:
+            small = host_memory.populate(address, nbytes, pages.kind)
+            return self._clock(), small
 
         return [threads.submit(populate, piece, min(step, end - piece)) for piece in range(start, end, step)]
 
@@ -341,6 +368,9 @@ class HostPool:
         # Memory that the driver still holds registered stays mapped: other memory at these addresses would be copied
         # from and to the old pages, silently.
         self._address = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
         if self._lost:
             return f"{self._lost} could not be given back; restart the daemon"
         return "the chunks before it were given back" if pinned else ""

@@ -29,6 +29,9 @@ HEADROOM_BYTES = 256 * MiB
 """What the daemon itself may grow by after the check: CUDA contexts, gRPC, the cache's index. An estimate."""
 
 THP_BYTES = 2 * MiB
+HUGE_PAGES_HINT = (
+    "write advise to /sys/kernel/mm/transparent_hugepage/shmem_enabled, or reserve huge pages with vm.nr_hugepages"
+)
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63."""
 _CAP_IPC_LOCK = 14
@@ -156,10 +159,23 @@ def hugetlb_free(page_bytes: int, root: Path = ROOT, node: int | None = None) ->
 
 
 def thp_enabled(root: Path = ROOT) -> bool:
-    """Whether ``madvise(MADV_HUGEPAGE)`` gets transparent huge pages in this process."""
-    mode = re.search(r"\[(\w+)\]", _read(root / "sys/kernel/mm/transparent_hugepage/enabled"))
-    off_for_process = re.search(r"^THP_enabled:\s*0", _read(root / "proc/self/status"), re.MULTILINE)
-    return mode is not None and mode[1] in ("always", "madvise") and not off_for_process
+    """Whether a pool in shared memory gets transparent huge pages in this process.
+
+    By faults where ``shmem_enabled`` allows it; since Linux 6.1 by MADV_COLLAPSE, unless it denies even that.
+    """
+    mode = re.search(r"\[(\w+)\]", _read(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    if mode is None or mode[1] == "deny":
+        return False
+    if re.search(r"^THP_enabled:\s*0", _read(root / "proc/self/status"), re.MULTILINE):
+        return False
+    release = re.match(r"(\d+)\.(\d+)", _read(root / "proc/sys/kernel/osrelease"))
+    collapses = release is not None and (int(release[1]), int(release[2])) >= (6, 1)
+    return mode[1] != "never" or collapses
+
+
+def page_table_bytes(nbytes: int) -> int:
+    """What the page tables of so many bytes of small pages take, in each process that maps them."""
+    return nbytes // mmap.PAGESIZE * 8
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
@@ -230,8 +246,8 @@ def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pa
     if wish is HugePages.THP:
         if not thp_enabled(root):
             raise PoolRefused(
-                "transparent huge pages are off: write madvise to /sys/kernel/mm/transparent_hugepage/enabled, "
-                "or use --huge-pages auto"
+                "shared memory gets no transparent huge pages here: write advise to "
+                "/sys/kernel/mm/transparent_hugepage/shmem_enabled, or use --huge-pages auto"
             )
         return (thp,)
     return (*hugetlb, thp if thp_enabled(root) else small)

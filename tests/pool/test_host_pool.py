@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import mmap
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -150,13 +153,13 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def two_nodes(root: Path, *, free_kb: int = 1 << 30, allowed: str = "0-1") -> Path:
-    """A machine with two NUMA nodes and madvise for transparent huge pages."""
+    """A machine with two NUMA nodes and transparent huge pages for shared memory."""
     return tree(
         root,
         {
             "proc/meminfo": "MemTotal: 1073741824 kB\nMemAvailable: 1073741824 kB\n",
             "proc/self/status": f"Mems_allowed_list:\t{allowed}\n",
-            "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+            "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny force\n",
             "sys/devices/system/node/online": "0-1\n",
             "sys/devices/system/node/has_memory": "0-1\n",
             "sys/devices/system/node/node0/meminfo": f"Node 0 MemTotal: 99 kB\nNode 0 MemFree: {free_kb} kB\n",
@@ -201,8 +204,8 @@ def test_of_the_address_space_taken_for_alignment_only_the_bytes_stay(
     def pages(address: int, nbytes: int) -> range:
         return range(address // (4 * KiB), (address + nbytes) // (4 * KiB))
 
-    def mmap(address: int | None, nbytes: int, protection: int, flags: int) -> int:
-        result = real_mmap(address, nbytes, protection, flags)
+    def mmap(address: int | None, nbytes: int, *arguments: int) -> int:
+        result = real_mmap(address, nbytes, *arguments)
         taken.update(pages(result, nbytes))
         return result
 
@@ -238,9 +241,10 @@ def test_prefaulting_covers_each_chunk_once_before_it_is_pinned(
     touched: list[tuple[int, int, int]] = []
     lock = threading.Lock()
 
-    def record(address: int, nbytes: int) -> None:
+    def record(address: int, nbytes: int, kind: PageKind) -> int:
         with lock:
             touched.append((address, nbytes, len(platform.calls)))
+        return 0
 
     monkeypatch.setattr(host_memory, "populate", record)
     pool = HostPool(spec(prefault_threads=3), platform)
@@ -261,10 +265,11 @@ def test_the_next_chunk_is_faulted_in_while_one_is_pinned(
     faulted: set[int] = set()
     changed = threading.Condition()
 
-    def populate(address: int, nbytes: int) -> None:
+    def populate(address: int, nbytes: int, kind: PageKind) -> int:
         with changed:
             faulted.add((address - pool.address) // MiB)
             changed.notify_all()
+        return 0
 
     def pin(address: int, nbytes: int) -> None:
         chunk = (address - pool.address) // MiB
@@ -284,7 +289,7 @@ def test_prefaulting_runs_in_as_many_threads_as_configured(
     pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = threading.Barrier(4, timeout=30)
-    monkeypatch.setattr(host_memory, "populate", lambda address, nbytes: together.wait())
+    monkeypatch.setattr(host_memory, "populate", lambda *arguments: together.wait() * 0)
     pool = HostPool(spec(nbytes=MiB, prefault_threads=4), MlockPlatform())
     pools.append(pool)
     pool.pin(ignore, never())
@@ -294,7 +299,7 @@ def test_the_lock_that_an_attach_needs_is_free_between_small_pieces(
     pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(host_memory, "populate", lambda address, nbytes: sizes.append(nbytes))
+    monkeypatch.setattr(host_memory, "populate", lambda address, nbytes, kind: sizes.append(nbytes) or 0)
     monkeypatch.setattr("kvsidecar.pool.host_pool.PREFAULT_BYTES", 2 * MiB)
     pool = HostPool(spec(nbytes=9 * MiB, chunk_bytes=8 * MiB, prefault_threads=1), MlockPlatform())
     pools.append(pool)
@@ -380,13 +385,14 @@ def test_no_page_to_prefault_is_a_failure_and_waits_for_the_threads_that_still_t
     real_populate, real_munmap = host_memory.populate, host_memory.unmap
     finished_at_unmap: list[bool] = []
 
-    def populate(address: int, nbytes: int) -> None:
+    def populate(address: int, nbytes: int, kind: PageKind) -> int:
         if first.acquire(blocking=False):
             failed.set()
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         assert failed.wait(30)
-        real_populate(address, nbytes)
+        small = real_populate(address, nbytes, kind)
         finished.set()
+        return small
 
     def munmap(address: int, nbytes: int) -> None:
         finished_at_unmap.append(finished.is_set())
@@ -566,15 +572,75 @@ def test_cuda_pinning_counts_the_kernels_bookkeeping(pools: list[HostPool], tmp_
 # -- kinds of pages ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not memory_limits.thp_enabled(), reason="transparent huge pages are off")
-def test_transparent_huge_pages_are_asked_for_at_an_aligned_address(pools: list[HostPool]) -> None:
-    for _ in range(3):  # 6 MiB together: an ordinary user may lock 8
-        pool = HostPool(spec(nbytes=2 * MiB, huge_pages=HugePages.THP), MlockPlatform())
-        pools.append(pool)
+def huge_bytes(pool: HostPool) -> int:
+    """Bytes of the pool that one entry of the page tables maps 2 MiB of."""
+    smaps = Path("/proc/self/smaps").read_text()
+    block = smaps[smaps.index(f"\n{pool.address:x}-") + 1 :]
+    return int(re.search(r"^ShmemPmdMapped: +(\d+) kB$", block, re.MULTILINE)[1]) * KiB  # type: ignore[index]
+
+
+with_huge_pages = pytest.mark.skipif(
+    not memory_limits.thp_enabled(), reason="this kernel gives shared memory no transparent huge pages"
+)
+
+
+@with_huge_pages
+@pytest.mark.parametrize("threads", [1, 4])
+def test_whole_ranges_of_2_mib_get_huge_pages_that_are_clear(
+    threads: int, pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsidecar.pool.host_pool.PREFAULT_BYTES", 2 * MiB)
+    wanted = spec(nbytes=6 * MiB + 4 * KiB, chunk_bytes=4 * MiB, huge_pages=HugePages.THP, prefault_threads=threads)
+    pool = HostPool(wanted, MlockPlatform())
+    pools.append(pool)
+    with capture_logs() as logs:
         pool.pin(ignore, never())
-        assert pool.page_kind is PageKind.THP
-        assert pool.address % (2 * MiB) == 0
-    assert "hg" in mapped().flags
+    assert pool.page_kind is PageKind.THP
+    assert pool.address % (2 * MiB) == 0
+    assert huge_bytes(pool) == 6 * MiB
+    assert mapped().resident == 6 * MiB + 4 * KiB
+    assert not pool.view().any()
+    assert not logs
+
+
+@with_huge_pages
+def test_a_pool_for_which_no_huge_pages_are_free_has_small_ones_and_says_what_they_cost(
+    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = host_memory.advise
+
+    def fragmented(address: int, nbytes: int, advice: int) -> None:
+        if advice == 25:  # MADV_COLLAPSE
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        real(address, nbytes, mmap.MADV_NOHUGEPAGE if advice == mmap.MADV_HUGEPAGE else advice)
+
+    monkeypatch.setattr(host_memory, "advise", fragmented)
+    pool = HostPool(spec(nbytes=4 * MiB, chunk_bytes=2 * MiB, huge_pages=HugePages.THP), MlockPlatform())
+    pools.append(pool)
+    with capture_logs() as logs:
+        pool.pin(ignore, never())
+    assert pool.page_kind is PageKind.SMALL
+    assert (mapped().resident, huge_bytes(pool)) == (4 * MiB, 0)
+    assert [(each["bytes"], each["page_tables"]) for each in logs] == [("4 MiB", "8 KiB in each process that maps it")]
+    assert "shmem_enabled" in logs[0]["hint"]
+
+
+def test_another_process_that_maps_the_file_sees_the_same_bytes_and_cannot_cut_it(pools: list[HostPool]) -> None:
+    pool = HostPool(spec(), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never())
+    pool.view()[[0, -1]] = 1, 2
+    with mmap.mmap(pool.fd, NBYTES) as other:
+        assert (other[0], other[1], other[-1]) == (1, 0, 2)
+        other[1] = 3
+    assert pool.view()[1] == 3
+    for nbytes in (NBYTES - 4 * KiB, NBYTES + 4 * KiB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(pool.fd, nbytes)
+    assert fcntl.fcntl(pool.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    pool.close()
+    with pytest.raises(RuntimeError, match="not reserved"):
+        _ = pool.fd
 
 
 def test_small_pages_are_kept_small_on_a_machine_where_huge_ones_are_always_on(pools: list[HostPool]) -> None:
@@ -583,6 +649,7 @@ def test_small_pages_are_kept_small_on_a_machine_where_huge_ones_are_always_on(p
     pool.pin(ignore, never())
     assert pool.page_kind is PageKind.SMALL
     assert "nh" in mapped().flags or not memory_limits.thp_enabled()
+    assert huge_bytes(pool) == 0
 
 
 def test_auto_takes_transparent_huge_pages_where_too_few_explicit_ones_are_free(
@@ -590,7 +657,7 @@ def test_auto_takes_transparent_huge_pages_where_too_few_explicit_ones_are_free(
 ) -> None:
     root = two_nodes(tmp_path)
     tree(root, {"sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "1\n"})
-    pool = HostPool(spec(nbytes=4 * MiB, huge_pages=HugePages.AUTO), MlockPlatform(), root=root)
+    pool = HostPool(spec(nbytes=4 * MiB, chunk_bytes=2 * MiB, huge_pages=HugePages.AUTO), MlockPlatform(), root=root)
     pools.append(pool)
     pool.pin(ignore, never())
     assert pool.page_kind is PageKind.THP
@@ -662,7 +729,10 @@ def test_each_node_gets_its_part_and_no_chunk_lies_on_two(pools: list[HostPool],
 
 
 def test_pages_are_really_bound_and_a_refused_node_is_a_warning(pools: list[HostPool], tmp_path: Path) -> None:
-    probe = host_memory.map_pages(4 * KiB, memory_limits.Pages(PageKind.SMALL, 4 * KiB))
+    small = memory_limits.Pages(PageKind.SMALL, 4 * KiB)
+    file = host_memory.create_file(4 * KiB, small)
+    probe = host_memory.map_file(file, 4 * KiB, small)
+    os.close(file)
     try:
         host_memory.bind(probe, 4 * KiB, 0)
     except OSError as error:

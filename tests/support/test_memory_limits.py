@@ -203,28 +203,36 @@ def test_explicit_pages_that_another_mapping_has_reserved_are_not_free(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("mode", "status", "enabled"),
+    ("mode", "release", "status", "enabled"),
     [
-        ("always [madvise] never", "", True),
-        ("[always] madvise never", "THP_enabled:\t1\n", True),
-        ("always madvise [never]", "", False),
-        ("[always] madvise never", "THP_enabled:\t0\n", False),
+        ("always within_size [advise] never deny force\n", "5.15.0-91-generic\n", "", True),
+        ("[always] within_size advise never deny force\n", "5.15.0\n", "THP_enabled:\t1\n", True),
+        ("always within_size advise [never] deny force\n", "6.1.0\n", "", True),
+        ("always within_size advise [never] deny force\n", "6.18.44\n", "THP_enabled:\t0\n", False),
+        ("always within_size advise [never] deny force\n", "6.0.19\n", "", False),
+        ("always within_size advise [never] deny force\n", "", "", False),
+        ("always within_size advise never [deny] force\n", "6.18.44\n", "", False),
+        ("", "6.18.44\n", "", False),
     ],
 )
-def test_transparent_huge_pages_are_on_unless_never_or_off_for_the_process(
-    tmp_path: Path, mode: str, status: str, enabled: bool
+def test_shared_memory_gets_transparent_huge_pages_by_faults_or_since_linux_6_1_on_demand(
+    tmp_path: Path, mode: str, release: str, status: str, enabled: bool
 ) -> None:
-    files = {"sys/kernel/mm/transparent_hugepage/enabled": mode, "proc/self/status": status}
+    files = {
+        "sys/kernel/mm/transparent_hugepage/shmem_enabled": mode,
+        "proc/sys/kernel/osrelease": release,
+        "proc/self/status": status,
+    }
     assert thp_enabled(tree(tmp_path, files)) is enabled
 
 
-def with_huge_pages(root: Path, thp: str = "[madvise]") -> Path:
+def with_huge_pages(root: Path, thp: str = "[advise]") -> Path:
     return machine(
         root,
         files={
             f"{HUGE}/free_hugepages": "512\n",
             "sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages": "1\n",
-            "sys/kernel/mm/transparent_hugepage/enabled": thp,
+            "sys/kernel/mm/transparent_hugepage/shmem_enabled": thp,
         },
     )
 
@@ -244,7 +252,7 @@ def test_a_wish_is_met_or_refused(tmp_path: Path) -> None:
     assert page_candidates(HugePages.HUGETLB, 2 * MiB, root) == (HUGETLB,)
     with pytest.raises(PoolRefused, match="3145728 bytes is not a multiple of the huge page size 2 MiB"):
         page_candidates(HugePages.HUGETLB, 3 * MiB, root)
-    with pytest.raises(PoolRefused, match="transparent huge pages are off"):
+    with pytest.raises(PoolRefused, match="shared memory gets no transparent huge pages here: write advise to"):
         page_candidates(HugePages.THP, GiB, root)
     with pytest.raises(PoolRefused, match="no explicit huge pages"):
         page_candidates(HugePages.HUGETLB, GiB, tmp_path / "nothing")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvsidecar.cli.doctor.facts import Facts, Gpu
+from kvsidecar.support import memory_limits
 from kvsidecar.support.units import format_size
 from kvsidecar.types import State
 
@@ -201,14 +202,13 @@ def _numa(facts: Facts) -> Iterable[Result]:
 def _huge_pages(facts: Facts) -> Iterable[Result]:
     memory = facts.memory
     explicit = ", ".join(f"{count} free of {format_size(size)}" for size, count in memory.hugetlb_free.items())
-    text = f"transparent: {memory.thp or 'not in this kernel'}; explicit: {explicit or 'none'}"
+    text = f"transparent (shmem_enabled): {memory.thp or 'not in this kernel'}; explicit: {explicit or 'none'}"
     if memory.page_kind:
         text += f"; the pool gets {memory.page_kind}"
     if memory.page_kind == "small" and facts.config.huge_pages != "none":
-        fix = (
-            "Write madvise to /sys/kernel/mm/transparent_hugepage/enabled, or reserve huge pages with vm.nr_hugepages."
-        )
-        yield _WARNING, f"{text} pages, which are slow to pin", fix
+        tables = format_size(memory_limits.page_table_bytes(1 << 30))
+        cost = f"pages, which are slow to pin and cost {tables} of page tables per GiB in each process that maps it"
+        yield _WARNING, f"{text} {cost}", memory_limits.HUGE_PAGES_HINT.capitalize() + "."
     else:
         yield _OK, text
 

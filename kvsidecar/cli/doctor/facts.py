@@ -73,7 +73,7 @@ class Memory:
     memlock: int | None
     """None: no limit."""
     thp: str
-    """The chosen word of transparent_hugepage/enabled."""
+    """The chosen word of transparent_hugepage/shmem_enabled."""
     hugetlb_free: Mapping[int, int] = field(default_factory=dict)
     """Free pages by page size in bytes."""
     numa: Mapping[int, NumaNode] = field(default_factory=dict)

@@ -148,7 +148,7 @@ class _Limits(HostPlatform):
 
 
 def _memory(settings: Settings | None, driver: Driver) -> Memory:
-    thp = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
+    thp = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     refusal = page_kind = ""
     numa = memory_limits.numa_nodes()
     if settings is not None:

@@ -36,7 +36,7 @@ MEMORY = Memory(
     available=400 * GiB,
     cgroups=(CgroupLimit("/", "memory.max", 300 * GiB, 0),),
     memlock=8 * MiB,
-    thp="madvise",
+    thp="advise",
     hugetlb_free={2 * MiB: 0},
     numa={0: NumaNode(500 * GiB, 400 * GiB)},
     page_kind="thp",
@@ -137,7 +137,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "is unknown",
         "topology",
     ),
-    ("huge pages", memory(thp="never", page_kind="small"), WARNING, "transparent: never", "madvise"),
+    ("huge pages", memory(thp="deny", page_kind="small"), WARNING, "2 MiB of page tables per GiB", "advise to"),
     (
         "huge pages",
         changed(memory=replace(MEMORY, page_kind="small"), config=config(huge_pages="none")),
