@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Namespace, Outcome, Region, State
+from kvsidecar.support import child
+from kvsidecar.support.child import environment
 
 SECONDS = 60.0
 """Nothing here takes this long, also on a machine that is slow and busy; a test that waits for it has failed."""
@@ -67,11 +69,6 @@ def hashes(*names: object) -> list[bytes]:
     return [hashlib.sha256(repr(name).encode()).digest() for name in names]
 
 
-def environment(**extra: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
-    return {**clean, **extra}
-
-
 DEVICE = os.environ.get("TEST_DEVICE", "host")
 """Of daemons that are not told otherwise; ``cuda`` lets the tests with real engines run on a GPU."""
 
@@ -106,7 +103,7 @@ class DaemonProcess:
             command += ["--log-level", "debug"]
         if "--pool-size" not in flags:
             command += ["--pool-size", "1MiB"]
-        self.process = subprocess.Popen(
+        self.process = child.start(
             command,
             stdin=subprocess.DEVNULL,  # at a terminal SIGHUP would not reload
             stderr=subprocess.PIPE if stderr is None else stderr,
@@ -173,8 +170,7 @@ class DaemonProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
         self._reader.join()
         if self.process.stderr is not None:

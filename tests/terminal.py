@@ -8,11 +8,11 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
 import time
 
+from kvsidecar.support import child
 from tests.harness import SECONDS, environment
 
 
@@ -33,7 +33,7 @@ class Terminal:
         command = [sys.executable, "-m", "kvsidecar", *arguments]
         ours = ("COLUMNS", "LINES", "NO_COLOR")
         inherited = {name: value for name, value in environment().items() if name not in ours}
-        self.process = subprocess.Popen(
+        self.process = child.start(
             command, stdin=slave, stdout=slave, stderr=slave, env={**inherited, "TERM": "xterm", **variables},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
@@ -66,9 +66,8 @@ class Terminal:
         return termios.tcgetattr(self._slave) == self.before
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
         os.close(self._master)
         os.close(self._slave)
 

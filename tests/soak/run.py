@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.harness import DaemonProcess, environment
+from kvsidecar.support import child
+from tests.harness import DaemonProcess
 
 ENGINES = (("a", 1), ("a", 1), ("b", 2), ("b", 2))
 """Namespace and ranks of the engines that run at any time."""
@@ -31,9 +32,7 @@ class EngineProcess:
         self.kind = (namespace, ranks)
         command = [sys.executable, "-m", "tests.soak.engine", "--socket", socket, "--namespace", namespace]
         command += ["--ranks", str(ranks), "--seed", str(seed), "--rounds", str(rounds)]
-        self.process = subprocess.Popen(
-            [*command, "--cuda"] if cuda else command, stdout=subprocess.PIPE, text=True, env=environment()
-        )
+        self.process = child.start([*command, "--cuda"] if cuda else command, stdout=subprocess.PIPE, text=True)
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

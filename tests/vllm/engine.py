@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 
+from kvsidecar.support import child
 from tests.harness import DEVICE, SECONDS, DaemonProcess, environment, eventually
 
 ENVIRONMENT = {
@@ -307,7 +308,7 @@ class EngineProcess:
         **options: Any,
     ) -> None:
         command = [sys.executable, "-m", self.module, json.dumps([model, transfer, options])]
-        self.process = subprocess.Popen(
+        self.process = child.start(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
