@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -50,18 +51,32 @@ def root_of(pid: int) -> Path:
     return Path("/proc", str(pid), "root")
 
 
-def eventually(condition: Callable[[], Answer], what: str | Callable[[], object] = "", pause: float = 0.01) -> Answer:
+def eventually(
+    condition: Callable[[], Answer],
+    what: str | Callable[[], object] = "",
+    pause: float = 0.01,
+    seconds: float = SECONDS,
+) -> Answer:
     """For what nothing announces: ask until the answer is true, and return it.
 
     Args:
         condition: what is asked.
         what: of the failure's text; a function is called then.
         pause: between two questions, in seconds: who asks without one takes the core of what it waits for.
+        seconds: the longest that it may take.
     """
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while not (answer := condition()):
-        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what() if callable(what) else what}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
         time.sleep(pause)
+    return answer
+
+
+async def eventually_in_loop(condition: Callable[[], Answer]) -> Answer:
+    """`eventually`, while the event loop runs on."""
+    async with asyncio.timeout(SECONDS):
+        while not (answer := condition()):  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.001)
     return answer
 
 

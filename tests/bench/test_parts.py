@@ -25,7 +25,7 @@ from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import latency
 from kvsidecar.client import Blocks
-from tests.harness import DaemonProcess
+from tests.harness import DaemonProcess, eventually
 
 QUICK = Options(device="host", quick=True, only=("verify",))
 
@@ -108,8 +108,7 @@ def test_a_dead_daemon_is_replaced_for_the_next_measurement(setting: Setting) ->
     assert setting.daemon() is first
     assert first.pid is not None
     os.kill(first.pid, signal.SIGKILL)
-    while setting.daemon() is first:
-        pass
+    eventually(lambda: setting.daemon() is not first)
     with setting.engine(TINY) as engine:
         engine.finish(engine.client.store(engine.jobs([engine.fresh(3)])[0]))
 
