@@ -35,9 +35,6 @@ SECONDS = 60.0
 NO_WAIT = SECONDS / 2
 """Seconds: what took less has not waited for an answer that does not come, where that is waited for `SECONDS`."""
 
-fast_lane = True
-"""What the clients of a test use; the fixture `carrier` runs a test with both."""
-
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
 LAYERS, ROW_BYTES, NUM_BLOCKS = 3, 4096, 8
 SHARD_BYTES = LAYERS * ROW_BYTES
@@ -98,8 +95,12 @@ class DaemonProcess:
         under: a command that runs the daemon, such as ``unshare``.
         until: the log line that the constructor waits for.
         stderr: a descriptor for standard error; the log is not read then, and nothing is waited for.
+        local: whether its clients use the local protocol, or gRPC.
         variables: environment variables.
     """
+
+    local = True
+    """Of one that is made without the constructor, for a daemon that another process has started."""
 
     def __init__(
         self,
@@ -109,8 +110,10 @@ class DaemonProcess:
         under: Sequence[str] = (),
         until: str = "listening",
         stderr: int | None = None,
+        local: bool = True,
         **variables: str,
     ) -> None:
+        self.local = local
         self.socket = str(directory / "kvs.sock")
         command = [*under, sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
         command += ["--http-port", "0", "--log-format", "json", *flags]
@@ -173,7 +176,8 @@ class DaemonProcess:
 
     def client(self, **options: Any) -> Client:
         # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
-        return Client(self.socket, **{"timeout": SECONDS, "step_budget": SECONDS, "fast_lane": fast_lane, **options})
+        defaults = {"timeout": SECONDS, "step_budget": SECONDS, "fast_lane": self.local}
+        return Client(self.socket, **{**defaults, **options})
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -324,7 +328,7 @@ class Rank:
             **attach,
         )
         if self.client.attached:
-            assert self.client.fast_lane == fast_lane, "this test uses another carrier than it says"
+            assert self.client.fast_lane == daemon.local, "this test uses another protocol than it says"
 
     def fill(self, block_id: int, content: object) -> None:
         self.kv[:, block_id] = self.pattern(content)
