@@ -14,8 +14,6 @@ import argparse
 import dataclasses
 import hashlib
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +23,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from kvsidecar.bench.processes import private_daemon
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, LookupMode, Namespace, Region
+from kvsidecar.support.units import MiB
 
 ROW_BYTES = 64
 TENANT_A = Namespace("tenant-a", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
@@ -91,17 +91,9 @@ def main() -> None:
     parser.add_argument("--hashes", type=int, default=64, help="of one lookup")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
-        socket = str(Path(directory) / "kvs.sock")
-        serve = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", socket]
-        serve += ["--http-port", "0", "--pool-size", "4MiB", "--slab-size", "1MiB", "--chunk-size", "1MiB"]
-        daemon = subprocess.Popen([*serve, "--log-level", "error"])
-        try:
-            while not Path(socket + ".attach").exists():
-                time.sleep(0.01)
-            seconds = measure(socket, options.rounds, options.hashes)
-        finally:
-            daemon.terminate()
-            daemon.wait()
+        flags = ["--slab-size", "1MiB", "--chunk-size", "1MiB"]
+        with private_daemon(Path(directory), "host", 4 * MiB, flags) as daemon:
+            seconds = measure(daemon.socket, options.rounds, options.hashes)
     critical = 1.63 * (2 / options.rounds) ** 0.5  # two samples of the same size, 1 %
     table = Table("lookup of", "median us", "p95 us", "KS distance", title=f"critical distance {critical:.3f}")
     base = seconds["nobody's hashes"]

@@ -8,37 +8,25 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from kvsidecar.bench.processes import private_daemon
 from kvsidecar.cli.demo.run import engine_command
 from kvsidecar.cli.demo.shape import choose, pool_bytes
-from kvsidecar.client import Client, DaemonUnreachable
 from kvsidecar.device.platforms import open_platform
 
 
 def run(mode: str, kind: str, blocks: int, directory: Path) -> list[tuple[str, float, float]]:
     """(what, GB/s of the copies, GB/s with RPC) of one daemon."""
     shape = choose(blocks=blocks, cuda=kind == "cuda", lockable_bytes=None)
-    socket = str(directory / f"{mode}.sock")
-    serve = [sys.executable, "-m", "kvsidecar", "serve", "--device", kind, "--socket", socket, "--http-port", "0"]
-    serve += ["--pool-size", str(pool_bytes(shape)), "--verify", mode, "--log-level", "error"]
-    daemon = subprocess.Popen(serve)
-    try:
-        client = Client(socket)
-        while True:
-            try:
-                if not client.status().readiness.reason:
-                    break
-            except DaemonUnreachable:
-                pass
-        results = []
+    results = []
+    with private_daemon(directory, kind, pool_bytes(shape), ["--verify", mode]) as daemon:
         for action in ("store", "load"):
-            command = engine_command(action, action, kind, shape, socket)
+            command = engine_command(action, action, kind, shape, daemon.socket)
             ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True)
             lines = [line for line in map(json.loads, ran.stdout.splitlines()) if "rank" in line]
             nbytes = sum(line["bytes"] for line in lines)
@@ -49,11 +37,7 @@ def run(mode: str, kind: str, blocks: int, directory: Path) -> list[tuple[str, f
                     nbytes / sum(line["seconds"] for line in lines) / 1e9,
                 )
             )
-        client.close()
-        return results
-    finally:
-        daemon.terminate()
-        daemon.wait()
+    return results
 
 
 def main() -> None:

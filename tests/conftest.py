@@ -9,7 +9,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import harness
 from tests.harness import DaemonProcess, Gate
 
 # A busy machine makes any example slow once.
@@ -38,14 +37,13 @@ def gate(short_dir: Path) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+def local() -> bool:
+    """Whether the test's clients use the local protocol; `tests.marks.both_protocols` runs a test without it too."""
+    return True
+
+
+@pytest.fixture
+def daemon(short_dir: Path, local: bool) -> Iterator[DaemonProcess]:
     """A ready daemon with a pool of 1 MiB on the host device."""
-    with DaemonProcess(short_dir) as process:
+    with DaemonProcess(short_dir, local=local) as process:
         yield process.wait_ready()
-
-
-@pytest.fixture(params=["lane", "grpc"])
-def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test twice: its clients use the fast lane, and gRPC."""
-    monkeypatch.setattr(harness, "fast_lane", request.param == "lane")
-    return str(request.param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -25,15 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Namespace, Outcome, Region, State
+from kvsidecar.support import child
+from kvsidecar.support.child import environment
 
 SECONDS = 60.0
 """Nothing here takes this long, also on a machine that is slow and busy; a test that waits for it has failed."""
 
 NO_WAIT = SECONDS / 2
 """Seconds: what took less has not waited for an answer that does not come, where that is waited for `SECONDS`."""
-
-fast_lane = True
-"""What the clients of a test use; the fixture `carrier` runs a test with both."""
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
 LAYERS, ROW_BYTES, NUM_BLOCKS = 3, 4096, 8
@@ -48,28 +48,37 @@ def root_of(pid: int) -> Path:
     return Path("/proc", str(pid), "root")
 
 
-def eventually(condition: Callable[[], Answer], what: str | Callable[[], object] = "", pause: float = 0.01) -> Answer:
+def eventually(
+    condition: Callable[[], Answer],
+    what: str | Callable[[], object] = "",
+    pause: float = 0.01,
+    seconds: float = SECONDS,
+) -> Answer:
     """For what nothing announces: ask until the answer is true, and return it.
 
     Args:
         condition: what is asked.
         what: of the failure's text; a function is called then.
         pause: between two questions, in seconds: who asks without one takes the core of what it waits for.
+        seconds: the longest that it may take.
     """
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while not (answer := condition()):
-        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what() if callable(what) else what}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
         time.sleep(pause)
+    return answer
+
+
+async def eventually_in_loop(condition: Callable[[], Answer]) -> Answer:
+    """`eventually`, while the event loop runs on."""
+    async with asyncio.timeout(SECONDS):
+        while not (answer := condition()):  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.001)
     return answer
 
 
 def hashes(*names: object) -> list[bytes]:
     return [hashlib.sha256(repr(name).encode()).digest() for name in names]
-
-
-def environment(**extra: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
-    return {**clean, **extra}
 
 
 DEVICE = os.environ.get("TEST_DEVICE", "host")
@@ -86,8 +95,12 @@ class DaemonProcess:
         under: a command that runs the daemon, such as ``unshare``.
         until: the log line that the constructor waits for.
         stderr: a descriptor for standard error; the log is not read then, and nothing is waited for.
+        local: whether its clients use the local protocol, or gRPC.
         variables: environment variables.
     """
+
+    local = True
+    """Of one that is made without the constructor, for a daemon that another process has started."""
 
     def __init__(
         self,
@@ -97,8 +110,10 @@ class DaemonProcess:
         under: Sequence[str] = (),
         until: str = "listening",
         stderr: int | None = None,
+        local: bool = True,
         **variables: str,
     ) -> None:
+        self.local = local
         self.socket = str(directory / "kvs.sock")
         command = [*under, sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
         command += ["--http-port", "0", "--log-format", "json", *flags]
@@ -106,7 +121,7 @@ class DaemonProcess:
             command += ["--log-level", "debug"]
         if "--pool-size" not in flags:
             command += ["--pool-size", "1MiB"]
-        self.process = subprocess.Popen(
+        self.process = child.start(
             command,
             stdin=subprocess.DEVNULL,  # at a terminal SIGHUP would not reload
             stderr=subprocess.PIPE if stderr is None else stderr,
@@ -161,7 +176,8 @@ class DaemonProcess:
 
     def client(self, **options: Any) -> Client:
         # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
-        return Client(self.socket, **{"timeout": SECONDS, "step_budget": SECONDS, "fast_lane": fast_lane, **options})
+        defaults = {"timeout": SECONDS, "step_budget": SECONDS, "fast_lane": self.local}
+        return Client(self.socket, **{**defaults, **options})
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -173,8 +189,7 @@ class DaemonProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
         self._reader.join()
         if self.process.stderr is not None:
@@ -313,7 +328,7 @@ class Rank:
             **attach,
         )
         if self.client.attached:
-            assert self.client.fast_lane == fast_lane, "this test uses another carrier than it says"
+            assert self.client.fast_lane == daemon.local, "this test uses another protocol than it says"
 
     def fill(self, block_id: int, content: object) -> None:
         self.kv[:, block_id] = self.pattern(content)

@@ -8,12 +8,11 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
-import time
 
-from tests.harness import SECONDS, environment
+from kvsidecar.support import child
+from tests.harness import environment, eventually
 
 
 class Terminal:
@@ -33,7 +32,7 @@ class Terminal:
         command = [sys.executable, "-m", "kvsidecar", *arguments]
         ours = ("COLUMNS", "LINES", "NO_COLOR")
         inherited = {name: value for name, value in environment().items() if name not in ours}
-        self.process = subprocess.Popen(
+        self.process = child.start(
             command, stdin=slave, stdout=slave, stderr=slave, env={**inherited, "TERM": "xterm", **variables},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
@@ -42,33 +41,39 @@ class Terminal:
     def until(self, wanted: str, *, raw: bool = False) -> str:
         """Everything drawn from now on until this is; ``raw``: with what moves the cursor and colors."""
         drawn = ""
-        deadline = time.monotonic() + SECONDS
-        while wanted not in drawn:
-            left = deadline - time.monotonic()
-            assert left > 0, f"{wanted!r} was not drawn; this was: {drawn[-2000:]!r}"
-            if select.select([self._master], [], [], left)[0]:
-                text = os.read(self._master, 65536).decode(errors="replace")
-                drawn += text if raw else re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+        def is_drawn() -> bool:
+            nonlocal drawn
+            text = self._read()
+            drawn += text if raw else re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+            return wanted in drawn
+
+        eventually(is_drawn, lambda: f"{wanted!r} was not drawn; this was: {drawn[-2000:]!r}", pause=0.0)
         return drawn
+
+    def _read(self) -> str:
+        """What has been drawn, or soon is."""
+        if select.select([self._master], [], [], 0.05)[0]:
+            return os.read(self._master, 65536).decode(errors="replace")
+        return ""
 
     def press(self, key: bytes) -> None:
         os.write(self._master, key)
 
     def end(self) -> int:
-        # A pseudo-terminal that nobody reads would keep the process from writing its last words.
-        deadline = time.monotonic() + SECONDS
-        while self.process.poll() is None and time.monotonic() < deadline:
-            if select.select([self._master], [], [], 0.05)[0]:
-                os.read(self._master, 65536)
-        return self.process.wait(1)
+        def has_ended() -> bool:
+            self._read()  # a pseudo-terminal that nobody reads would keep the process from writing its last words
+            return self.process.poll() is not None
+
+        eventually(has_ended, "the process has ended", pause=0.0)
+        return int(self.process.returncode)
 
     def restored(self) -> bool:
         return termios.tcgetattr(self._slave) == self.before
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
         os.close(self._master)
         os.close(self._slave)
 

@@ -12,10 +12,11 @@ import sysconfig
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
+
+from kvsidecar.support import child
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 """The checkout: workers are started as modules of it."""
@@ -56,7 +57,7 @@ class Child:
 
     def __enter__(self) -> Child:
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = child.start(
                 self._command,
                 cwd=ROOT,
                 env=self._environment,
@@ -105,18 +106,8 @@ class Child:
 
     def end(self) -> None:
         """SIGTERM to the group, SIGKILL after a while. Harmless if it is over."""
-        process = self._process
-        if process is None:
-            return
-        try:
-            if process.poll() is None:
-                _signal_group(process.pid, signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE)
-        finally:
-            # Also after a second Ctrl-C, and when the leader is gone: a server may have outlived its launcher.
-            _signal_group(process.pid, signal.SIGKILL)
-            process.wait()
+        if self._process is not None:
+            child.end(self._process, GRACE, group=True)
 
     def last_words(self) -> str:
         """The last line of its log that says something, and where the log is."""
@@ -126,11 +117,6 @@ class Child:
 
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
-
-
-def _signal_group(group: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it is over
-        os.killpg(group, number)
 
 
 def _ending(status: int) -> str:

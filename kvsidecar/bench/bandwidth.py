@@ -49,8 +49,7 @@ class _Layout:
         """Since the last clear."""
 
     def measure(self) -> None:
-        if not self._engine.set_idle(True):
-            self._out.note("this client cannot say whether the engine is idle: stores are not paced")
+        self._engine.client.set_idle(True)  # or its stores would be paced
         for in_flight in IN_FLIGHT:
             for blocks in BLOCK_COUNTS:
                 if self._fits(blocks, in_flight):
@@ -60,11 +59,11 @@ class _Layout:
             self._both()
         if self._setting.is_private and self._layout.name in EVICTING_LAYOUTS:
             self._evicting()
-        if self._engine.set_idle(False):
-            for in_flight in IN_FLIGHT:
-                for blocks in BLOCK_COUNTS:
-                    if self._fits(blocks, in_flight):
-                        self._cell(Direction.STORE, PACED, blocks, in_flight)
+        self._engine.client.set_idle(False)
+        for in_flight in IN_FLIGHT:
+            for blocks in BLOCK_COUNTS:
+                if self._fits(blocks, in_flight):
+                    self._cell(Direction.STORE, PACED, blocks, in_flight)
 
     def _fits(self, blocks: int, in_flight: int) -> bool:
         need = blocks * in_flight * self._layout.block_bytes

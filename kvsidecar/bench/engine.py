@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -136,21 +135,6 @@ class Engine:
     def clear(self) -> None:
         """Forget what was stored, so that the next stores find free slots."""
         self.client.clear(self.namespace)
-
-    def set_idle(self, idle: bool) -> bool:
-        """Tell the daemon whether the engine needs the link for itself: stores are paced unless it is idle.
-
-        Returns False if this daemon's client cannot say so; then nothing is paced.
-        """
-        return set_idle(self.client, idle)
-
-
-def set_idle(client: Client, idle: bool) -> bool:
-    tell: Any = getattr(client, "set_idle", None)
-    if tell is None:
-        return False
-    tell(idle)
-    return True
 
 
 @contextmanager

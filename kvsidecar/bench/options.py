@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +12,6 @@ from kvsidecar.bench.errors import BadOption
 from kvsidecar.support.units import MiB, parse_size
 
 MEASUREMENTS = {
-    "footprint": "memory of the daemon beyond the pool, on the GPU and on the host",
     "limit": "the bulk limit: one large copy each way, and both at once",
     "verify": "every layout stored, loaded elsewhere, and compared byte for byte",
     "bandwidth": "store and load of each layout, by blocks and jobs in flight, one and both directions",
@@ -21,8 +19,6 @@ MEASUREMENTS = {
     "submit": "what a store, a load and an empty poll cost the engine's thread",
     "jobs": "one-block jobs per second, 1 to 8 ranks",
     "token": "an engine's 4 KiB device-to-host copy while the daemon stores and loads",
-    "pacing": "the same for several --store-chunk of the daemon (only with --pacing-curve)",
-    "interference": "a decode-like CUDA graph and GEMMs while the daemon copies (needs torch)",
     "pin": "an engine's steps while a daemon pins its pool, and how fast it pins",
 }
 """Name and subject, in the order in which they run."""
@@ -43,24 +39,18 @@ class Options:
     repeat: int | None = None
     seed: int = 0
     json: str | None = None
-    plot: Path | None = None
-    compare: tuple[Path, ...] = ()
-    targets: bool = False
-    pacing_curve: bool = False
     serve_flags: tuple[str, ...] = field(default=())
 
     @classmethod
     def checked(
-        cls, *, only: str | None, pool_size: str | None, pin_size: str | None, plot: str | None,
-        compare: Iterable[str], serve_flags: Iterable[str], **rest: Any,
+        cls, *, only: str | None, pool_size: str | None, pin_size: str | None = None, serve_flags: Iterable[str],
+        measurements: Collection[str] = tuple(MEASUREMENTS), **rest: Any,
     ) -> Options:  # fmt: skip
-        """From the command line. Raises BadOption."""
+        """From the command line, where ``only`` may name these measurements. Raises BadOption."""
         options = cls(
-            only=_names(only),
+            only=_names(only, measurements),
             pool_bytes=_size("--pool-size", pool_size),
             pin_bytes=_size("--pin-size", pin_size),
-            plot=None if plot is None else Path(plot),
-            compare=tuple(Path(name) for name in compare),
             serve_flags=tuple(serve_flags),
             **rest,
         )
@@ -71,49 +61,33 @@ class Options:
         if self.repeat is not None and not 1 <= self.repeat <= 1000:
             raise BadOption(f"--repeat={self.repeat} is not between 1 and 1000")
         if self.socket is not None:
-            given = {"--pool-size": self.pool_bytes, "--pacing-curve": self.pacing_curve}
-            for flag in [flag for flag, value in given.items() if value]:
-                raise BadOption(f"{flag} is for a daemon that the benchmark starts: leave out --socket")
+            if self.pool_bytes is not None:
+                raise BadOption("--pool-size is for a daemon that the benchmark starts: leave out --socket")
             if self.serve_flags:
                 raise BadOption(
                     f"{self.serve_flags[0]!r} is for a daemon that the benchmark starts: leave out --socket"
                 )
-        if self.plot is not None:
-            if importlib.util.find_spec("matplotlib") is None:
-                raise BadOption("--plot needs matplotlib: pip install 'kvsidecar[bench]'")
-            try:
-                self.plot.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise BadOption(f"--plot={str(self.plot)!r} cannot be created: {error.strerror}") from error
         if self.json not in (None, "-") and not Path(self.json or "").absolute().parent.is_dir():
             raise BadOption(f"--json={self.json!r}: there is no such directory")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What to measure, in order. The limit belongs to everything that is compared with it."""
-        if not self.only:
-            return tuple(name for name in MEASUREMENTS if name != "pacing" or self.pacing_curve)
-        wanted = {*self.only, "limit", *(("pacing",) if self.pacing_curve else ())}
-        return tuple(name for name in MEASUREMENTS if name in wanted)
 
     def to_json(self) -> dict[str, Any]:
         """What was measured; where the results went says something of the machine and nothing of them."""
         fields = asdict(self)
-        for name in ("json", "plot", "compare", "socket"):
+        for name in ("json", "socket"):
             del fields[name]
         return {**fields, "private_daemon": self.socket is None}
 
 
-def _names(only: str | None) -> tuple[str, ...]:
+def _names(only: str | None, measurements: Collection[str]) -> tuple[str, ...]:
     if only is None:
         return ()
     names = tuple(name.strip() for name in only.split(",") if name.strip())
     if not names:
         raise BadOption("--only names no measurement")
     for name in names:
-        if name not in MEASUREMENTS:
-            near = get_close_matches(name, MEASUREMENTS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(MEASUREMENTS)}"
+        if name not in measurements:
+            near = get_close_matches(name, measurements, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(measurements)}"
             raise BadOption(f"--only={name!r} is not a measurement: {hint}")
     return names
 

@@ -20,8 +20,7 @@ def measure(setting: Setting, out: Measurement) -> None:
     setting.need_private("pinning")
     nbytes = setting.pin_bytes()
     probe = setting.probe()
-    with_torch = probe.call("torch")["version"] is not None
-    what = probe.call("steps", torch=with_torch)["what"]
+    what = probe.call("steps")["what"]
     try:
         setting.say(f"an engine's steps alone ({what})")
         started = time.perf_counter()

@@ -70,6 +70,15 @@ class TorchStep:
         self._graph.step()
 
 
+def why_no_torch() -> str:
+    """Why torch cannot use the GPU; empty if it can."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"needs torch: {error}"
+    return "" if torch.cuda.is_available() else f"needs a torch that sees the GPU; torch {torch.__version__} does not"
+
+
 class Probe:
     """Answers the parent.
 
@@ -79,23 +88,10 @@ class Probe:
 
     def __init__(self, cuda: Cuda | None) -> None:
         self._cuda = cuda
-        self._work: dict[str, Any] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._steps: list[tuple[float, float]] = []
         self._token = self._token_copy()
-
-    def torch(self) -> dict[str, Any]:
-        """The version of torch, or why it cannot be used."""
-        if self._cuda is None:
-            return {"version": None, "reason": "needs a GPU"}
-        try:
-            import torch
-        except ImportError as error:
-            return {"version": None, "reason": f"needs torch: {error}"}
-        if not torch.cuda.is_available():
-            return {"version": None, "reason": f"needs a torch that sees the GPU; torch {torch.__version__} does not"}
-        return {"version": str(torch.__version__)}
 
     def _token_copy(self) -> Callable[[], None]:
         if self._cuda is None:
@@ -125,17 +121,15 @@ class Probe:
             took.append(clock() - started)
         return {"seconds": took}
 
-    def work(self, kind: str, repeats: int) -> dict[str, Any]:
-        """Run ``decode`` or ``gemm`` this many times. Seconds each, by the GPU's clock."""
-        from kvsidecar.bench import torch_work
-
-        if kind not in self._work:
-            self._work[kind] = torch_work.DecodeGraph() if kind == "decode" else torch_work.Gemm()
-        return {"seconds": self._work[kind].timed(repeats)}
-
-    def steps(self, torch: bool) -> dict[str, Any]:
-        """Begin to run steps until `steps_over`."""
-        step: Step = TorchStep() if torch else HostStep() if self._cuda is None else CudaCopyStep(self._cuda)
+    def steps(self) -> dict[str, Any]:
+        """Begin to run steps until `steps_over`: those of a decode graph where there is torch."""
+        step: Step
+        if self._cuda is None:
+            step = HostStep()
+        elif why_no_torch():
+            step = CudaCopyStep(self._cuda)
+        else:
+            step = TorchStep()
         for _ in range(50):
             step()
         self._stop.clear()
@@ -165,15 +159,7 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     probe = Probe(Cuda() if config["cuda"] else None)
     gc.disable()
-    serve(
-        {
-            "torch": probe.torch,
-            "token": probe.token,
-            "work": probe.work,
-            "steps": probe.steps,
-            "steps_over": probe.steps_over,
-        }
-    )
+    serve({"token": probe.token, "steps": probe.steps, "steps_over": probe.steps_over})
     probe.steps_over()
 
 

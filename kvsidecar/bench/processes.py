@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import socket as sockets
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import Any, Protocol
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.client import Client, State
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
-from kvsidecar.support import peer
+from kvsidecar.support import child, peer
 from kvsidecar.support.units import format_size
 
 READY_SECONDS = 300.0
@@ -27,54 +25,6 @@ READY_SECONDS = 300.0
 STOP_SECONDS = 20.0
 REPLY_SECONDS = 180.0
 """The first use of torch on a cold machine takes most of a minute."""
-
-# A daemon whose bench was killed must not keep its pool pinned. The kernel then sends SIGTERM (PR_SET_PDEATHSIG is 1).
-_LAUNCHER = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
-
-
-def _spawn(arguments: Sequence[str], *, cores: frozenset[int] | None, **options: Any) -> subprocess.Popen[bytes]:
-    """Start Python with these arguments, outside the terminal's process group: Ctrl-C is for the bench alone."""
-    # The settings of a daemon that this user runs for real are not those of the benchmark.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
-    mine = os.sched_getaffinity(0)
-    if cores is not None:
-        os.sched_setaffinity(0, cores)  # of this thread, and inherited by what it starts
-    try:
-        command = [sys.executable, "-c", _LAUNCHER, *arguments]
-        return subprocess.Popen(command, env=environment, start_new_session=True, **options)
-    finally:
-        os.sched_setaffinity(0, mine)
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the block has ended.
-
-    One that arrives inside `subprocess.Popen` would lose the process that was just started. By a handler and not by a
-    mask: a mask would be inherited, and this process's other threads would take the signal all the same.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python raises them in the main thread only
-        return
-    held: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: held.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for came in held:
-            signal.raise_signal(came)
-
-
-def _last_lines(file: Path, count: int = 8) -> str:
-    return "\n".join(file.read_text(errors="replace").splitlines()[-count:])
 
 
 # -- the daemon --------------------------------------------------------------------------------------------------
@@ -136,9 +86,8 @@ class PrivateDaemon:
         self.socket = str(directory / f"daemon-{number}.sock")
         self.pool_bytes = pool_bytes
         self._log = directory / f"daemon-{number}.log"
-        arguments = ["-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket, "--http-port", "0"]
-        arguments += ["--pool-size", str(pool_bytes), "--log-format", "json", *flags]
-        self._arguments = arguments
+        self._command = [sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
+        self._command += ["--http-port", "0", "--pool-size", str(pool_bytes), "--log-format", "json", *flags]
         self._cores = cores
         self._process: subprocess.Popen[bytes] | None = None
         self.started = time.perf_counter()
@@ -149,11 +98,14 @@ class PrivateDaemon:
         """The same lines of the log."""
 
     def start(self) -> None:
-        """Call it where `stop` is certain to follow: an interrupt that came meanwhile is raised as it returns."""
-        with self._log.open("wb") as stream, _signals_held():
+        """Call it where `stop` is certain to follow."""
+        with self._log.open("wb") as stream:
             self.started = time.perf_counter()
-            self._process = _spawn(self._arguments, cores=self._cores, stderr=stream, stdin=subprocess.DEVNULL)
-            self.pid = self._process.pid
+            # In a session of its own, as every child: Ctrl-C is for the bench alone.
+            self._process = child.start(
+                self._command, cores=self._cores, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.pid = self._process.pid
 
     def wait_ready(self) -> None:
         """Raises BenchError with what its log says if it does not become ready."""
@@ -193,20 +145,12 @@ class PrivateDaemon:
         return self._process is not None and self._process.poll() is not None
 
     def log_end(self) -> str:
-        return _last_lines(self._log)
+        return child.last_lines(self._log)
 
     def stop(self) -> None:
         """End it in order, or by force if it does not end."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        finally:
-            if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
+        if self._process is not None and not child.end(self._process, STOP_SECONDS):
+            raise BenchError(f"the daemon did not end in {STOP_SECONDS:g} s; its log ends:\n{self.log_end()}")
 
 
 @contextmanager
@@ -227,9 +171,9 @@ def private_daemon(
 
 
 class Child:
-    """A process of the benchmark that answers JSON lines, one at a time; `serve` is its other end.
+    """A process of the benchmark that answers JSON lines, one at a time, and ends with its standard input.
 
-    It ends with its standard input, even where an interrupt loses it while it starts.
+    `serve` is its other end.
 
     Args:
         module: run as ``python -m``, with ``config`` as its only argument.
@@ -242,13 +186,10 @@ class Child:
         self._what = module.rpartition(".")[2]
         self._log = directory / f"child-{number}.log"
         self._buffer = b""
-        with self._log.open("wb") as stream, _signals_held():
-            self._process = _spawn(
-                ["-m", module, json.dumps(config)],
-                cores=cores,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stream,
+        command, pipe = [sys.executable, "-m", module, json.dumps(config)], subprocess.PIPE
+        with self._log.open("wb") as stream:
+            self._process = child.start(
+                command, cores=cores, stdin=pipe, stdout=pipe, stderr=stream, start_new_session=True
             )
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
@@ -284,7 +225,7 @@ class Child:
 
     def _ended(self) -> BenchError:
         code = self._process.wait()
-        return BenchError(f"the {self._what} process ended with exit code {code}:\n{_last_lines(self._log)}")
+        return BenchError(f"the {self._what} process ended with exit code {code}:\n{child.last_lines(self._log)}")
 
     def close(self) -> None:
         """Let it end, or end it."""
@@ -294,9 +235,8 @@ class Child:
         try:
             self._process.wait(STOP_SECONDS)
         finally:
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGKILL)
-                self._process.wait()
+            self._process.kill()
+            self._process.wait()
             self._process.stdout.close()
 
 

@@ -90,11 +90,10 @@ class Rank:
         self._traffics = traffics
 
     def start(self, directions: list[str], idle: bool) -> dict[str, Any]:
-        """Returns whether the daemon could be told that the engine is idle or not."""
-        told = self._engine.set_idle(idle)
+        self._engine.client.set_idle(idle)
         for direction in directions:
             self._traffics[direction].start()
-        return {"told_idle": told}
+        return {}
 
     def count(self) -> dict[str, Any]:
         """Jobs and bytes so far by direction, and when; the clock is the same in all processes of the machine."""
@@ -105,7 +104,7 @@ class Rank:
     def stop(self) -> dict[str, Any]:
         for traffic in self._traffics.values():
             traffic.stop()
-        self._engine.set_idle(True)
+        self._engine.client.set_idle(True)
         self._raise_errors()
         return {}
 
@@ -133,7 +132,7 @@ def main() -> None:
         }
         for traffic in traffics.values():
             stack.callback(traffic.stop)
-        engine.set_idle(True)  # until told otherwise: a rank that waits must not have others' stores paced
+        engine.client.set_idle(True)  # until told otherwise: a rank that waits must not have others' stores paced
         rank = Rank(engine, traffics)
         sys.stdout.write("{}\n")  # ready
         sys.stdout.flush()

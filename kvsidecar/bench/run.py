@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -16,29 +16,26 @@ from rich.console import Console
 from kvsidecar import __version__
 from kvsidecar.bench import (
     bandwidth,
-    footprint,
-    interference,
     job_rate,
     latency,
     limit,
     machine,
     pinning,
-    targets,
     token_copy,
     verify,
 )
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.options import Options
-from kvsidecar.bench.report import Measurement, Report, load_peers
+from kvsidecar.bench.report import Measurement, Report
 from kvsidecar.bench.setting import Setting
-from kvsidecar.bench.tables import WIDTH, print_report, print_targets
+from kvsidecar.bench.tables import TABLES, WIDTH, Tables, print_report
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.support.units import format_duration
 
 EXIT_INTERRUPTED = 130
 
-MEASURE: dict[str, Callable[[Setting, Measurement], None]] = {
-    "footprint": footprint.measure,
+Measure = Callable[[Setting, Measurement], None]
+MEASURE: Mapping[str, Measure] = {
     "limit": limit.measure,
     "verify": verify.measure,
     "bandwidth": bandwidth.measure,
@@ -46,19 +43,22 @@ MEASURE: dict[str, Callable[[Setting, Measurement], None]] = {
     "submit": latency.submit,
     "jobs": job_rate.measure,
     "token": token_copy.measure,
-    "pacing": token_copy.pacing_curve,
-    "interference": interference.measure,
     "pin": pinning.measure,
 }
 
 
-def run(options: Options) -> int:
+def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapping[str, Tables] = TABLES) -> int:
     """Measure and report. Returns the exit code: 1 if a measurement failed, 130 if it was interrupted.
+
+    Args:
+        measure: how, by name, in the order in which they run.
+        tables: how each is shown.
 
     Raises:
         KVSidecarError: it could not begin; the text is one sentence.
     """
-    peers = [row for file in options.compare for row in load_peers(file)]
+    # The limit belongs to everything that is compared with it.
+    chosen = {name: each for name, each in measure.items() if not options.only or name in (*options.only, "limit")}
     progress = Progress(Console(stderr=True))
     # SIGTERM ends a run as Ctrl-C does: in order, and with what there is.
     with _terminable(), tempfile.TemporaryDirectory(prefix="kvs-bench-") as directory, progress:
@@ -69,25 +69,23 @@ def run(options: Options) -> int:
             device=setting.device,
             machine=machine.facts(setting.cuda),
             options=options.to_json(),
-            peers=peers,
         )
         if setting.divisor > 1:
             report.machine["rows_divided_by"] = setting.divisor
-        interrupted = _measure_all(setting, report, progress)
-        report.targets = targets.evaluate(report)
-    _show(report, options)
+        interrupted = _measure_all(setting, chosen, report, progress)
+    _show(report, options, tables)
     failed = any(each.status == "failed" for each in report.measurements.values())
     return EXIT_INTERRUPTED if interrupted else int(failed)
 
 
-def _measure_all(setting: Setting, report: Report, progress: Progress) -> bool:
+def _measure_all(setting: Setting, chosen: Mapping[str, Measure], report: Report, progress: Progress) -> bool:
     """Returns whether it was interrupted."""
     interrupted = False
     try:
-        for name in setting.options.names:
+        for name, measure in chosen.items():
             measurement = report.measurements[name] = Measurement(name)
             progress.begin(name)
-            _measure(setting, measurement)
+            _measure(measure, setting, measurement)
             progress.end(measurement)
             _write(report, setting.options)  # so that a machine that goes away takes one measurement with it, not all
     except KeyboardInterrupt:
@@ -103,10 +101,10 @@ def _measure_all(setting: Setting, report: Report, progress: Progress) -> bool:
     return interrupted
 
 
-def _measure(setting: Setting, measurement: Measurement) -> None:
+def _measure(measure: Measure, setting: Setting, measurement: Measurement) -> None:
     started = time.perf_counter()
     try:
-        MEASURE[measurement.name](setting, measurement)
+        measure(setting, measurement)
         measurement.status = "ok"
     except Skipped as error:
         measurement.status, measurement.reason = "skipped", str(error)
@@ -118,22 +116,15 @@ def _measure(setting: Setting, measurement: Measurement) -> None:
         measurement.seconds = round(time.perf_counter() - started, 2)
 
 
-def _show(report: Report, options: Options) -> None:
+def _show(report: Report, options: Options, tables: Mapping[str, Tables]) -> None:
     to_stdout = options.json == "-"
     console = Console(stderr=to_stdout)
     if not console.is_terminal:
         console = Console(stderr=to_stdout, width=WIDTH)
-    print_report(report, console)
-    if options.targets:
-        print_targets(report, console)
+    print_report(report, console, tables)
     if to_stdout:
         sys.stdout.write(report.to_json() + "\n")
     _write(report, options)
-    if options.plot is not None:
-        from kvsidecar.bench.plots import write_plots
-
-        for file in write_plots(report, options.plot):
-            console.print(f"wrote {file}", highlight=False, markup=False)
 
 
 def _write(report: Report, options: Options) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -10,9 +10,11 @@ from rich.text import Text
 
 from kvsidecar.bench.bandwidth import EVICTING, PACED, UNPACED
 from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT
-from kvsidecar.bench.report import SYSTEM, Report, Row
-from kvsidecar.support.units import MiB, format_size
+from kvsidecar.bench.report import Report, Row
+from kvsidecar.support.units import format_size
 
+Tables = Callable[[Report, list[Row]], Iterable[Table]]
+"""How the rows of a measurement are shown."""
 WIDTH = 140
 """Where standard output is no terminal."""
 _MODES = {
@@ -22,31 +24,7 @@ _MODES = {
 }
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Everything that was measured, and what was not and why."""
-    console.print(Text(report.title, style="bold"))
-    for measurement in report.measurements.values():
-        if measurement.rows:
-            _print(console, _PARTS[measurement.name](report, measurement.rows))
-        if measurement.status in ("failed", "skipped", "interrupted"):
-            style = "yellow" if measurement.status == "skipped" else "bold red"
-            console.print(Text.assemble("\n", (f"{measurement.name}: {measurement.status}", style)), end="")
-            console.print(f": {measurement.reason}" if measurement.reason else "", markup=False, highlight=False)
-        for note in measurement.notes:
-            console.print(Text(f"  {note}", style="dim"))
-    if report.peers:
-        _print(console, _peers(report))
-
-
-def print_targets(report: Report, console: Console) -> None:
-    table = _table("Targets (for an NVIDIA H200)", "what", "target", "measured", "met")
-    for row in report.targets:
-        style = {"yes": "green", "no": "red"}.get(row["met"], "yellow")
-        table.add_row(row["what"], row["target"], row["measured"], Text(row["met"], style=style))
-    _print(console, [table])
-
-
-def _print(console: Console, tables: Iterable[Table]) -> None:
+def print_tables(console: Console, tables: Iterable[Table]) -> None:
     """A title of its own line: rich would fold it at the width of the table."""
     for table in tables:
         console.print(Text(f"\n{table.title}", style="bold"), soft_wrap=True)
@@ -54,18 +32,18 @@ def _print(console: Console, tables: Iterable[Table]) -> None:
         console.print(table)
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     return table
 
 
-def _number(value: float | None, digits: int = 1) -> str:
+def number(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _share(gbps: float, limit: float | None) -> str:
+def share(gbps: float, limit: float | None) -> str:
     text = f"{gbps:.1f}" if gbps >= 10 else f"{gbps:.2f}"
     return f"{text} {gbps / limit:4.0%}" if limit else text
 
@@ -74,15 +52,15 @@ def _share(gbps: float, limit: float | None) -> str:
 
 
 def _limit(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = _table("Bulk limit: one large copy of pinned memory", "direction", "GB/s (median)", "best", "bytes")
+    table = new_table("Bulk limit: one large copy of pinned memory", "direction", "GB/s (median)", "best", "bytes")
     for row in rows:
-        numbers = _number(row["gbps"]), _number(row["best_gbps"])
+        numbers = number(row["gbps"]), number(row["best_gbps"])
         table.add_row(row["direction"], *numbers, format_size(row["nbytes"]))
     yield table
 
 
 def _verify(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = _table("Stored, loaded to other blocks, compared", "layout", "what", "blocks", "bytes", "wrong blocks")
+    table = new_table("Stored, loaded to other blocks, compared", "layout", "what", "blocks", "bytes", "wrong blocks")
     for row in rows:
         wrong = Text(str(row["wrong_blocks"]), style="bold red" if row["wrong_blocks"] else "")
         table.add_row(row["layout"], row["what"], str(row["blocks"]), format_size(row["nbytes"]), wrong)
@@ -98,17 +76,17 @@ def _bandwidth(report: Report, rows: list[Row]) -> Iterable[Table]:
     both = [row for row in rows if row["direction"] == "both"]
     if both:
         title = f"Both directions at once: {both[0]['blocks']} blocks a job, {both[0]['in_flight']} in flight each way"
-        table = _table(title, "layout", "store GB/s", "load GB/s", "both GB/s, % of the limit")
+        table = new_table(title, "layout", "store GB/s", "load GB/s", "both GB/s, % of the limit")
         for row in both:
-            limit = _share(row["gbps"], report.limit("both"))
-            table.add_row(row["layout"], _number(row["store_gbps"]), _number(row["load_gbps"]), limit)
+            limit = share(row["gbps"], report.limit("both"))
+            table.add_row(row["layout"], number(row["store_gbps"]), number(row["load_gbps"]), limit)
         yield table
 
 
 def _bandwidth_table(what: str, limit: float | None, rows: list[Row]) -> Table:
     title = f"GB/s of a {what} (RPC included; % of the limit; below: p50 / p99 ms of a job)"
     blocks = [f"{count} block{'s' if count > 1 else ''}" for count in BLOCK_COUNTS]
-    table = _table(title, "layout", "rows", "in flight", *blocks)
+    table = new_table(title, "layout", "rows", "in flight", *blocks)
     for name in dict.fromkeys(row["layout"] for row in rows):
         head = name
         for in_flight in IN_FLIGHT:
@@ -126,13 +104,13 @@ def _bandwidth_table(what: str, limit: float | None, rows: list[Row]) -> Table:
 def _bandwidth_cell(row: Row | None, limit: float | None) -> Text:
     if row is None:
         return Text("-")
-    return Text.assemble(_share(row["gbps"], limit), (f"\n{row['ms_p50']:.2f} / {row['ms_p99']:.2f}", "dim"))
+    return Text.assemble(share(row["gbps"], limit), (f"\n{row['ms_p50']:.2f} / {row['ms_p99']:.2f}", "dim"))
 
 
 def _latency(table: Table, rows: list[Row], *names: str) -> Table:
     for row in rows:
         first = [_text(row[name]) for name in names]
-        table.add_row(*first, *(_number(row[key]) for key in ("p50_us", "p99_us", "max_us")), str(row["n"]))
+        table.add_row(*first, *(number(row[key]) for key in ("p50_us", "p99_us", "max_us")), str(row["n"]))
     return table
 
 
@@ -141,18 +119,18 @@ def _text(value: object) -> str:
 
 
 def _lookup(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = _table("Lookups", "hashes", "hits", "mode", "lease", "p50 µs", "p99 µs", "max µs", "n")
+    table = new_table("Lookups", "hashes", "hits", "mode", "lease", "p50 µs", "p99 µs", "max µs", "n")
     yield _latency(table, rows, "hashes", "hits", "mode", "lease")
 
 
 def _submit(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = _table("What the engine's thread spends", "call", "blocks", "p50 µs", "p99 µs", "max µs", "n")
+    table = new_table("What the engine's thread spends", "call", "blocks", "p50 µs", "p99 µs", "max µs", "n")
     yield _latency(table, rows, "call", "blocks")
 
 
 def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
     columns = "jobs", "ranks at work", "attached", "device", "cores", "jobs a second"
-    table = _table("One-block jobs", *columns)
+    table = new_table("One-block jobs", *columns)
     for row in rows:
         numbers = (str(row[name]) for name in ("ranks", "attached", "device", "cores"))
         table.add_row(row["direction"], *numbers, f"{row['jobs_per_second']:.0f}")
@@ -161,38 +139,21 @@ def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
 
 def _token(_: Report, rows: list[Row]) -> Iterable[Table]:
     columns = "daemon's traffic", "mode", "p50 µs", "p99 µs", "max µs", "store GB/s", "load GB/s"
-    table = _table("An engine's 4 KiB device-to-host copy meanwhile", *columns)
+    table = new_table("An engine's 4 KiB device-to-host copy meanwhile", *columns)
     for row in rows:
-        numbers = (_number(row[key]) for key in ("p50_us", "p99_us", "max_us", "store_gbps", "load_gbps"))
+        numbers = (number(row[key]) for key in ("p50_us", "p99_us", "max_us", "store_gbps", "load_gbps"))
         table.add_row(row["traffic"], row["mode"], *numbers)
-    yield table
-
-
-def _pacing(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = _table("The same by --store-chunk of the daemon", "chunk", "p50 µs", "p99 µs", "max µs", "store GB/s")
-    for row in rows:
-        numbers = (_number(row[key]) for key in ("p50_us", "p99_us", "max_us", "store_gbps"))
-        table.add_row(row["chunk"] or "no stores", *numbers)
-    yield table
-
-
-def _interference(_: Report, rows: list[Row]) -> Iterable[Table]:
-    columns = "work", "daemon's traffic", "alone ms", "meanwhile ms", "slower by", "store GB/s", "load GB/s"
-    table = _table("An engine's work meanwhile", *columns)
-    for row in rows:
-        times = _number(row["alone_ms"], 3), _number(row["under_ms"], 3), f"{row['slowdown']:+.2%}"
-        table.add_row(
-            row["work"], row["traffic"], *times, _number(row["store_gbps"]), _number(row["load_gbps"])
-        )  # fmt: skip
     yield table
 
 
 def _pin(_: Report, rows: list[Row]) -> Iterable[Table]:
     steps = [row for row in rows if "max_ms" in row]
     if steps:
-        table = _table(f"Steps of an engine ({steps[0]['what']})", "phase", "steps", "p50 ms", "p99 ms", "longest ms")
+        table = new_table(
+            f"Steps of an engine ({steps[0]['what']})", "phase", "steps", "p50 ms", "p99 ms", "longest ms"
+        )
         for row in steps:
-            numbers = (_number(row[key], 3) for key in ("p50_ms", "p99_ms", "max_ms"))
+            numbers = (number(row[key], 3) for key in ("p50_ms", "p99_ms", "max_ms"))
             table.add_row(row["phase"], str(row["steps"]), *numbers)
         yield table
     for row in rows:
@@ -207,31 +168,16 @@ def _pin(_: Report, rows: list[Row]) -> Iterable[Table]:
                 "beyond the prefault ms/GiB",
                 "start to ready s",
             )
-            table = _table("Pinning", *columns)
+            table = new_table("Pinning", *columns)
             table.add_row(
-                format_size(row["pool_bytes"]), str(row["pages"]), _number(row["pin_seconds"], 2),
-                _number(row["ms_per_gib"]), _number(row["prefault_seconds"], 2), _number(row["register_seconds"], 2),
-                _number(row["beyond_prefault_ms_per_gib"]), _number(row["start_to_ready_seconds"], 2),
+                format_size(row["pool_bytes"]), str(row["pages"]), number(row["pin_seconds"], 2),
+                number(row["ms_per_gib"]), number(row["prefault_seconds"], 2), number(row["register_seconds"], 2),
+                number(row["beyond_prefault_ms_per_gib"]), number(row["start_to_ready_seconds"], 2),
             )  # fmt: skip
             yield table
 
 
-def _footprint(_: Report, rows: list[Row]) -> Iterable[Table]:
-    columns = "GPU memory", "host memory beyond the pool", "blocks", "with them", "bytes a block"
-    table = _table("The daemon itself", *columns)
-    for row in rows:
-        gpu, host, full = (row.get(key) for key in ("gpu_bytes", "host_bytes", "host_bytes_with_blocks"))
-        table.add_row(
-            *("-" if size is None else f"{size / MiB:.0f} MiB" for size in (gpu, host)),
-            _text(row.get("blocks") or "-"),
-            "-" if full is None else f"{full / MiB:.0f} MiB",
-            _number(row.get("bytes_per_block")),
-        )
-    yield table
-
-
-_PARTS = {
-    "footprint": _footprint,
+TABLES: Mapping[str, Tables] = {
     "limit": _limit,
     "verify": _verify,
     "bandwidth": _bandwidth,
@@ -239,45 +185,19 @@ _PARTS = {
     "submit": _submit,
     "jobs": _jobs,
     "token": _token,
-    "pacing": _pacing,
-    "interference": _interference,
     "pin": _pin,
 }
 
 
-# -- other systems -----------------------------------------------------------------------------------------------
-
-
-def _peers(report: Report) -> Iterable[Table]:
-    """Every shape that another system has a figure of."""
-    bandwidth = [row for row in report.peers if "gbps" in row]
-    if bandwidth:
-        systems = list(dict.fromkeys(row["system"] for row in bandwidth))
-        columns = "layout", "direction", "blocks", "in flight", SYSTEM, *systems
-        table = _table("Beside other systems: GB/s, % of the limit", *columns)
-        keys = ("layout", "direction", "blocks", "in_flight")
-        for shape in sorted({tuple(row[key] for key in keys) for row in bandwidth}):
-            match = dict(zip(keys, shape, strict=True))
-            limit = report.limit(match["direction"])
-            own = report.find("bandwidth", mode=UNPACED, **match)
-            peers = [
-                next((row for row in bandwidth if row["system"] == each and match.items() <= row.items()), None)
-                for each in systems
-            ]
-            table.add_row(*map(str, shape), *(_peer_cell(row, limit) for row in (own, *peers)))
-        yield table
-    lookups = [row for row in report.peers if "hashes" in row]
-    if lookups:
-        table = _table("Beside other systems: lookups", "system", "hashes", "hits", "p50 µs", "p99 µs")
-        for row in lookups:
-            counts = str(row["hashes"]), str(row["hits"])
-            table.add_row(row["system"], *counts, _number(row["p50_us"]), _number(row.get("p99_us")))
-        yield table
-
-
-def _peer_cell(row: Row | None, limit: float | None) -> str:
-    """GB/s, and the share of the limit of the run that it is from."""
-    if row is None:
-        return "-"
-    of_limit = row.get("of_limit")
-    return _share(row["gbps"], row["gbps"] / of_limit if of_limit else limit)
+def print_report(report: Report, console: Console, tables: Mapping[str, Tables] = TABLES) -> None:
+    """Everything that was measured, and what was not and why."""
+    console.print(Text(report.title, style="bold"))
+    for measurement in report.measurements.values():
+        if measurement.rows:
+            print_tables(console, tables[measurement.name](report, measurement.rows))
+        if measurement.status in ("failed", "skipped", "interrupted"):
+            style = "yellow" if measurement.status == "skipped" else "bold red"
+            console.print(Text.assemble("\n", (f"{measurement.name}: {measurement.status}", style)), end="")
+            console.print(f": {measurement.reason}" if measurement.reason else "", markup=False, highlight=False)
+        for note in measurement.notes:
+            console.print(Text(f"  {note}", style="dim"))

@@ -386,17 +386,6 @@ def demo(blocks: int, device: str) -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed for block ids, hashes and contents.")
 @click.option("--json", metavar="FILE|-", help="Write all results as JSON; - writes to standard output.")
-@click.option("--plot", metavar="DIR", help="Write plots as PNG files. Requires kvsidecar[bench].")
-@click.option(
-    "--compare",
-    multiple=True,
-    metavar="FILE",
-    help="Show the results of other systems or of an earlier --json beside these.",
-)
-@click.option("--targets", is_flag=True, help="Show the project's targets for an H200, and whether each is met.")
-@click.option(
-    "--pacing-curve", is_flag=True, help="Measure token copies for several values of the daemon's --store-chunk."
-)
 @click.argument("serve_flags", nargs=-1, metavar="[-- SERVE_OPTION...]")
 def bench(list_names: bool, **given: Any) -> None:
     """Measure the daemon's performance on this machine.

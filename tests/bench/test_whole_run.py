@@ -16,7 +16,6 @@ import pytest
 
 from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS
 from kvsidecar.bench.options import MEASUREMENTS
-from kvsidecar.bench.targets import TARGETS
 from tests.bench import support
 from tests.harness import DaemonProcess
 
@@ -29,7 +28,6 @@ class Ran:
     progress: str
     code: int
     json: dict[str, Any]
-    plots: Path
     directory: Path
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -41,22 +39,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     directory = tmp_path_factory.mktemp("bench")
     with tempfile.TemporaryDirectory(prefix="kvs-") as short:
         temporary = Path(short)
-        file, plots = directory / "result.json", directory / "plots"
-        done = support.run(
-            "--device", "host", "--quick", "--targets", "--json", str(file), "--plot", str(plots), temporary=temporary
-        )  # fmt: skip
+        file = directory / "result.json"
+        done = support.run("--device", "host", "--quick", "--json", str(file), temporary=temporary)
         content = json.loads(file.read_text()) if file.exists() else {}
-        yield Ran(done.stdout, done.stderr, done.returncode, content, plots, temporary)
+        yield Ran(done.stdout, done.stderr, done.returncode, content, temporary)
 
 
-def test_every_measurement_has_run_or_says_why_not(ran: Ran) -> None:
+def test_every_measurement_has_run(ran: Ran) -> None:
     assert ran.code == 0, ran.progress
-    measured = ran.json["measurements"]
-    assert set(measured) == set(MEASUREMENTS) - {"pacing"}
-    assert {name: each["status"] for name, each in measured.items() if each["status"] != "ok"} == {
-        "interference": "skipped"
-    }
-    assert measured["interference"]["reason"] == "needs a GPU"
+    statuses = [(name, each["status"]) for name, each in ran.json["measurements"].items()]
+    assert statuses == [(name, "ok") for name in MEASUREMENTS]
 
 
 def test_the_json_says_what_it_depends_on(ran: Ran) -> None:
@@ -110,33 +102,15 @@ def test_pinning_is_timed_and_an_engine_steps_meanwhile(ran: Ran) -> None:
     assert phases["pool"]["pin_seconds"] > 0
 
 
-def test_the_daemon_is_measured_itself(ran: Ran) -> None:
-    (row,) = ran.rows("footprint")
-    assert row["gpu_bytes"] is None
-    assert row["host_bytes"] > 0
-    assert row["blocks"] > 1000
-
-
-def test_tables_show_every_layout_and_every_target(ran: Ran) -> None:
+def test_tables_show_every_layout(ran: Ran) -> None:
     for layout in LAYOUTS:
         assert ran.text.count(layout.name) >= 4
     for title in ("Bulk limit", "GB/s of a store", "GB/s of a load", "Both directions", "Lookups", "One-block jobs"):
         assert title in ran.text
-    flat = " ".join(ran.text.split())
-    for target in TARGETS:
-        assert target.goal.split()[1] in flat
-    assert [row["what"] for row in ran.json["targets"]] == [target.what for target in TARGETS]
 
 
 def test_progress_is_on_standard_error(ran: Ran) -> None:
     assert [line.partition(":")[0] for line in ran.progress.splitlines()] == list(ran.json["measurements"])
-
-
-def test_plots_are_images(ran: Ran) -> None:
-    pytest.importorskip("matplotlib")
-    assert {file.name for file in ran.plots.iterdir()} == {"bandwidth.png", "token-latency.png", "lookup.png"}
-    for file in ran.plots.iterdir():
-        assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_is_left_behind(ran: Ran) -> None:
@@ -206,8 +180,6 @@ def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> Non
         (("--socket", "/tmp/none.sock", "--pool-size", "1GiB"), "--pool-size is for a daemon"),
         (("--socket", "/tmp/none.sock", "--", "--verify", "always"), "leave out --socket"),
         (("--json", "/no/such/directory/out.json"), "--json='/no/such/directory/out.json'"),
-        (("--compare", "/no/such/file.json"), "--compare='/no/such/file.json' cannot be read"),
-        (("--plot", "/proc/nothing"), "--plot='/proc/nothing' cannot be created"),
     ],
 )
 def test_a_bad_option_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
@@ -249,12 +221,3 @@ def test_a_daemon_that_does_not_start_fails_its_measurements_with_its_own_words(
 def test_list_names_every_measurement() -> None:
     shown = support.run("--list")
     assert [line.split()[0] for line in shown.stdout.splitlines()] == list(MEASUREMENTS)
-
-
-def test_an_earlier_result_can_be_compared_with(ran: Ran, short_dir: Path) -> None:
-    earlier = short_dir / "earlier.json"
-    earlier.write_text(json.dumps(ran.json))
-    done = support.run("--device", "host", "--quick", "--only", "lookup", "--compare", str(earlier))
-    assert done.returncode == 0
-    assert "Beside other systems" in done.stdout
-    assert f"kvsidecar {ran.json['version']} ({ran.json['date'][:10]})" in done.stdout

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import DEVICE, Blocks, Client, ClientError, HostBuffer, Outcome
-from kvsidecar.client.ordering import RingSlots
-from tests import harness
 from tests.client.fake_daemon import FakeDaemon, Stream
 from tests.harness import NAMESPACE, SECONDS, hashes, layout
+from tests.marks import both_protocols
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = both_protocols
 
 HANDLES = [b"\1" * 64, b"\2" * 64]
 
@@ -56,12 +55,12 @@ def buffer() -> Iterator[HostBuffer]:
     buffer.close()
 
 
-def attached(daemon: FakeDaemon, buffer: HostBuffer, ring: FakeRing | None) -> tuple[Client, Stream]:
-    client = Client(daemon.socket, timeout=SECONDS, fast_lane=harness.fast_lane)
+def attached(daemon: FakeDaemon, buffer: HostBuffer, ring: FakeRing | None, local: bool) -> tuple[Client, Stream]:
+    client = Client(daemon.socket, timeout=SECONDS, fast_lane=local)
     client.attach(
         instance="test", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout()], events=ring
     )  # fmt: skip
-    assert client.fast_lane == harness.fast_lane
+    assert client.fast_lane == local
     return client, daemon.stream()
 
 
@@ -69,10 +68,12 @@ def store(client: Client) -> int:
     return client.store([Blocks(0, hashes("a"), [0])], after=DEVICE)
 
 
-def test_an_event_is_recorded_before_its_store_is_sent_and_named_by_it(short_dir: Path, buffer: HostBuffer) -> None:
+def test_an_event_is_recorded_before_its_store_is_sent_and_named_by_it(
+    short_dir: Path, buffer: HostBuffer, local: bool
+) -> None:
     ring = FakeRing()
     with FakeDaemon(short_dir, device_order=True) as daemon:
-        client, stream = attached(daemon, buffer, ring)
+        client, stream = attached(daemon, buffer, ring, local)
         assert list(stream.register.event_handles) == HANDLES
         assert (client.device_order, client.device_order_refused) == (True, "")
         for index in (0, 1):
@@ -85,10 +86,12 @@ def test_an_event_is_recorded_before_its_store_is_sent_and_named_by_it(short_dir
         assert client.close()
 
 
-def test_an_entry_is_recorded_again_only_when_the_daemon_needs_it_no_more(short_dir: Path, buffer: HostBuffer) -> None:
+def test_an_entry_is_recorded_again_only_when_the_daemon_needs_it_no_more(
+    short_dir: Path, buffer: HostBuffer, local: bool
+) -> None:
     ring = FakeRing()
     with FakeDaemon(short_dir, device_order=True) as daemon:
-        client, stream = attached(daemon, buffer, ring)
+        client, stream = attached(daemon, buffer, ring, local)
         first, second = store(client), store(client)
         assert [stream.store().event, stream.store().event] == [1, 2]
         third = store(client)
@@ -118,11 +121,11 @@ def test_an_entry_is_recorded_again_only_when_the_daemon_needs_it_no_more(short_
 
 
 def test_a_daemon_that_cannot_open_the_events_is_given_stores_in_host_order(
-    short_dir: Path, buffer: HostBuffer
+    short_dir: Path, buffer: HostBuffer, local: bool
 ) -> None:
     ring = FakeRing()
     with FakeDaemon(short_dir, device_order_refused="no shared /dev/shm") as daemon:
-        client, stream = attached(daemon, buffer, ring)
+        client, stream = attached(daemon, buffer, ring, local)
         assert (client.device_order, client.device_order_refused) == (False, "no shared /dev/shm")
         job = store(client)
         assert (ring.recorded, len(ring.marks)) == ([], 1)
@@ -132,10 +135,12 @@ def test_a_daemon_that_cannot_open_the_events_is_given_stores_in_host_order(
         assert client.close()
 
 
-def test_a_store_whose_event_cannot_be_recorded_fails_and_is_never_sent(short_dir: Path, buffer: HostBuffer) -> None:
+def test_a_store_whose_event_cannot_be_recorded_fails_and_is_never_sent(
+    short_dir: Path, buffer: HostBuffer, local: bool
+) -> None:
     ring = FakeRing()
     with FakeDaemon(short_dir, device_order=True) as daemon:
-        client, stream = attached(daemon, buffer, ring)
+        client, stream = attached(daemon, buffer, ring, local)
         ring.broken = True
         job = store(client)
         failed = client.wait([job], SECONDS)[job]
@@ -151,17 +156,19 @@ def test_a_store_whose_event_cannot_be_recorded_fails_and_is_never_sent(short_di
         assert client.close()
 
 
-def test_device_order_without_a_ring_is_a_mistake(short_dir: Path, buffer: HostBuffer) -> None:
+def test_device_order_without_a_ring_is_a_mistake(short_dir: Path, buffer: HostBuffer, local: bool) -> None:
     with FakeDaemon(short_dir) as daemon:
-        client, _ = attached(daemon, buffer, None)
+        client, _ = attached(daemon, buffer, None, local)
         with pytest.raises(ClientError, match="ring of events"):
             store(client)
         assert client.close()
 
 
-def test_flush_is_asked_for_what_was_sent_and_cancels_here_what_was_not(short_dir: Path, buffer: HostBuffer) -> None:
+def test_flush_is_asked_for_what_was_sent_and_cancels_here_what_was_not(
+    short_dir: Path, buffer: HostBuffer, local: bool
+) -> None:
     with FakeDaemon(short_dir) as daemon:
-        client, stream = attached(daemon, buffer, None)
+        client, stream = attached(daemon, buffer, None, local)
         running = client.store([Blocks(0, hashes("a"), [0])])
         assert stream.store().job == running
         event = Mark()
@@ -188,11 +195,11 @@ def test_flush_is_asked_for_what_was_sent_and_cancels_here_what_was_not(short_di
 
 @pytest.mark.parametrize("light", [0.0, SECONDS], ids=["notified", "lightly"])
 def test_flush_that_finishes_hurries_what_was_sent_and_waits_for_what_was_not(
-    short_dir: Path, buffer: HostBuffer, light: float, monkeypatch: pytest.MonkeyPatch
+    short_dir: Path, buffer: HostBuffer, light: float, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     monkeypatch.setattr("kvsidecar.client.waiting.LIGHT_SECONDS", light)
     with FakeDaemon(short_dir) as daemon:
-        client, stream = attached(daemon, buffer, None)
+        client, stream = attached(daemon, buffer, None, local)
         running = client.store([Blocks(0, hashes("a"), [0])])
         stream.store()
         event = Mark()
@@ -215,9 +222,11 @@ def test_flush_that_finishes_hurries_what_was_sent_and_waits_for_what_was_not(
         assert client.close()
 
 
-def test_a_deadline_counts_from_the_submission_and_a_late_job_is_not_sent(short_dir: Path, buffer: HostBuffer) -> None:
+def test_a_deadline_counts_from_the_submission_and_a_late_job_is_not_sent(
+    short_dir: Path, buffer: HostBuffer, local: bool
+) -> None:
     with FakeDaemon(short_dir) as daemon:
-        client, stream = attached(daemon, buffer, None)
+        client, stream = attached(daemon, buffer, None, local)
         event = Mark()
         late = client.store([Blocks(0, hashes("a"), [0])], after=event, timeout=0.0)
         event.over.set()
@@ -234,9 +243,11 @@ def test_a_deadline_counts_from_the_submission_and_a_late_job_is_not_sent(short_
         assert client.close()
 
 
-def test_a_job_that_makes_no_message_is_declined_and_costs_no_other(short_dir: Path, buffer: HostBuffer) -> None:
+def test_a_job_that_makes_no_message_is_declined_and_costs_no_other(
+    short_dir: Path, buffer: HostBuffer, local: bool
+) -> None:
     with FakeDaemon(short_dir) as daemon:
-        client, stream = attached(daemon, buffer, None)
+        client, stream = attached(daemon, buffer, None, local)
         for blocks in ([Blocks(0, ["no bytes"], [0])], [Blocks(0, hashes("a"), [2**70])], [Blocks(0, [bytes(5 << 20)], [0])]):  # type: ignore[list-item]  # fmt: skip  # noqa: E501
             job = client.store(blocks)
             declined = client.wait([job], SECONDS)[job]
@@ -245,24 +256,3 @@ def test_a_job_that_makes_no_message_is_declined_and_costs_no_other(short_dir: P
         assert stream.store().job == job
         stream.done(job)
         assert client.close()
-
-
-def test_ring_slots_go_round_so_that_an_entry_rests_as_long_as_possible() -> None:
-    ring = RingSlots(3)
-    taken = []
-    for job in range(6):
-        index = ring.take(job)
-        assert index is not None
-        taken.append(index)
-        ring.issued(index)
-    assert taken == [0, 1, 2, 0, 1, 2]
-
-
-def test_ring_slots_ignore_what_they_do_not_know() -> None:
-    ring = RingSlots(1)
-    assert ring.take(1) == 0
-    ring.issued(5)
-    ring.issued(-1)
-    ring.ended(2, 0)
-    assert ring.take(2) is None
-    assert RingSlots(0).take(1) is None

@@ -15,9 +15,9 @@ from kvsidecar.client.ledger import MAX_UNPOLLED, Job, Ledger
 from kvsidecar.client.results import NOT_ATTACHED, JobDone
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, Outcome
-from tests import harness
 from tests.client.fake_daemon import FakeDaemon
 from tests.harness import NAMESPACE, SECONDS, hashes, layout
+from tests.marks import both_protocols
 
 
 class FakeSession:
@@ -60,12 +60,14 @@ def test_the_end_of_jobs_is_looked_for_unless_all_were_added_since_the_last_time
     assert (jobs.poll(), session.looked) == ([], 2)
 
 
-@pytest.mark.usefixtures("carrier")
-def test_a_job_whose_copy_may_still_run_is_not_over_whatever_its_daemon_says_while_it_lives(short_dir: Path) -> None:
+@both_protocols
+def test_a_job_whose_copy_may_still_run_is_not_over_whatever_its_daemon_says_while_it_lives(
+    short_dir: Path, local: bool
+) -> None:
     """Not its end, nor a flush, nor the end of the session. (The fake daemon is this process, which lives.)"""
     buffer = HostBuffer(1 << 20)
     with FakeDaemon(short_dir) as daemon:
-        client = Client(daemon.socket, timeout=SECONDS, fast_lane=harness.fast_lane)
+        client = Client(daemon.socket, timeout=SECONDS, fast_lane=local)
         client.attach(instance="test", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout()])
         stream = daemon.stream()
         load, store = client.load([Blocks(0, hashes("a"), [0])]), client.store([Blocks(0, hashes("b"), [1])])

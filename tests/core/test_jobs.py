@@ -31,6 +31,7 @@ from kvsidecar.support.keep_awake import SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
 from tests.cache.integrity import check_integrity
+from tests.harness import eventually_in_loop
 from tests.plans import copies_of
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
@@ -143,9 +144,7 @@ class World:
 
     async def started(self, direction: Direction, count: int = 1) -> Worker:
         worker = self.hub.by_direction[direction]
-        async with asyncio.timeout(30):
-            while len(worker.futures) < count:  # noqa: ASYNC110 - a checksum is taken in a thread
-                await asyncio.sleep(0.001)
+        await eventually_in_loop(lambda: len(worker.futures) >= count)  # a checksum is taken in a thread
         return worker
 
     def readable(self, *names: str) -> list[bool]:

@@ -16,12 +16,15 @@ from tests.docs.pages import PAGES, commands, spans, text
 metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' generators need the extra docs")
 
 OF_OTHERS = {
+    "--compare": "benchmarks.daemon.show",
     "--disable-hybrid-kv-cache-manager": "vLLM",
     "--kv-transfer-config": "vLLM",
     "--layouts": "benchmarks.peers",
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",
+    "--plot": "benchmarks.daemon.show",
     "--shutdown-timeout": "vLLM",
+    "--targets": "benchmarks.daemon.show",
     "--tiny": "benchmarks.vllm",
     "--otlp-traces-endpoint": "vLLM",
 }

@@ -10,8 +10,9 @@ import pytest
 
 from kvsidecar.client import Blocks, Client
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, hashes
+from tests.marks import both_protocols
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = both_protocols
 
 LEASES: dict[str, Callable[[Client, float], Any]] = {
     "lookup": lambda client, seconds: client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=seconds),

@@ -9,8 +9,9 @@ import pytest
 
 from kvsidecar.client import DEVICE, Blocks, Outcome
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, hashes
+from tests.marks import both_protocols
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = both_protocols
 
 
 class Mark:
@@ -52,8 +53,8 @@ def test_a_daemon_that_cannot_open_events_says_why_and_stores_wait_on_the_host(d
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, gate: Gate, cancel: bool) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, gate: Gate, cancel: bool, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}", local=local) as daemon:
         rank = Rank(daemon.wait_ready())
         names = ["a", "b", "c", "d", "e"]
         jobs = []
@@ -96,8 +97,8 @@ def test_a_flush_does_not_wait_for_the_event_of_another_job(daemon: DaemonProces
     rank.close()
 
 
-def test_a_copy_that_has_not_started_at_its_deadline_never_does(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}") as daemon:
+def test_a_copy_that_has_not_started_at_its_deadline_never_does(short_dir: Path, gate: Gate, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}", local=local) as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store("a", "b"))
         first = rank.client.load([Blocks(0, hashes("a"), [4])])

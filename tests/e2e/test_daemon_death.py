@@ -26,10 +26,10 @@ from kvsidecar.client import (
     JobDone,
     Outcome,
 )
-from tests import harness
 from tests.harness import NAMESPACE, NO_WAIT, SECONDS, DaemonProcess, Gate, Rank, Relay, done, eventually, hashes
+from tests.marks import both_protocols
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = both_protocols
 
 
 def second(point: str) -> str:
@@ -46,15 +46,13 @@ def pause(daemon: DaemonProcess) -> None:
     """Returns when the process is stopped: SIGSTOP takes effect at some later time."""
     daemon.process.send_signal(signal.SIGSTOP)
     status = Path(f"/proc/{daemon.process.pid}/status")
-    while "State:\tT" not in status.read_text():
-        pass
+    eventually(lambda: "State:\tT" in status.read_text())
 
 
-def quick(socket_path: str, **options: Any) -> Client:
+def quick(socket_path: str, local: bool, **options: Any) -> Client:
     """A client whose retries are as quick as the tests'."""
     defaults: dict[str, Any] = {"timeout": SECONDS, "step_budget": SECONDS, "reconnect": Backoff(0.01, 0.05)}
-    defaults["fast_lane"] = harness.fast_lane
-    return Client(socket_path, **{**defaults, **options})
+    return Client(socket_path, fast_lane=local, **{**defaults, **options})
 
 
 @contextlib.contextmanager
@@ -112,12 +110,12 @@ def _until(daemon: DaemonProcess, metric: str, count: int) -> None:
 
 
 def test_an_engine_outlives_an_idle_daemon_and_comes_back_by_itself(
-    short_dir: Path, caplog: pytest.LogCaptureFixture
+    short_dir: Path, caplog: pytest.LogCaptureFixture, local: bool
 ) -> None:
     caplog.set_level(logging.INFO, "kvsidecar.client")
     with no_leaks():
-        with DaemonProcess(short_dir) as first:
-            rank = Rank(first.wait_ready(), client=quick(first.socket))
+        with DaemonProcess(short_dir, local=local) as first:
+            rank = Rank(first.wait_ready(), client=quick(first.socket, local))
             works(rank, "a", "b")
             epoch = rank.client.epoch
             kill(first)
@@ -129,7 +127,7 @@ def test_an_engine_outlives_an_idle_daemon_and_comes_back_by_itself(
         assert (lost.ready, lost.groups[0].hits, lost.lease, lost.reason) == (False, 0, None, "daemon_lost")
         assert not rank.client.release(1)
         assert time.monotonic() - began < NO_WAIT
-        with DaemonProcess(short_dir) as second:
+        with DaemonProcess(short_dir, local=local) as second:
             assert rank.client.wait_attached(SECONDS)
             assert rank.client.wait_ready(SECONDS).ready
             assert rank.client.epoch not in (0, epoch)
@@ -143,9 +141,9 @@ def test_an_engine_outlives_an_idle_daemon_and_comes_back_by_itself(
 
 
 @pytest.mark.parametrize("point", ["store.after_reserve", "store.in_flight", "store.before_seal"])
-def test_a_daemon_killed_mid_store_costs_its_jobs_and_nothing_else(short_dir: Path, point: str) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(point)}=kill") as first:
-        rank = Rank(first.wait_ready(), client=quick(first.socket))
+def test_a_daemon_killed_mid_store_costs_its_jobs_and_nothing_else(short_dir: Path, point: str, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(point)}=kill", local=local) as first:
+        rank = Rank(first.wait_ready(), client=quick(first.socket, local))
         done(rank.store("kept"))
         for block_id, name in enumerate(("x", "y", "z")):
             rank.fill(block_id, name)
@@ -155,7 +153,7 @@ def test_a_daemon_killed_mid_store_costs_its_jobs_and_nothing_else(short_dir: Pa
         assert {end.outcome for end in ends} <= {Outcome.FAILED, Outcome.DECLINED}
         assert {end.reason for end in ends} == {"daemon_lost"}
         first.process.wait(SECONDS)
-    with DaemonProcess(short_dir):
+    with DaemonProcess(short_dir, local=local):
         assert rank.client.wait_ready(SECONDS).ready
         assert rank.hits("x") == 0
         works(rank, "x", "y")
@@ -164,9 +162,9 @@ def test_a_daemon_killed_mid_store_costs_its_jobs_and_nothing_else(short_dir: Pa
 
 
 @pytest.mark.parametrize("point", ["load.before_copy", "load.in_flight"])
-def test_a_daemon_killed_mid_load_costs_its_jobs_and_nothing_else(short_dir: Path, point: str) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(point)}=kill") as first:
-        rank = Rank(first.wait_ready(), client=quick(first.socket))
+def test_a_daemon_killed_mid_load_costs_its_jobs_and_nothing_else(short_dir: Path, point: str, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(point)}=kill", local=local) as first:
+        rank = Rank(first.wait_ready(), client=quick(first.socket, local))
         done(rank.store("a", "b"))
         done(rank.load("a", at=[4]))
         jobs = [rank.client.load([Blocks(0, hashes("a", "b"), [5 + i, 3 - i])]) for i in range(2)]
@@ -174,21 +172,23 @@ def test_a_daemon_killed_mid_load_costs_its_jobs_and_nothing_else(short_dir: Pat
         assert sorted(end.job for end in ends) == jobs
         assert {end.reason for end in ends} == {"daemon_lost"}
         first.process.wait(SECONDS)
-    with DaemonProcess(short_dir):
+    with DaemonProcess(short_dir, local=local):
         assert rank.client.wait_ready(SECONDS).ready
         works(rank, "a", "b")
         assert rank.client.poll() == [], "a job was reported twice"
         rank.close()
 
 
-def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_of_the_stream(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="load.before_copy=delay(3600)") as daemon:
+def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_of_the_stream(
+    short_dir: Path, local: bool
+) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="load.before_copy=delay(3600)", local=local) as daemon:
         relay = Relay(daemon.wait_ready(), short_dir)
         began = time.monotonic()
-        Rank(daemon, client=quick(relay.socket)).close()
+        Rank(daemon, client=quick(relay.socket, local)).close()
         # More than this machine needs to send a job, or to attach; and it is over before the test ends.
         patience = max(1.0, 20 * (time.monotonic() - began))
-        rank = Rank(daemon, client=quick(relay.socket, timeout=patience))
+        rank = Rank(daemon, client=quick(relay.socket, local, timeout=patience))
         done(rank.store("a"))
         load = rank.client.load([Blocks(0, hashes("a"), [5])], timeout=patience)
         with rank.client._changed:  # it is on its way: from now on a copy of it may run
@@ -209,11 +209,13 @@ def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_
 
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(
-    short_dir: Path, gate: Gate, direction: str
+    short_dir: Path, gate: Gate, direction: str, local: bool
 ) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second(direction + '.in_flight')}={gate}") as daemon:
+    with DaemonProcess(
+        short_dir, KVSIDECAR_FAILPOINTS=f"{second(direction + '.in_flight')}={gate}", local=local
+    ) as daemon:
         relay = Relay(daemon.wait_ready(), short_dir)
-        rank = Rank(daemon, client=quick(relay.socket))
+        rank = Rank(daemon, client=quick(relay.socket, local))
         done(rank.store("a"))
         done(rank.load("a", at=[1]))
         rank.fill(2, "b")
@@ -241,10 +243,12 @@ def test_a_job_of_a_cut_stream_is_over_when_the_daemon_has_ended_the_session(
         relay.close()
 
 
-def test_stores_that_were_queued_when_the_stream_broke_are_never_sealed(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+def test_stores_that_were_queued_when_the_stream_broke_are_never_sealed(
+    short_dir: Path, gate: Gate, local: bool
+) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}", local=local) as daemon:
         relay = Relay(daemon.wait_ready(), short_dir)
-        rank = Rank(daemon, client=quick(relay.socket))
+        rank = Rank(daemon, client=quick(relay.socket, local))
         for block_id, name in enumerate("abcd"):
             rank.client.store([Blocks(0, hashes(name), [block_id])])
         until_queued(daemon, "store", 3)
@@ -260,38 +264,38 @@ def test_stores_that_were_queued_when_the_stream_broke_are_never_sealed(short_di
         relay.close()
 
 
-def test_a_daemon_that_dies_in_the_registration_is_joined_when_it_is_back(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="attach.after_import@0=kill") as first:
-        client = quick(first.socket)
+def test_a_daemon_that_dies_in_the_registration_is_joined_when_it_is_back(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="attach.after_import@0=kill", local=local) as first:
+        client = quick(first.socket, local)
         with pytest.raises(DaemonUnreachable):
             Rank(first.wait_ready(), client=client)
         first.process.wait(SECONDS)
         rank = Rank(first, client=client, retry=True)
-    with DaemonProcess(short_dir):
+    with DaemonProcess(short_dir, local=local):
         assert client.wait_ready(SECONDS).ready
         works(rank, "a")
         rank.close()
 
 
-def test_a_daemon_that_is_stopped_and_started_again_is_joined(short_dir: Path) -> None:
-    with DaemonProcess(short_dir) as first:
-        rank = Rank(first.wait_ready(), client=quick(first.socket))
+def test_a_daemon_that_is_stopped_and_started_again_is_joined(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, local=local) as first:
+        rank = Rank(first.wait_ready(), client=quick(first.socket, local))
         works(rank, "a")
         assert first.terminate() == 0
-    with DaemonProcess(short_dir):
+    with DaemonProcess(short_dir, local=local):
         assert rank.client.wait_ready(SECONDS).ready
         works(rank, "a")
         rank.close()
 
 
-def test_a_scheduler_that_only_looks_up_comes_back_too(short_dir: Path) -> None:
-    scheduler = quick(str(short_dir / "kvs.sock"))
+def test_a_scheduler_that_only_looks_up_comes_back_too(short_dir: Path, local: bool) -> None:
+    scheduler = quick(str(short_dir / "kvs.sock"), local)
     began = time.monotonic()
     missing = scheduler.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=5)
     assert (missing.ready, missing.reason) == (False, "daemon_lost")
     assert time.monotonic() - began < NO_WAIT
     for _ in range(2):
-        with DaemonProcess(short_dir) as daemon:
+        with DaemonProcess(short_dir, local=local) as daemon:
             rank = Rank(daemon.wait_ready())
             done(rank.store("a"))
             epoch = rank.client.epoch
@@ -307,24 +311,24 @@ def test_a_scheduler_that_only_looks_up_comes_back_too(short_dir: Path) -> None:
 # -- a daemon that is not there, or hangs ----------------------------------------------------------------------------
 
 
-def test_attach_without_a_daemon_raises_at_once_and_may_be_tried_again(short_dir: Path) -> None:
+def test_attach_without_a_daemon_raises_at_once_and_may_be_tried_again(short_dir: Path, local: bool) -> None:
     with no_leaks():
-        nowhere = SimpleNamespace(socket=str(short_dir / "kvs.sock"))
-        client = quick(nowhere.socket)
+        nowhere = SimpleNamespace(socket=str(short_dir / "kvs.sock"), local=local)
+        client = quick(nowhere.socket, local)
         began = time.monotonic()
         with pytest.raises(DaemonUnreachable, match="is the daemon running"):
             Rank(nowhere, client=client)  # type: ignore[arg-type]
         assert time.monotonic() - began < NO_WAIT
-        with DaemonProcess(short_dir) as daemon:
+        with DaemonProcess(short_dir, local=local) as daemon:
             rank = Rank(daemon.wait_ready(), client=client)
             works(rank, "a")
             rank.close()
 
 
-def test_attach_with_retry_returns_at_once_and_joins_when_the_daemon_appears(short_dir: Path) -> None:
+def test_attach_with_retry_returns_at_once_and_joins_when_the_daemon_appears(short_dir: Path, local: bool) -> None:
     with no_leaks():
-        nowhere = SimpleNamespace(socket=str(short_dir / "kvs.sock"))
-        client = quick(nowhere.socket)
+        nowhere = SimpleNamespace(socket=str(short_dir / "kvs.sock"), local=local)
+        client = quick(nowhere.socket, local)
         began = time.monotonic()
         rank = Rank(nowhere, client=client, retry=True)  # type: ignore[arg-type]
         assert time.monotonic() - began < NO_WAIT
@@ -332,16 +336,18 @@ def test_attach_with_retry_returns_at_once_and_joins_when_the_daemon_appears(sho
         assert rank.store("a").reason == "daemon_lost"
         with pytest.raises(DaemonUnreachable):
             client.wait_ready(0.1)
-        with DaemonProcess(short_dir):
+        with DaemonProcess(short_dir, local=local):
             assert client.wait_ready(SECONDS).ready
             works(rank, "a")
             rank.close()
 
 
-def test_a_hung_daemon_costs_a_few_budgets_and_is_used_again_when_it_goes_on(daemon: DaemonProcess) -> None:
+def test_a_hung_daemon_costs_a_few_budgets_and_is_used_again_when_it_goes_on(
+    daemon: DaemonProcess, local: bool
+) -> None:
     budget = 2.0
     breaker = CircuitBreaker(failures=3, backoff=Backoff(0.05, 0.1))
-    rank = Rank(daemon, client=quick(daemon.socket, step_budget=budget, breaker=breaker))
+    rank = Rank(daemon, client=quick(daemon.socket, local, step_budget=budget, breaker=breaker))
     done(rank.store("a"))
     pause(daemon)
     waited, reasons = [], []
@@ -362,8 +368,8 @@ def test_a_hung_daemon_costs_a_few_budgets_and_is_used_again_when_it_goes_on(dae
     rank.close()
 
 
-def test_jobs_for_a_hung_daemon_do_not_pile_up(daemon: DaemonProcess) -> None:
-    rank = Rank(daemon, client=quick(daemon.socket, max_outstanding=3))
+def test_jobs_for_a_hung_daemon_do_not_pile_up(daemon: DaemonProcess, local: bool) -> None:
+    rank = Rank(daemon, client=quick(daemon.socket, local, max_outstanding=3))
     pause(daemon)
     rank.fill(0, "a")
     jobs = [rank.client.store([Blocks(0, hashes("a"), [0])]) for _ in range(5)]
@@ -379,10 +385,10 @@ def test_jobs_for_a_hung_daemon_do_not_pile_up(daemon: DaemonProcess) -> None:
 # -- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_close_while_it_reconnects_ends_all_threads(short_dir: Path) -> None:
+def test_close_while_it_reconnects_ends_all_threads(short_dir: Path, local: bool) -> None:
     with no_leaks():
-        with DaemonProcess(short_dir) as daemon:
-            rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, reconnect=Backoff(3600, 3600)))
+        with DaemonProcess(short_dir, local=local) as daemon:
+            rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local, reconnect=Backoff(3600, 3600)))
             kill(daemon)
         with rank.client._changed:
             assert rank.client._changed.wait_for(lambda: bool(rank.client.lost_reason), SECONDS)
@@ -394,9 +400,11 @@ def test_close_while_it_reconnects_ends_all_threads(short_dir: Path) -> None:
         rank.close()
 
 
-def test_close_while_the_daemon_hangs_says_that_the_memory_may_still_be_written(daemon: DaemonProcess) -> None:
+def test_close_while_the_daemon_hangs_says_that_the_memory_may_still_be_written(
+    daemon: DaemonProcess, local: bool
+) -> None:
     with no_leaks():
-        rank = Rank(daemon, client=quick(daemon.socket))
+        rank = Rank(daemon, client=quick(daemon.socket, local))
         done(rank.store("a"))
         pause(daemon)
         load = rank.client.load([Blocks(0, hashes("a"), [5])])
@@ -411,11 +419,11 @@ def test_close_while_the_daemon_hangs_says_that_the_memory_may_still_be_written(
         assert rank.client.unmapped()  # until then it watches the process, with one descriptor
 
 
-def test_close_while_the_daemon_hangs_in_the_greeting_ends_all_threads(short_dir: Path) -> None:
-    with no_leaks(), DaemonProcess(short_dir) as daemon:
+def test_close_while_the_daemon_hangs_in_the_greeting_ends_all_threads(short_dir: Path, local: bool) -> None:
+    with no_leaks(), DaemonProcess(short_dir, local=local) as daemon:
         daemon.wait_ready()
         pause(daemon)
-        client = quick(daemon.socket)
+        client = quick(daemon.socket, local)
         Rank(daemon, client=client, retry=True)
         began = time.monotonic()
         client.close(timeout=0.1)

@@ -19,7 +19,6 @@ from kvsidecar.client import HostBuffer, LookupMode
 from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests import harness
 from tests.e2e.test_limits import rss_mib
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, environment, eventually, hashes
@@ -161,14 +160,13 @@ def _is_known(sidecar: Any, token: bytes) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("attached", [False, True], ids=["a scheduler", "a rank"])
 def test_without_the_fast_lane_no_call_raises_when_the_daemon_goes(
-    short_dir: Path, number: signal.Signals, attached: bool, monkeypatch: pytest.MonkeyPatch
+    short_dir: Path, number: signal.Signals, attached: bool
 ) -> None:
-    monkeypatch.setattr(harness, "fast_lane", False)
     raised: list[BaseException] = []
     going = threading.Event()
     over = threading.Event()
     after = threading.Semaphore(0)
-    with DaemonProcess(short_dir) as daemon:
+    with DaemonProcess(short_dir, local=False) as daemon:
         client = daemon.wait_ready().client()
         rank = Rank(daemon, client=client) if attached else None
         calls = (

@@ -20,11 +20,11 @@ from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from tests import harness
 from tests.frames import frames, receive
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes, layout
+from tests.marks import both_protocols
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = both_protocols
 
 FIRST_STORE = "store.in_flight@2"
 """The first store that is not the self-test's: what comes behind it waits in the worker's queue."""
@@ -62,7 +62,7 @@ class RawRank:
         )
         self._requests.put(pb.AttachRequest(register=register))
         requests: Iterator[pb.AttachRequest] = iter(self._requests.get, None)
-        if harness.fast_lane:
+        if daemon.local:
             assert welcome.fast_lane
             threading.Thread(target=self._write_lane, args=(requests,), daemon=True).start()
             replies = self._read_lane()
@@ -147,9 +147,9 @@ def raw_rank(daemon: DaemonProcess, events: list[bytes] | None = None) -> Iterat
 
 
 @pytest.fixture
-def held_daemon(short_dir: Path, gate: Gate) -> Iterator[DaemonProcess]:
+def held_daemon(short_dir: Path, gate: Gate, local: bool) -> Iterator[DaemonProcess]:
     """The first store runs until `gate` lets it end."""
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{FIRST_STORE}={gate}") as process:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{FIRST_STORE}={gate}", local=local) as process:
         yield process.wait_ready()
 
 
@@ -172,10 +172,10 @@ def test_a_copy_that_has_not_started_at_its_deadline_never_does(held_daemon: Dae
         other.close()
 
 
-def test_a_copy_that_runs_at_its_deadline_is_finished(short_dir: Path, gate: Gate) -> None:
+def test_a_copy_that_runs_at_its_deadline_is_finished(short_dir: Path, gate: Gate, local: bool) -> None:
     second_store = "store.in_flight@3"
     with (
-        DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second_store}={gate}") as daemon,
+        DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{second_store}={gate}", local=local) as daemon,
         raw_rank(daemon.wait_ready()) as rank,
     ):
         sent = time.monotonic()

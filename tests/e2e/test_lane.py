@@ -32,6 +32,7 @@ from tests.harness import (
     hashes,
     layout,
 )
+from tests.marks import both_protocols
 
 UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
 
@@ -416,7 +417,7 @@ def test_a_connection_without_a_lane_says_so_and_its_clients_use_grpc(short_dir:
 # -- the client's end ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("carrier")
+@both_protocols
 def test_a_request_that_is_too_long_is_refused_before_it_costs_the_connection(daemon: DaemonProcess) -> None:
     client: Client = daemon.client()
     with pytest.raises(ClientError, match="fewer hashes"):
@@ -425,7 +426,7 @@ def test_a_request_that_is_too_long_is_refused_before_it_costs_the_connection(da
     client.close()
 
 
-@pytest.mark.usefixtures("carrier")
+@both_protocols
 def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> None:
     def leases_become(count: int) -> None:
         eventually(lambda: daemon.metric("kvsidecar_leases") == count)
@@ -459,7 +460,7 @@ def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> 
     rank.close()
 
 
-@pytest.mark.usefixtures("carrier")
+@both_protocols
 def test_what_is_told_soon_is_told_with_the_next_job_or_at_the_next_poll(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     client = rank.client
@@ -473,11 +474,11 @@ def test_what_is_told_soon_is_told_with_the_next_job_or_at_the_next_poll(daemon:
     rank.close()
 
 
-@pytest.mark.usefixtures("carrier")
-def test_an_idle_gpu_is_told_to_every_run_of_the_daemon(short_dir: Path) -> None:
+@both_protocols
+def test_an_idle_gpu_is_told_to_every_run_of_the_daemon(short_dir: Path, local: bool) -> None:
     rank: Rank | None = None
     for _ in range(2):
-        with DaemonProcess(short_dir) as daemon:
+        with DaemonProcess(short_dir, local=local) as daemon:
             daemon.wait_ready()
             rank = rank or Rank(daemon)
             assert rank.client.wait_attached(SECONDS)

@@ -22,6 +22,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.cli.test_main import run
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment
+from tests.marks import both_protocols
 
 ALICE, BOB, OPS = 41001, 41002, 41500
 HERS = dataclasses.replace(NAMESPACE, model="alice/model")
@@ -162,11 +163,11 @@ def change_policy(daemon: DaemonProcess, file: Path, text: str) -> None:
 
 
 @needs_root
-@pytest.mark.usefixtures("carrier")
-def test_a_policy_that_takes_a_namespace_away_holds_for_who_is_attached_already(short_dir: Path) -> None:
+@both_protocols
+def test_a_policy_that_takes_a_namespace_away_holds_for_who_is_attached_already(short_dir: Path, local: bool) -> None:
     file = short_dir / "kvsidecar.toml"
     file.write_text('[[policy]]\nuids = [0]\nnamespaces = ["m"]\n')
-    with DaemonProcess(short_dir, "--config", str(file), "--log-level", "debug") as daemon:
+    with DaemonProcess(short_dir, "--config", str(file), "--log-level", "debug", local=local) as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store("a"))
         change_policy(daemon, file, '[[policy]]\nuids = [0]\nnamespaces = ["other"]\n')

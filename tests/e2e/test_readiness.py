@@ -28,6 +28,7 @@ from tests.harness import (
     layout,
     wait_until_ready,
 )
+from tests.marks import both_protocols
 
 SLOW_PIN = "pool.pin_chunk=delay(0.15)"
 WAITING = "waiting for another daemon to exit"
@@ -181,7 +182,8 @@ def test_a_draining_daemon_takes_no_new_work_and_stays_alive(daemon: DaemonProce
     assert daemon.terminate() == 0
 
 
-def test_a_drain_that_is_taken_back_leaves_everything_as_it_was(daemon: DaemonProcess, carrier: str) -> None:
+@both_protocols
+def test_a_drain_that_is_taken_back_leaves_everything_as_it_was(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     done(rank.store("a"))
     rank.client.drain()

@@ -27,8 +27,9 @@ from tests.harness import (
     hashes,
     layout,
 )
+from tests.marks import both_protocols
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = both_protocols
 
 
 def test_a_block_of_two_ranks_is_readable_after_the_second_store(daemon: DaemonProcess) -> None:
@@ -135,7 +136,6 @@ def test_a_lease_ends_by_time_and_a_load_that_names_it_is_declined(daemon: Daemo
     rank.close()
 
 
-@pytest.mark.usefixtures("carrier")
 def test_a_lease_may_be_released_right_after_the_load_that_names_it(daemon: DaemonProcess) -> None:
     """The release may even come first: it goes another way than the load."""
     rank = Rank(daemon)
@@ -152,8 +152,8 @@ def test_a_lease_may_be_released_right_after_the_load_that_names_it(daemon: Daem
     rank.close()
 
 
-def test_a_lease_is_never_longer_than_the_daemon_allows(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, "--lease-max", "100") as daemon:
+def test_a_lease_is_never_longer_than_the_daemon_allows(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, "--lease-max", "100", local=local) as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store("a"))
         lookup = rank.client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=3600)
@@ -354,8 +354,8 @@ def test_close_returns_after_the_daemon_has_unmapped_the_memory(daemon: DaemonPr
     assert daemon.metric("kvsidecar_attached_ranks") == 0
 
 
-def test_flush_returns_when_the_stores_no_longer_read(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+def test_flush_returns_when_the_stores_no_longer_read(short_dir: Path, gate: Gate, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}", local=local) as daemon:
         rank = Rank(daemon.wait_ready())
         rank.fill(0, "a")
         job = rank.client.store([Blocks(0, hashes("a"), [0])])
@@ -438,7 +438,7 @@ def test_what_a_lookup_without_hits_gives_can_be_released_and_loaded(daemon: Dae
     rank.close()
 
 
-def test_a_few_leased_blocks_of_another_size_are_named_as_what_keeps_a_store_out(short_dir: Path) -> None:
+def test_a_few_leased_blocks_of_another_size_are_named_as_what_keeps_a_store_out(short_dir: Path, local: bool) -> None:
     """Each of them keeps a slab from being cut anew. When they are released, or have expired, it is."""
     sizes = [
         text
@@ -446,7 +446,7 @@ def test_a_few_leased_blocks_of_another_size_are_named_as_what_keeps_a_store_out
         for text in (f"--{flag}-size", size)
     ]
     small_layout, large_layout = layout(layers=1, num_blocks=512), layout(layers=16)
-    with DaemonProcess(short_dir, *sizes) as daemon:
+    with DaemonProcess(short_dir, *sizes, local=local) as daemon:
         small = Rank(daemon.wait_ready(), groups=small_layout)
         large = Rank(daemon, groups=large_layout, namespace=dataclasses.replace(NAMESPACE, model="large"))
         names = list(range(512))

@@ -24,6 +24,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from kvsidecar.client import Blocks, JobDone, Outcome
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, Rank, done, environment, eventually, hashes
+from tests.marks import both_protocols
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -125,8 +126,8 @@ def collector() -> Iterator[Collector]:
 
 
 @contextmanager
-def tracing(directory: Path, **variables: str) -> Iterator[tuple[DaemonProcess, Rank]]:
-    with DaemonProcess(directory, "--tracing", "otlp", **variables) as daemon:
+def tracing(directory: Path, *, local: bool = True, **variables: str) -> Iterator[tuple[DaemonProcess, Rank]]:
+    with DaemonProcess(directory, "--tracing", "otlp", local=local, **variables) as daemon:
         rank = Rank(daemon.wait_ready(), instance="llama", rank=1, world_size=2)
         yield daemon, rank
         rank.close()
@@ -136,13 +137,13 @@ def store(rank: Rank, name: object, traceparent: str | None) -> JobDone:
     return rank.finish(rank.client.store([Blocks(0, hashes(name), [0])], traceparent=traceparent))
 
 
-@pytest.mark.usefixtures("carrier")
+@both_protocols
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 def test_a_job_is_a_span_of_the_engines_trace_with_its_phases_inside(
-    short_dir: Path, collector: Collector, protocol: str
+    short_dir: Path, collector: Collector, protocol: str, local: bool
 ) -> None:
     before = time.time_ns()
-    with tracing(short_dir, **collector.variables(protocol)) as (_, rank):
+    with tracing(short_dir, **collector.variables(protocol), local=local) as (_, rank):
         stored = done(rank.finish(rank.client.store([Blocks(0, hashes("a", "b"), [3, 5])], traceparent=SAMPLED)))
         spans, resource = collector.until("kvsidecar.store")
         done(rank.finish(rank.client.load([Blocks(0, hashes("a"), [6])], traceparent=SAMPLED)))

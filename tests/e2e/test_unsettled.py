@@ -15,9 +15,10 @@ from kvsidecar.daemon.daemon import EXIT_UNSETTLED
 from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, works
 from tests.e2e.test_faults import FIRST
 from tests.harness import SECONDS, DaemonProcess, Rank, done, hashes
+from tests.marks import both_protocols
 from tests.service_manager import ServiceManager
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = both_protocols
 
 CAUSES = {
     "a lost device": (f"copy.device_lost@{2 * FIRST + 1}=raise(Xid 79)", "device_lost", "Xid 79"),
@@ -43,16 +44,22 @@ def stuck_after(cause: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_load_is_over_when_the_daemon_has_ended_itself_and_nobody_comes_after_it(short_dir: Path, cause: str) -> None:
+def test_a_load_is_over_when_the_daemon_has_ended_itself_and_nobody_comes_after_it(
+    short_dir: Path, cause: str, local: bool
+) -> None:
     failpoints, reason, what = CAUSES[cause]
     with (
         no_leaks(),
         ServiceManager(short_dir) as manager,
         DaemonProcess(
-            short_dir, *stuck_after(cause), KVSIDECAR_FAILPOINTS=failpoints, NOTIFY_SOCKET=manager.address
+            short_dir,
+            *stuck_after(cause),
+            KVSIDECAR_FAILPOINTS=failpoints,
+            NOTIFY_SOCKET=manager.address,
+            local=local,
         ) as daemon,
     ):
-        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket))
+        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local))
         done(rank.store("a"))
         load = rank.client.load([Blocks(0, hashes("a"), [5])])
         (end,) = job_ends(rank.client, 1)
@@ -62,7 +69,7 @@ def test_a_load_is_over_when_the_daemon_has_ended_itself_and_nobody_comes_after_
         said = daemon.wait_log("a copy has an unknown outcome: the daemon exits")
         assert (said["level"], said["exit_code"]) == ("error", EXIT_UNSETTLED)
         assert what in manager.wait("STATUS", "not ready: ")["STATUS"]
-        with DaemonProcess(short_dir) as successor:
+        with DaemonProcess(short_dir, local=local) as successor:
             assert rank.client.wait_attached(SECONDS)
             assert rank.client.wait_ready(SECONDS).ready
             works(rank, "a")
@@ -71,8 +78,8 @@ def test_a_load_is_over_when_the_daemon_has_ended_itself_and_nobody_comes_after_
             assert successor.terminate() == 0
 
 
-def test_a_dead_copy_thread_costs_one_load_where_the_device_says_that_all_is_over(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@{FIRST}=raise(a bug)") as daemon:
+def test_a_dead_copy_thread_costs_one_load_where_the_device_says_that_all_is_over(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@{FIRST}=raise(a bug)", local=local) as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store("a"))
         failed = rank.load("a", at=[5])
@@ -87,10 +94,12 @@ def test_a_dead_copy_thread_costs_one_load_where_the_device_says_that_all_is_ove
         assert daemon.terminate() == 0
 
 
-def test_a_copy_that_hangs_fails_health_and_lookups_go_on_until_the_daemon_ends_itself(short_dir: Path) -> None:
+def test_a_copy_that_hangs_fails_health_and_lookups_go_on_until_the_daemon_ends_itself(
+    short_dir: Path, local: bool
+) -> None:
     failpoints, *_ = CAUSES["a copy that hangs"]
-    with DaemonProcess(short_dir, "--stuck-after", "0.2", KVSIDECAR_FAILPOINTS=failpoints) as daemon:
-        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket))
+    with DaemonProcess(short_dir, "--stuck-after", "0.2", KVSIDECAR_FAILPOINTS=failpoints, local=local) as daemon:
+        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local))
         done(rank.store("a"))
         health: list[tuple[int, str]] = []
         hits: list[int] = []
@@ -117,10 +126,10 @@ def test_a_copy_that_hangs_fails_health_and_lookups_go_on_until_the_daemon_ends_
         assert daemon.process.wait(SECONDS) == EXIT_UNSETTLED
 
 
-def test_a_client_that_leaves_before_the_daemon_has_ended_learns_of_it_later(short_dir: Path) -> None:
+def test_a_client_that_leaves_before_the_daemon_has_ended_learns_of_it_later(short_dir: Path, local: bool) -> None:
     failpoints, *_ = CAUSES["a copy that hangs"]
-    with no_leaks(), DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=failpoints) as daemon:
-        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket))
+    with no_leaks(), DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=failpoints, local=local) as daemon:
+        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local))
         done(rank.store("a"))
         rank.client.load([Blocks(0, hashes("a"), [5])])
         daemon.wait_log("failpoint")
@@ -132,10 +141,10 @@ def test_a_client_that_leaves_before_the_daemon_has_ended_learns_of_it_later(sho
         assert rank.client.close()
 
 
-def test_sigterm_does_not_wait_for_ever_for_a_copy_and_unpins_nothing_under_it(short_dir: Path) -> None:
+def test_sigterm_does_not_wait_for_ever_for_a_copy_and_unpins_nothing_under_it(short_dir: Path, local: bool) -> None:
     failpoints, *_ = CAUSES["a copy that hangs"]
-    with DaemonProcess(short_dir, "--drain-timeout", "0.3", KVSIDECAR_FAILPOINTS=failpoints) as daemon:
-        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket))
+    with DaemonProcess(short_dir, "--drain-timeout", "0.3", KVSIDECAR_FAILPOINTS=failpoints, local=local) as daemon:
+        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local))
         done(rank.store("a"))
         load = rank.client.load([Blocks(0, hashes("a"), [5])])
         daemon.wait_log("failpoint")

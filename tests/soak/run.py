@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,13 +16,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.harness import DaemonProcess, environment
+from kvsidecar.support import child
+from tests.harness import SECONDS, DaemonProcess, eventually
 
 ENGINES = (("a", 1), ("a", 1), ("b", 2), ("b", 2))
 """Namespace and ranks of the engines that run at any time."""
 POOL = "4MiB"
 """A fifth of what the engines' prompts need, and within what an ordinary user may lock."""
-END_SECONDS = 60.0
 
 
 class EngineProcess:
@@ -31,9 +32,7 @@ class EngineProcess:
         self.kind = (namespace, ranks)
         command = [sys.executable, "-m", "tests.soak.engine", "--socket", socket, "--namespace", namespace]
         command += ["--ranks", str(ranks), "--seed", str(seed), "--rounds", str(rounds)]
-        self.process = subprocess.Popen(
-            [*command, "--cuda"] if cuda else command, stdout=subprocess.PIPE, text=True, env=environment()
-        )
+        self.process = child.start([*command, "--cuda"] if cuda else command, stdout=subprocess.PIPE, text=True)
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -54,7 +53,7 @@ class EngineProcess:
         self.process.kill()
 
     def wait(self) -> int:
-        code = self.process.wait(END_SECONDS)
+        code = self.process.wait(SECONDS)
         self._reader.join()
         return code
 
@@ -185,17 +184,17 @@ class Soak:
 
     def _settled(self, before: dict[str, float]) -> dict[str, float]:
         """What the daemon holds once it has noticed every end: what is more than ``before`` after that is a leak."""
-        deadline = time.monotonic() + END_SECONDS
-        last: dict[str, float] = {}
-        while True:
-            now = self._holdings()
-            quiet = now == last and not (now["leases"] or now["sessions"])
-            if quiet and all(now[name] <= value for name, value in before.items()):
-                return now
-            if time.monotonic() > deadline:
-                return now
-            last = now
-            time.sleep(0.3)
+        now: dict[str, float] = {}
+
+        def quiet() -> bool:
+            nonlocal now
+            last, now = now, self._holdings()
+            settled = now == last and not (now["leases"] or now["sessions"])
+            return settled and all(now[name] <= value for name, value in before.items())
+
+        with contextlib.suppress(AssertionError):  # what is left then is the soak's result
+            eventually(quiet, pause=0.3)
+        return now
 
     def _clear(self) -> None:
         """With every block forgotten the whole pool must be free: a slot that is not has been lost."""

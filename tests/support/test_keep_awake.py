@@ -10,8 +10,8 @@ import pytest
 import uvloop
 
 from kvsidecar.support.keep_awake import NAP_SECONDS, SleepGuard
+from tests.harness import SECONDS, eventually_in_loop
 
-SECONDS = 30.0
 SECONDS_AWAKE = 0.05
 
 
@@ -30,22 +30,17 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("kvsidecar.support.keep_awake.time", clock)
 
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(SECONDS):
-            while not condition():  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.001)
-
     async def check() -> None:
         guard = Counted(SECONDS_AWAKE)
         assert not guard.ticking
         guard.keep_awake()
-        await until(lambda: guard.ticks > 10)
+        await eventually_in_loop(lambda: guard.ticks > 10)
         clock.now += 0.99 * SECONDS_AWAKE
         ticks = guard.ticks
-        await until(lambda: guard.ticks > ticks + 10)
+        await eventually_in_loop(lambda: guard.ticks > ticks + 10)
         assert guard.ticking
         clock.now += 0.02 * SECONDS_AWAKE
-        await until(lambda: not guard.ticking)
+        await eventually_in_loop(lambda: not guard.ticking)
         ticks = guard.ticks
         await asyncio.sleep(20 * NAP_SECONDS)
         assert guard.ticks == ticks

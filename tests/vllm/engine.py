@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 
+from kvsidecar.support import child
 from tests.harness import DEVICE, SECONDS, DaemonProcess, environment, eventually
 
 ENVIRONMENT = {
@@ -174,10 +175,14 @@ class Engine:
     def run(self) -> dict[str, Answer]:
         """Step until every added request has ended."""
         answers: dict[str, Answer] = {}
-        deadline = time.monotonic() + SECONDS
-        while self.engine.has_unfinished_requests():
-            assert time.monotonic() < deadline, "a request does not end"
+
+        def all_ended() -> bool:
+            if not self.engine.has_unfinished_requests():
+                return True
             answers.update((output.request_id, answer_of(output)) for output in self.step() if output.finished)
+            return False
+
+        eventually(all_ended, "every request has ended", pause=0.0)
         return answers
 
     # -- the same in both
@@ -213,9 +218,7 @@ class Engine:
         """Run a request, and return with its first token; it goes on where the engine's core has a process of its
         own."""
         self.add(Prompt(tuple(ids)), tokens)
-        deadline = time.monotonic() + START
-        while not self.step():
-            assert time.monotonic() < deadline, "no token"
+        eventually(self.step, "a token", pause=0.0, seconds=START)
 
     def end(self) -> None:
         """As an operator does who lets the engine end what it has begun."""
@@ -230,30 +233,29 @@ class Engine:
 
 def join(engine: Engine | EngineProcess, daemon: DaemonProcess) -> Prompt:
     """Wait until the engine stores into this daemon. Returns the throw-away prompt that was stored in the end."""
-    deadline = time.monotonic() + SECONDS
-    while True:
+
+    def stored() -> Prompt | None:
         before = blocks(daemon)
         thrown_away = prompt(time.monotonic_ns(), 33)
         engine.generate(thrown_away, tokens=1)
         engine.drain()
-        if blocks(daemon) > before:
-            return thrown_away
-        assert time.monotonic() < deadline, f"the engine does not use the daemon: {daemon.get('/status')[1]}"
-        time.sleep(0.01)  # nothing announces that an engine would now store
+        return thrown_away if blocks(daemon) > before else None
+
+    return eventually(stored, lambda: f"the engine does not use the daemon: {daemon.get('/status')[1]}")
 
 
 def rejoin(engine: Engine | EngineProcess, daemon: DaemonProcess) -> None:
     """`join`, and wait until it also hits: the scheduler's client finds a new daemon on its own."""
     stored = join(engine, daemon)
-    deadline = time.monotonic() + SECONDS
-    while True:
-        if engine.reset():  # refused while a store still reads a block
-            (answer,) = engine.generate(stored, tokens=1)
-            engine.drain()
-            if answer.cached:
-                return
-        assert time.monotonic() < deadline, f"the engine hits nothing: {daemon.get('/status')[1]}"
-        time.sleep(0.01)
+
+    def hits() -> bool:
+        if not engine.reset():  # refused while a store still reads a block
+            return False
+        (answer,) = engine.generate(stored, tokens=1)
+        engine.drain()
+        return bool(answer.cached)
+
+    eventually(hits, lambda: f"the engine hits nothing: {daemon.get('/status')[1]}")
 
 
 def blocks(daemon: DaemonProcess) -> int:
@@ -307,7 +309,7 @@ class EngineProcess:
         **options: Any,
     ) -> None:
         command = [sys.executable, "-m", self.module, json.dumps([model, transfer, options])]
-        self.process = subprocess.Popen(
+        self.process = child.start(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

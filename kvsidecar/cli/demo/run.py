@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
+from kvsidecar.support import child
 from kvsidecar.support.units import format_size
 
 START_SECONDS = 60.0
@@ -91,18 +91,15 @@ def _play(console: Console, kind: str, shape: Shape, directory: Path) -> int:
 def _daemon(kind: str, socket: str, pool: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", kind, "--socket", socket, "--http-port", "0"]
     command += ["--pool-size", str(pool), "--log-format", "json"]
-    # The settings of a daemon that this user runs for real are not the demo's.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
     with log.open("wb") as stream:
-        daemon = subprocess.Popen(command, stderr=stream, env=environment)
+        daemon = child.start(command, stderr=stream)
     try:
         yield daemon
     except (DemoFailed, KVSidecarError) as error:
         raise DemoFailed(f"{error}\nThe daemon's log:\n{log.read_text()}") from error
     finally:
-        if daemon.poll() is None:
-            daemon.kill()
-            daemon.wait()
+        daemon.kill()
+        daemon.wait()
 
 
 def _show_pinning(console: Console, client: Client, daemon: subprocess.Popen[bytes]) -> None:

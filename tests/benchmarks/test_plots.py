@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.bench.report import Report
+from kvsidecar.bench.report import Report, Row
 from tests.bench import support
 
 pytest.importorskip("matplotlib")
@@ -13,7 +13,7 @@ import itertools
 
 from matplotlib.axes import Axes
 
-from kvsidecar.bench import plots
+from benchmarks.daemon import plots
 from kvsidecar.bench.layouts import LAYOUTS
 
 
@@ -22,17 +22,17 @@ def heights(axis: Axes) -> list[float]:
 
 
 def test_every_plot_is_drawn_from_a_full_report(tmp_path: Path) -> None:
-    report = support.report()
-    report.peers = [{"system": "Other", "layout": "contiguous", "blocks": 512, "direction": "store", "gbps": 30.0}]
-    report.peers += [{"system": "Other", "hashes": 64, "hits": 64, "p50_us": 260.0}]
-    names = [file.name for file in plots.write_plots(report, tmp_path)]
+    report = support.report(pacing=True)
+    peers: list[Row] = [{"system": "Other", "layout": "contiguous", "blocks": 512, "direction": "store", "gbps": 30.0}]
+    peers += [{"system": "Other", "hashes": 64, "hits": 64, "p50_us": 260.0}]
+    names = [file.name for file in plots.write_plots(report, peers, tmp_path)]
     assert names == ["bandwidth.png", "systems.png", "token-latency.png", "lookup.png"]
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     empty = Report("0", "2026-11-21T00:00:00+00:00", "host", {}, {})
-    assert plots.write_plots(empty, tmp_path) == []
+    assert plots.write_plots(empty, [], tmp_path) == []
 
 
 def test_bars_are_shares_of_the_limit_one_a_layout_and_number_of_blocks() -> None:
@@ -61,8 +61,8 @@ def test_no_two_labels_below_an_axis_overlap() -> None:
 def test_other_systems_are_drawn_by_their_own_limit_and_only_where_they_have_figures() -> None:
     report = support.report(0.9)
     of_other = {"system": "Other", "blocks": 512, "gbps": 30.0, "of_limit": 0.4}
-    report.peers = [{**of_other, "layout": "contiguous", "direction": "store"}]
-    figure = plots.systems(report)
+    peers = [{**of_other, "layout": "contiguous", "direction": "store"}]
+    figure = plots.systems(report, peers)
     assert figure is not None
     store, load = figure.axes
     assert heights(store) == [90.0, 40.0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
 from kvsidecar.bench.errors import Skipped
+from kvsidecar.bench.probe import why_no_torch
 from kvsidecar.bench.processes import Child
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
@@ -19,21 +21,23 @@ TRAFFIC: tuple[tuple[Direction, ...], ...] = ((STORE,), (LOAD,), (STORE, LOAD))
 
 
 def measure(setting: Setting, out: Measurement) -> None:
-    probe = setting.probe()
-    torch = probe.call("torch")
-    if torch["version"] is None:
-        raise Skipped(torch["reason"])
-    with setting.rank(traffic_layout(setting), BLOCKS, IN_FLIGHT, (STORE, LOAD)) as rank:
+    if missing := "needs a GPU" if setting.cuda is None else why_no_torch():
+        raise Skipped(missing)
+    work = Child("benchmarks.daemon.work", {}, setting.directory)
+    with (
+        closing(work),
+        setting.rank(traffic_layout(setting), BLOCKS, IN_FLIGHT, (STORE, LOAD)) as rank,
+    ):
         for kind, repeats in REPEATS.items():
             for directions in TRAFFIC:
                 setting.say(f"{kind} while {' and '.join(directions)}")
-                _slowdown(setting, out, probe, rank, kind, setting.samples(repeats), directions)
+                _slowdown(setting, out, work, rank, kind, setting.samples(repeats), directions)
 
 
 def _slowdown(
     setting: Setting,
     out: Measurement,
-    probe: Child,
+    work: Child,
     rank: Child,
     kind: str,
     repeats: int,
@@ -42,7 +46,7 @@ def _slowdown(
     """Alone, under traffic, alone again: what drifts by itself must not look like interference."""
 
     def once() -> float:
-        return median(probe.call("work", kind=kind, repeats=repeats)["seconds"])
+        return median(work.call("work", kind=kind, repeats=repeats)["seconds"])
 
     first = once()
     rank.call("start", directions=[direction.value for direction in directions], idle=True)

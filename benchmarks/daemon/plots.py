@@ -1,4 +1,4 @@
-"""A report as PNG plots. Needs matplotlib, the extra ``kvsidecar[bench]``."""
+"""A report as PNG plots. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from benchmarks.daemon.targets import ratio
 from kvsidecar.bench.bandwidth import PACED, UNPACED
 from kvsidecar.bench.layouts import BLOCK_COUNTS
 from kvsidecar.bench.report import SYSTEM, Report, Row
-from kvsidecar.bench.targets import ratio
 from kvsidecar.support.units import format_size
 
 DPI = 160
@@ -43,9 +43,9 @@ STYLE: dict[str, Any] = {
 }
 
 
-def write_plots(report: Report, directory: Path) -> list[Path]:
-    """Draw what the report has rows for. Returns the files that were written."""
-    drawings: dict[str, Callable[[Report], plt.Figure | None]] = {
+def write_plots(report: Report, peers: Sequence[Row], directory: Path) -> list[Path]:
+    """Draw what the report and those of other systems have rows for. Returns the files that were written."""
+    drawings: dict[str, Callable[[Report, Sequence[Row]], plt.Figure | None]] = {
         "bandwidth.png": bandwidth,
         "systems.png": systems,
         "token-latency.png": token_latency,
@@ -54,7 +54,7 @@ def write_plots(report: Report, directory: Path) -> list[Path]:
     written = []
     with mpl.rc_context(STYLE):
         for name, draw in drawings.items():
-            figure = draw(report)
+            figure = draw(report, peers)
             if figure is not None:
                 figure.savefig(directory / name, dpi=DPI)
                 plt.close(figure)
@@ -78,7 +78,7 @@ def _figure(report: Report, title: str, width: float, height: float, columns: in
 # -- bandwidth ---------------------------------------------------------------------------------------------------
 
 
-def bandwidth(report: Report) -> plt.Figure | None:
+def bandwidth(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
     """Store and load side by side, as shares of the limit, by layout and blocks of a job."""
     layouts = list(dict.fromkeys(row["layout"] for row in report.rows("bandwidth", mode=UNPACED, in_flight=1)))
     if not layouts or report.limit("store") is None:
@@ -131,9 +131,9 @@ def _legend(figure: plt.Figure, handles: Sequence[Any]) -> None:
 # -- other systems -----------------------------------------------------------------------------------------------
 
 
-def systems(report: Report) -> plt.Figure | None:
+def systems(report: Report, peers: Sequence[Row]) -> plt.Figure | None:
     """This system beside others: the largest jobs, the best figure of each whatever the jobs in flight."""
-    peers = [row for row in report.peers if row.get("blocks") == max(BLOCK_COUNTS)]
+    peers = [row for row in peers if row.get("blocks") == max(BLOCK_COUNTS)]
     own = [{**row, "system": SYSTEM} for row in report.rows("bandwidth", mode=UNPACED, blocks=max(BLOCK_COUNTS))]
     if not peers or not own:
         return None
@@ -183,7 +183,7 @@ def _best(rows: Sequence[Row], layout: str, **match: str) -> Row | None:
 # -- latencies ---------------------------------------------------------------------------------------------------
 
 
-def token_latency(report: Report) -> plt.Figure | None:
+def token_latency(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
     """What stores cost an engine's own small copy: a curve over the knob, and the modes."""
     curve = [row for row in report.rows("pacing") if row["chunk"]]
     points = {mode: report.find("token", traffic="store", mode=mode) for mode in (UNPACED, PACED)}
@@ -226,12 +226,12 @@ def token_latency(report: Report) -> plt.Figure | None:
 _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 
 
-def lookup(report: Report) -> plt.Figure | None:
+def lookup(report: Report, peers: Sequence[Row] = ()) -> plt.Figure | None:
     """Lookup latency by number of hashes: lines where all of them hit, a mark where none does."""
     own = [*report.rows("lookup", lease=True), *report.rows("lookup", hits=0, mode="prefix")]
     if not own:
         return None
-    peers = [row for row in report.peers if "hashes" in row]
+    peers = [row for row in peers if "hashes" in row]
     figure, (axis,) = _figure(report, "Lookup of a prompt's blocks, as a scheduler asks (lease included)", 9.0, 5.6)
     places = {count: place for place, count in enumerate(sorted({row["hashes"] for row in (*own, *peers)}))}
     names = list(dict.fromkeys(row["system"] for row in peers))

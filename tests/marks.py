@@ -1,0 +1,8 @@
+"""What tests are run with."""
+
+from __future__ import annotations
+
+import pytest
+
+both_protocols = pytest.mark.parametrize("local", [True, False], ids=["local", "grpc"])
+"""Once with clients that use the local protocol, once with gRPC: every daemon and client of the test is given it."""
