@@ -21,7 +21,7 @@ def measure(setting: Setting, out: Measurement) -> None:
     gpu_bytes = None
     if free is not None and setting.cuda is not None:
         gpu_bytes = free - setting.cuda.memory_info()[0]
-    if daemon.pid is None or (before := beyond_pool(daemon.pid, setting.pool_bytes)) is None:
+    if daemon.pid is None or (before := beyond_pool(daemon.pid)) is None:
         out.add(gpu_bytes=gpu_bytes, host_bytes=None, bytes_per_block=None, blocks=None)
         out.note("the daemon's process cannot be seen from here: its host memory is not known")
         return
@@ -30,7 +30,7 @@ def measure(setting: Setting, out: Measurement) -> None:
         for _ in range(0, many, JOB_BLOCKS * JOBS):
             engine.run(engine.stores(JOB_BLOCKS, JOBS), 4)
         blocks = engine.client.status().pool.blocks
-        after = beyond_pool(daemon.pid, setting.pool_bytes) or before
+        after = beyond_pool(daemon.pid) or before
         engine.clear()
     out.add(
         gpu_bytes=gpu_bytes,
@@ -41,7 +41,7 @@ def measure(setting: Setting, out: Measurement) -> None:
     )
 
 
-def beyond_pool(pid: int, pool_bytes: int) -> int | None:
+def beyond_pool(pid: int) -> int | None:
     """Resident bytes of a process without its pool and without what engines share with it; None if it is not ours.
 
     The pool is shared memory, as is what engines share with it; or huge pages that no resident set counts.
