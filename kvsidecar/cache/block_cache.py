@@ -64,6 +64,9 @@ class CacheStats:
 class BlockCache:
     """The decisions of the daemon about blocks. Every call is O(hashes it is given or has given out).
 
+    A grant is ended exactly once. To end it again, or to close a space more often than it was opened, is an
+    AssertionError: from then on a slot could be given out twice.
+
     Args:
         allocator: of the pool, unused so far.
         policy: makes the eviction policy of a new space, for so many rows.
@@ -96,7 +99,7 @@ class BlockCache:
         return self._table.spaces.get((namespace, group))
 
     def empty_space(self, hash_bytes: int) -> Space:
-        """One that has no blocks and never will: what is looked up in it is missed, as fast as in any other."""
+        """A space that never has blocks: a lookup in it misses, as fast as in any other."""
         return self._table.empty_space(hash_bytes)
 
     def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
@@ -111,11 +114,7 @@ class BlockCache:
         return self._table.open_space(namespace, group, num_shards, shard, shard_bytes)
 
     def close_space(self, space: Space) -> None:
-        """A rank has gone. The space and its sizes are forgotten when it has neither ranks nor blocks.
-
-        Raises:
-            AssertionError: it was closed more often than opened.
-        """
+        """A rank has gone. The space and its sizes are forgotten when it has neither ranks nor blocks."""
         self._table.close_space(space)
 
     # -- lookup and leases -------------------------------------------------------------------------------------
@@ -219,10 +218,7 @@ class BlockCache:
     def seal_all(self, grant: StoreGrant) -> int:
         """The bytes are there. Returns how many blocks became readable.
 
-        A use of these blocks and of those that were present.
-
-        Raises:
-            AssertionError: the store has ended before.
+        Counts as a use of these blocks and of those that were present.
         """
         self._end_store(grant)
         if not grant.reserved:
@@ -234,21 +230,13 @@ class BlockCache:
         return readable
 
     def abort_all(self, grant: StoreGrant) -> None:
-        """The bytes will not come, and nothing writes to the slots any more: they are free.
-
-        Raises:
-            AssertionError: the store has ended before.
-        """
+        """The bytes will not come, and nothing writes to the slots any more: free them."""
         self._end_store(grant)
         for part in grant.parts:
             self._table.abort(part, self._next_tick())
 
     def quarantine_all(self, grant: StoreGrant) -> None:
-        """Nobody knows whether something still writes to the slots: they are never used again.
-
-        Raises:
-            AssertionError: the store has ended before.
-        """
+        """A copy may still write to the slots: never use them again."""
         self._end_store(grant)
         for part in grant.parts:
             self._table.quarantine(part, self._next_tick())
@@ -266,8 +254,7 @@ class BlockCache:
         return victims is not None
 
     def _end_store(self, grant: StoreGrant) -> None:
-        require(grant.open, "the store has ended before")
-        grant.open = False
+        _close(grant)
         self._stores.remove(grant)
 
     # -- load --------------------------------------------------------------------------------------------------
@@ -299,30 +286,18 @@ class BlockCache:
         return grant
 
     def end_load(self, grant: LoadGrant) -> None:
-        """Nothing reads the slots any more.
-
-        Raises:
-            AssertionError: the load has ended before.
-        """
-        _end_load(grant)
+        """Nothing reads the slots any more."""
+        _close(grant)
         self._loads.remove(grant)
         self._table.unpin(grant.chains, self._next_tick())
 
     def quarantine_load(self, grant: LoadGrant) -> None:
-        """Nobody knows whether something still reads the slots: the blocks stay pinned, and readable, for ever.
-
-        Raises:
-            AssertionError: the load has ended before.
-        """
-        _end_load(grant)
+        """A copy may still read the slots: the blocks stay pinned, and readable, for ever."""
+        _close(grant)
 
     def mark_corrupt(self, grant: LoadGrant, part: int, index: int) -> None:
-        """A shard that this load was about to read is not what was sealed: its block is a miss from now on, and its
-        slot is never used again. The load must still be ended.
-
-        Raises:
-            AssertionError: the load has ended before.
-        """
+        """A shard that this load is about to read is not what was sealed: its block is a miss from now on, and its
+        slot is never used again. The load must still be ended."""
         require(grant.open, "the load has ended before")
         blocks, row, slot = grant.chains[part].blocks, grant.rows[part][index], grant.slots[part][index]
         self._table.mark_corrupt(blocks, int(row), int(slot))
@@ -358,7 +333,7 @@ class BlockCache:
         return CacheStats(
             total_bytes=slots.total_bytes,
             used_bytes=slots.bytes_in(SlotState.HELD) + evictable,
-            free_bytes=slots.free_bytes,
+            free_bytes=slots.bytes_in(SlotState.FREE),
             reserved_bytes=slots.bytes_in(SlotState.RESERVED),
             quarantined_bytes=slots.bytes_in(SlotState.QUARANTINED),
             wasted_bytes=slots.wasted_bytes,
@@ -427,6 +402,6 @@ def _check_shard(space: Space, shard: int) -> None:
         raise InvalidRequest(f"group {space.group}: no rank has registered shard {shard} (of {space.num_shards})")
 
 
-def _end_load(grant: LoadGrant) -> None:
-    require(grant.open, "the load has ended before")
+def _close(grant: StoreGrant | LoadGrant) -> None:
+    require(grant.open, "the store or load has ended before")
     grant.open = False

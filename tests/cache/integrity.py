@@ -74,6 +74,17 @@ def check_slots(allocator: SlotAllocator) -> None:
     _check_lists(allocator)
 
 
+def state_of(allocator: SlotAllocator, offset: int) -> SlotState:
+    """State of the slot that this byte of the pool belongs to; FREE if it belongs to none."""
+    slabs, slab = allocator.slabs, offset // allocator.slab_bytes
+    if not slabs.size[slab]:
+        return SlotState.FREE
+    inside = (offset - slabs.start[slab]) // slabs.size[slab]
+    if inside >= slabs.capacity[slab]:
+        return SlotState.FREE
+    return SlotState(allocator._states[slabs.first[slab] + inside])
+
+
 def _check_slab(allocator: SlotAllocator, slab: int) -> Counter[int]:
     """The number of its slots by state."""
     slabs = allocator.slabs
@@ -188,7 +199,7 @@ def _check_rows(
         for shard, slot in [*enumerate(slots), *open_shards.items()]:
             if slot < 0:
                 continue
-            state = allocator.state_of(slot)
+            state = state_of(allocator, slot)
             busy = SlotState.RESERVED if shard in open_shards else SlotState.HELD
             expected = SlotState.EVICTABLE if evictable else busy
             assert state == expected, f"slot {slot} of {name} is {state.name}; it should be {expected.name}"
