@@ -1,6 +1,7 @@
-"""Who may use which namespace, and who is an admin: rules of the configuration, matched with what the kernel or a
-certificate says of a client. Decided once per connection; a request only looks at its `Grant`. Pure but for `parse`,
-which asks the system for the numbers of users and groups.
+"""Access control: which client may use which namespace, and which is an admin.
+
+The rules of the configuration are matched with the client's identity, as the kernel or a certificate gives it, once
+per connection; a request only looks at its `Grant`. Pure but for `parse`, which looks up the ids of users and groups.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from kvsidecar.types import Namespace
 
 EVERYTHING = "*"
 OVERFLOW_ID = 65534
-"""What the kernel shows for every user and group that has no number in this user namespace (user_namespaces(7))."""
+"""The id that the kernel shows for every user and group without an id in this user namespace (user_namespaces(7))."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a client is: a process of this host, by SO_PEERCRED, or the names in its certificate."""
+    """A client's identity: that of its process on this host, by SO_PEERCRED, or the names in its certificate."""
 
     uid: int | None = None
     gids: frozenset[int] = frozenset()
@@ -48,7 +49,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. ``identity`` is None for a gRPC client of the Unix socket that sent no token."""
+    """The client that sent a request. ``identity`` is None for a gRPC client of the Unix socket without a token."""
 
     identity: Identity | None
     grant: Grant
@@ -62,7 +63,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is given to whoever one of the first three fits."""
+    """What a client gets that matches any of the uids, gids or certificates."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
@@ -80,7 +81,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """All rules. Who is fitted by several gets what all of them give, who is fitted by none gets nothing."""
+    """All rules. A client that matches several gets all that they give, one that matches none gets nothing."""
 
     rules: tuple[Rule, ...] = ()
 
@@ -91,10 +92,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The policy, and what holds without one.
+    """The policy, and the rules without one.
 
     Args:
-        policy: None: whoever may open the Unix socket may use every namespace.
+        policy: None: every client that can open the Unix socket may use every namespace.
         owner: the daemon's user. It and root are admins: they could as well kill the daemon or read its memory.
         admin_gid: a group whose members are admins too.
         private: only the owner and root can open the Unix socket.
@@ -116,7 +117,7 @@ class Access:
 
     @property
     def anonymous(self) -> Caller:
-        """A gRPC client of the Unix socket that sent no token. The mode of the socket's file is all that is known."""
+        """A gRPC client of the Unix socket without a token: only the mode of the socket's file restricts it."""
         if self.policy is not None:
             return Caller(None, Grant())
         return Caller(None, Grant((EVERYTHING,), admin=self.private))

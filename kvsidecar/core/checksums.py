@@ -49,7 +49,7 @@ class Checksums:
             self._by_slot[slot] = xxhash.xxh3_64_intdigest(pool[slot : slot + nbytes].data)
 
     def wrong(self, slots: Iterable[int], nbytes: int) -> list[int]:
-        """Those of these slots that do not hold what they did. A slot without a checksum is not one of them."""
+        """The slots whose bytes have changed since `take`. A slot without a checksum is not one of them."""
         pool = self._pool()
         found = []
         for slot in slots:
