@@ -1,6 +1,6 @@
-"""Which blocks the pool has, who needs them now, and which go when room is needed. It decides; it moves no byte.
+"""Which blocks the pool has, which are in use, and which go when room is needed. It decides; it moves no byte.
 
-Not thread-safe: the daemon calls it from its event loop only. Times are seconds on one clock of the caller's.
+Not thread-safe: the daemon calls it from its event loop only. Times are seconds on the caller's clock.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import LookupMode, Namespace, Refusal
 
 Hashes = Sequence[bytes] | bytes
-"""Block hashes of the width of their namespace; or all of them as one string, as they come over the wire: to split and
-join 4096 of them takes as long as to look them up."""
+"""Block hashes; or all of them as one string, as they come over the wire: to split and join 4096 of them takes as long
+as to look them up."""
 Part = tuple[Space, Hashes]
 """Block hashes of one group, in the order of the prefix. A request has one part per group."""
 ShardPart = tuple[Space, int, Hashes]
@@ -30,7 +30,7 @@ ShardPart = tuple[Space, int, Hashes]
 SWEEP = 4096
 """Cleared blocks that are freed at once: less than a millisecond."""
 PROBE = 512
-"""Hashes of a prefix that are looked at before all the others: often the first one is a miss."""
+"""Hashes of a prefix that are looked up before the others: often the first one is a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,11 @@ class BlockCache:
         return self._leases.get(lease_id, now)
 
     def held(self, owner: Hashable) -> tuple[int, int]:
-        """How many leases an owner has, and how many blocks are in them; one that is in two counts twice."""
+        """Number of leases of an owner, and of blocks in them; a block in two leases counts twice."""
         return self._leases.held(owner)
 
     def renew(self, lease_id: int, now: float, ttl: float) -> bool:
-        """Let the lease end at ``now + ttl``. False if it is not alive any more."""
+        """Extend the lease to ``now + ttl``. False if it is not alive any more."""
         return self._leases.renew(lease_id, now, now + ttl)
 
     def release(self, lease_id: int) -> bool:
@@ -358,7 +358,7 @@ class BlockCache:
 
 
 def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
-    """Per hash its row, and whether it is a hit."""
+    """Per hash its row, and whether it is a hit in this mode."""
     blocks = space.blocks
     keys = blocks.index.keys(hashes)
     if mode is LookupMode.BITMAP or len(keys) <= PROBE:

@@ -1,4 +1,4 @@
-"""In which order blocks go. What goes, `kvsidecar.cache.eviction` decides."""
+"""The order in which blocks go. `kvsidecar.cache.eviction` decides which of them go."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EvictionPolicy(Protocol):
         """
 
     def remove(self, rows: Ints) -> None:
-        """These blocks are needed, or are being evicted, or were just used and come back at once."""
+        """These blocks are no longer evictable; or they were just used, and `insert` follows."""
 
     def candidates(self) -> Iterator[Ints]:
         """All blocks, in pieces, the next to be evicted first. Nothing changes while the iterator is in use.
@@ -37,27 +37,20 @@ class EvictionPolicy(Protocol):
         """
 
     def reserve(self, capacity: int) -> None:
-        """There can be rows up to ``capacity``."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Make room for ``capacity`` rows."""
 
 
 class LruPolicy:
     """Least recently used first: a log of uses in which only the last entry of a block counts.
 
     A removed block leaves its entry behind, so that a use costs one write and no search. Segments without a living
-    entry are dropped; neighbours that have come to be half empty are merged, two pairs for every new segment, so the
-    log stays within about twice the number of blocks.
-
-    Args:
-        capacity: how many rows there can be.
+    entry are dropped; neighbours that together fit into one are merged, two pairs for every new segment, so the log
+    stays within about twice the number of blocks.
     """
 
     def __init__(self, capacity: int) -> None:
         self._place: Ints = zeros((capacity,), np.int64)
-        """Per row one more than the number of its living entry in the log; 0 for one that is not here."""
+        """Per row one more than the number of its living entry in the log; 0 for a row without one."""
         self._end = 0
         """Number of the next entry."""
         self._segments: dict[int, npt.NDArray[np.int32]] = {}
@@ -65,7 +58,7 @@ class LruPolicy:
         self._living: dict[int, int] = {}
         """Segment -> its living entries."""
         self._oldest = 0
-        """No entry before this one is living: who evicts one block after the other need not look for it each time."""
+        """No entry before this one is living, so that one eviction after the other need not search for it."""
         self._to_merge: Iterator[tuple[int, int]] = iter(())
 
     def insert(self, rows: Ints) -> None:
@@ -120,10 +113,6 @@ class LruPolicy:
 
     def reserve(self, capacity: int) -> None:
         self._place = longer(self._place, capacity)
-
-    @property
-    def nbytes(self) -> int:
-        return self._place.nbytes + sum([rows.nbytes for rows in self._segments.values()])
 
     def _living_rows(self, segment: int) -> Ints:
         rows = self._segments[segment]

@@ -12,6 +12,7 @@ from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.leases import RELEASED, LeaseTable
 from kvsidecar.cache.slabs import LEVELS
 from kvsidecar.cache.slots import NOBODY, SlotAllocator, SlotState
+from tests.cache.inside import rows_in, state_of
 
 Row = tuple[int, int]
 """Number of the table, row in it."""
@@ -74,17 +75,6 @@ def check_slots(allocator: SlotAllocator) -> None:
     _check_lists(allocator)
 
 
-def state_of(allocator: SlotAllocator, offset: int) -> SlotState:
-    """State of the slot that this byte of the pool belongs to; FREE if it belongs to none."""
-    slabs, slab = allocator.slabs, offset // allocator.slab_bytes
-    if not slabs.size[slab]:
-        return SlotState.FREE
-    inside = (offset - slabs.start[slab]) // slabs.size[slab]
-    if inside >= slabs.capacity[slab]:
-        return SlotState.FREE
-    return SlotState(allocator._states[slabs.first[slab] + inside])
-
-
 def _check_slab(allocator: SlotAllocator, slab: int) -> Counter[int]:
     """The number of its slots by state."""
     slabs = allocator.slabs
@@ -132,7 +122,7 @@ def _check_lists(allocator: SlotAllocator) -> None:
 
 def check_index(index: BlockIndex) -> None:
     """Raise AssertionError if a row is filed twice, or would not be found."""
-    rows = np.sort(index.rows())
+    rows = np.sort(rows_in(index))
     assert len(index) == len(rows), f"the index counts {len(index)} blocks, and has {len(rows)}"
     assert len(set(rows.tolist())) == len(rows), "a row is filed twice"
     assert (index.find(Keys(index._words[rows], index._tags_of(index._words[rows]))) == rows).all(), (
@@ -174,7 +164,7 @@ def _check_rows(
     """Check each block of a table; how many slots it owns."""
     owners: Counter[Row] = Counter()
     rows = _rows(blocks)
-    found = set() if blocks.cleared else set(blocks.index.rows().tolist())
+    found = set() if blocks.cleared else set(rows_in(blocks.index).tolist())
     assert found <= set(rows), f"table {blocks.number} finds rows that are free"
     for row in rows:
         key, name = (blocks.number, row), f"row {row} of table {blocks.number}"

@@ -31,7 +31,8 @@ from kvsidecar.server.service import Service
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.cache.integrity import check_integrity, state_of
+from tests.cache.inside import state_of
+from tests.cache.integrity import check_integrity
 from tests.simulation.loop import SimLoop
 from tests.simulation.machine import Machine, SimHub, SimPlatform, Violation
 from tests.simulation.shapes import PAGE
