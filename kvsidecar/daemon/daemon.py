@@ -62,10 +62,10 @@ SELF_TEST_BYTES = 64 * 1024
 EXIT_UNSETTLED = 74
 """sysexits.h EX_IOERR: a copy's outcome is unknown, and only the end of the process ends it. Start again."""
 HUNG_TICKS = 8
-"""A copy that is older than ``stuck_after`` for so many ticks hangs. Not at once: after a while in which the process
-was stopped every copy looks old, until its worker has had time to see that it is over."""
+"""A copy that is older than ``stuck_after`` for so many ticks hangs. Not at once: after the process was suspended every
+copy looks old, until its worker has had time to see that it is over."""
 LAST_WORDS_SECONDS = 1.0
-"""Between a copy of unknown outcome and the end: for copies that are not hung, answers on their way, and probes."""
+"""From a copy of unknown outcome to the exit: time for other copies, replies on their way, and probes."""
 
 _log = log.get("daemon")
 
@@ -114,13 +114,9 @@ class Daemon:
         self._metrics = Metrics(platform.name)
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(self._task_failed)
-        enough = len(os.sched_getaffinity(0)) >= CORES_TO_SPARE
-        self._guard = SleepGuard(settings.light_sleep if enough else 0.0)
+        self._guard = SleepGuard(settings.light_sleep if CORES_TO_SPARE else 0.0)
         self._hub = DeviceHub(
-            platform,
-            self._worker_failed_in_thread,
-            store_chunk=settings.store_chunk,
-            guard=self._guard,
+            platform, self._worker_failed_in_thread, store_chunk=settings.store_chunk, guard=self._guard
         )
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
@@ -253,8 +249,8 @@ class Daemon:
             loop.call_soon_threadsafe(self._pin_progressed, progress)
 
         try:
-            # Making a context delays an engine's step by a millisecond or two, pinning by nothing (docs/benchmarks.md):
-            # apart, so that the log and a benchmark can tell one from the other.
+            # Apart from pinning, so that the log and a benchmark can tell them apart: to make a context delays an
+            # engine's step by a millisecond or two, to pin does not (docs/benchmarks.md).
             await self._hub.device(self._platform.device_uuids()[0])
             _log.info("device context created", seconds=round(time.monotonic() - started, 3))
             await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
@@ -270,7 +266,7 @@ class Daemon:
             self._fail(str(error))
             return
         except Exception as error:
-            # Whatever it was: without this the daemon would sit in "pinning" for ever and say nothing.
+            # Otherwise the daemon would stay in "pinning" for ever without a reason.
             self._fail(f"the start failed unexpectedly: {type(error).__name__}: {error}")
             raise
         self.readiness.become_ready()
@@ -347,15 +343,15 @@ class Daemon:
             await asyncio.sleep(0 if more else TICK_SECONDS)
 
     def _stuck(self) -> str | None:
-        """Why this process cannot go on."""
+        """Why this process cannot go on, or None."""
         if self._unsettled:
             return self._unsettled
         stuck = self._hub.stuck(self._settings.stuck_after)
         return None if stuck is None else str(stuck)
 
     def _end_soon(self, reason: str) -> None:
-        """A copy may write to an engine's memory until this process ends, and an engine waits until it does: so end it.
-        Nothing is waited for that the copy could hold up, such as unmapping the memory it uses."""
+        """End the process: a copy of unknown outcome may write to an engine's memory until then, and the engine waits
+        for it. Wait for nothing that the copy could hold up, such as unmapping the memory that it uses."""
         if self._unsettled:
             return
         self._unsettled = f"{reason}: the daemon ends, and its copies with it"
@@ -389,7 +385,7 @@ class Daemon:
         while True:
             await self._life.hung_up.wait()
             self._life.hung_up.clear()
-            # One after the other: what is told to the service manager comes in pairs.
+            # One reload after the other: the service manager expects RELOADING and READY in pairs.
             await self._life.notifier.reloading(reloader.reload)
 
     def _apply(self, settings: Settings) -> None:

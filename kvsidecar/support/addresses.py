@@ -1,4 +1,4 @@
-"""TCP addresses that cannot be listened on: what passes by itself, and what only another setting mends."""
+"""TCP addresses that cannot be listened on: which errors may pass, and which need another setting."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PASSING: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
 
 
 def cannot_listen(who: str, address: str, option: str, error: OSError) -> KVSidecarError:
-    """What ends a daemon that could not bind.
+    """The error that ends a daemon which could not bind.
 
     Args:
         who: HTTP or gRPC.
-        option: that would change the address.
-        error: of bind() or of getaddrinfo().
+        option: flag that sets the address.
+        error: from bind() or getaddrinfo().
     """
     if isinstance(error, socket.gaierror):
         passing, why = error.errno == socket.EAI_AGAIN, error.strerror
@@ -30,7 +30,7 @@ def cannot_listen(who: str, address: str, option: str, error: OSError) -> KVSide
 
 
 def bind_error(host: str, port: int) -> OSError | None:
-    """Why nobody can bind there now, for servers that do not say it."""
+    """Why a server cannot bind there now, for servers that do not report it."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -37,20 +37,20 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
 
     async def check() -> None:
         guard = Counted(SECONDS_AWAKE)
-        assert not guard.ticking
+        assert not guard._ticking
         guard.keep_awake()
         await until(lambda: guard.ticks > 10)
         clock.now += 0.99 * SECONDS_AWAKE
         ticks = guard.ticks
         await until(lambda: guard.ticks > ticks + 10)
-        assert guard.ticking
+        assert guard._ticking
         clock.now += 0.02 * SECONDS_AWAKE
-        await until(lambda: not guard.ticking)
+        await until(lambda: not guard._ticking)
         ticks = guard.ticks
         await asyncio.sleep(20 * NAP_SECONDS)
         assert guard.ticks == ticks
         guard.keep_awake()
-        assert guard.ticking
+        assert guard._ticking
         guard.close()
 
     with asyncio.Runner(loop_factory=loop) as runner:
@@ -60,12 +60,12 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
 async def test_a_thread_can_keep_the_loop_awake() -> None:
     guard = SleepGuard(SECONDS)
     await asyncio.to_thread(guard.keep_awake_from_thread)  # there was no work yet, and there is no loop to wake
-    assert not guard.ticking
+    assert not guard._ticking
     guard.keep_awake()
     guard._ticking = False
     await asyncio.to_thread(guard.keep_awake_from_thread)
     await asyncio.sleep(0)
-    assert guard.ticking
+    assert guard._ticking
     guard.close()
 
 
@@ -81,5 +81,5 @@ def test_a_thread_waits_shortly_for_work_while_there_was_some_not_long_ago(monke
 def test_zero_is_never() -> None:
     guard = SleepGuard(0.0)
     guard.keep_awake()
-    assert not guard.ticking
+    assert not guard._ticking
     guard.close()

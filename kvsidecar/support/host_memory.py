@@ -41,8 +41,8 @@ def _checked(result: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def mmap_at(address: int | None, nbytes: int, protection: int, flags: int) -> int:
-    result = _libc.mmap(address, nbytes, protection, flags, -1, 0)
+def mmap_at(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
+    result = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     if result is None or result == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -58,7 +58,7 @@ def advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def map_pages(nbytes: int, pages: Pages) -> int:
-    """Anonymous memory of exactly this size at a multiple of 2 MiB, with the advice that its kind of pages needs."""
+    """Map anonymous memory of exactly this size at a multiple of 2 MiB, advised for its kind of pages."""
     if pages.kind is PageKind.HUGETLB:
         # Without MAP_NORESERVE: the kernel sets the pages aside now, or says at once that there are too few.
         size = pages.nbytes.bit_length() - 1
