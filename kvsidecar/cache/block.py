@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, every, few, longer, some, where_zero
 from kvsidecar.cache.block_index import BlockIndex, Keys
-from kvsidecar.cache.eviction_policy import EvictionPolicy
+from kvsidecar.cache.eviction_policy import LruPolicy
 from kvsidecar.types import Namespace
 
 NO_SLOT = -1
@@ -19,7 +19,7 @@ FILLING = -2
 FIRST_ROWS = 16
 """Rows of a table that gets its first block."""
 COPIED_ROWS = 65536
-"""A table that grows beyond this gets all the rows it may ever need: what is copied then takes a few milliseconds."""
+"""A table that grows beyond this gets all the rows it may ever need: to copy so many takes a few milliseconds."""
 SLOTS_BYTES = 1 << 32
 """A table reserves no more address space than this for the slots of all its rows, unless its blocks need more."""
 SPARSE = 8
@@ -38,16 +38,12 @@ class SpaceBlocks:
     Args:
         number: of this table in its cache; see `owners`.
         capacity: expected number of blocks; more are possible.
-        policy: makes the eviction policy, for a number of rows.
     """
 
-    def __init__(
-        self, space: Space, number: int, capacity: int, policy: Callable[[int], EvictionPolicy], seed: int
-    ) -> None:
+    def __init__(self, space: Space, number: int, capacity: int, seed: int) -> None:
         self.space = space
         self.number = number
         self.capacity = capacity
-        self._new_policy = policy
         self._seed = seed
         self.cleared = False
         """All blocks are detached. `BlockTable.sweep` frees those that are not pinned."""
@@ -59,7 +55,7 @@ class SpaceBlocks:
 
     def _start_empty(self) -> None:
         # One row, though there is no block: a lookup of many hashes reads the columns for the row -1, too.
-        self.policy = self._new_policy(1)
+        self.policy = LruPolicy(1)
         self.index = BlockIndex(self.space.namespace.hash_bytes, 1, self._seed)
         """The blocks that can be found, readable or not."""
         self.slots = np.zeros((self.space.num_shards, 1), np.int64)
@@ -209,11 +205,6 @@ class Space:
     def __post_init__(self) -> None:
         self.shard_bytes = [None] * self.num_shards
         self.slot_sizes = [0] * self.num_shards
-
-    @property
-    def readable(self) -> int:
-        """Blocks that a lookup would find."""
-        return self.blocks.readable
 
     @property
     def block_bytes(self) -> int:

@@ -14,7 +14,6 @@ from kvsidecar.cache.arrays import Bools, Ints, every, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
-from kvsidecar.cache.eviction_policy import EvictionPolicy, LruPolicy
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import InvalidRequest
@@ -69,7 +68,6 @@ class BlockCache:
 
     Args:
         allocator: of the pool, unused so far.
-        policy: makes the eviction policy of a new space, for so many rows.
         seed: a secret that keeps clients from choosing hashes which the index is slow with.
         next_id: source of lease ids. Default: 0, 1, 2, ...; a random source keeps clients from guessing each other's.
     """
@@ -77,11 +75,10 @@ class BlockCache:
     def __init__(
         self,
         allocator: SlotAllocator,
-        policy: Callable[[int], EvictionPolicy] = LruPolicy,
         next_id: Callable[[], int] | None = None,
         seed: int = 0,
     ) -> None:
-        self._table = BlockTable(allocator, policy, seed)
+        self._table = BlockTable(allocator, seed)
         self._leases = LeaseTable(next_id)
         self._stores: set[StoreGrant] = set()
         self._loads: set[LoadGrant] = set()

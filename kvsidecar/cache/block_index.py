@@ -146,14 +146,10 @@ class BlockIndex:
         """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest bits, which depend on all bits of the
         hash, become the low byte."""
         if len(words) == 1 <= FEW:
-            return np.array((self._tag_of(words[0].tolist()),), np.uint32)
+            high = sum(map(mul, words[0].tolist(), self._multipliers.tolist())) >> 32 & 0xFFFFFFFF
+            return np.array((int.from_bytes(high.to_bytes(4, "little"), "big") | 1 << 31,), np.uint32)
         spread = words @ self._multipliers
         return spread.view(np.uint32)[1::2].byteswap() | np.uint32(1 << 31)
-
-    def _tag_of(self, words: list[int]) -> int:
-        """`_tags_of` for one hash."""
-        high = sum(map(mul, words, self._multipliers.tolist())) >> 32 & 0xFFFFFFFF
-        return int.from_bytes(high.to_bytes(4, "little"), "big") | 1 << 31
 
     def _bucket(self, tag: int) -> int:
         bucket = tag & (2 << self._level) - 1

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_zero
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
-from kvsidecar.cache.eviction_policy import EvictionPolicy
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
 from kvsidecar.types import Namespace
@@ -36,13 +35,12 @@ def require(condition: bool, otherwise: str) -> None:
 class BlockTable:
     """Files blocks and moves them between the states of their slots. `BlockCache` decides when.
 
-    A block is evictable, and then the policy of its space has it and its sealed slots are EVICTABLE; or it is not,
-    and they are HELD. Every method leaves it in one of the two.
+    A block is either evictable: the policy of its space has it, and its sealed slots are EVICTABLE; or it is not, and
+    they are HELD. Every method leaves it in one of the two.
     """
 
-    def __init__(self, allocator: SlotAllocator, policy: Callable[[int], EvictionPolicy], seed: int) -> None:
+    def __init__(self, allocator: SlotAllocator, seed: int) -> None:
         self.slots = allocator
-        self._policy = policy
         self._seed = seed
         self.spaces: dict[tuple[Namespace, int], Space] = {}
         self.tables: dict[int, SpaceBlocks] = {}
@@ -51,7 +49,7 @@ class BlockTable:
         self._cleared: deque[SpaceBlocks] = deque()
         """Cleared, and not swept to the end."""
         self._sparse: dict[int, SpaceBlocks] = {}
-        """Those that have rows for many more blocks than there are."""
+        """Tables with many more rows than blocks."""
         self.num_blocks = 0
         self.readable_blocks = 0
         self.leased_bytes = 0
@@ -89,7 +87,7 @@ class BlockTable:
     def empty_space(self, hash_bytes: int) -> Space:
         """See `BlockCache.empty_space`."""
         space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
-        space.blocks = SpaceBlocks(space, 0, 0, self._policy, self._seed)
+        space.blocks = SpaceBlocks(space, 0, 0, self._seed)
         return space
 
     def close_space(self, space: Space) -> None:
@@ -189,7 +187,7 @@ class BlockTable:
             blocks = part.blocks
             if blocks.cleared:
                 continue
-            rows = blocks.index.find(part.chain)  # what was present when the store began may have gone since
+            rows = blocks.index.find(part.chain)  # blocks that were present when the store began may have gone
             rows = rows[rows >= 0]
             rows = rows[blocks.evictable[rows]]
             rows = rows[first_of_each(rows)][::-1]
@@ -334,14 +332,14 @@ class BlockTable:
             if blocks.sparse and not blocks.cleared:
                 self._sparse[blocks.number] = blocks
             return
-        # Here and not when nobody refers to it: a space and its table refer to each other.
+        # Not left to the garbage collector: a space and its table refer to each other.
         blocks.give_back()
         if blocks.cleared or blocks.space.dropped:
             self.tables.pop(blocks.number, None)
 
     def _new_blocks(self, space: Space) -> SpaceBlocks:
         self._num_tables += 1
-        blocks = SpaceBlocks(space, self._num_tables, self._capacity(space), self._policy, self._seed)
+        blocks = SpaceBlocks(space, self._num_tables, self._capacity(space), self._seed)
         self.tables[blocks.number] = blocks
         return blocks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,31 +16,11 @@ WINDOW = 32
 """Entries of the log that are looked at first; then twice as many, and so on."""
 
 
-class EvictionPolicy(Protocol):
-    """The order in which one space gives up its blocks. It has exactly the blocks that are evictable right now."""
-
-    def insert(self, rows: Ints) -> None:
-        """These blocks, each once, have become evictable, just used.
-
-        Blocks of one request come the deepest first: a prefix is useless without its head, so of one request the
-        block that came first should go last.
-        """
-
-    def remove(self, rows: Ints) -> None:
-        """These blocks are no longer evictable; or they were just used, and `insert` follows."""
-
-    def candidates(self) -> Iterator[Ints]:
-        """All blocks, in pieces, the next to be evicted first. Nothing changes while the iterator is in use.
-
-        To be merged with other spaces they should come sorted by the tick of their last use.
-        """
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` rows."""
-
-
 class LruPolicy:
-    """Least recently used first: a log of uses in which only the last entry of a block counts.
+    """The order in which one space gives up its blocks, least recently used first. It has exactly the blocks that are
+    evictable right now.
+
+    It is a log of uses in which only the last entry of a block counts.
 
     A removed block leaves its entry behind, so that a use costs one write and no search. Segments without a living
     entry are dropped; neighbours that together fit into one are merged, two pairs for every new segment, so the log
@@ -62,6 +41,11 @@ class LruPolicy:
         self._to_merge: Iterator[tuple[int, int]] = iter(())
 
     def insert(self, rows: Ints) -> None:
+        """These blocks, each once, have become evictable, just used.
+
+        Blocks of one request come the deepest first: a prefix is useless without its head, so of one request the
+        block that came first should go last.
+        """
         start = self._end & SEGMENT - 1
         if len(rows) == 1 <= FEW and start:
             row, segment = rows.item(), self._end >> SEGMENT_BITS
@@ -84,6 +68,7 @@ class LruPolicy:
             self._end += len(piece)
 
     def remove(self, rows: Ints) -> None:
+        """These blocks are no longer evictable; or they were just used, and `insert` follows."""
         if len(rows) <= FEW:
             for row in rows.tolist():
                 segment = self._place.item(row) - 1 >> SEGMENT_BITS
@@ -96,6 +81,8 @@ class LruPolicy:
             self._lose(segment, count)
 
     def candidates(self) -> Iterator[Ints]:
+        """All blocks, in pieces, sorted by their last use, the next to be evicted first. Nothing may change while the
+        iterator is in use."""
         nothing_yet = True
         window = WINDOW
         for segment, rows in self._segments.items():
@@ -112,6 +99,7 @@ class LruPolicy:
                 window = min(2 * window, SEGMENT)
 
     def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows."""
         self._place = longer(self._place, capacity)
 
     def _living_rows(self, segment: int) -> Ints:

@@ -46,7 +46,7 @@ class Slabs:
 
 
 class NodeSlabs:
-    """What is free on one NUMA node."""
+    """The slabs with free slots on one NUMA node."""
 
     def __init__(self) -> None:
         self.whole: deque[int] = deque()

@@ -90,7 +90,7 @@ class SlotAllocator:
         for slab in reversed(range(num_slabs)):
             self._put_whole(slab)
 
-    # -- what there is -----------------------------------------------------------------------------------------
+    # -- counts and plans --------------------------------------------------------------------------------------
 
     def bytes_in(self, state: SlotState) -> int:
         """Bytes of all slots in ``state``. Those of uncut slabs are FREE too."""

@@ -1,4 +1,4 @@
-"""What the pool could give if some slots were freed first: planning that changes nothing."""
+"""The slots that the pool could give if others were freed first: planning that changes nothing."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import numpy as np
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import COLUMNS, SpaceBlocks
 from kvsidecar.cache.block_index import BlockIndex
-from kvsidecar.cache.eviction_policy import LruPolicy
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 
 
@@ -38,6 +37,5 @@ def hashes_of(index: BlockIndex, rows: Ints) -> list[bytes]:
 def nbytes_of(blocks: SpaceBlocks) -> int:
     """Bytes of address space of a table. A page that was never written to costs no memory."""
     index, policy = blocks.index, blocks.policy
-    assert isinstance(policy, LruPolicy)
     arrays = [index._words, index._tags, index._rows, index._overflows, policy._place, *policy._segments.values()]
     return sum(array.nbytes for array in (*arrays, *(getattr(blocks, name) for name in COLUMNS)))

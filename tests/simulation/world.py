@@ -137,7 +137,7 @@ class World:
         self.platform = SimPlatform(self.machine, DEVICES)
         self.hub = SimHub(self.platform, self._worker_failed)  # type: ignore[arg-type]
         self.hub.machine = self.machine
-        self.hub.use_pool(self.machine.pool.ctypes.data)
+        self.hub.pool_address = self.machine.pool.ctypes.data
         self.readiness = DaemonReadiness(pool_bytes)
         self.readiness.pinning()
         self.readiness.become_ready()
