@@ -37,7 +37,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a client may do."""
+    """The rights of a client."""
 
     namespaces: tuple[str, ...] = ()
     """Patterns, as in `Rule.namespaces`."""
@@ -63,7 +63,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a client gets that matches any of the uids, gids or certificates."""
+    """The rights of a client that matches any of the uids, gids or certificates."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
@@ -73,10 +73,10 @@ class Rule:
     """Patterns of a namespace's model, or of its full text, as ``kvsidecar clear --namespace`` takes them."""
     admin: bool = False
 
-    def fits(self, who: Identity) -> bool:
-        if who.uid is not None and (who.uid in self.uids or not self.gids.isdisjoint(who.gids)):
+    def fits(self, client: Identity) -> bool:
+        if client.uid is not None and (client.uid in self.uids or not self.gids.isdisjoint(client.gids)):
             return True
-        return any(fnmatchcase(name, pattern) for name in who.certificate for pattern in self.certificates)
+        return any(fnmatchcase(name, pattern) for name in client.certificate for pattern in self.certificates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,11 @@ class Access:
     admin_gid: int | None = None
     private: bool = False
 
-    def grant(self, who: Identity) -> Grant:
-        admin = who.uid in (0, self.owner) if who.uid is not None else False
-        admin = admin or (self.admin_gid is not None and self.admin_gid in who.gids)
+    def grant(self, client: Identity) -> Grant:
+        admin = client.uid in (0, self.owner) or (self.admin_gid is not None and self.admin_gid in client.gids)
         if self.policy is None:
-            return Grant((EVERYTHING,) if who.uid is not None else (), admin)
-        rules = [rule for rule in self.policy.rules if rule.fits(who)]
+            return Grant((EVERYTHING,) if client.uid is not None else (), admin)
+        rules = [rule for rule in self.policy.rules if rule.fits(client)]
         patterns = dict.fromkeys(pattern for rule in rules for pattern in rule.namespaces)
         return Grant(tuple(patterns), admin or any(rule.admin for rule in rules))
 
@@ -165,7 +164,7 @@ def _rule(name: str, table: Mapping[str, Any]) -> Rule:
         admin=admin,
     )
     if not (rule.uids or rule.gids or rule.certificates):
-        raise ValueError(f"has a {name} for nobody: give uids, gids or certificates")
+        raise ValueError(f"has a {name} that matches no client: give uids, gids or certificates")
     if not (rule.namespaces or rule.admin):
         raise ValueError(f"has a {name} that gives nothing: give namespaces or admin = true")
     return rule
@@ -195,7 +194,5 @@ def _id(name: str, key: str, value: object, number_of: Callable[[str], int]) -> 
     if found is None:
         raise ValueError(f"has a {name} whose {key} have {value!r}; it must be a number or a name")
     if found == OVERFLOW_ID:
-        raise ValueError(
-            f"has a {name} whose {key} have {OVERFLOW_ID}, which stands for everybody without a number on this host"
-        )
+        raise ValueError(f"has a {name} whose {key} have {OVERFLOW_ID}, the id of all that have none on this host")
     return found

@@ -1,6 +1,6 @@
 """Checksums of slots: taken when a shard is sealed, compared before it is loaded. Off by default.
 
-They find what nothing else here can: a bit that flipped in host memory, and a slot that somebody wrote to after it was
+They find faults that nothing else here can: a bit that flipped in host memory, and a write to a slot after it was
 sealed. A mismatch is a miss. XXH3 (xxhash.com) runs at memory speed and is no cryptographic hash: it is for accidents.
 """
 

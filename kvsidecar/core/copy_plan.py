@@ -52,7 +52,7 @@ SLICE_BYTES: Final = 128 << 20
 PACED_CALLS: Final = 8
 """Calls in one slice while stores are paced: whether they are is asked once a slice."""
 FEW: Final = 4
-"""So few pieces are faster without a batch, which has a start-up cost of about 10 µs."""
+"""Up to this many pieces are faster without a batch, which has a start-up cost of about 10 µs."""
 CUT_BYTES: Final = 4096
 """A piece is cut at multiples of this, from its start."""
 

@@ -56,7 +56,7 @@ class JobResult:
 class Job:
     """A store or a load, from the message that asks for it to its answer.
 
-    It owns what is held for it: its place among the jobs of its rank, the cache's grant, its copy, its deadline.
+    It owns all that is held for it: its place among the jobs of its rank, the cache's grant, its copy, its deadline.
     `kvsidecar.core.jobs.JobRunner` takes all of that and gives all of it back, in one place, however the job ends. It
     can be stopped before its copy starts, and never after: DMA cannot be cancelled.
 
@@ -151,7 +151,7 @@ class Job:
 
 
 async def _end_of(copying: Future[CopyResult]) -> CopyResult:
-    """What `asyncio.wrap_future` does, in half the time: nobody else waits for this future."""
+    """Like `asyncio.wrap_future`, in half the time: nothing else waits for this future."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 

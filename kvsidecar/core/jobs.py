@@ -160,7 +160,7 @@ class JobRunner:
         return _done(grant.reserved, skipped, copied)
 
     def _begin_load(self, session: RankSession, job: Job) -> list[SessionGroup] | Refusal | Exception:
-        """Pin the blocks, or say why not."""
+        """Pin the blocks. Returns the groups of the job's parts, or why the load ends here."""
         if (refusal := self._readiness.refusal) is not None:
             return refusal
         try:
@@ -233,7 +233,7 @@ class JobRunner:
                 asyncio.get_running_loop().call_soon(self._on_ended, session, job)
 
     def _end_grant(self, job: Job, *, stored: bool, doubt: bool) -> None:
-        """Give the cache back what the job was granted.
+        """End the job's grant.
 
         Args:
             stored: the bytes of a store are there.
@@ -307,7 +307,7 @@ def _group(session: RankSession, part: JobBlocks) -> SessionGroup:
 def _take_checksums(
     checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
 ) -> None:
-    """Runs in a thread. The slots are reserved: nobody else touches them."""
+    """Runs in a thread. The slots are reserved, so no other thread touches them."""
     for group, part, granted in zip(groups, parts, grant.parts, strict=True):
         stored = (
             (part.hashes[i], slot) for i, slot in zip(granted.index.tolist(), granted.slots.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Lookups and leases: what the cache answers, gated by readiness and counted."""
+"""Lookups and leases: the cache's answers, gated by readiness and counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_LEASED_BLOCKS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """What is readable of one group's hashes."""
+    """The readable ones of one group's hashes."""
 
     group: int
     hits: int

@@ -22,6 +22,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvsidecar import __version__
+from kvsidecar.cache.block_cache import CacheStats
+from kvsidecar.core.readiness import Snapshot
 from kvsidecar.support import log
 from kvsidecar.types import Direction, Outcome, Refusal, State
 
@@ -49,19 +51,9 @@ class SpanFate(StrEnum):
 class Gauges:
     """The values that a scrape reads, in bytes and seconds; mappings are per direction or per device."""
 
-    state: State
-    pool_total_bytes: int
-    pool_pinned_bytes: int
-    pool_used_bytes: int
-    pool_free_bytes: int
-    pool_reserved_bytes: int
-    pool_leased_bytes: int
-    pool_quarantined_bytes: int
-    blocks: int
-    leases: int
+    readiness: Snapshot
+    cache: CacheStats
     attached_ranks: int
-    evicted_blocks: int
-    evicted_bytes: int
     jobs_queued: Mapping[Direction, int] = field(default_factory=dict)
     jobs_running: Mapping[Direction, int] = field(default_factory=dict)
     oldest_inflight_seconds: Mapping[Direction, float] = field(default_factory=dict)
@@ -195,27 +187,29 @@ class Metrics:
         if self._gauges is None:
             return
         now = self._gauges()
-        yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon is ready, else 0.", value=now.state is State.READY)
+        pool, cache = now.readiness, now.cache
+        ready = pool.state is State.READY
+        yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon is ready, else 0.", value=ready)
         state = GaugeMetricFamily("kvsidecar_state", "1 for the current state, 0 for the others.", labels=["state"])
         for each in State:
-            state.add_metric([each.value], each is now.state)
+            state.add_metric([each.value], each is pool.state)
         yield state
         for name, text, value in (
-            ("pool_total_bytes", "Configured size of the host pool, in bytes.", now.pool_total_bytes),
-            ("pool_pinned_bytes", "Bytes of the pool that are pinned.", now.pool_pinned_bytes),
-            ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", now.pool_used_bytes),
-            ("pool_free_bytes", "Bytes that are not in use by any slot.", now.pool_free_bytes),
-            ("pool_reserved_bytes", "Bytes in reserved slots, which stores are filling.", now.pool_reserved_bytes),
-            ("pool_leased_bytes", "Used bytes that a lease protects from eviction.", now.pool_leased_bytes),
-            ("pool_quarantined_bytes", "Bytes in quarantined slots.", now.pool_quarantined_bytes),
-            ("blocks", "Readable blocks: all shards are sealed.", now.blocks),
-            ("leases", "Active leases.", now.leases),
+            ("pool_total_bytes", "Configured size of the host pool, in bytes.", pool.pool_bytes),
+            ("pool_pinned_bytes", "Bytes of the pool that are pinned.", pool.pinned_bytes),
+            ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", cache.used_bytes),
+            ("pool_free_bytes", "Bytes that are not in use by any slot.", cache.free_bytes + cache.wasted_bytes),
+            ("pool_reserved_bytes", "Bytes in reserved slots, which stores are filling.", cache.reserved_bytes),
+            ("pool_leased_bytes", "Used bytes that a lease protects from eviction.", cache.leased_bytes),
+            ("pool_quarantined_bytes", "Bytes in quarantined slots.", cache.quarantined_bytes),
+            ("blocks", "Readable blocks: all shards are sealed.", cache.readable_blocks),
+            ("leases", "Active leases.", cache.leases),
             ("attached_ranks", "Attached engine ranks.", now.attached_ranks),
         ):
             yield GaugeMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, value in (
-            ("evicted_blocks", "Blocks evicted to make room.", now.evicted_blocks),
-            ("evicted_bytes", "Bytes of the slots freed by eviction.", now.evicted_bytes),
+            ("evicted_blocks", "Blocks evicted to make room.", cache.evicted_blocks),
+            ("evicted_bytes", "Bytes of the slots freed by eviction.", cache.evicted_bytes),
         ):
             yield CounterMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, values in (

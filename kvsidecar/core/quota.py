@@ -1,4 +1,4 @@
-"""A limit per user on what is held at once."""
+"""A limit per user on things held at once."""
 
 from __future__ import annotations
 

@@ -21,14 +21,7 @@ from kvsidecar.core.job import Job
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.registration import CudaAllocation, FdAllocation, RankRegistration
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
-from kvsidecar.errors import (
-    AccessDenied,
-    DeviceError,
-    ImportRefused,
-    InvalidRequest,
-    NotPermitted,
-    UnknownPeer,
-)
+from kvsidecar.errors import AccessDenied, DeviceError, ImportRefused, InvalidRequest, NotPermitted, UnknownPeer
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.tasks import StepTurns, TaskSet
 from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal
@@ -243,7 +236,7 @@ class Instances:
     def _tell_busy(self) -> None:
         """Stores leave room for an engine's own copies only on devices where an engine is busy."""
         busy = (each for each in self._sessions.values() if not each.idle and not each.ending)
-        self._hub.set_busy(frozenset(session.device.uuid for session in busy))
+        self._hub.busy = frozenset(session.device.uuid for session in busy)
 
     def __iter__(self) -> Iterator[RankSession]:
         return iter(tuple(self._sessions.values()))
@@ -386,7 +379,7 @@ class Instances:
         spaces: list[Space] = []
         try:
             for layout in registration.groups:
-                spaces.append(  # noqa: PERF401 - what was opened before the one that fails must be closed again
+                spaces.append(  # noqa: PERF401 - those that are open must be closed if the next one fails
                     self._cache.open_space(
                         registration.namespace, layout.group, layout.num_shards, layout.shard, layout.shard_bytes
                     )
