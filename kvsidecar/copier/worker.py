@@ -127,7 +127,7 @@ class CopyWorker:
         """Calls of `_issuing` that are planned and not issued."""
         self._issuing: _Copy | None = None
         self._ready: tuple[int, PreparedCall] | None = None
-        """The next call of `_issuing`: its bytes, and what the stream made of it."""
+        """The next call of `_issuing`: its bytes, and its prepared form."""
         self._flights: deque[_Flight] = deque()
         self._ahead = 0
         """Bytes of the calls in flight."""
@@ -258,7 +258,7 @@ class CopyWorker:
             self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and can_quiesce(stream))
 
     def _serve(self, stream: CopyStream) -> None:
-        """Copy until closed and empty. Raises what the worker does not survive."""
+        """Copy until closed and empty. Raises the errors that end the worker."""
         while True:
             chunk = self._chunk()
             # Filled before it may be issued, so that nothing is planned while the link is idle.

@@ -49,12 +49,10 @@ _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 class HostPlatform:
     """One device, ``host``. Implements `kvsidecar.device.base.Platform`."""
 
+    name = "host"
+
     def __init__(self) -> None:
         self._device = HostDevice()
-
-    @property
-    def name(self) -> str:
-        return "host"
 
     def device_uuids(self) -> tuple[str, ...]:
         return (HOST_UUID,)
@@ -84,7 +82,7 @@ class HostPlatform:
         _libc.munlock(address, nbytes)
 
     def close(self) -> None:
-        """Nothing is held here: mappings are released by those who imported them."""
+        """Does nothing: mappings are released by the sessions that imported them."""
 
 
 @dataclass(slots=True)
@@ -96,18 +94,13 @@ class _Mapping:
 class HostDevice:
     """Implements `kvsidecar.device.base.Device` with memfds. Thread-safe."""
 
+    uuid = HOST_UUID
+    numa_node = None
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mappings: dict[bytes, _Mapping] = {}
         self._own = 0
-
-    @property
-    def uuid(self) -> str:
-        return HOST_UUID
-
-    @property
-    def numa_node(self) -> int | None:
-        return None
 
     def import_memory(self, source: MemorySource) -> DeviceMemory:
         if not isinstance(source, MemfdSource):

@@ -39,7 +39,7 @@ the lock would delay an attach for seconds.)"""
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """What to reserve. Sizes in bytes."""
+    """The pool to reserve. Sizes in bytes."""
 
     nbytes: int
     """A multiple of the system's page size."""
@@ -134,7 +134,7 @@ class HostPool:
 
     @property
     def page_kind(self) -> PageKind:
-        """The kind of its pages; known from `pin` on."""
+        """Which pages it got; known from `pin` on."""
         if self._pages is None:
             raise RuntimeError("the pool is not reserved")
         return self._pages.kind
@@ -301,7 +301,7 @@ class HostPool:
                 on_progress(self._progress(done, started, registering, faulted))
 
     def _prefault(self, chunk: PoolPart, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[float]]:
-        """Start to fault a chunk in. All of it is there when these futures are done; each gives its time."""
+        """Begin to fault a chunk in. It is there when all of these are over; each says when it was."""
         step = min(PREFAULT_BYTES, -(-chunk.nbytes // self._spec.prefault_threads))
         step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
         start, end = self.address + chunk.offset, self.address + chunk.offset + chunk.nbytes

@@ -131,8 +131,8 @@ _LOCATION_DEVICE, _LOCATION_HOST = 1, 2
 _OPERAND_POINTER = 1
 _MEMORY_HOST, _MEMORY_DEVICE = 1, 2
 # Order: a store's plan is issued only when the compute that wrote its blocks is over, and must read no earlier than
-# its place in the stream, since the engine writes those blocks again and again. A load reads pool slots that nobody
-# writes while they are pinned, and they are pinned until the copy is over: the driver may read them when it likes.
+# its place in the stream, since the engine writes those blocks again and again. A load reads pool slots that are
+# not written while they are pinned, and they are pinned until the copy is over: the driver may read them at any time.
 _ORDER_STREAM, _ORDER_ANY = 1, 3
 
 

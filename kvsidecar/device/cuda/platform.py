@@ -12,33 +12,18 @@ import hashlib
 import threading
 import uuid as uuids
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from cuda.bindings import driver
 
-from kvsidecar.device.base import (
-    CopyStream,
-    CudaIpcSource,
-    Device,
-    DeviceEvent,
-    DeviceMemory,
-    MemorySource,
-)
+from kvsidecar.device.base import CopyStream, CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemorySource
 from kvsidecar.device.cuda import status as cuda_status
 from kvsidecar.device.cuda.status import OK, STICKY, check, describe
 from kvsidecar.device.cuda.stream import CudaCopyStream, CudaEvent
 from kvsidecar.device.system import mps_runs, pci_numa_node
-from kvsidecar.errors import (
-    DeviceError,
-    DeviceNotFound,
-    DriverUnusable,
-    ImportRefused,
-    PinFailed,
-)
+from kvsidecar.errors import DeviceError, DeviceNotFound, DriverUnusable, ImportRefused, PinFailed
+from kvsidecar.support.cuda_driver import IPC_HANDLE_BYTES
 from kvsidecar.types import Direction
-
-IPC_HANDLE_BYTES: Final = 64
-"""``CU_IPC_HANDLE_SIZE``."""
 
 
 class CudaPlatform:
@@ -48,6 +33,8 @@ class CudaPlatform:
         pin_device: UUID of the GPU whose context pins host memory; None is the first. Pinned memory works for every
             GPU, but the one that pins gets a context (about 270 MiB of its memory): name one that is in use.
     """
+
+    name = "cuda"
 
     def __init__(self, *, pin_device: str | None = None) -> None:
         count = cuda_status.initialize()
@@ -63,10 +50,6 @@ class CudaPlatform:
             self._handles[_uuid(handle)] = handle
         self._pin_uuid = pin_device if pin_device is not None else next(iter(self._handles))
         self._find(self._pin_uuid)
-
-    @property
-    def name(self) -> str:
-        return "cuda"
 
     def device_uuids(self) -> tuple[str, ...]:
         return tuple(self._handles)
@@ -140,9 +123,9 @@ class CudaDevice:
     """
 
     def __init__(self, uuid: str, handle: Any) -> None:
-        self._uuid = uuid
+        self.uuid = uuid
         self._handle = handle
-        self._numa_node = _numa_node(handle)
+        self.numa_node = _numa_node(handle)
         self._context = _open_context(uuid, handle)
         self._lock = threading.Lock()
         self._mappings: dict[bytes, _Mapping] = {}
@@ -151,20 +134,12 @@ class CudaDevice:
         self.max_pitch = int(check(driver.cuDeviceGetAttribute(attribute, handle), "asking for the maximum pitch"))
         self.ordinal = int(handle)
 
-    @property
-    def uuid(self) -> str:
-        return self._uuid
-
-    @property
-    def numa_node(self) -> int | None:
-        return self._numa_node
-
     def make_current(self) -> None:
-        check(driver.cuCtxSetCurrent(self._context), f"using the context of {self._uuid}")
+        check(driver.cuCtxSetCurrent(self._context), f"using the context of {self.uuid}")
 
     def import_memory(self, source: MemorySource) -> DeviceMemory:
         if not isinstance(source, CudaIpcSource):
-            raise ImportRefused(f"device {self._uuid} takes a CUDA IPC handle, not a memfd")
+            raise ImportRefused(f"device {self.uuid} takes a CUDA IPC handle, not a memfd")
         if len(source.handle) != IPC_HANDLE_BYTES:
             raise ImportRefused(f"a CUDA IPC handle has {IPC_HANDLE_BYTES} bytes; this one has {len(source.handle)}")
         # The handle is a bearer secret and keys end up in logs, so the key is its digest. Memory that is freed and
@@ -204,16 +179,16 @@ class CudaDevice:
         ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_BYTES)
         status, event = driver.cuIpcOpenEventHandle(opened)
         if status != OK:
-            check(driver.cuMemGetInfo()[:1], f"after a refused event, {self._uuid} does not answer")
+            check(driver.cuMemGetInfo()[:1], f"after a refused event, {self.uuid} does not answer")
             raise ImportRefused(
-                f"the interprocess event does not open on {self._uuid} ({describe(status)}): events need a /dev/shm "
+                f"the interprocess event does not open on {self.uuid} ({describe(status)}): events need a /dev/shm "
                 "that engine and daemon share, and the same user; without them stores are ordered on the host"
             )
         return CudaEvent(self, event)
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         self.make_current()
-        address = int(check(driver.cuMemAlloc(nbytes), f"allocating {nbytes} bytes on {self._uuid}"))
+        address = int(check(driver.cuMemAlloc(nbytes), f"allocating {nbytes} bytes on {self.uuid}"))
         with self._lock:
             self._own += 1
             memory = DeviceMemory(address=address, nbytes=nbytes, key=b"own-%d" % self._own)
@@ -236,9 +211,9 @@ class CudaDevice:
         if status != OK:
             # A bad handle is the client's fault, whatever the driver's status; only a context that does not answer is
             # ours. cuMemGetInfo fails in every context that a sticky error has ended.
-            check(driver.cuMemGetInfo()[:1], f"after a refused handle, {self._uuid} does not answer")
+            check(driver.cuMemGetInfo()[:1], f"after a refused handle, {self.uuid} does not answer")
             raise ImportRefused(
-                f"the CUDA IPC handle does not open on {self._uuid} ({describe(status)}). Likely causes: the memory is "
+                f"the CUDA IPC handle does not open on {self.uuid} ({describe(status)}). Likely causes: the memory is "
                 "not from cuMemAlloc (PyTorch expandable_segments:True, vLLM sleep mode); it was freed; it lies on "
                 "another GPU; engine and daemon have the same PID value in different PID namespaces (share the PID "
                 "namespace); their CUDA drivers differ"

@@ -19,16 +19,11 @@ from kvsidecar.types import Direction
 
 
 class Context(Protocol):
-    """What a stream needs of its device."""
+    """The part of a device that a stream needs."""
 
-    @property
-    def uuid(self) -> str: ...
-
-    @property
-    def ordinal(self) -> int: ...
-
-    @property
-    def max_pitch(self) -> int: ...
+    uuid: str
+    ordinal: int
+    max_pitch: int
 
     def make_current(self) -> None: ...
 
