@@ -1,7 +1,6 @@
 """The daemon: builds every part, starts them in order, serves, and stops them in the opposite order.
 
-Start: RPC and attach socket listen -> pin in a thread -> self-test -> ready. What comes before is in
-`kvsidecar.daemon.serve`.
+Start, after `kvsidecar.daemon.serve`: RPC and attach socket listen -> pin in a thread -> self-test -> ready.
 Stop: not ready -> refuse new jobs -> finish running ones -> unmap -> unpin -> exit.
 """
 
@@ -77,7 +76,6 @@ class Daemon:
         settings: validated.
         platform: the devices.
         pool: not pinned yet.
-        slab_bytes: size of a slab, which holds slots of one size.
         life: the process's signals, lock and probes, already open.
         read_settings: reads the settings again, for a reload; None: reload is not supported.
         open_tracing: creates the tracing of jobs; None for no tracing.
@@ -106,7 +104,7 @@ class Daemon:
         self._stop_pinning = threading.Event()
         self._exit_code = 0
         self._unsettled = ""
-        """Why this process ends as soon as it can; empty while it need not."""
+        """Why this process must end as soon as it can; empty while it need not."""
         self._hung_ticks = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
         self.epoch = secrets.randbits(ID_BITS) | 1
@@ -242,11 +240,10 @@ class Daemon:
 
     async def _become_ready(self) -> None:
         self.readiness.pinning()
-        loop = asyncio.get_running_loop()
         started = time.monotonic()
 
         def progressed(progress: PinProgress) -> None:
-            loop.call_soon_threadsafe(self._pin_progressed, progress)
+            self._loop.call_soon_threadsafe(self._pin_progressed, progress)
 
         try:
             # Apart from pinning, so that the log and a benchmark can tell them apart: to make a context delays an
@@ -258,7 +255,7 @@ class Daemon:
             self._metrics.register_seconds.set(self._pinned.register_seconds)
             self._report.page_kind = self._pool.page_kind
             self._report.numa_nodes = self._pool.numa_nodes
-            self._hub.use_pool(self._pool.address)
+            self._hub.pool_address = self._pool.address
             await self._self_test()
         except PinStopped:
             return
@@ -337,7 +334,7 @@ class Daemon:
                 self._end_soon(str(stuck))
 
     async def _sweep(self) -> None:
-        """Free what was cleared, a little at a time."""
+        """Free cleared blocks, a few at a time."""
         while True:
             more = self._cache.sweep()
             await asyncio.sleep(0 if more else TICK_SECONDS)
@@ -373,7 +370,7 @@ class Daemon:
     def _worker_failed(self, uuid: str, direction: Direction, error: BaseException) -> None:
         _log.error("copy worker ended", device=uuid, direction=direction.value, error=str(error))
         if isinstance(error, DeviceLost):
-            self._hub.mark_lost(uuid, str(error))
+            self._hub.lost.setdefault(uuid, str(error))
             self._metrics.devices_lost.inc()
         if set(self._hub.lost) >= set(self._platform.device_uuids()):
             self.readiness.fail(f"every device is lost; the last one was {uuid}: {error}")
@@ -391,7 +388,7 @@ class Daemon:
     def _apply(self, settings: Settings) -> None:
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
-        self._hub.set_store_chunk(settings.store_chunk)
+        self._hub.store_chunk = settings.store_chunk
         self._instances.access = replace(self._instances.access, policy=settings.policy)
 
     # -- stop ------------------------------------------------------------------------------------------------------
@@ -400,7 +397,7 @@ class Daemon:
         deadline = time.monotonic() + self._settings.drain_timeout
         self._life.begin_stop(self._settings.drain_timeout)
         self._stop_pinning.set()
-        # Sessions end by themselves once their running jobs are over; their clients see the end of the stream.
+        # A session ends when its running jobs are over; its client sees the end of the stream.
         ends = [
             self._tasks.spawn(self._instances.end(session, gone=False), name="end-session")
             for session in self._instances
@@ -423,7 +420,7 @@ class Daemon:
         try:
             await asyncio.to_thread(self._pool.close)
         except PinFailed as error:
-            # The process ends next, and the kernel gives back what the driver would not.
+            # The process ends next, and the kernel unpins the rest.
             _log.error("unpinning failed", error=str(error))
         await asyncio.to_thread(self._platform.close)
         self._guard.close()

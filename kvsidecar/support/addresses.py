@@ -13,11 +13,11 @@ _PASSING: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
 """Another program has the port, or the network is not up yet."""
 
 
-def cannot_listen(who: str, address: str, option: str, error: OSError) -> KVSidecarError:
+def cannot_listen(service: str, address: str, option: str, error: OSError) -> KVSidecarError:
     """The error that ends a daemon which could not bind.
 
     Args:
-        who: HTTP or gRPC.
+        service: HTTP or gRPC.
         option: flag that sets the address.
         error: from bind() or getaddrinfo().
     """
@@ -25,7 +25,7 @@ def cannot_listen(who: str, address: str, option: str, error: OSError) -> KVSide
         passing, why = error.errno == socket.EAI_AGAIN, error.strerror
     else:
         passing, why = error.errno in _PASSING, os.strerror(error.errno) if error.errno else str(error)
-    text = f"{who} cannot listen on {address} ({why})"
+    text = f"{service} cannot listen on {address} ({why})"
     return AddressUnavailable(f"{text}: free it, or set {option}") if passing else ConfigError(f"{text}: set {option}")
 
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final
 from kvsidecar.errors import DriverUnusable, NotExportable
 
 IPC_HANDLE_BYTES: Final = 64
+"""``CU_IPC_HANDLE_SIZE``"""
 _DEVICE_ORDINAL: Final = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL"""
 _IS_LEGACY_IPC_CAPABLE: Final = 10
@@ -153,18 +154,21 @@ def error_text(status: int) -> str:
 # -- devices -----------------------------------------------------------------------------------------------------
 
 
+def _value(kind: type[Any], name: str, *arguments: Any) -> int:
+    """The value that a function of the driver writes through its first argument."""
+    value = kind()
+    call(name, ctypes.byref(value), *arguments)
+    return int(value.value)
+
+
 def driver_version() -> int:
     """CUDA version of the driver, such as 12080."""
-    version = ctypes.c_int()
-    call("cuDriverGetVersion", ctypes.byref(version))
-    return version.value
+    return _value(ctypes.c_int, "cuDriverGetVersion")
 
 
 def device_count() -> int:
     """Number of visible GPUs. Raises DriverUnusable if there is no driver, or no visible GPU."""
-    count = ctypes.c_int()
-    call("cuDeviceGetCount", ctypes.byref(count))
-    return count.value
+    return _value(ctypes.c_int, "cuDeviceGetCount")
 
 
 def device_uuid(ordinal: int) -> str:
@@ -189,22 +193,16 @@ def device_bus_id(ordinal: int) -> str:
 
 def device_memory(ordinal: int) -> int:
     """Bytes of a GPU's memory, free or not."""
-    size = ctypes.c_size_t()
-    call("cuDeviceTotalMem_v2", ctypes.byref(size), _device(ordinal))
-    return size.value
+    return _value(ctypes.c_size_t, "cuDeviceTotalMem_v2", _device(ordinal))
 
 
 def device_attribute(ordinal: int, attribute: int) -> int:
     """The value of a ``CUdevice_attribute``."""
-    value = ctypes.c_int()
-    call("cuDeviceGetAttribute", ctypes.byref(value), attribute, _device(ordinal))
-    return value.value
+    return _value(ctypes.c_int, "cuDeviceGetAttribute", attribute, _device(ordinal))
 
 
 def _device(ordinal: int) -> int:
-    device = ctypes.c_int()
-    call("cuDeviceGet", ctypes.byref(device), ordinal)
-    return device.value
+    return _value(ctypes.c_int, "cuDeviceGet", ordinal)
 
 
 # -- pointers ----------------------------------------------------------------------------------------------------
@@ -284,7 +282,7 @@ class CudaContext:
     """
 
     failure: ClassVar[type[Exception]] = DriverUnusable
-    """Raised by what the driver refuses."""
+    """Raised when a call of the driver fails."""
 
     def __init__(self, ordinal: int = 0) -> None:
         self._device = _device(ordinal)

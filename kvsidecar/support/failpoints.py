@@ -90,9 +90,10 @@ def configure(spec: str) -> None:
         ConfigError: the spec does not parse or names an unknown point; the rules before stay in force.
     """
     rules: dict[str, list[_Rule]] = {}
-    for part in _split(spec):
-        name, rule = _parse(part)
-        rules.setdefault(name, []).append(rule)
+    for part in re.split(r";(?![^(]*\))", spec):  # a ; inside parentheses belongs to the text
+        if part.strip():
+            name, rule = _parse(part)
+            rules.setdefault(name, []).append(rule)
     with _lock:
         _rules.clear()
         _hits.clear()
@@ -122,11 +123,6 @@ def _apply(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             raise FailpointError(rule.text)
-
-
-def _split(spec: str) -> list[str]:
-    """The rules of a spec. A ``;`` inside parentheses belongs to the text."""
-    return [part for part in re.split(r";(?![^(]*\))", spec) if part.strip()]
 
 
 def _parse(part: str) -> tuple[str, _Rule]:

@@ -58,7 +58,7 @@ def advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def map_pages(nbytes: int, pages: Pages) -> int:
-    """Map anonymous memory of exactly this size at a multiple of 2 MiB, advised for its kind of pages."""
+    """Anonymous memory of exactly this size at a multiple of 2 MiB, with the advice that its kind of pages needs."""
     if pages.kind is PageKind.HUGETLB:
         # Without MAP_NORESERVE: the kernel sets the pages aside now, or says at once that there are too few.
         size = pages.nbytes.bit_length() - 1

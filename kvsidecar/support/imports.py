@@ -26,7 +26,7 @@ def without(name: str) -> Iterator[None]:
     how it works without it, and before the process has a second thread."""
     present = name in sys.modules
     module = sys.modules.get(name)
-    sys.modules[name] = None  # type: ignore[assignment]  # how Python is told that an import shall fail
+    sys.modules[name] = None  # type: ignore[assignment]  # makes an import of this name fail
     try:
         yield
     finally:

@@ -179,7 +179,7 @@ class LogStream(io.TextIOBase):
         lines, end, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
         self._begun.text = rest
         if end:
-            self.writer.write(self.encode(lines + end))  # whole: lines of other threads shall not come between
+            self.writer.write(self.encode(lines + end))  # whole, so that lines of other threads do not come between
         return len(text)
 
     def encode(self, text: str) -> bytes:

@@ -113,15 +113,15 @@ def memory_cgroups(root: Path = ROOT) -> tuple[CgroupLimit, ...]:
     for path, directory in _cgroup_levels("memory", root):
         stat = dict(line.split(maxsplit=1) for line in _read(directory / "memory.stat").splitlines() if " " in line)
         # Above memory.high the kernel throttles every allocation, and nothing pinned can be reclaimed to get below it.
-        for source in ("memory.max", "memory.high"):
+        for source, usage, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.high", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
             limit = _read_int(directory / source)
-            if limit is not None:
-                used = (_read_int(directory / "memory.current") or 0) - int(stat.get("inactive_file", 0))
+            if limit is not None and limit < _UNLIMITED:
+                used = (_read_int(directory / usage) or 0) - int(stat.get(cache, 0))
                 limits.append(CgroupLimit(path, source, limit, max(0, used)))
-        limit = _read_int(directory / "memory.limit_in_bytes")
-        if limit is not None and limit < _UNLIMITED:
-            used = (_read_int(directory / "memory.usage_in_bytes") or 0) - int(stat.get("total_inactive_file", 0))
-            limits.append(CgroupLimit(path, "memory.limit_in_bytes", limit, max(0, used)))
     return tuple(limits)
 
 
@@ -142,9 +142,8 @@ def hugetlb_cgroups(page_bytes: int, root: Path = ROOT) -> tuple[CgroupLimit, ..
 
 def hugetlb_page_sizes(root: Path = ROOT) -> tuple[int, ...]:
     """Sizes of the kernel's explicit huge pages, smallest first."""
-    names = [entry.name for entry in _entries(root / "sys/kernel/mm/hugepages")]
-    found = (re.fullmatch(r"hugepages-(\d+)kB", name) for name in names)
-    return tuple(sorted(int(match[1]) << 10 for match in found if match))
+    directories = (root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")
+    return tuple(sorted(int(each.name[len("hugepages-") : -len("kB")]) << 10 for each in directories))
 
 
 def hugetlb_free(page_bytes: int, root: Path = ROOT, node: int | None = None) -> int:
@@ -298,7 +297,9 @@ def check_fits(
     beside = bookkeeping + HEADROOM_BYTES
     # Explicit huge pages were taken out of the machine's memory when they were made; a cgroup's memory limit counts
     # them only where cgroup2 is mounted so (commit 8cba9576df60, Linux 6.6).
-    in_cgroup = nbytes if not hugetlb or _hugetlb_counts_as_memory(root) else 0
+    options = [options for _, fstype, options in _mounts(root) if fstype == "cgroup2"]
+    counted = not hugetlb or any("memory_hugetlb_accounting" in each for each in options)
+    in_cgroup = nbytes if counted else 0
     for limit in memory_cgroups(root):
         if in_cgroup + beside > limit.room:
             raise PoolRefused(
@@ -371,10 +372,6 @@ def _mounts(root: Path) -> Iterator[tuple[list[str], str, str]]:
             yield fields, filesystem[0], filesystem[2]
 
 
-def _hugetlb_counts_as_memory(root: Path) -> bool:
-    return any(fstype == "cgroup2" and "memory_hugetlb_accounting" in options for _, fstype, options in _mounts(root))
-
-
 def _has_cap_ipc_lock(root: Path) -> bool:
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(root / "proc/self/status"), re.MULTILINE)
     # mlock needs the capability in the initial user namespace: in a rootless container a full CapEff does not help.
@@ -386,13 +383,6 @@ def _has_cap_ipc_lock(root: Path) -> bool:
 def _meminfo(text: str) -> dict[str, int]:
     found = re.findall(r"^([^:\n]+):\s+(\d+)( kB)?$", text, re.MULTILINE)
     return {name: int(number) * (1024 if kb else 1) for name, number, kb in found}
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return list(directory.iterdir())
-    except OSError:
-        return []
 
 
 def _read(path: Path) -> str:
