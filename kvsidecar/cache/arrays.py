@@ -21,8 +21,8 @@ Bools = npt.NDArray[np.bool_]
 NO_INTS: Ints = np.empty(0, np.int64)
 
 FEW = 8
-"""Up to so many rows a loop is faster than a handful of array operations, each of which costs as much for one value as
-for a hundred. Engines that decode send jobs of one to a few blocks, so the steps that dominate such a job have both
+"""Up to this many rows a loop is faster than a handful of array operations, each of which costs as much for one value
+as for a hundred. Engines that decode send jobs of one to a few blocks, so the steps that dominate such a job have both
 forms: the states of slots (``slots``), the index of hashes (``block_index``), the log of uses (`LruPolicy`), and the
 pins and slots of blocks (``block``). With the arrays only, a store of one block took 212 µs instead of 89, and a load
 of one 68 instead of 27 (benchmarks/scale.py). ``tests/cache/test_few.py`` checks that both forms have one result."""

@@ -19,11 +19,11 @@ FILLING = -2
 FIRST_ROWS = 16
 """Rows of a table that gets its first block."""
 COPIED_ROWS = 65536
-"""A table that grows beyond this gets all the rows it may ever need: to copy so many takes a few milliseconds."""
+"""A table that grows beyond this gets all the rows it may ever need: copying this many takes a few milliseconds."""
 SLOTS_BYTES = 1 << 32
 """A table reserves no more address space than this for the slots of all its rows, unless its blocks need more."""
 SPARSE = 8
-"""A table with more than so many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
+"""A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
 COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "_freed_rows")
 
@@ -137,7 +137,7 @@ class SpaceBlocks:
         return kept["slots"][held], np.broadcast_to(self.owners(new), held.shape)[held]
 
     def _lengthen(self, rows: int) -> None:
-        """Make room for so many rows. Copies the columns."""
+        """Make room for ``rows`` rows. Copies the columns."""
         length = max(rows, FIRST_ROWS, 4 * len(self.pins))
         if length > COPIED_ROWS:
             length = max(2 * rows, min(self.capacity, SLOTS_BYTES // self.slots.itemsize // self.space.num_shards))

@@ -41,7 +41,7 @@ class BlockIndex:
     """A hash table that is searched for all hashes of a request in a few array operations.
 
     A dict costs 65 bytes for the hash, 32 for the row and 33 for the entry; it waits for memory up to five times per
-    hash, one after the other, and once in a while it rebuilds itself as a whole: 5 s with ten million entries. Here a
+    hash, one after the other, and now and then it rebuilds itself as a whole: 5 s with ten million entries. Here a
     block costs its hash and about 20 bytes, the processor waits for many hashes at the same time, and the table grows
     by a few buckets per call (linear hashing: W. Litwin, VLDB 1980). Bucket ``i`` of ``2**level`` is split in two by
     one more bit of the hashes in it; buckets are split in order, and when all are, the level rises.

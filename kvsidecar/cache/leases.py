@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from kvsidecar.cache.block import Chain, Lease
 
 RELEASED = 4096
-"""The last so many released leases are remembered by their ids."""
+"""The most released leases that are remembered by their ids, the last ones."""
 
 
 class LeaseTable:

@@ -17,8 +17,8 @@ from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
 from kvsidecar.cache.supply import Supply
 
 SLOT_ALIGN = 4096
-"""Slots are multiples of this many bytes and start at one: a page (and so a cache line) holds bytes of one slot only,
-which keeps two DMAs from sharing a line, and sizes that differ by a few bytes share a class."""
+"""Slots begin at a multiple of this many bytes and are a multiple long. So a page (and a cache line) holds bytes of one
+slot only, two DMAs never share a line, and sizes that differ by a few bytes share a class."""
 
 NOBODY = -1
 """Owner of a slot that is free or quarantined."""
@@ -60,7 +60,7 @@ class SlotAllocator:
         numa_of_slab: NUMA node of each slab, None for one whose node is unknown. Default: all unknown.
 
     Raises:
-        ValueError: for sizes that are not as said above.
+        ValueError: a size or the length of ``numa_of_slab`` is wrong.
     """
 
     def __init__(self, pool_bytes: int, slab_bytes: int, numa_of_slab: Sequence[int | None] | None = None) -> None:

@@ -32,7 +32,7 @@ class DeviceHub:
 
     Args:
         platform: where devices come from.
-        on_worker_failure: called in a worker's thread with (device UUID, direction, error) when it can copy no more.
+        on_worker_failure: called in a worker's thread with (device UUID, direction, error) when an error ends it.
         store_chunk: bytes of stores in flight at a time while an engine is busy on their device; None for no bound.
         guard: as in `CopyWorker`.
     """
@@ -85,7 +85,7 @@ class DeviceHub:
         is replaced: only its copies were lost.
 
         Raises:
-            DeviceLost: the device can copy no more.
+            DeviceLost: the device is lost.
         """
         self._refuse_lost(uuid)
         worker = self._workers.get((uuid, direction))

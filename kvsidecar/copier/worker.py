@@ -52,7 +52,7 @@ FIRST_RATE: Final = 100e9
 RATE_SAMPLE_BYTES: Final = 16 << 20
 """Smaller calls say more about latency than about the rate."""
 TIMED_CALLS: Final = 8
-"""One in so many calls of a paced copy is timed: the two events around it take 5 us, a call of 2 MiB takes 45."""
+"""One in this many calls of a paced copy is timed: the two events around it take 5 us, a call of 2 MiB takes 45."""
 RATE_DECAY: Final = 0.95
 """The best rate seen counts, and decays slowly: a late look makes a sample too low, never too high."""
 
@@ -99,8 +99,7 @@ class CopyWorker:
             direction must pass, None while the whole link may be used.
         guard: keeps the loop awake from some 300 us before a longer copy is expected to end, for the thread that waits
             for it; and this thread for a while after a copy, so that it starts the next one at once.
-        on_failure: called once with the reason why this worker can copy no more, in its thread, after all futures are
-            resolved.
+        on_failure: called once with the error that ends this worker, in its thread, after all futures are resolved.
 
     Raises:
         DeviceError: the stream cannot be opened.
@@ -142,7 +141,7 @@ class CopyWorker:
         """Started and not resolved."""
         self._closing = False
         self._failure: BaseException | None = None
-        """Why it can copy no more; None while it can, and after an ordinary `close`."""
+        """The error that has ended it."""
 
         opened: Future[None] = Future()
         name = f"{direction}-{device.uuid.removeprefix('GPU-')}"
@@ -187,7 +186,7 @@ class CopyWorker:
             on_start: called in the worker's thread just before the copy is issued: ``after`` is not needed any more.
 
         Raises:
-            DeviceLost: the device can copy no more.
+            DeviceLost: the device is lost.
             CopyFailed: with ``outcome_known=True``: the worker has ended, by `close` or by an unexpected error.
         """
         copy = _Copy(plan, after, on_start)
@@ -445,7 +444,7 @@ class CopyWorker:
             self._running.remove(copy)
 
     def _fail_all(self, error: BaseException, *, outcome_known: bool) -> None:
-        """End the worker. ``outcome_known`` is said of the copies that were started."""
+        """End the worker. ``outcome_known`` is that of the copies that were started."""
         with self._changed:
             self._failure = error
             running, self._running = self._running, deque()

@@ -15,7 +15,7 @@ import xxhash
 from kvsidecar.types import Verify
 
 SAMPLE = 16
-"""With `Verify.SAMPLE` one block in so many is checked: always the same ones, chosen by their hash."""
+"""With `Verify.SAMPLE` one block in this many is checked: always the same ones, chosen by their hash."""
 
 
 class Checksums:

@@ -30,7 +30,7 @@ from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction, Outcome, Refusal
 
 MANY_JOBS = 6
-"""With so many jobs outstanding, threads are woken often enough to stay awake."""
+"""With this many jobs outstanding, threads are woken often enough to stay awake."""
 UNEXPECTED = JobResult(Outcome.FAILED, error="internal error; see the daemon's log")
 """The answer to a job that ended with an unexpected error: without one its client would wait for ever."""
 

@@ -89,7 +89,7 @@ class DaemonReadiness:
             self._set(State.READY, "", pinned_bytes=self._below.pool_bytes, eta_seconds=None)
 
     def fail(self, reason: str) -> None:
-        """The daemon cannot serve. It stays alive and says why."""
+        """The daemon cannot serve. It stays alive and reports the reason."""
         if State.FAILED in _NEXT[self._below.state]:
             self._set(State.FAILED, reason, pinned_bytes=0, eta_seconds=None)
 

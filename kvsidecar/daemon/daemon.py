@@ -61,8 +61,8 @@ SELF_TEST_BYTES = 64 * 1024
 EXIT_UNSETTLED = 74
 """sysexits.h EX_IOERR: a copy's outcome is unknown, and only the end of the process ends it. Start again."""
 HUNG_TICKS = 8
-"""A copy that is older than ``stuck_after`` for so many ticks hangs. Not at once: after the process was suspended every
-copy looks old, until its worker has had time to see that it is over."""
+"""A copy that is older than ``stuck_after`` for this many ticks hangs. Not at once: after the process was suspended,
+every copy looks old until its worker has had time to see that it is over."""
 LAST_WORDS_SECONDS = 1.0
 """From a copy of unknown outcome to the exit: time for other copies, replies on their way, and probes."""
 

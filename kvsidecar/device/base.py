@@ -97,7 +97,7 @@ class DeviceMemory:
 
 
 class DeviceEvent(Protocol):
-    """An engine's event, opened here: it says when the compute that wrote a store's blocks is done."""
+    """An engine's event, opened here: done when the compute that wrote a store's blocks is done."""
 
     def is_done(self) -> bool:
         """Whether the last recorded work is done, or the event is closed. Never blocks; may be called from any thread.

@@ -298,7 +298,7 @@ class CudaContext:
         return address.value
 
     def free(self, address: int) -> None:
-        """Free device memory. Undefined behaviour while another process has it mapped, says the driver's manual."""
+        """Free device memory. The behaviour is undefined while another process has it mapped."""
         with self._current():
             self._call("cuMemFree_v2", address)
 
