@@ -9,7 +9,9 @@ from prometheus_client import Metric
 
 from docs.generate.markdown import attribute_docs, code, prose, table
 from kvsidecar import types
+from kvsidecar.cache.block_cache import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics
+from kvsidecar.core.readiness import Snapshot
 from kvsidecar.support.units import format_duration, format_size
 from kvsidecar.types import Refusal, State
 
@@ -65,11 +67,9 @@ Metrics of the daemon's process, from the standard Prometheus process collector.
 def families() -> list[Metric]:
     """All families of a daemon with one engine on the host device, in the order of a scrape."""
     metrics = Metrics("host")
-    numbers = dict.fromkeys(Gauges.__annotations__, 0)
-    maps = {name for name, kind in Gauges.__annotations__.items() if "Mapping" in str(kind)}
-    values = {name: {} if name in maps else value for name, value in numbers.items()}
-    values |= {"state": State.READY, "imported_bytes": {"host": 0}}
-    metrics.read_gauges_from(lambda: Gauges(**values))  # type: ignore[arg-type]
+    cache = CacheStats(**dict.fromkeys(CacheStats.__annotations__, 0))
+    gauges = Gauges(Snapshot(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
+    metrics.read_gauges_from(lambda: gauges)
     return list(metrics.registry.collect())
 
 

@@ -1,4 +1,4 @@
-"""Names for the arrays that the cache computes with, and what numpy lacks for them."""
+"""Names for the arrays that the cache computes with, and functions on them that numpy lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 """Rows of blocks, slots (byte offsets in the pool), slabs, ticks."""
 Slots = Ints | list[int]
-"""Slots of one request. A list is for a few only: to make an array of them takes longer than what is done with them."""
+"""Slots of one request; a list if they are few, because making an array takes longer than using the list."""
 Words = npt.NDArray[np.uint64]
 """Block hashes, [n, words]: each padded with zeros to a multiple of eight bytes."""
 Bools = npt.NDArray[np.bool_]
@@ -21,21 +21,20 @@ Bools = npt.NDArray[np.bool_]
 NO_INTS: Ints = np.empty(0, np.int64)
 
 FEW = 8
-"""Up to so many rows a loop over them is faster than a handful of array operations, each of which costs as much for one
-value as for a hundred. Engines that decode send jobs of one to a few blocks, so what each of these jobs does most has
-both forms: the states of slots (``slots``), the index of hashes (``block_index``), the log of uses (`LruPolicy`),
-and the pins and slots of blocks (``block``). With the arrays only, a store of one block took 212 µs instead of 89, and
-a load of one 68 instead of 27 (benchmarks/scale.py has such jobs). Where a loop saves a microsecond or two, there is
-none; ``tests/cache/test_few.py`` holds both forms to the same result."""
+"""Up to this many rows a loop is faster than a handful of array operations, each of which costs as much for one value
+as for a hundred. Engines that decode send jobs of one to a few blocks, so the steps that dominate such a job have both
+forms: the states of slots (``slots``), the index of hashes (``block_index``), the log of uses (`LruPolicy`), and the
+pins and slots of blocks (``block``). With the arrays only, a store of one block took 212 µs instead of 89, and a load
+of one 68 instead of 27 (benchmarks/scale.py). ``tests/cache/test_few.py`` checks that both forms have one result."""
 
 MAPPED_BYTES = 64 * 1024
-"""Arrays from this size on are mappings of their own: less than what malloc would map by itself."""
+"""Arrays from this size on are mappings of their own; malloc itself maps only larger ones."""
 HUGE_BYTES = 4 * 1024 * 1024
 """Arrays from this size on have huge pages, as numpy's own: a lookup touches one page per hash in each of them."""
 
 
 def some(mask: Bools) -> bool:
-    """Whether one is true. For a few values this is four times as fast as numpy's ``any``."""
+    """Whether any is true. For a few values this is four times as fast as numpy's ``any``."""
     return bool(np.count_nonzero(mask))
 
 
@@ -65,7 +64,7 @@ def where_zero(column: npt.NDArray[Any], rows: Ints) -> Bools:
 
 
 def has_duplicates(values: npt.NDArray[Any]) -> bool:
-    """Whether a value comes twice."""
+    """Whether any value comes twice."""
     if len(values) < 2 or every(values[1:] > values[:-1]):
         return False
     ordered = np.sort(values)
@@ -82,7 +81,7 @@ def first_of_each(values: npt.NDArray[Any]) -> Bools:
 
 
 def tally(values: Ints) -> tuple[Ints, Ints]:
-    """The distinct values, and how often each comes: ``np.unique`` for values that are almost all the same."""
+    """The distinct values, and how often each comes: a faster ``np.unique`` where most values are the same."""
     if len(values) < 2:
         return values, np.ones_like(values)
     ordered = np.sort(values)
@@ -93,11 +92,11 @@ def tally(values: Ints) -> tuple[Ints, Ints]:
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, *, huge: bool = True) -> npt.NDArray[Any]:
     """Zeros that cost no memory where nothing was written, and give all of it back with the array.
 
-    Large ones are a mapping of their own. What C's malloc has once got back it keeps: it hands it out again as zeros by
-    writing to every page of it, and gives it to the system only from its end.
+    Large ones are a mapping of their own. C's malloc keeps freed memory: it zeroes every page of it to hand it out
+    again, and returns it to the system only from the end of the heap.
 
     Args:
-        huge: with huge pages, if it is large enough for them.
+        huge: use huge pages, if the array is large enough.
     """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes < MAPPED_BYTES:
@@ -110,7 +109,7 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, *, huge: bool = True) ->
 
 
 def longer(column: npt.NDArray[Any], length: int, axis: int = -1, *, huge: bool = True) -> npt.NDArray[Any]:
-    """A copy with room for more along an axis; what is new is zero."""
+    """A copy that is ``length`` long along an axis; new values are zero."""
     shape = list(column.shape)
     shape[axis] = length
     grown = zeros(tuple(shape), column.dtype, huge=huge)

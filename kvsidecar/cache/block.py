@@ -1,29 +1,29 @@
-"""Blocks, the spaces they live in, and what a client holds of them: grants and leases."""
+"""Blocks, the spaces they live in, and the grants and leases on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, every, few, longer, some, where_zero
 from kvsidecar.cache.block_index import BlockIndex, Keys
-from kvsidecar.cache.eviction_policy import EvictionPolicy
+from kvsidecar.cache.eviction_policy import LruPolicy
 from kvsidecar.types import Namespace
 
 NO_SLOT = -1
-"""This shard was not stored."""
+"""This shard is not stored."""
 FILLING = -2
 """A store has a slot reserved for this shard."""
 FIRST_ROWS = 16
 """Rows of a table that gets its first block."""
 COPIED_ROWS = 65536
-"""A table that grows beyond this gets all the rows it may ever need: what is copied then takes a few milliseconds."""
+"""A table that grows beyond this gets all the rows it may ever need: copying this many takes a few milliseconds."""
 SLOTS_BYTES = 1 << 32
-"""Bytes of address space for the slots of all its rows, unless it has so many blocks."""
+"""A table reserves no more address space than this for the slots of all its rows, unless its blocks need more."""
 SPARSE = 8
-"""Rows for each block from which a table is rebuilt; for its first `COPIED_ROWS` / `SPARSE` blocks only."""
+"""A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
 COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "_freed_rows")
 
@@ -33,33 +33,29 @@ class SpaceBlocks:
 
     There may be ten million, so a block is no Python object: it costs about 100 bytes (docs/benchmarks.md), the
     garbage collector never walks over it, and one array operation changes all blocks of a request. A table without
-    blocks has no rows; it grows with its blocks, and gives everything back with the last of them.
+    blocks has no rows; it grows with its blocks, and gives all memory back with the last of them.
 
     Args:
-        number: of this table among all of a cache; see `owners`.
-        capacity: how many blocks are to be expected at most. There may be more.
-        policy: makes the eviction policy, for so many rows.
+        number: of this table in its cache; see `owners`.
+        capacity: expected number of blocks; more are possible.
     """
 
-    def __init__(
-        self, space: Space, number: int, capacity: int, policy: Callable[[int], EvictionPolicy], seed: int
-    ) -> None:
+    def __init__(self, space: Space, number: int, capacity: int, seed: int) -> None:
         self.space = space
         self.number = number
         self.capacity = capacity
-        self._new_policy = policy
         self._seed = seed
         self.cleared = False
-        """All of them are detached. `BlockTable.sweep` frees what nobody needs."""
+        """All blocks are detached. `BlockTable.sweep` frees those that are not pinned."""
         self.swept = 0
-        """Rows that the sweep has seen."""
+        """Rows that the sweep has passed."""
         self.readable = 0
         """Blocks that a lookup would find."""
         self._start_empty()
 
     def _start_empty(self) -> None:
-        # One row, though there is no block: what reads the columns at once for many hashes reads them for -1, too.
-        self.policy = self._new_policy(1)
+        # One row, though there is no block: a lookup of many hashes reads the columns for the row -1, too.
+        self.policy = LruPolicy(1)
         self.index = BlockIndex(self.space.namespace.hash_bytes, 1, self._seed)
         """The blocks that can be found, readable or not."""
         self.slots = np.zeros((self.space.num_shards, 1), np.int64)
@@ -67,71 +63,64 @@ class SpaceBlocks:
         self.missing = np.zeros(1, np.int32)
         """Shards that are not sealed. A block is readable when none is missing."""
         self.pins = np.zeros(1, np.int32)
-        """Leases, running loads and open reservations that need it."""
+        """Leases, running loads and open reservations of a block."""
         self.evictable = np.zeros(1, np.bool_)
-        """Nothing needs it now, and it holds something. The eviction policy has exactly these blocks."""
+        """Not pinned, and with a sealed shard. The eviction policy has exactly these blocks."""
         self.last_used = np.zeros(1, np.int64)
         """Tick of its last use; set when it becomes evictable."""
         self.marks = np.zeros(1, np.uint8)
         """Scratch of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
-        """Nothing finds it any more; it lives until its last pin ends."""
+        """No longer in the index; the block lives until its last pin ends."""
         self._freed_rows = np.zeros(1, np.int64)
         self._num_freed = 0
-        self._rows_used = 0
-        """No row from this one on was ever used."""
+        self.rows_used = 0
+        """Rows from this one on have never been used."""
 
     def __len__(self) -> int:
         """Blocks there are, findable or not."""
-        return self._rows_used - self._num_freed
-
-    @property
-    def rows_used(self) -> int:
-        """Higher than any row."""
-        return self._rows_used
+        return self.rows_used - self._num_freed
 
     def create(self, keys: Keys) -> Ints:
-        """Rows of new blocks, in the index, with nothing in them."""
+        """Add empty blocks to the index. Returns their rows."""
         recycled = min(len(keys), self._num_freed)
         fresh = len(keys) - recycled
-        if self._rows_used + fresh > len(self.pins):
-            self._lengthen(self._rows_used + fresh)
+        if self.rows_used + fresh > len(self.pins):
+            self._lengthen(self.rows_used + fresh)
         self._num_freed -= recycled
-        rows = np.arange(self._rows_used - recycled, self._rows_used + fresh)
+        rows = np.arange(self.rows_used - recycled, self.rows_used + fresh)
         if recycled:
             rows[:recycled] = self._freed_rows[self._num_freed : self._num_freed + recycled]
             rows[:recycled].sort()
-        self._rows_used += fresh
+        self.rows_used += fresh
         self.slots[:, rows] = NO_SLOT
         self.missing[rows] = self.space.num_shards
         self.index.add(keys, rows)
         return rows
 
     def recycle(self, rows: Ints) -> None:
-        """These blocks are gone: their rows may be used for others."""
+        """These blocks are gone: reuse their rows."""
         self.evictable[rows] = False
         self.detached[rows] = False
         self._freed_rows[self._num_freed : self._num_freed + len(rows)] = rows
         self._num_freed += len(rows)
 
     def give_back(self) -> None:
-        """There are no blocks: forget the rows they had."""
-        if self._rows_used:
-            self._rows_used = self._num_freed = 0
+        """Free the memory of a table without blocks."""
+        if self.rows_used:
+            self.rows_used = self._num_freed = 0
             self._start_empty()
 
     @property
     def sparse(self) -> bool:
-        """It has rows for many more blocks than there are; and these are so few that `rebuild` is quick."""
-        return COPIED_ROWS // SPARSE >= len(self) <= self._rows_used // SPARSE - FIRST_ROWS
+        """It has many more rows than blocks, and so few blocks that `rebuild` is quick."""
+        return COPIED_ROWS // SPARSE >= len(self) <= self.rows_used // SPARSE - FIRST_ROWS
 
     def rebuild(self) -> tuple[Ints, Ints] | None:
-        """Have rows for the blocks there are only. None, and nothing has changed, if one of them is in use.
-
-        Rows from before mean nothing afterwards: to be called between requests.
+        """Shrink the table to the rows that its blocks need. Between requests only: it renumbers the rows.
 
         Returns:
-            The slots of the blocks, and for each what the allocator is to call its block.
+            The slots of the blocks and their new owners; or None, with nothing changed, if a block is pinned.
         """
         rows = np.concatenate((NO_INTS, *self.policy.candidates()))
         if len(rows) < len(self):
@@ -147,26 +136,20 @@ class SpaceBlocks:
         held = kept["slots"] >= 0
         return kept["slots"][held], np.broadcast_to(self.owners(new), held.shape)[held]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of address space. What was never written to costs no memory."""
-        columns = [getattr(self, name) for name in COLUMNS]
-        return self.index.nbytes + self.policy.nbytes + sum([int(column.nbytes) for column in columns])
-
     def _lengthen(self, rows: int) -> None:
-        """Have room for so many rows. Copies the columns."""
+        """Make room for ``rows`` rows. Copies the columns."""
         length = max(rows, FIRST_ROWS, 4 * len(self.pins))
         if length > COPIED_ROWS:
             length = max(2 * rows, min(self.capacity, SLOTS_BYTES // self.slots.itemsize // self.space.num_shards))
         for name in COLUMNS:
             column = getattr(self, name)
-            # A huge page for each of many shards would be more than what lies in it.
+            # With many shards a huge page for each would be mostly empty.
             setattr(self, name, longer(column, length, huge=column.ndim == 1 or len(column) == 1))
         self.index.reserve(length)
         self.policy.reserve(length)
 
     def unpin(self, rows: Ints) -> Ints:
-        """One pin of each of these blocks ends. Those of which it was the last."""
+        """End one pin of each of these blocks. Returns those that have no pin any more."""
         if len(rows) > FEW:
             self.pins[rows] -= 1
             last: Ints = rows[self.pins[rows] == 0]
@@ -179,7 +162,7 @@ class SpaceBlocks:
         return rows[where_zero(self.pins, rows)] if busy else rows
 
     def can_stay(self, rows: Ints) -> bool:
-        """Every one of these blocks is found, and holds something."""
+        """Each of these blocks can be found, and has a sealed shard."""
         return not some(self.detached[rows]) and not some(self.missing[rows] == self.space.num_shards)
 
     def held_slots(self, rows: Ints) -> Ints | list[int]:
@@ -195,7 +178,7 @@ class SpaceBlocks:
         return slots if every(filled) else slots[filled]
 
     def owners(self, rows: Ints) -> Ints:
-        """What the allocator calls these blocks."""
+        """The numbers by which the allocator knows these blocks."""
         return rows | self.number << 32
 
 
@@ -207,7 +190,7 @@ class Space:
     group: int
     num_shards: int
     blocks: SpaceBlocks = field(init=False)
-    """Findable ones. A clear puts an empty table here."""
+    """Those that can be found. A clear puts an empty table here."""
     shard_bytes: list[int | None] = field(init=False)
     """Bytes per shard; None until a rank with that shard has attached."""
     slot_sizes: list[int] = field(init=False)
@@ -224,13 +207,8 @@ class Space:
         self.slot_sizes = [0] * self.num_shards
 
     @property
-    def readable(self) -> int:
-        """Blocks that a lookup would find."""
-        return self.blocks.readable
-
-    @property
     def block_bytes(self) -> int:
-        """Bytes of the slots of one readable block."""
+        """Bytes of the slots of a readable block."""
         return sum(self.slot_sizes)
 
 
@@ -244,7 +222,7 @@ class Chain:
 
 @dataclass(slots=True, eq=False)
 class StorePart:
-    """What must be copied for one part of a store."""
+    """The blocks that one part of a store has to copy."""
 
     blocks: SpaceBlocks
     shard: int
@@ -255,9 +233,9 @@ class StorePart:
     created: Ints
     """Those that did not exist before."""
     chain: Keys
-    """Hashes of the blocks that are reserved here or present, in order: what is used when the store ends."""
+    """Hashes of the blocks that are reserved here or present, in order: the blocks that the store uses when it ends."""
     chain_rows: Ints
-    """The same as rows; those of present blocks are theirs only until the next request."""
+    """Rows of `chain`. Those of present blocks are valid only until the next request."""
     slots: Ints = field(default_factory=lambda: NO_INTS)
     """Byte offsets in the pool, ascending; adjacent as far as free slots allow."""
 
@@ -269,10 +247,8 @@ class StorePart:
 
 @dataclass(slots=True, eq=False)
 class StoreGrant:
-    """Answer to a store: what to copy, and how many blocks need no copy.
-
-    Ends in exactly one of `BlockCache.seal_all`, ``abort_all`` and ``quarantine_all``.
-    """
+    """Answer to a store: the blocks to copy, and how many need no copy. Ends in exactly one of `BlockCache.seal_all`,
+    ``abort_all`` and ``quarantine_all``."""
 
     parts: list[StorePart] = field(default_factory=list)
     """One per part of the request."""
@@ -290,14 +266,14 @@ class StoreGrant:
 
 @dataclass(slots=True, eq=False)
 class LoadGrant:
-    """Answer to a load: where the bytes are. Its blocks are pinned until `BlockCache.end_load`."""
+    """Answer to a load: the slots of its blocks, which are pinned until `BlockCache.end_load`."""
 
     slots: list[Ints]
     """Per part the byte offsets in the pool, in the order of its hashes."""
     rows: list[Ints]
     """Per part the blocks of its hashes."""
     chains: list[Chain]
-    """Per part what is pinned."""
+    """Per part the pinned blocks."""
     open: bool = True
 
 

@@ -1,6 +1,6 @@
-"""Which blocks the pool has, who needs them now, and which go when room is needed. It decides; it moves no byte.
+"""Which blocks the pool has, which are in use, and which go when room is needed. It decides; it moves no byte.
 
-Not thread-safe: the daemon calls it from its event loop only. Times are seconds on one clock of the caller's.
+Not thread-safe: the daemon calls it from its event loop only. Times are seconds on the caller's clock.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from kvsidecar.cache.arrays import Bools, Ints, every, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
-from kvsidecar.cache.eviction_policy import EvictionPolicy, LruPolicy
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import LookupMode, Namespace, Refusal
 
 Hashes = Sequence[bytes] | bytes
-"""Block hashes of the width of their namespace; or all of them as one string, as they come over the wire: to split and
-join 4096 of them takes as long as to look them up."""
+"""Block hashes; or all of them as one string, as they come over the wire: to split and join 4096 of them takes as long
+as to look them up."""
 Part = tuple[Space, Hashes]
 """Block hashes of one group, in the order of the prefix. A request has one part per group."""
 ShardPart = tuple[Space, int, Hashes]
@@ -30,7 +29,7 @@ ShardPart = tuple[Space, int, Hashes]
 SWEEP = 4096
 """Cleared blocks that are freed at once: less than a millisecond."""
 PROBE = 512
-"""Hashes of a prefix that are looked at before all the others: often the first one is a miss."""
+"""Hashes of a prefix that are looked up before the others: often the first one is a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,11 @@ class CacheStats:
 class BlockCache:
     """The decisions of the daemon about blocks. Every call is O(hashes it is given or has given out).
 
+    A grant is ended exactly once. To end it again, or to close a space more often than it was opened, is an
+    AssertionError: from then on a slot could be given out twice.
+
     Args:
         allocator: of the pool, unused so far.
-        policy: makes the eviction policy of a new space, for so many rows.
         seed: a secret that keeps clients from choosing hashes which the index is slow with.
         next_id: source of lease ids. Default: 0, 1, 2, ...; a random source keeps clients from guessing each other's.
     """
@@ -74,11 +75,10 @@ class BlockCache:
     def __init__(
         self,
         allocator: SlotAllocator,
-        policy: Callable[[int], EvictionPolicy] = LruPolicy,
         next_id: Callable[[], int] | None = None,
         seed: int = 0,
     ) -> None:
-        self._table = BlockTable(allocator, policy, seed)
+        self._table = BlockTable(allocator, seed)
         self._leases = LeaseTable(next_id)
         self._stores: set[StoreGrant] = set()
         self._loads: set[LoadGrant] = set()
@@ -96,7 +96,7 @@ class BlockCache:
         return self._table.spaces.get((namespace, group))
 
     def empty_space(self, hash_bytes: int) -> Space:
-        """One that has no blocks and never will: what is looked up in it is missed, as fast as in any other."""
+        """A space that never has blocks: a lookup in it misses, as fast as in any other."""
         return self._table.empty_space(hash_bytes)
 
     def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
@@ -111,11 +111,7 @@ class BlockCache:
         return self._table.open_space(namespace, group, num_shards, shard, shard_bytes)
 
     def close_space(self, space: Space) -> None:
-        """A rank has gone. The space and its sizes are forgotten when it has neither ranks nor blocks.
-
-        Raises:
-            AssertionError: it was closed more often than opened.
-        """
+        """A rank has gone. The space and its sizes are forgotten when it has neither ranks nor blocks."""
         self._table.close_space(space)
 
     # -- lookup and leases -------------------------------------------------------------------------------------
@@ -150,11 +146,11 @@ class BlockCache:
         return self._leases.get(lease_id, now)
 
     def held(self, owner: Hashable) -> tuple[int, int]:
-        """How many leases an owner has, and how many blocks are in them; one that is in two counts twice."""
+        """Number of leases of an owner, and of blocks in them; a block in two leases counts twice."""
         return self._leases.held(owner)
 
     def renew(self, lease_id: int, now: float, ttl: float) -> bool:
-        """Let the lease end at ``now + ttl``. False if it is not alive any more."""
+        """Extend the lease to ``now + ttl``. False if it is not alive any more."""
         return self._leases.renew(lease_id, now, now + ttl)
 
     def release(self, lease_id: int) -> bool:
@@ -219,10 +215,7 @@ class BlockCache:
     def seal_all(self, grant: StoreGrant) -> int:
         """The bytes are there. Returns how many blocks became readable.
 
-        A use of these blocks and of those that were present.
-
-        Raises:
-            AssertionError: the store has ended before.
+        Counts as a use of these blocks and of those that were present.
         """
         self._end_store(grant)
         if not grant.reserved:
@@ -234,21 +227,13 @@ class BlockCache:
         return readable
 
     def abort_all(self, grant: StoreGrant) -> None:
-        """The bytes will not come, and nothing writes to the slots any more: they are free.
-
-        Raises:
-            AssertionError: the store has ended before.
-        """
+        """The bytes will not come, and nothing writes to the slots any more: free them."""
         self._end_store(grant)
         for part in grant.parts:
             self._table.abort(part, self._next_tick())
 
     def quarantine_all(self, grant: StoreGrant) -> None:
-        """Nobody knows whether something still writes to the slots: they are never used again.
-
-        Raises:
-            AssertionError: the store has ended before.
-        """
+        """A copy may still write to the slots: never use them again."""
         self._end_store(grant)
         for part in grant.parts:
             self._table.quarantine(part, self._next_tick())
@@ -266,8 +251,7 @@ class BlockCache:
         return victims is not None
 
     def _end_store(self, grant: StoreGrant) -> None:
-        require(grant.open, "the store has ended before")
-        grant.open = False
+        _close(grant)
         self._stores.remove(grant)
 
     # -- load --------------------------------------------------------------------------------------------------
@@ -299,30 +283,18 @@ class BlockCache:
         return grant
 
     def end_load(self, grant: LoadGrant) -> None:
-        """Nothing reads the slots any more.
-
-        Raises:
-            AssertionError: the load has ended before.
-        """
-        _end_load(grant)
+        """Nothing reads the slots any more."""
+        _close(grant)
         self._loads.remove(grant)
         self._table.unpin(grant.chains, self._next_tick())
 
     def quarantine_load(self, grant: LoadGrant) -> None:
-        """Nobody knows whether something still reads the slots: the blocks stay pinned, and readable, for ever.
-
-        Raises:
-            AssertionError: the load has ended before.
-        """
-        _end_load(grant)
+        """A copy may still read the slots: the blocks stay pinned, and readable, for ever."""
+        _close(grant)
 
     def mark_corrupt(self, grant: LoadGrant, part: int, index: int) -> None:
-        """A shard that this load was about to read is not what was sealed: its block is a miss from now on, and its
-        slot is never used again. The load must still be ended.
-
-        Raises:
-            AssertionError: the load has ended before.
-        """
+        """A shard that this load is about to read is not what was sealed: its block is a miss from now on, and its
+        slot is never used again. The load must still be ended."""
         require(grant.open, "the load has ended before")
         blocks, row, slot = grant.chains[part].blocks, grant.rows[part][index], grant.slots[part][index]
         self._table.mark_corrupt(blocks, int(row), int(slot))
@@ -358,7 +330,7 @@ class BlockCache:
         return CacheStats(
             total_bytes=slots.total_bytes,
             used_bytes=slots.bytes_in(SlotState.HELD) + evictable,
-            free_bytes=slots.free_bytes,
+            free_bytes=slots.bytes_in(SlotState.FREE),
             reserved_bytes=slots.bytes_in(SlotState.RESERVED),
             quarantined_bytes=slots.bytes_in(SlotState.QUARANTINED),
             wasted_bytes=slots.wasted_bytes,
@@ -383,7 +355,7 @@ class BlockCache:
 
 
 def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
-    """Per hash its row, and whether it is a hit."""
+    """Per hash its row, and whether it is a hit in this mode."""
     blocks = space.blocks
     keys = blocks.index.keys(hashes)
     if mode is LookupMode.BITMAP or len(keys) <= PROBE:
@@ -427,6 +399,6 @@ def _check_shard(space: Space, shard: int) -> None:
         raise InvalidRequest(f"group {space.group}: no rank has registered shard {shard} (of {space.num_shards})")
 
 
-def _end_load(grant: LoadGrant) -> None:
-    require(grant.open, "the load has ended before")
+def _close(grant: StoreGrant | LoadGrant) -> None:
+    require(grant.open, "the store or load has ended before")
     grant.open = False

@@ -16,8 +16,7 @@ LANE_BITS = 4
 LANES = 1 << LANE_BITS
 """Entries of a bucket: the tags of one bucket are one cache line."""
 BLOCKS_PER_BUCKET = 6
-"""On average. With linear hashing a bucket holds up to a third more on average before its turn to be split comes, and
-one in thousands overflows."""
+"""Average. With linear hashing a bucket holds up to a third more before it is split, and one in thousands overflows."""
 
 Tags = npt.NDArray[np.uint32]
 
@@ -42,29 +41,29 @@ class BlockIndex:
     """A hash table that is searched for all hashes of a request in a few array operations.
 
     A dict costs 65 bytes for the hash, 32 for the row and 33 for the entry; it waits for memory up to five times per
-    hash, one after the other, and once in a while it rebuilds itself as a whole: 5 s with ten million entries. Here a
+    hash, one after the other, and now and then it rebuilds itself as a whole: 5 s with ten million entries. Here a
     block costs its hash and about 20 bytes, the processor waits for many hashes at the same time, and the table grows
     by a few buckets per call (linear hashing: W. Litwin, VLDB 1980). Bucket ``i`` of ``2**level`` is split in two by
     one more bit of the hashes in it; buckets are split in order, and when all are, the level rises.
 
     Args:
         hash_bytes: width of a block hash.
-        capacity: rows there can be until `reserve`.
-        seed: of the numbers that spread the hashes. Who knows it can choose hashes that share one bucket.
+        capacity: the highest number of rows, until `reserve`.
+        seed: of the numbers that spread the hashes. A secret: with it one could choose hashes that share one bucket.
     """
 
     def __init__(self, hash_bytes: int, capacity: int, seed: int) -> None:
         self._hash_bytes = hash_bytes
         words = -(-hash_bytes // 8)
         self._words: Words = zeros((capacity, words), np.uint64)
-        """The hash of each row. The index has no other record of it."""
+        """The hash of each row."""
         buckets = _buckets_for(capacity)
         self._tags: Tags = zeros((buckets, LANES), np.uint32)
         """0 in a free lane."""
         self._rows = zeros((buckets * LANES,), np.int32)
         self._num_buckets = 1
         self._level = 0
-        """``2**level <= num_buckets < 2**(level + 1)``: so many are split already."""
+        """``2**level <= num_buckets < 2**(level + 1)``; the first ``num_buckets - 2**level`` buckets are split."""
         self._overflow: dict[int, list[int]] = {}
         """Bucket -> rows that found no free lane in it."""
         self._overflows = zeros((buckets,), np.bool_)
@@ -77,13 +76,8 @@ class BlockIndex:
     def __len__(self) -> int:
         return self._len
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return self._words.nbytes + self._tags.nbytes + self._rows.nbytes + self._overflows.nbytes
-
     def keys(self, hashes: Sequence[bytes] | bytes) -> Keys:
-        """What the other methods take.
+        """Block hashes in the form that the other methods take.
 
         Args:
             hashes: each of the width of this index; or all of them as one string, as they come over the wire.
@@ -99,13 +93,9 @@ class BlockIndex:
         return Keys(words, self._tags_of(words))
 
     def keys_of(self, rows: Ints) -> Keys:
-        """What the rows are filed under."""
+        """The block hashes of these rows."""
         words: Words = self._words.take(rows, axis=0)
         return Keys(words, self._tags_of(words))
-
-    def hashes(self, rows: Ints) -> list[bytes]:
-        """The block hashes of these rows."""
-        return [words.tobytes()[: self._hash_bytes] for words in self._words[rows]]
 
     def find(self, keys: Keys) -> Ints:
         """Per hash its row, or -1."""
@@ -126,7 +116,7 @@ class BlockIndex:
         return found
 
     def add(self, keys: Keys, rows: Ints) -> None:
-        """File hashes that are not in the index, each once, under rows that are not either."""
+        """Add distinct hashes and rows, neither of which are in the index."""
         self._words[rows] = keys.words
         self._len += len(rows)
         while self._len > BLOCKS_PER_BUCKET * self._num_buckets:
@@ -134,7 +124,7 @@ class BlockIndex:
         self._place(keys.tags, rows)
 
     def remove(self, rows: Ints) -> None:
-        """Forget the hashes of these rows, which are in the index."""
+        """Remove rows that are in the index."""
         self._len -= len(rows)
         tags = self.keys_of(rows).tags
         if len(rows) <= FEW:
@@ -150,27 +140,16 @@ class BlockIndex:
             for tag, row in zip(tags[in_overflow].tolist(), rows[in_overflow].tolist(), strict=True):
                 self._remove_one(tag, row)
 
-    def rows(self) -> Ints:
-        """All rows in the index, in no order. O(blocks)."""
-        filed = self._tags[: self._num_buckets] != 0
-        overflowed = [row for rows in self._overflow.values() for row in rows]
-        in_buckets = self._rows[: filed.size][filed.ravel()].astype(np.int64)
-        return np.concatenate((in_buckets, np.array(overflowed, np.int64)))
-
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _tags_of(self, words: Words) -> Tags:
-        """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest, which depend on all bits of the hash,
-        become the low byte."""
+        """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest bits, which depend on all bits of the
+        hash, become the low byte."""
         if len(words) == 1 <= FEW:
-            return np.array((self._tag_of(words[0].tolist()),), np.uint32)
+            high = sum(map(mul, words[0].tolist(), self._multipliers.tolist())) >> 32 & 0xFFFFFFFF
+            return np.array((int.from_bytes(high.to_bytes(4, "little"), "big") | 1 << 31,), np.uint32)
         spread = words @ self._multipliers
         return spread.view(np.uint32)[1::2].byteswap() | np.uint32(1 << 31)
-
-    def _tag_of(self, words: list[int]) -> int:
-        """`_tags_of` for one hash."""
-        high = sum(map(mul, words, self._multipliers.tolist())) >> 32 & 0xFFFFFFFF
-        return int.from_bytes(high.to_bytes(4, "little"), "big") | 1 << 31
 
     def _bucket(self, tag: int) -> int:
         bucket = tag & (2 << self._level) - 1
@@ -181,7 +160,7 @@ class BlockIndex:
         return buckets - ((buckets >= self._num_buckets) << self._level)
 
     def _matches(self, tags: Tags, buckets: Ints) -> tuple[Ints, Ints]:
-        """Which of the tags are found, and in which lanes (counted through all buckets): one may be in several."""
+        """(number of the tag, lane counted through all buckets) of each match; a tag may be in several lanes."""
         found = (self._tags.take(buckets, axis=0) == tags[:, None]).ravel().nonzero()[0]
         which = found >> LANE_BITS
         return which, buckets[which] << LANE_BITS | found & LANES - 1
@@ -267,7 +246,7 @@ class BlockIndex:
                 self._place(self.keys_of(rows).tags, rows)
 
     def reserve(self, capacity: int) -> None:
-        """Have room for more rows. Copies everything."""
+        """Make room for more rows. Copies everything."""
         self._words = longer(self._words, capacity, axis=0)
         buckets = _buckets_for(capacity)
         self._tags = longer(self._tags, buckets, axis=0)

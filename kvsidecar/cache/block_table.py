@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_zero
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
-from kvsidecar.cache.eviction_policy import EvictionPolicy
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
 from kvsidecar.types import Namespace
@@ -36,13 +35,12 @@ def require(condition: bool, otherwise: str) -> None:
 class BlockTable:
     """Files blocks and moves them between the states of their slots. `BlockCache` decides when.
 
-    A block is evictable, and then the policy of its space has it and its sealed slots are EVICTABLE; or it is not,
-    and they are HELD. Every method leaves it in one of the two.
+    A block is either evictable: the policy of its space has it, and its sealed slots are EVICTABLE; or it is not, and
+    they are HELD. Every method leaves it in one of the two.
     """
 
-    def __init__(self, allocator: SlotAllocator, policy: Callable[[int], EvictionPolicy], seed: int) -> None:
+    def __init__(self, allocator: SlotAllocator, seed: int) -> None:
         self.slots = allocator
-        self._policy = policy
         self._seed = seed
         self.spaces: dict[tuple[Namespace, int], Space] = {}
         self.tables: dict[int, SpaceBlocks] = {}
@@ -51,7 +49,7 @@ class BlockTable:
         self._cleared: deque[SpaceBlocks] = deque()
         """Cleared, and not swept to the end."""
         self._sparse: dict[int, SpaceBlocks] = {}
-        """Those that have rows for many more blocks than there are."""
+        """Tables with many more rows than blocks."""
         self.num_blocks = 0
         self.readable_blocks = 0
         self.leased_bytes = 0
@@ -69,7 +67,7 @@ class BlockTable:
             raise InvalidRequest(f"group {group}: shard is {shard}; it must be 0 to num_shards - 1 ({num_shards - 1})")
         if shard_bytes <= 0:
             raise InvalidRequest(f"group {group}: shard {shard} has {shard_bytes} bytes per block; it must have some")
-        if not self.slots.fits(shard_bytes):
+        if size_class(shard_bytes) > self.slots.largest_slot:
             raise InvalidRequest(
                 f"group {group}: one block of shard {shard} has {shard_bytes} bytes, but the largest slot of this pool "
                 f"has {self.slots.largest_slot}; the daemon needs a larger --slab-size (and pool)"
@@ -89,7 +87,7 @@ class BlockTable:
     def empty_space(self, hash_bytes: int) -> Space:
         """See `BlockCache.empty_space`."""
         space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
-        space.blocks = SpaceBlocks(space, 0, 0, self._policy, self._seed)
+        space.blocks = SpaceBlocks(space, 0, 0, self._seed)
         return space
 
     def close_space(self, space: Space) -> None:
@@ -101,24 +99,27 @@ class BlockTable:
     # -- being filled ------------------------------------------------------------------------------------------
 
     def claim(self, space: Space, shard: int, keys: Keys) -> tuple[StorePart, int]:
-        """File the blocks that do not exist, and mark this shard of what must be stored as being filled.
+        """Create the blocks that do not exist, and mark this shard FILLING where this store is to fill it.
 
-        Until `reserve` nothing has a slot, and `unclaim` takes it back. With it comes how many blocks are present.
+        A block whose shard is already sealed is present. One whose shard is FILLING belongs to another store, or to
+        the same hash earlier in this one, and is left out. No block has a slot until `reserve`; `unclaim` undoes all.
+
+        Returns:
+            The blocks to fill, and the number of those that are present.
         """
         blocks = space.blocks
         rows = blocks.index.find(keys)
         created = _create_unknown(blocks, keys, rows)
-        if len(created) == len(rows):  # all of them are new, and none comes twice
+        if len(created) == len(rows):  # every block is new, and no hash comes twice
             blocks.slots[shard, rows] = FILLING
             return StorePart(blocks, shard, np.arange(len(rows)), rows, created, keys, rows), 0
         slots = blocks.slots[shard, rows]
-        wanted, present = slots == NO_SLOT, slots >= 0
-        wanted &= first_of_each(rows)
-        index = wanted.nonzero()[0]
-        stored = rows[index]
-        blocks.slots[shard, stored] = FILLING
-        used = (wanted | present).nonzero()[0]
-        part = StorePart(blocks, shard, index, stored, created, keys.take(used), rows[used])
+        present = slots >= 0
+        to_fill = (slots == NO_SLOT) & first_of_each(rows)
+        index = to_fill.nonzero()[0]
+        blocks.slots[shard, rows[index]] = FILLING
+        used = (to_fill | present).nonzero()[0]
+        part = StorePart(blocks, shard, index, rows[index], created, keys.take(used), rows[used])
         return part, int(np.count_nonzero(present))
 
     def unclaim(self, part: StorePart) -> None:
@@ -129,7 +130,7 @@ class BlockTable:
         self._retire(part.blocks)
 
     def reserve(self, part: StorePart, node: int | None) -> None:
-        """Give what was claimed its slots; there must be enough."""
+        """Give what was claimed its slots; there must be enough free ones."""
         blocks, rows = part.blocks, part.rows
         self.num_blocks += len(part.created)
         if len(part.created) < len(rows):
@@ -138,7 +139,7 @@ class BlockTable:
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
 
     def seal(self, part: StorePart, tick: int) -> int:
-        """The shards are complete. How many blocks became readable."""
+        """The shards are complete. Returns how many blocks became readable."""
         blocks, rows = part.blocks, part.rows
         blocks.slots[part.shard, rows] = part.slots
         add_to(blocks.missing, rows, -1)
@@ -150,7 +151,6 @@ class BlockTable:
             readable = int(np.count_nonzero(where_zero(blocks.missing, rows)))
             blocks.readable += readable
             self.readable_blocks += readable
-        # The only slot of a block may be let go as it is.
         self._unpin(blocks, rows, tick, SlotState.HELD if blocks.space.num_shards > 1 else SlotState.RESERVED)
         return readable
 
@@ -160,14 +160,14 @@ class BlockTable:
         self._lose(part, tick)
 
     def quarantine(self, part: StorePart, tick: int) -> None:
-        """The shards may still be written: give their slots up for ever."""
+        """A copy may still write to the shards: never use their slots again."""
         self.slots.quarantine(part.slots)
         self._lose(part, tick)
 
     # -- being used --------------------------------------------------------------------------------------------
 
     def pin(self, chains: Iterable[Chain]) -> None:
-        """Readable blocks must stay until `unpin`."""
+        """Keep readable blocks until `unpin`."""
         for chain in chains:
             blocks, rows = chain.blocks, chain.rows
             idle = rows[blocks.evictable[rows]]
@@ -176,18 +176,18 @@ class BlockTable:
             add_to(blocks.pins, rows, 1)
 
     def unpin(self, chains: Iterable[Chain], tick: int) -> None:
-        """The blocks were used until now; the deepest first, so that it is the oldest of them."""
+        """The blocks were used until now; the deepest counts as the oldest of them."""
         for chain in chains:
             idle = self._unpin(chain.blocks, chain.rows, tick)
             self.leased_bytes -= idle * chain.blocks.space.block_bytes
 
     def touch(self, parts: Iterable[StorePart], tick: int) -> None:
-        """The evictable ones of these blocks were used; the deepest first, so that it is the oldest of them."""
+        """The evictable ones of these blocks were used; the deepest counts as the oldest of them."""
         for part in parts:
             blocks = part.blocks
             if blocks.cleared:
                 continue
-            rows = blocks.index.find(part.chain)  # what was present when the store began may have gone since
+            rows = blocks.index.find(part.chain)  # blocks that were present when the store began may have gone
             rows = rows[rows >= 0]
             rows = rows[blocks.evictable[rows]]
             rows = rows[first_of_each(rows)][::-1]
@@ -220,7 +220,7 @@ class BlockTable:
             self._drop_if_unused(blocks.space)
 
     def clear(self, space: Space) -> None:
-        """Detach all blocks of the space, however many there are; `sweep` frees those that nobody needs."""
+        """Detach all blocks of the space, in O(1); `sweep` frees those that are not pinned."""
         blocks = space.blocks
         if not len(blocks):
             return
@@ -232,7 +232,7 @@ class BlockTable:
         self._drop_if_unused(space)
 
     def sweep(self, limit: int) -> bool:
-        """Free what nobody needs of up to ``limit`` cleared blocks. False when nothing is left to do."""
+        """Look at up to ``limit`` cleared blocks, and free those that are not pinned. False when none is left."""
         while limit > 0 and self._cleared:
             blocks = self._cleared[0]
             rows = np.arange(blocks.swept, min(blocks.swept + limit, blocks.rows_used))
@@ -244,9 +244,9 @@ class BlockTable:
         return bool(self._cleared)
 
     def rebuild_sparse(self) -> bool:
-        """Let one table have rows for the blocks there are only. False if none of those that should can.
+        """Shrink one sparse table to the rows its blocks need. False if there is none that can be shrunk.
 
-        Not within a request: it has rows in its hands.
+        Not to be called within a request, which holds row numbers.
         """
         for number, blocks in list(self._sparse.items()):
             if blocks.sparse and not blocks.cleared:
@@ -260,14 +260,18 @@ class BlockTable:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _hold(self, blocks: SpaceBlocks, rows: Ints) -> None:
-        """Evictable blocks are needed now."""
+        """Make evictable blocks stay."""
         if len(rows):
             blocks.evictable[rows] = False
             blocks.policy.remove(rows)
             self.slots.hold(blocks.held_slots(rows))
 
     def _unpin(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
-        """One pin of each block has ended: what becomes of those of which it was the last? How many are these?"""
+        """End one pin of each block. Blocks without a pin become evictable, or are freed if nothing can find them.
+
+        Returns:
+            How many blocks have no pin any more.
+        """
         idle = blocks.unpin(rows)[::-1]
         if not len(idle):
             return 0
@@ -295,7 +299,7 @@ class BlockTable:
         self._unpin(part.blocks, part.rows, tick)
 
     def _detach(self, blocks: SpaceBlocks, rows: Ints) -> None:
-        """Nothing finds the blocks from now on."""
+        """Make the blocks impossible to find."""
         blocks.index.remove(rows)
         blocks.detached[rows] = True
         self.num_blocks -= len(rows)
@@ -304,7 +308,7 @@ class BlockTable:
         self.readable_blocks -= readable
 
     def _free(self, blocks: SpaceBlocks, rows: Ints) -> None:
-        """Nobody needs these blocks, and nothing finds them."""
+        """Free blocks that are detached and not pinned."""
         slots = blocks.held_slots(rows)
         if self.corrupt:
             slots = np.asarray(slots, np.int64)
@@ -323,19 +327,19 @@ class BlockTable:
             self._retire(space.blocks)
 
     def _retire(self, blocks: SpaceBlocks) -> None:
-        """A table that holds nothing costs nothing; and it is forgotten if it will not be used again."""
+        """Give back the memory of a table without blocks, and forget it if it will not be used again."""
         if len(blocks):
             if blocks.sparse and not blocks.cleared:
                 self._sparse[blocks.number] = blocks
             return
-        # Here and not when nobody refers to it: a space and its table refer to each other.
+        # Not left to the garbage collector: a space and its table refer to each other.
         blocks.give_back()
         if blocks.cleared or blocks.space.dropped:
             self.tables.pop(blocks.number, None)
 
     def _new_blocks(self, space: Space) -> SpaceBlocks:
         self._num_tables += 1
-        blocks = SpaceBlocks(space, self._num_tables, self._capacity(space), self._policy, self._seed)
+        blocks = SpaceBlocks(space, self._num_tables, self._capacity(space), self._seed)
         self.tables[blocks.number] = blocks
         return blocks
 

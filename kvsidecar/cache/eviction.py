@@ -1,15 +1,25 @@
 """Eviction that only chooses (as in Ray's plasma store): a policy orders blocks, `choose_victims` plans, and the
-cache does it. Nothing here frees a slot."""
+cache evicts. Nothing here frees a slot.
+
+How a plan is made. `Supply` counts what could be allocated if the victims chosen so far were gone, and names the
+largest size class that still lacks slots. Two kinds of victims give slots of that class: single blocks that have one,
+and all blocks of a slab of another class, which can then be cut anew. What was unused for longest goes first. A slab
+was last used when the newest of its blocks was. So the blocks that are no newer than the oldest slab go first, then
+that slab, then the blocks up to the next slab, and so on. Without slabs in that order the second model on a node
+would starve with its first slab.
+
+A block is evicted as a whole, with its slots in other slabs and classes. So a later victim may give what an earlier
+one was chosen for; at the end the plan spares the victims that turned out needless, the newest first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Bools, Ints, some
+from kvsidecar.cache.arrays import NO_INTS, Ints
 from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.slots import SlotAllocator
 
@@ -25,17 +35,13 @@ def choose_victims(
 ) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if no choice would do. Changes nothing.
 
-    The oldest evictable blocks with a slot of the needed class go first. A whole slab of another class goes instead
-    if no block of it was used since, or if there are no such blocks: without that the second model on a node would
-    starve with its first slab. A block is evicted as a whole, with its slots in other slabs and classes.
-
     Args:
         needs: slots needed per size class.
         tables: all blocks of the pool, by number.
         asked: blocks that the same request is about; never chosen.
     """
     if sum(size * need for size, need in needs.items()) > allocator.total_bytes - allocator.busy_bytes:
-        return None  # without this a request that is too large would look at every block first
+        return None  # or a request that is too large would look at every block first
     plan = _Plan(needs, allocator, tables)
     try:
         for chain in asked:
@@ -49,13 +55,13 @@ def choose_victims(
 
 
 def oldest_first(queues: Sequence[Chain]) -> list[tuple[int, int]]:
-    """Order in which blocks of several spaces go: (queue, position in it) of each.
+    """The order in which blocks of several spaces go: (queue, position in it) of each.
 
-    By the tick of their last use. Those of one tick, the groups of one request, come in turns: a prefix that one group
-    has lost is of no use in the others.
+    They go by the tick of their last use. The groups of one request have the same tick and take turns: a prefix that
+    one group has lost is of no use in the others.
 
     Args:
-        queues: of each space its candidates, the oldest first.
+        queues: the candidates of each space, the oldest first.
     """
     ticks = [queue.blocks.last_used[queue.rows] for queue in queues]
     turns = [np.arange(len(tick)) - np.searchsorted(tick, tick) for tick in ticks]
@@ -67,20 +73,13 @@ def oldest_first(queues: Sequence[Chain]) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Choice:
-    """Blocks that were chosen together."""
+    """Blocks that are chosen together."""
 
     victims: list[Chain]
-    tick: int
-    slab: bool
-    """They make a whole slab, and only all of them do."""
-
-
-class _IdleSlab(NamedTuple):
-    """A slab that could go as a whole."""
-
-    number: int
     last_used: int
-    """Tick."""
+    """Tick of the last use of the newest of them."""
+    slab: bool
+    """They free a whole slab, and only all of them do."""
 
 
 class _Plan:
@@ -95,38 +94,34 @@ class _Plan:
         """Size class -> slabs of other classes that could go, the longest unused last."""
 
     def make(self) -> bool:
-        """Choose until the needs are met. False if they cannot be.
-
-        What goes next is what was not used for longest: blocks with a slot of the class that is missing, or all of a
-        slab of another class. A slab was last used when the newest of its blocks was, so the blocks that are no newer
-        than the oldest slab go first, then that slab, then the blocks up to the next slab, and so on.
-        """
+        """Choose until the needs are met. False if they cannot be."""
         while (unmet := self._supply.unmet()) is not None:
-            slab = self._oldest_slab(unmet.size)
-            blocks = self._oldest_blocks(unmet.size, unmet.missing, None if slab is None else slab.last_used)
+            choice = self._oldest_slab(unmet.size)
+            blocks = self._oldest_blocks(unmet.size, unmet.missing, None if choice is None else choice.last_used)
             if blocks:
                 newest = max(int(chain.blocks.last_used[chain.rows[-1]]) for chain in blocks)
-                self._choose(_Choice(blocks, newest, slab=False))
-            elif slab is not None:
-                self._choose(_Choice(self._blocks_in(slab.number), slab.last_used, slab=True))
-            else:
+                choice = _Choice(blocks, newest, slab=False)
+            if choice is None:
                 return False
+            self._choices.append(choice)
+            self._mark(choice.victims)
         self._spare()
         return True
 
     def only_table(self) -> SpaceBlocks | None:
-        """The one table that can give anything, if each of its blocks gives one slot: as with one model on the node.
+        """The only table, if each of its blocks gives one slot of the only class that is needed; else None.
 
-        Then there is no slab to weigh against blocks and nothing to spare, and `make` would choose `oldest_of`.
+        This is the rule on a node with one model. There is no slab to weigh against blocks and nothing to spare, so
+        `oldest_of` that table is what `make` would choose.
         """
         tables = [blocks for blocks in self._tables.values() if not blocks.cleared]
-        if len(tables) == 1 and tables[0].space.num_shards == 1 and self._supply.surplus() is not None:
-            size = tables[0].space.slot_sizes[0]
-            return tables[0] if self._supply.largest == size and not len(self._allocator.reclaimable(size)) else None
-        return None
+        if len(tables) != 1 or tables[0].space.num_shards > 1 or self._supply.surplus() is None:
+            return None
+        size = tables[0].space.slot_sizes[0]
+        return tables[0] if self._supply.largest == size and not len(self._allocator.reclaimable(size)) else None
 
     def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
-        """The oldest blocks that are enough, if there are so many."""
+        """The oldest blocks of one table that are enough; None if all together are not."""
         unmet = self._supply.unmet()
         if unmet is None:
             return []
@@ -134,17 +129,16 @@ class _Plan:
         return [victims] if len(victims.rows) == unmet.missing else None
 
     def chosen(self) -> list[Chain]:
-        """All that were chosen, also those that are spared."""
+        """All blocks that were chosen, also those that are spared."""
         return [chain for choice in self._choices for chain in choice.victims]
 
     def victims(self) -> list[Chain]:
-        chosen = [Chain(chain.blocks, chain.rows[self._marked(chain, VICTIM)]) for chain in self.chosen()]
-        return [chain for chain in chosen if len(chain.rows)]
+        return _with_mark(VICTIM, self.chosen())
 
-    # -- who comes next ------------------------------------------------------------------------------------------
+    # -- candidates ----------------------------------------------------------------------------------------------
 
     def _oldest_blocks(self, size: int, missing: int, until: int | None) -> list[Chain]:
-        """The oldest blocks that give so many slots of this class, or all there are; none used after tick ``until``."""
+        """The oldest blocks that give ``missing`` slots of this class, or all there are; none used after ``until``."""
         tables = [blocks for blocks in self._tables.values() if size in blocks.space.slot_sizes and not blocks.cleared]
         queues = [self._candidates(blocks, size, missing, until) for blocks in tables]
         queues = [queue for queue in queues if len(queue.rows)]
@@ -160,7 +154,7 @@ class _Plan:
         return [Chain(queue.blocks, queue.rows[:count]) for queue, count in zip(queues, taken, strict=True) if count]
 
     def _candidates(self, blocks: SpaceBlocks, size: int, missing: int, until: int | None) -> Chain:
-        """The oldest blocks of one space that would be enough, or all there are."""
+        """`_oldest_blocks` of one space."""
         pieces: list[Ints] = []
         for piece in blocks.policy.candidates():
             rows = piece[blocks.marks[piece] == 0]
@@ -180,25 +174,21 @@ class _Plan:
                 break
         return Chain(blocks, pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces)))
 
-    def _oldest_slab(self, size: int) -> _IdleSlab | None:
-        """The longest unused slab of another class that can be had as a whole."""
+    def _oldest_slab(self, size: int) -> _Choice | None:
+        """All blocks of the longest unused slab of another class that can be freed as a whole."""
         if size not in self._slabs:
             self._slabs[size] = self._allocator.reclaimable(other_than=size).tolist()[::-1]
-        slabs = self._slabs[size]
-        while slabs and not self._gives_whole(slabs[-1], size):
-            slabs.pop()
-        return _IdleSlab(slabs[-1], int(self._allocator.slabs.touched[slabs[-1]])) if slabs else None
-
-    def _gives_whole(self, slab: int, size: int) -> bool:
-        if self._allocator.slabs.nbytes[slab] < size or self._supply.is_whole(slab):
-            return False
-        return not any(some(self._marked(chain, ASKED)) for chain in self._owners(slab))
+        candidates, slabs = self._slabs[size], self._allocator.slabs
+        while candidates:
+            slab = candidates[-1]
+            if slabs.nbytes[slab] >= size and not self._supply.is_whole(slab):
+                owners = self._owners(slab)
+                if not _with_mark(ASKED, owners):
+                    return _Choice(_with_mark(0, owners), int(slabs.touched[slab]), slab=True)
+            candidates.pop()
+        return None
 
     # -- the choice ----------------------------------------------------------------------------------------------
-
-    def _choose(self, choice: _Choice) -> None:
-        self._choices.append(choice)
-        self._mark(choice.victims)
 
     def _mark(self, victims: Iterable[Chain]) -> None:
         for chain in victims:
@@ -211,15 +201,11 @@ class _Plan:
             self._supply.keep(chain.blocks.held_slots(chain.rows))
 
     def _spare(self) -> None:
-        """Take needless victims back, the newest first.
-
-        A block with several shards gives several slots, and a slab many: more than was missing, perhaps, so that a
-        victim chosen before is not needed any more. Each is taken back, and stays so if the needs are met without it.
-        A slab is whole or of no use, so its blocks are taken back together.
-        """
-        for choice in sorted(self._choices, key=lambda choice: choice.tick, reverse=True):
+        """Take back each victim without which the needs are still met, the newest first. A slab is whole or of no
+        use, so its blocks are taken back together."""
+        for choice in sorted(self._choices, key=lambda choice: choice.last_used, reverse=True):
             if self._supply.surplus() == 0:
-                return  # whatever is taken back now would be missing
+                return  # any victim that were taken back now would be missing
             for victims in [choice.victims] if choice.slab else self._one_by_one(choice):
                 self._unmark(victims)
                 if self._supply.unmet() is not None:
@@ -245,16 +231,13 @@ class _Plan:
         gives: Ints = (blocks.slots[np.array(shards)[:, None], chain.rows] >= 0).sum(axis=0)
         return gives
 
-    def _marked(self, chain: Chain, mark: int) -> Bools:
-        marked: Bools = chain.blocks.marks[chain.rows] == mark
-        return marked
-
-    def _blocks_in(self, slab: int) -> list[Chain]:
-        """The owners of a slab that are not chosen yet."""
-        chains = [Chain(chain.blocks, chain.rows[self._marked(chain, 0)]) for chain in self._owners(slab)]
-        return [chain for chain in chains if len(chain.rows)]
-
     def _owners(self, slab: int) -> list[Chain]:
         owners = np.unique(self._allocator.owners(slab))
         numbers, rows = owners >> 32, owners & 0xFFFFFFFF
         return [Chain(self._tables[number], rows[numbers == number]) for number in np.unique(numbers).tolist()]
+
+
+def _with_mark(mark: int, chains: Iterable[Chain]) -> list[Chain]:
+    """The blocks of these chains that carry ``mark``; chains without any are left out."""
+    marked = [Chain(each.blocks, each.rows[each.blocks.marks[each.rows] == mark]) for each in chains]
+    return [chain for chain in marked if len(chain.rows)]

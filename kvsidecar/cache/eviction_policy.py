@@ -1,10 +1,9 @@
-"""In which order blocks go. What goes, `kvsidecar.cache.eviction` decides."""
+"""The order in which blocks go. `kvsidecar.cache.eviction` decides which of them go."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,47 +16,20 @@ WINDOW = 32
 """Entries of the log that are looked at first; then twice as many, and so on."""
 
 
-class EvictionPolicy(Protocol):
-    """The order in which one space gives up its blocks. It has exactly the blocks that are evictable right now."""
-
-    def insert(self, rows: Ints) -> None:
-        """These blocks, each once, have become evictable, just used.
-
-        Blocks of one request come the deepest first: a prefix is useless without its head, so of one request the
-        block that came first should go last.
-        """
-
-    def remove(self, rows: Ints) -> None:
-        """These blocks are needed, or are being evicted, or were just used and come back at once."""
-
-    def candidates(self) -> Iterator[Ints]:
-        """All blocks, in pieces, the next to be evicted first. Nothing changes while the iterator is in use.
-
-        To be merged with other spaces they should come sorted by the tick of their last use.
-        """
-
-    def reserve(self, capacity: int) -> None:
-        """There can be rows up to ``capacity``."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-
-
 class LruPolicy:
-    """Least recently used first: a log of uses in which only the last entry of a block counts.
+    """The order in which one space gives up its blocks, least recently used first. It has exactly the blocks that are
+    evictable right now.
+
+    It is a log of uses in which only the last entry of a block counts.
 
     A removed block leaves its entry behind, so that a use costs one write and no search. Segments without a living
-    entry are dropped; neighbours that have come to be half empty are merged, two pairs for every new segment, so the
-    log stays within about twice the number of blocks.
-
-    Args:
-        capacity: how many rows there can be.
+    entry are dropped; neighbours that together fit into one are merged, two pairs for every new segment, so the log
+    stays within about twice the number of blocks.
     """
 
     def __init__(self, capacity: int) -> None:
         self._place: Ints = zeros((capacity,), np.int64)
-        """Per row one more than the number of its living entry in the log; 0 for one that is not here."""
+        """Per row one more than the number of its living entry in the log; 0 for a row without one."""
         self._end = 0
         """Number of the next entry."""
         self._segments: dict[int, npt.NDArray[np.int32]] = {}
@@ -65,10 +37,15 @@ class LruPolicy:
         self._living: dict[int, int] = {}
         """Segment -> its living entries."""
         self._oldest = 0
-        """No entry before this one is living: who evicts one block after the other need not look for it each time."""
+        """No entry before this one is living, so that one eviction after the other need not search for it."""
         self._to_merge: Iterator[tuple[int, int]] = iter(())
 
     def insert(self, rows: Ints) -> None:
+        """These blocks, each once, have become evictable, just used.
+
+        Blocks of one request come the deepest first: a prefix is useless without its head, so of one request the
+        block that came first should go last.
+        """
         start = self._end & SEGMENT - 1
         if len(rows) == 1 <= FEW and start:
             row, segment = rows.item(), self._end >> SEGMENT_BITS
@@ -91,6 +68,7 @@ class LruPolicy:
             self._end += len(piece)
 
     def remove(self, rows: Ints) -> None:
+        """These blocks are no longer evictable; or they were just used, and `insert` follows."""
         if len(rows) <= FEW:
             for row in rows.tolist():
                 segment = self._place.item(row) - 1 >> SEGMENT_BITS
@@ -103,6 +81,8 @@ class LruPolicy:
             self._lose(segment, count)
 
     def candidates(self) -> Iterator[Ints]:
+        """All blocks, in pieces, sorted by their last use, the next to be evicted first. Nothing may change while the
+        iterator is in use."""
         nothing_yet = True
         window = WINDOW
         for segment, rows in self._segments.items():
@@ -119,11 +99,8 @@ class LruPolicy:
                 window = min(2 * window, SEGMENT)
 
     def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows."""
         self._place = longer(self._place, capacity)
-
-    @property
-    def nbytes(self) -> int:
-        return self._place.nbytes + sum([rows.nbytes for rows in self._segments.values()])
 
     def _living_rows(self, segment: int) -> Ints:
         rows = self._segments[segment]

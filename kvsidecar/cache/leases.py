@@ -1,4 +1,4 @@
-"""The live leases, by id, by owner and by expiry. What a lease pins is the cache's business."""
+"""The live leases, by id, by owner and by expiry. The cache pins their blocks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from heapq import heapify, heappop, heappush
 from kvsidecar.cache.block import Chain, Lease
 
 RELEASED = 4096
-"""Leases that were released last and are still known by their ids."""
+"""The most released leases that are remembered by their ids, the last ones."""
 
 
 class LeaseTable:
-    """Live leases. Times are seconds on one clock of the caller's.
+    """Live leases. Times are seconds on the caller's clock.
 
     Args:
         next_id: source of lease ids; one that is still in use is not given again. Default: 0, 1, 2, ...
@@ -51,7 +51,7 @@ class LeaseTable:
         return lease if lease is not None and now < lease.expires_at else None
 
     def held(self, owner: Hashable) -> tuple[int, int]:
-        """How many leases an owner has, and how many blocks are in them; one that is in two counts twice."""
+        """Number of leases of an owner, and of blocks in them; a block in two leases counts twice."""
         return len(self._by_owner.get(owner, ())), self._blocks_of.get(owner, 0)
 
     def renew(self, lease_id: int, now: float, expires_at: float) -> bool:
@@ -107,7 +107,7 @@ class LeaseTable:
 
     def _note_expiry(self, lease: Lease) -> None:
         if len(self._expiries) > 2 * len(self._leases) + 64:
-            # Old entries go when their time comes; if that is far off they must not pile up.
+            # Old entries go when their time comes; until then they must not pile up.
             self._expiries = [(lease.expires_at, lease.id) for lease in self._leases.values()]
             heapify(self._expiries)
         else:

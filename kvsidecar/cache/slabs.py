@@ -44,13 +44,9 @@ class Slabs:
         """The slab that each slot lies in."""
         return np.asarray(slots, np.int64) // self.slab_bytes
 
-    def slots_per_slab(self, size: int) -> int:
-        """Slots of size class ``size`` in a slab of full length."""
-        return self.slab_bytes // size
-
 
 class NodeSlabs:
-    """What is free on one NUMA node."""
+    """The slabs with free slots on one NUMA node."""
 
     def __init__(self) -> None:
         self.whole: deque[int] = deque()

@@ -17,8 +17,8 @@ from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
 from kvsidecar.cache.supply import Supply
 
 SLOT_ALIGN = 4096
-"""Slots are multiples of this many bytes and start at one: a page (and so a cache line) holds bytes of one slot only,
-which keeps two DMAs from sharing a line, and sizes that differ by a few bytes share a class."""
+"""Slots begin at a multiple of this many bytes and are a multiple long. So a page (and a cache line) holds bytes of one
+slot only, two DMAs never share a line, and sizes that differ by a few bytes share a class."""
 
 NOBODY = -1
 """Owner of a slot that is free or quarantined."""
@@ -33,7 +33,7 @@ class SlotState(IntEnum):
     HELD = 2
     """Sealed, and its block must stay: it is pinned, or another shard of it is being filled."""
     EVICTABLE = 3
-    """Sealed, and nobody would notice but the next lookup."""
+    """Sealed, and in use by no lease, copy or store."""
     QUARANTINED = 4
     """A copy into it may still be running; never used again."""
 
@@ -60,7 +60,7 @@ class SlotAllocator:
         numa_of_slab: NUMA node of each slab, None for one whose node is unknown. Default: all unknown.
 
     Raises:
-        ValueError: for sizes that are not as said above.
+        ValueError: a size or the length of ``numa_of_slab`` is wrong.
     """
 
     def __init__(self, pool_bytes: int, slab_bytes: int, numa_of_slab: Sequence[int | None] | None = None) -> None:
@@ -90,15 +90,10 @@ class SlotAllocator:
         for slab in reversed(range(num_slabs)):
             self._put_whole(slab)
 
-    # -- what there is -----------------------------------------------------------------------------------------
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in uncut slabs and in free slots of cut ones."""
-        return self._bytes[_FREE]
+    # -- counts and plans --------------------------------------------------------------------------------------
 
     def bytes_in(self, state: SlotState) -> int:
-        """Bytes of all slots in ``state``; for `SlotState.FREE` with the uncut slabs."""
+        """Bytes of all slots in ``state``. Those of uncut slabs are FREE too."""
         return self._bytes[state]
 
     @property
@@ -111,10 +106,6 @@ class SlotAllocator:
         """Bytes of the largest slot that can be cut."""
         return int(self.slabs.nbytes[0])
 
-    def fits(self, nbytes: int) -> bool:
-        """False if a shard of ``nbytes`` bytes is larger than any slab, so that it can never be stored."""
-        return size_class(nbytes) <= self.largest_slot
-
     def free_slots(self, size: int, node: int | None = None) -> int:
         """Free slots in slabs that are already cut to ``size``; those on ``node`` only, unless it is None."""
         if node is not None:
@@ -126,16 +117,6 @@ class SlotAllocator:
         if len(slots) <= FEW:
             return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in few(slots)])
         return int(self.slabs.size[self.slabs.holding(slots)].sum())
-
-    def state_of(self, offset: int) -> SlotState:
-        """State of the slot that this byte of the pool belongs to; FREE if it belongs to none."""
-        slab = offset // self.slab_bytes
-        if not self.slabs.size[slab]:
-            return SlotState.FREE
-        inside = (offset - self.slabs.start[slab]) // self.slabs.size[slab]
-        if inside >= self.slabs.capacity[slab]:
-            return SlotState.FREE
-        return SlotState(self._states[self.slabs.first[slab] + inside])
 
     def owners(self, slab: int) -> Ints:
         """Owners of the slots of a slab; one that owns several comes several times."""
@@ -175,8 +156,8 @@ class SlotAllocator:
         return Supply(self.slabs, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
 
     def is_fragmented(self, needs: Mapping[int, int]) -> bool:
-        """Whether there are bytes enough for these needs, free or evictable, but in slabs of other size classes that
-        slots which must stay keep from being cut anew. O(slabs)."""
+        """Whether enough bytes for these needs are free or evictable, but lie in slabs of other size classes, where
+        slots that must stay keep the slab from being cut anew. O(slabs)."""
         spare = self.total_bytes - self.busy_bytes - self.wasted_bytes
         if sum(size * need for size, need in needs.items()) > spare or all(size in needs for size in self._cut_slabs):
             return False
@@ -197,11 +178,11 @@ class SlotAllocator:
     def allocate(self, size: int, owners: Ints, node: int | None = None) -> Ints:
         """Reserve a slot of size class ``size`` for each owner: adjacent and ascending as far as free slots allow.
 
-        Partly used slabs come before whole ones, so that whole ones stay for other classes; the ``node``, if given,
-        before the others: a copy across sockets is slower than one that finds its slab half empty.
+        Partly used slabs come before whole ones, which stay for other classes. But a whole slab on ``node`` comes
+        before any slab elsewhere: a copy across sockets is slow.
 
         Raises:
-            AssertionError: there are fewer slots (see `supply`); nothing has changed then.
+            AssertionError: there are fewer slots (see `supply`). Nothing has changed.
         """
         pieces: dict[int, Ints] = {}
         missing = len(owners)
@@ -209,9 +190,10 @@ class SlotAllocator:
         if missing == 1 <= FEW and (slab := next(slabs, None)) is not None:
             return self._allocate_one(slab, size, owners)
         while missing and (slab := next(slabs, None)) is not None:
-            pieces[slab] = self._lowest_free(slab, missing)
-            self._take(slab, pieces[slab])
-            missing -= len(pieces[slab])
+            pieces[slab] = indices = self._lowest_free(slab, missing)
+            self._states[self.slabs.first[slab] + indices] = _RESERVED
+            self._count_taken(slab, len(indices), int(indices[-1]) + 1)
+            missing -= len(indices)
         slots: list[Ints] = []
         for slab in sorted(pieces):
             indices = pieces[slab]
@@ -224,7 +206,7 @@ class SlotAllocator:
         return slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
 
     def own(self, slots: Ints, owners: Ints) -> None:
-        """Give used slots other owners."""
+        """Change the owners of used slots."""
         self._owners[self._locate(slots)[2]] = owners
 
     def seal(self, slots: Slots) -> None:
@@ -232,11 +214,11 @@ class SlotAllocator:
         self._move(slots, _RESERVED, _HELD)
 
     def quarantine(self, slots: Slots) -> None:
-        """They may still be written to, for ever: RESERVED to QUARANTINED."""
+        """A copy may still write to them: RESERVED to QUARANTINED."""
         self._move(slots, _RESERVED, _QUARANTINED)
 
     def mark_corrupt(self, slots: Ints) -> None:
-        """What they hold is not what was put in: HELD or EVICTABLE to QUARANTINED."""
+        """Their bytes differ from those that were sealed: HELD or EVICTABLE to QUARANTINED."""
         _, _, at = self._locate(slots)
         self.hold(slots[self._states[at] == _EVICTABLE])
         self._move(slots, _HELD, _QUARANTINED)
@@ -246,8 +228,8 @@ class SlotAllocator:
         self._move(slots, _EVICTABLE, _HELD)
 
     def mark_evictable(self, slots: Slots, tick: int, source: SlotState = SlotState.HELD) -> None:
-        """Their blocks were last used at ``tick`` and may be evicted: HELD, or RESERVED if they were just filled, to
-        EVICTABLE. Ticks never go back."""
+        """Their blocks were last used at ``tick`` and may be evicted: HELD (or RESERVED, if a store has just filled
+        them) to EVICTABLE. Ticks never decrease."""
         self._move(slots, int(source), _EVICTABLE)
         self.touch(slots, tick)
 
@@ -275,7 +257,7 @@ class SlotAllocator:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _has_free(self, needs: Mapping[int, int], node: int | None = None) -> bool:
-        """The slabs that are cut already are enough, which is so of nearly every request."""
+        """Whether slabs that are cut already have enough free slots, as they do for nearly every request."""
         return all(self.free_slots(size, node) >= need for size, need in needs.items())
 
     def _locate(self, slots: Slots) -> tuple[Ints, Ints, Ints]:
@@ -306,7 +288,6 @@ class SlotAllocator:
         return slab, size, self.slabs.first.item(slab) + inside
 
     def _move(self, slots: Slots, source: int, target: int) -> None:
-        """Change the state of slots."""
         if len(slots) <= FEW:
             self._move_few(slots, source, target)
             return
@@ -324,7 +305,7 @@ class SlotAllocator:
             self.slabs.evictable[distinct] += counts if target == _EVICTABLE else -counts
 
     def _move_few(self, slots: Slots, source: int, target: int) -> None:
-        """`_move`, one after the other."""
+        """`_move`, slot by slot."""
         places = [self._locate_one(slot) for slot in few(slots)]
         for _, _, at in places:
             if self._states.item(at) != source:
@@ -359,7 +340,7 @@ class SlotAllocator:
         home = self._nodes.get(node) if node is not None else None
         if home is not None:
             while (slab := home.fullest(size)) is not None:
-                yield slab  # who asks for the next one has filled this one
+                yield slab  # the caller fills it before it asks for the next one
             while (slab := self._cut(home, size)) is not None:
                 yield slab
         for other in self._nodes.values():
@@ -391,25 +372,25 @@ class SlotAllocator:
         return np.array((slabs.start.item(slab) + index * size,))
 
     def _lowest_free(self, slab: int, wanted: int) -> Ints:
-        """Indices of the lowest free slots of a slab, at most so many; at least one is free."""
-        first, capacity = int(self.slabs.first[slab]), int(self.slabs.capacity[slab])
-        start, window = int(self.slabs.lowest_free[slab]), 2 * wanted + 64
+        """Indices in a slab of its lowest free slots, at most ``wanted``; the slab has at least one.
+
+        A slab may have thousands of slots, so their states are searched window by window, each twice as long as the
+        one before, from the lowest slot that can be free.
+        """
+        first = self.slabs.first.item(slab)
+        states = self._states[first : first + self.slabs.capacity.item(slab)]
+        start, window = self.slabs.lowest_free.item(slab), 2 * wanted + 64
         found: list[Ints] = []
-        while wanted and start < capacity:
-            states = self._states[first + start : first + min(start + window, capacity)]
-            free = (states == _FREE).nonzero()[0][:wanted]
+        while wanted and start < len(states):
+            free = (states[start : start + window] == _FREE).nonzero()[0][:wanted]
             found.append(free + start)
             wanted -= len(free)
             start += window
             window *= 2
         return np.concatenate(found) if len(found) > 1 else found[0]
 
-    def _take(self, slab: int, indices: Ints) -> None:
-        self._states[self.slabs.first[slab] + indices] = _RESERVED
-        self._count_taken(slab, len(indices), int(indices[-1]) + 1)
-
     def _count_taken(self, slab: int, count: int, lowest_free: int) -> None:
-        """So many slots of the slab were free, and are RESERVED now."""
+        """Account for ``count`` slots of the slab that were FREE and are RESERVED now."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         size, used = slabs.size.item(slab), slabs.used.item(slab) + count
         slabs.lowest_free[slab] = lowest_free
@@ -419,7 +400,7 @@ class SlotAllocator:
         home.free_slots[size] -= count
 
     def _give_back(self, slab: int, count: int, lowest: int) -> None:
-        """So many slots of the slab have become free."""
+        """Account for ``count`` slots of the slab that have become free."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         size, used = slabs.size.item(slab), slabs.used.item(slab) - count
         self._use(home, slab, used)
@@ -429,7 +410,7 @@ class SlotAllocator:
             self._join(slab)
 
     def _use(self, home: NodeSlabs, slab: int, used: int) -> None:
-        """Set how many slots of a slab are used, and file it under the level that this makes."""
+        """Set how many slots of a slab are used, and move it to the list of its new level."""
         slabs = self.slabs
         capacity = slabs.capacity.item(slab)
         before, after = slabs.used.item(slab) * LEVELS // capacity, used * LEVELS // capacity

@@ -1,4 +1,4 @@
-"""What the pool could give if some slots were freed first: planning that changes nothing."""
+"""The slots that the pool could give if others were freed first: planning that changes nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from kvsidecar.cache.slabs import Slabs
 
 
 class Unmet(NamedTuple):
-    """A need that is not met."""
+    """A need that is not met: ``missing`` slots of size class ``size``."""
 
     size: int
-    """Size class."""
     missing: int
-    """Slots of it that are missing."""
 
 
 class Supply:
@@ -57,7 +55,7 @@ class Supply:
             missing = need - self._free_slots[size]
             if missing <= 0:
                 continue
-            per_slab = self._slabs.slots_per_slab(size)
+            per_slab = self._slabs.slab_bytes // size
             opened = min(whole, -(-missing // per_slab)) if per_slab else 0
             whole -= opened
             missing -= opened * per_slab
@@ -74,7 +72,7 @@ class Supply:
         if len(self._needs) > 1:
             return None
         (size, need) = self._needs[0]
-        whole = self._whole_slabs * self._slabs.slots_per_slab(size) + self._short_slab // size
+        whole = self._whole_slabs * (self._slabs.slab_bytes // size) + self._short_slab // size
         return self._free_slots[size] + whole - need
 
     @property

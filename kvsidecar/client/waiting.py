@@ -1,23 +1,20 @@
-"""How the client's threads wait: the one lock with its condition, and keep-awake.
+"""How the client's threads wait: one lock with its condition, and a light sleep for answers that come soon.
 
-A core that has been idle for 0.2 to 0.3 ms takes 100 to 400 us to come back, in virtual machines above all (measured:
-docs/benchmarks.md); that is as long as a copy of ten blocks. A thread that wakes up every 100 us keeps its core from
-that, for some tenth of its time. So who waits for a daemon that answers soon waits lightly: in such naps.
+A thread that waits lightly wakes up every `NAP_SECONDS`, which `kvsidecar.support.keep_awake` explains.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
-import os
 import select
 import threading
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-NAP_SECONDS: Final = 100e-6 if len(os.sched_getaffinity(0)) >= 4 else 5e-3
-"""Few cores are busy, and do not sleep deeply."""
+from kvsidecar.support import keep_awake
+
+NAP_SECONDS: Final = keep_awake.NAP_SECONDS if keep_awake.CORES_TO_SPARE else 5e-3
 LIGHT_SECONDS = 0.05
 """A job that takes longer is slow, and not worth a tenth of a core."""
 LIGHT_ANSWER_SECONDS: Final = 0.005
@@ -73,12 +70,8 @@ class _PollFd(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 _ppoll = ctypes.CDLL(None).ppoll
-_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(_Timespec), ctypes.c_void_p)
+_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(keep_awake.Timespec), ctypes.c_void_p)
 
 
 def wait_readable(fd: int, seconds: float) -> bool:
@@ -103,5 +96,4 @@ def wait_for_answer(fd: int, seconds: float) -> bool:
 
 
 def _wait(fd: int, events: int, seconds: float) -> bool:
-    fraction, whole = math.modf(max(0.0, seconds))
-    return bool(_ppoll(_PollFd(fd, events, 0), 1, _Timespec(int(whole), int(fraction * 1e9)), None) > 0)
+    return bool(_ppoll(_PollFd(fd, events, 0), 1, keep_awake.Timespec.of(seconds), None) > 0)

@@ -1,4 +1,4 @@
-"""The devices in use and their copy workers: opened at the first need, stopped once, at the end."""
+"""The devices in use and their copy workers: opened when first needed, stopped once, at the end."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ class DeviceHub:
 
     Args:
         platform: where devices come from.
-        on_worker_failure: told (device UUID, direction, error) when a worker can copy no more. Called in the
-            worker's thread.
+        on_worker_failure: called in a worker's thread with (device UUID, direction, error) when an error ends it.
         store_chunk: bytes of stores in flight at a time while an engine is busy on their device; None for no bound.
-        guard: as that of `CopyWorker`.
+        guard: as in `CopyWorker`.
     """
 
     def __init__(
@@ -49,33 +48,24 @@ class DeviceHub:
         self.platform = platform
         self._guard = guard
         self._on_worker_failure = on_worker_failure
-        self._store_chunk = store_chunk
-        self._busy: frozenset[str] = frozenset()
-        self._pool_address: int | None = None
+        self.store_chunk = store_chunk
+        self.busy: frozenset[str] = frozenset()
+        """UUIDs of the devices on which an engine computes: its own small copies, such as those of sampled tokens, must
+        pass the stores there. Elsewhere stores may use the whole link."""
+        self.pool_address: int | None = None
+        """Set when the pool is pinned: workers may copy from then on."""
+        self.lost: dict[str, str] = {}
+        """Why each lost device is lost: it had an error that its context does not survive, and is never used again."""
         self._devices: dict[str, Device] = {}
         self._workers: dict[tuple[str, Direction], CopyWorker] = {}
-        self._lost: dict[str, str] = {}
         self._opening = asyncio.Lock()
 
-    def use_pool(self, address: int) -> None:
-        """The pool is pinned and lies at ``address``; workers may copy from now on."""
-        self._pool_address = address
-
-    def set_store_chunk(self, store_chunk: int | None) -> None:
-        """In force from the next call that a worker issues."""
-        self._store_chunk = store_chunk
-
-    def set_busy(self, uuids: frozenset[str]) -> None:
-        """Devices on which an engine computes: its own small copies, such as those of sampled tokens, must pass the
-        stores there. Elsewhere stores may use the whole link."""
-        self._busy = uuids
-
     def chunk(self, uuid: str, direction: Direction) -> int | None:
-        """Most bytes in flight at a time now, None for the whole link. Called from the workers' threads.
+        """The most bytes in flight at a time now, None for the whole link. Called from the workers' threads.
 
         Only stores are bounded: copies to the device do not delay those from it (measured).
         """
-        return self._store_chunk if direction is Direction.STORE and uuid in self._busy else None
+        return self.store_chunk if direction is Direction.STORE and uuid in self.busy else None
 
     async def device(self, uuid: str) -> Device:
         """The device, made usable at the first call.
@@ -91,12 +81,11 @@ class DeviceHub:
         return self._devices[uuid]
 
     async def worker(self, uuid: str, direction: Direction) -> CopyWorker:
-        """The worker of one direction of one device, started at the first call.
-
-        One whose thread ended by an error that nobody expected is replaced: only the copies it had were lost.
+        """The worker of one direction of one device, started at the first call. One that an unexpected error has ended
+        is replaced: only its copies were lost.
 
         Raises:
-            DeviceLost: the device can copy no more.
+            DeviceLost: the device is lost.
         """
         self._refuse_lost(uuid)
         worker = self._workers.get((uuid, direction))
@@ -111,33 +100,24 @@ class DeviceHub:
                 self._workers[uuid, direction] = worker
         return worker
 
-    def mark_lost(self, uuid: str, reason: str) -> None:
-        """The device had an error that its context does not survive. It is never used again in this run."""
-        self._lost.setdefault(uuid, reason)
-
-    @property
-    def lost(self) -> dict[str, str]:
-        """Devices that are lost, and why."""
-        return dict(self._lost)
-
     def _refuse_lost(self, uuid: str) -> None:
-        if (reason := self._lost.get(uuid)) is not None:
+        if (reason := self.lost.get(uuid)) is not None:
             raise DeviceLost(f"device {uuid} is lost: {reason}; restart the daemon when it is well again")
 
     def _start(self, device: Device, direction: Direction) -> CopyWorker:
-        if self._pool_address is None:
-            raise RuntimeError("a worker was asked for before the pool was pinned")
+        if self.pool_address is None:
+            raise RuntimeError("a worker was requested before the pool was pinned")
         return CopyWorker(
             device,
             direction,
-            pool_address=self._pool_address,
+            pool_address=self.pool_address,
             chunk=lambda: self.chunk(device.uuid, direction),
             guard=self._guard,
             on_failure=lambda error: self._on_worker_failure(device.uuid, direction, error),
         )
 
     def workers(self) -> Iterator[tuple[str, Direction, CopyWorker]]:
-        """Every worker that was started."""
+        """All workers that were started."""
         for (uuid, direction), worker in self._workers.items():
             yield uuid, direction, worker
 
@@ -150,10 +130,9 @@ class DeviceHub:
         return None
 
     async def close(self, timeout: float) -> bool:
-        """Finish what is queued and stop the workers. The platform stays open: memory is unpinned through it.
+        """Finish the queued copies and stop the workers. Returns whether all have ended within ``timeout`` seconds.
 
-        Returns:
-            Whether all of them have ended within ``timeout`` seconds.
+        The platform stays open: memory is unpinned through it.
         """
         closing = [asyncio.to_thread(worker.close, timeout) for _, _, worker in self.workers()]
         return all(await asyncio.gather(*closing))

@@ -1,4 +1,4 @@
-"""After an error: whether anything that a stream was given may still move a byte."""
+"""Whether the copies of a stream may still move a byte, after an error."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvsidecar.errors import CopyFailed
 from kvsidecar.support import failpoints, log
 
 QUIESCE_SECONDS: Final = 2.0
-"""After an error the device has this long to end what it was given. Copies take milliseconds."""
+"""After an error the device has this long to end its copies, which take milliseconds."""
 QUIESCE_POLL_SECONDS: Final = 1e-3
 
 _log = log.get("worker")
 
 
 def quiesce(stream: CopyStream) -> None:
-    """Return when nothing moves any more that the stream was ever given.
+    """Return when all copies that the stream was ever given are over.
 
     Raises:
-        CopyFailed: with ``outcome_known=False``: that is not so after `QUIESCE_SECONDS`, or the device does not say.
+        CopyFailed: with ``outcome_known=False``: they are not after `QUIESCE_SECONDS`, or the device does not say.
         DeviceLost: the context is gone.
     """
     failpoints.hit("copy.quiesce")
@@ -32,17 +32,17 @@ def quiesce(stream: CopyStream) -> None:
 
 
 def can_quiesce(stream: CopyStream) -> bool:
-    """Whether nothing moves any more, or soon does not."""
+    """Whether all copies of the stream are over, now or soon."""
     try:
         quiesce(stream)
-    except Exception as error:  # noqa: BLE001 - whatever it is: then nobody knows
+    except Exception as error:  # noqa: BLE001 - whatever it is, the copies may still run
         _log.error("copies were not seen to end", error=f"{type(error).__name__}: {error}")
         return False
     return True
 
 
 def after_quiescing(stream: CopyStream, error: CopyFailed) -> CopyFailed:
-    """A copy's error, after what the device was given is over if that is possible."""
+    """A copy's error, with ``outcome_known=True`` if the stream's copies are over soon."""
     if error.outcome_known or not can_quiesce(stream):
         return error
     return CopyFailed(str(error), outcome_known=True)

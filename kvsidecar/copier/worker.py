@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Final
 
 from kvsidecar.copier.quiesce import after_quiescing, can_quiesce, quiesce
@@ -31,31 +32,29 @@ class CopyResult:
 
     nbytes: int
     copy_seconds: float
-    """In which the device moved its bytes, as the device itself measures it: no planning, and no gap between calls. Of
-    a paced copy every `TIMED_CALLS`-th call is measured, the others are taken to be as fast."""
+    """Time in which the device moved its bytes, measured by the device itself: no planning, and no gap between calls.
+    In a paced copy every `TIMED_CALLS`-th call is measured; the others count as equally fast."""
     queue_seconds: float
     """The rest of the time since it was submitted."""
     ended: float
-    """When it was seen to be over."""
 
 
 POLL_SECONDS: Final = 50e-6
 """How often the event before a copy is asked while nothing else can run. A copy of one block takes about as long."""
 AHEAD_BYTES: Final = 64 << 20
-"""Issued and not over: more than a millisecond of copying, so that the link does not wait for this thread; not much
-more, because what is issued cannot be cancelled or overtaken."""
+"""The most bytes in flight: more than a millisecond of copying, so that the link does not wait for this thread; not
+much more, because an issued call cannot be cancelled or overtaken."""
 SPIN_SECONDS: Final = 300e-6
-"""The end of a copy, or of what is in flight, is waited for asleep until so long before it, then with a spinning core:
-a thread that sleeps comes back up to 200 µs late where an idle core has gone into a deep sleep too (measured)."""
+"""The worker stops sleeping and starts to spin this long before a copy is expected to end: a sleeping thread wakes up
+to 200 µs late where its core has gone into a deep sleep too (measured)."""
 FIRST_RATE: Final = 100e9
-"""Bytes per second, before anything was measured: more than any link, so that nobody sleeps too long."""
+"""Bytes per second, before anything was measured: more than any link, so that the worker does not sleep too long."""
 RATE_SAMPLE_BYTES: Final = 16 << 20
 """Smaller calls say more about latency than about the rate."""
 TIMED_CALLS: Final = 8
-"""One in so many calls of a paced copy is timed: the two events around it take 5 us, where a call of 2 MiB takes 45.
-The calls of one copy are slices of one plan."""
+"""One in this many calls of a paced copy is timed: the two events around it take 5 us, a call of 2 MiB takes 45."""
 RATE_DECAY: Final = 0.95
-"""The best rate seen counts, and is forgotten slowly: a late look makes a sample too low, never too high."""
+"""The best rate seen counts, and decays slowly: a late look makes a sample too low, never too high."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +71,7 @@ class _Copy:
     timed: list[tuple[CopyMark, int]] = field(default_factory=list)
     """Calls that are done and that the device timed, and their bytes."""
     slept: bool = False
-    """This thread has slept while the copy ran, so others may have."""
+    """This thread has slept while the copy ran, so other threads may be asleep too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,21 +88,18 @@ class _Flight:
 class CopyWorker:
     """Copies in the order of submission. Every future it gives out is resolved, whatever happens.
 
-    A future ends with its `CopyResult`, or with what the copy ended with: `CopyFailed` (the worker goes on) or
-    `DeviceLost` (it does not). An exception that nobody expected ends the worker too. Of copies that were started,
-    ``outcome_known`` is True if the device said soon (see `quiesce`) that all it was given is over; of those that were
-    queued it always is. A queued copy whose future is cancelled is never started; a running one cannot be
-    cancelled.
+    A future ends with its `CopyResult`, or with an error: `CopyFailed` (the worker goes on) or `DeviceLost` (it does
+    not). An unexpected exception ends the worker too. Of copies that were started, ``outcome_known`` is True if the
+    device soon confirms (see `quiesce`) that all its work is over; of queued ones it always is. A queued copy whose
+    future is cancelled is never started; a running one cannot be cancelled.
 
     Args:
-        device: copies go to and from its memory.
-        direction: store or load.
-        pool_address: what the plans' host offsets count from.
-        chunk: asked from this thread; the most bytes that may be in flight at a time while an engine's own copies in
-            this direction must pass, None while the whole link may be used.
-        guard: keeps the loop awake some 300 us before a longer copy is expected to end, for those who wait for it; and
-            this thread for a while after a copy, so that it starts the next one at once.
-        on_failure: told once why this worker can copy no more, in its thread, after all futures are resolved.
+        pool_address: where the plans' host offsets begin.
+        chunk: called in the worker's thread: the most bytes that may be in flight while an engine's own copies in this
+            direction must pass, None while the whole link may be used.
+        guard: keeps the loop awake from some 300 us before a longer copy is expected to end, for the thread that waits
+            for it; and this thread for a while after a copy, so that it starts the next one at once.
+        on_failure: called once with the error that ends this worker, in its thread, after all futures are resolved.
 
     Raises:
         DeviceError: the stream cannot be opened.
@@ -130,7 +126,7 @@ class CopyWorker:
         """Calls of `_issuing` that are planned and not issued."""
         self._issuing: _Copy | None = None
         self._ready: tuple[int, PreparedCall] | None = None
-        """The next call of `_issuing`: its bytes, and what the stream made of it."""
+        """The next call of `_issuing`: its bytes, and its prepared form."""
         self._flights: deque[_Flight] = deque()
         self._ahead = 0
         """Bytes of the calls in flight."""
@@ -145,6 +141,7 @@ class CopyWorker:
         """Started and not resolved."""
         self._closing = False
         self._failure: BaseException | None = None
+        """The error that has ended it."""
 
         opened: Future[None] = Future()
         name = f"{direction}-{device.uuid.removeprefix('GPU-')}"
@@ -159,11 +156,6 @@ class CopyWorker:
         return self._failure is None and not self._closing
 
     @property
-    def failure(self) -> BaseException | None:
-        """Why it can copy no more; None while it can, and after an ordinary `close`."""
-        return self._failure
-
-    @property
     def running(self) -> bool:
         """Whether a copy has been started and is not over."""
         return bool(self._running)
@@ -174,8 +166,7 @@ class CopyWorker:
         return len(self._queue)
 
     def oldest_inflight_seconds(self) -> float:
-        """Since when the oldest copy that is not over has been running; 0 if there is none. A stuck driver shows
-        here."""
+        """For how long the oldest running copy has made no progress; 0 if there is none. A stuck driver shows here."""
         with self._changed:
             if not self._running:
                 return 0.0
@@ -191,11 +182,11 @@ class CopyWorker:
         """Queue a plan.
 
         Args:
-            after: the copy starts when this is over; copies behind it may overtake it meanwhile.
-            on_start: called in the worker's thread just before the copy is issued; ``after`` is not needed any more.
+            after: the copy starts when this event is done; copies behind it may overtake it meanwhile.
+            on_start: called in the worker's thread just before the copy is issued: ``after`` is not needed any more.
 
         Raises:
-            DeviceLost: the device can copy no more.
+            DeviceLost: the device is lost.
             CopyFailed: with ``outcome_known=True``: the worker has ended, by `close` or by an unexpected error.
         """
         copy = _Copy(plan, after, on_start)
@@ -209,7 +200,7 @@ class CopyWorker:
         return copy.future
 
     def prioritize(self, future: Future[CopyResult]) -> None:
-        """Let a queued copy be the next one; nothing happens if it runs or is over."""
+        """Make a queued copy the next one; does nothing if it runs or is over."""
         with self._changed:
             for copy in self._queue:
                 if copy.future is future:
@@ -218,10 +209,10 @@ class CopyWorker:
                     return
 
     def close(self, timeout: float) -> bool:
-        """Finish what is queued, close the stream and end the thread. May be called more than once.
+        """Finish the queued copies, close the stream and end the thread. May be called more than once.
 
-        What is not finished after ``timeout`` seconds fails: what was started with ``outcome_known=False``, the
-        queued ones, which then never start, with True.
+        Copies that are not over after ``timeout`` seconds fail: running ones with ``outcome_known=False``, queued
+        ones, which then never start, with True.
 
         Returns:
             Whether the thread has ended. If not, the device does not answer, and only the end of the process helps.
@@ -243,6 +234,11 @@ class CopyWorker:
         return False
 
     # -- in the worker's thread ------------------------------------------------------------------------------------
+    #
+    # One copy at a time is `_issuing`. Its plan is taken slice by slice into `_calls`. The first of these is prepared
+    # and then `_ready`, while earlier calls run, so that the link never waits for planning. An issued call is a flight.
+    # When the plan is used up, a flight without a mark follows: the end of the copy. The next copy is issued behind it.
+    # Flights end in order; the end of a copy resolves its future.
 
     def _run(self, opened: Future[None], name: str) -> None:
         _prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)  # what top and gdb show; Python sets its own name only
@@ -261,7 +257,7 @@ class CopyWorker:
             self._fail_all(error, outcome_known=not isinstance(error, DeviceLost) and can_quiesce(stream))
 
     def _serve(self, stream: CopyStream) -> None:
-        """Copy until closed and empty. Raises what the worker does not survive."""
+        """Copy until closed and empty. Raises the errors that end the worker."""
         while True:
             chunk = self._chunk()
             # Filled before it may be issued, so that nothing is planned while the link is idle.
@@ -277,23 +273,23 @@ class CopyWorker:
                 return
 
     def _fill(self, stream: CopyStream, chunk: int | None) -> bool:
-        """Have the next call ready to be issued, of this copy or the next one. False: there is none while others are
-        in flight, or there will be none any more."""
+        """Prepare the next call: of the copy that is being issued, or of the next copy once the end of that one is in
+        flight. False if there is none: now, while calls are in flight; ever again, if not."""
         while self._ready is None:
-            if not self._calls:
+            if self._calls:
+                call = self._calls.popleft()
+                self._ready = call.nbytes, stream.prepare(call, self._pool_address)
+            elif self._issuing is None:
+                self._issuing = self._next(wait=not self._flights)
                 if self._issuing is None:
-                    self._issuing = self._next(wait=not self._flights)
-                    if self._issuing is None:
-                        return False
-                self._calls.extend(self._issuing.plan.take(chunk))
-                if not self._calls:
-                    failpoints.hit("store.in_flight" if self._direction is Direction.STORE else "load.in_flight")
-                    self._flights.append(_Flight(self._issuing, None, 0, 0.0))
-                    self._issuing = None
-                    self._retire(stream)
-                    continue
-            call = self._calls.popleft()
-            self._ready = call.nbytes, stream.prepare(call, self._pool_address)
+                    return False
+            elif calls := self._issuing.plan.take(chunk):
+                self._calls.extend(calls)
+            else:
+                failpoints.hit("store.in_flight" if self._direction is Direction.STORE else "load.in_flight")
+                self._flights.append(_Flight(self._issuing, None, 0, 0.0))
+                self._issuing = None
+                self._retire(stream)
         return True
 
     def _issue(self, stream: CopyStream, *, alone: bool) -> None:
@@ -307,8 +303,8 @@ class CopyWorker:
         try:
             mark = stream.issue(prepared, alone=alone, timed=timed)
         except CopyFailed as error:
-            # The rest of this copy is not issued. Nothing of it moves any more, or nobody knows and its slots are
-            # never used again; either way its calls in flight are only waited for, so as not to disturb the others.
+            # The rest of this copy is not issued. Its calls in flight stay in line, but nothing is reported for them:
+            # the error says whether they may still move bytes, and if they may, its slots are never used again.
             self._calls.clear()
             self._issuing = None
             copy.failed = True
@@ -320,16 +316,15 @@ class CopyWorker:
         self._ahead += nbytes
 
     def _retire(self, stream: CopyStream) -> None:
-        """Report what is over."""
+        """Take away the flights that are over, and report the copies that have ended."""
         while self._flights:
             flight = self._flights[0]
-            if flight.mark is not None:
-                try:
-                    if not flight.mark.is_done():
-                        return
-                except CopyFailed as error:
-                    self._fail_flights(stream, error)
+            try:
+                if flight.mark is not None and not flight.mark.is_done():
                     return
+            except CopyFailed as error:
+                self._fail_flights(stream, error)
+                return
             self._flights.popleft()
             now = time.monotonic()
             if flight.mark is not None:
@@ -344,7 +339,7 @@ class CopyWorker:
                 self._report(flight.copy, now)
 
     def _report(self, copy: _Copy, now: float) -> None:
-        # Asked here and not between two calls of a paced store, where the link would idle meanwhile.
+        # Not between two calls of a paced store, where the link would idle meanwhile.
         copying = sum([mark.seconds() for mark, _ in copy.timed])
         if len(copy.timed) != copy.calls:
             copying *= copy.plan.nbytes / sum([nbytes for _, nbytes in copy.timed])
@@ -356,10 +351,10 @@ class CopyWorker:
             copy.future.set_result(CopyResult(copy.plan.nbytes, copying, waited, now))
 
     def _wait(self, stream: CopyStream, *, paced: bool) -> None:
-        """Wait until the oldest call in flight may be done, or a copy was submitted.
+        """Wait until the oldest call in flight may be done, or a copy is submitted.
 
-        Far from the end of the oldest copy this thread sleeps, and a submission wakes it. Near to it, and between the
-        short calls of a paced copy, it spins, because a sleeper comes back too late (`SPIN_SECONDS`).
+        Long before the end of the oldest copy this thread sleeps, and a submission wakes it. Near the end, and between
+        the short calls of a paced copy, it spins: a sleeping thread would be late (`SPIN_SECONDS`).
         """
         sleep = 0.0 if paced else self._first_end() - SPIN_SECONDS - time.monotonic()
         if sleep > 0:
@@ -368,19 +363,16 @@ class CopyWorker:
             self._spin(stream)
 
     def _first_end(self) -> float:
-        """When the oldest copy is expected to end, for which somebody waits; or all that is in flight, if the end of
-        that copy is not issued yet. Monotonic seconds."""
-        nbytes = 0
-        for flight in self._flights:
-            if flight.mark is None:
-                break
-            nbytes += flight.nbytes
+        """When the oldest copy is expected to end; or all that is in flight, if the end of that copy is not issued
+        yet. Monotonic seconds."""
+        calls = takewhile(lambda flight: flight.mark is not None, self._flights)
+        nbytes = sum([flight.nbytes for flight in calls])
         return max(self._last_call_end, self._flights[0].issued) + nbytes / self._rate
 
     def _sleep(self, seconds: float) -> None:
         self._flights[0].copy.slept = True
         with self._changed:
-            # A copy that is queued although there is room waits for its event, which wakes nobody.
+            # A copy that is queued although there is room waits for its event, which does not wake this thread.
             waits_for_event = self._queue and self._ahead < AHEAD_BYTES
             self._changed.wait(min(seconds, POLL_SECONDS) if waits_for_event else seconds)
 
@@ -396,7 +388,7 @@ class CopyWorker:
             self._fail_flights(stream, error)
 
     def _fail_flights(self, stream: CopyStream, error: CopyFailed) -> None:
-        """An asynchronous error belongs to nobody: all that is in flight fails with it."""
+        """Fail all copies in flight: an asynchronous error does not say which copy caused it."""
         error = after_quiescing(stream, error)
         copies = dict.fromkeys(flight.copy for flight in self._flights)
         self._flights.clear()
@@ -411,12 +403,12 @@ class CopyWorker:
                 _fail(copy, CopyFailed(str(error), outcome_known=error.outcome_known))
 
     def _next(self, *, wait: bool) -> _Copy | None:
-        """The next copy, marked as running. None: there is none, or with ``wait``, there will be none."""
+        """The next copy, marked as running. None if none can start now, or with ``wait``, if none ever will."""
         with self._changed:
             while (copy := self._take_startable()) is None:
                 if not wait or (self._closing and not self._queue):
                     return None
-                if self._queue:  # for their events, which nobody tells us about
+                if self._queue:  # their events must be polled
                     self._changed.wait(POLL_SECONDS)
                 else:
                     self._changed.wait(self._guard.longest_wait(self._last_copy_end))
@@ -431,7 +423,7 @@ class CopyWorker:
         return copy
 
     def _take_startable(self) -> _Copy | None:
-        """The first queued copy that may start; those that were cancelled, or can never start, are resolved."""
+        """The first queued copy that may start. Copies that were cancelled, or cannot start, are resolved."""
         for copy in tuple(self._queue):
             try:
                 if copy.after is not None and not copy.future.cancelled() and not copy.after.is_done():
@@ -447,16 +439,12 @@ class CopyWorker:
         return None
 
     def _end(self, copy: _Copy) -> None:
-        """Before its future is resolved: who hears of the end sees ``running`` False."""
+        """Called before the copy's future is resolved, so that its callbacks see ``running`` False."""
         with self._changed:
             self._running.remove(copy)
 
     def _fail_all(self, error: BaseException, *, outcome_known: bool) -> None:
-        """End with this error.
-
-        Args:
-            outcome_known: of the copies that were started.
-        """
+        """End the worker. ``outcome_known`` is that of the copies that were started."""
         with self._changed:
             self._failure = error
             running, self._running = self._running, deque()
@@ -469,14 +457,11 @@ class CopyWorker:
             self._on_failure(error)
 
     def _refusal(self, failure: BaseException, *, outcome_known: bool = True) -> DeviceLost | CopyFailed:
-        """What a copy gets; one that was never started is of known outcome. A new object each: a raised exception
-        collects its tracebacks."""
+        """The error of one copy; a new object each, because a raised exception collects its tracebacks."""
         if isinstance(failure, DeviceLost):
             return DeviceLost(str(failure), outcome_known=outcome_known)
-        return CopyFailed(self._ended_by(failure), outcome_known=outcome_known)
-
-    def _ended_by(self, failure: BaseException) -> str:
-        return f"the {self._direction} worker has ended: {type(failure).__name__}: {failure}"
+        text = f"the {self._direction} worker has ended: {type(failure).__name__}: {failure}"
+        return CopyFailed(text, outcome_known=outcome_known)
 
 
 def _fail(copy: _Copy, error: BaseException, cause: BaseException | None = None) -> None:

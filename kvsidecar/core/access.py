@@ -1,6 +1,7 @@
-"""Who may use which namespace, and who is an admin: rules of the configuration, matched with what the kernel or a
-certificate says of a client. Decided once per connection; a request only looks at its `Grant`. Pure but for `parse`,
-which asks the system for the numbers of users and groups.
+"""Access control: which client may use which namespace, and which is an admin.
+
+The rules of the configuration are matched with the client's identity, as the kernel or a certificate gives it, once
+per connection; a request only looks at its `Grant`. Pure but for `parse`, which looks up the ids of users and groups.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from kvsidecar.types import Namespace
 
 EVERYTHING = "*"
 OVERFLOW_ID = 65534
-"""What the kernel shows for every user and group that has no number in this user namespace (user_namespaces(7))."""
+"""The id that the kernel shows for every user and group without an id in this user namespace (user_namespaces(7))."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a client is: a process of this host, by SO_PEERCRED, or the names in its certificate."""
+    """A client's identity: that of its process on this host, by SO_PEERCRED, or the names in its certificate."""
 
     uid: int | None = None
     gids: frozenset[int] = frozenset()
@@ -36,7 +37,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a client may do."""
+    """The rights of a client."""
 
     namespaces: tuple[str, ...] = ()
     """Patterns, as in `Rule.namespaces`."""
@@ -48,7 +49,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. ``identity`` is None for a gRPC client of the Unix socket that sent no token."""
+    """The client that sent a request. ``identity`` is None for a gRPC client of the Unix socket without a token."""
 
     identity: Identity | None
     grant: Grant
@@ -62,7 +63,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is given to whoever one of the first three fits."""
+    """The rights of a client that matches any of the uids, gids or certificates."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
@@ -72,15 +73,15 @@ class Rule:
     """Patterns of a namespace's model, or of its full text, as ``kvsidecar clear --namespace`` takes them."""
     admin: bool = False
 
-    def fits(self, who: Identity) -> bool:
-        if who.uid is not None and (who.uid in self.uids or not self.gids.isdisjoint(who.gids)):
+    def fits(self, client: Identity) -> bool:
+        if client.uid is not None and (client.uid in self.uids or not self.gids.isdisjoint(client.gids)):
             return True
-        return any(fnmatchcase(name, pattern) for name in who.certificate for pattern in self.certificates)
+        return any(fnmatchcase(name, pattern) for name in client.certificate for pattern in self.certificates)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """All rules. Who is fitted by several gets what all of them give, who is fitted by none gets nothing."""
+    """All rules. A client that matches several gets all that they give, one that matches none gets nothing."""
 
     rules: tuple[Rule, ...] = ()
 
@@ -91,10 +92,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The policy, and what holds without one.
+    """The policy, and the rules without one.
 
     Args:
-        policy: None: whoever may open the Unix socket may use every namespace.
+        policy: None: every client that can open the Unix socket may use every namespace.
         owner: the daemon's user. It and root are admins: they could as well kill the daemon or read its memory.
         admin_gid: a group whose members are admins too.
         private: only the owner and root can open the Unix socket.
@@ -105,18 +106,17 @@ class Access:
     admin_gid: int | None = None
     private: bool = False
 
-    def grant(self, who: Identity) -> Grant:
-        admin = who.uid in (0, self.owner) if who.uid is not None else False
-        admin = admin or (self.admin_gid is not None and self.admin_gid in who.gids)
+    def grant(self, client: Identity) -> Grant:
+        admin = client.uid in (0, self.owner) or (self.admin_gid is not None and self.admin_gid in client.gids)
         if self.policy is None:
-            return Grant((EVERYTHING,) if who.uid is not None else (), admin)
-        rules = [rule for rule in self.policy.rules if rule.fits(who)]
+            return Grant((EVERYTHING,) if client.uid is not None else (), admin)
+        rules = [rule for rule in self.policy.rules if rule.fits(client)]
         patterns = dict.fromkeys(pattern for rule in rules for pattern in rule.namespaces)
         return Grant(tuple(patterns), admin or any(rule.admin for rule in rules))
 
     @property
     def anonymous(self) -> Caller:
-        """A gRPC client of the Unix socket that sent no token. The mode of the socket's file is all that is known."""
+        """A gRPC client of the Unix socket without a token: only the mode of the socket's file restricts it."""
         if self.policy is not None:
             return Caller(None, Grant())
         return Caller(None, Grant((EVERYTHING,), admin=self.private))
@@ -164,7 +164,7 @@ def _rule(name: str, table: Mapping[str, Any]) -> Rule:
         admin=admin,
     )
     if not (rule.uids or rule.gids or rule.certificates):
-        raise ValueError(f"has a {name} for nobody: give uids, gids or certificates")
+        raise ValueError(f"has a {name} that matches no client: give uids, gids or certificates")
     if not (rule.namespaces or rule.admin):
         raise ValueError(f"has a {name} that gives nothing: give namespaces or admin = true")
     return rule
@@ -194,7 +194,5 @@ def _id(name: str, key: str, value: object, number_of: Callable[[str], int]) -> 
     if found is None:
         raise ValueError(f"has a {name} whose {key} have {value!r}; it must be a number or a name")
     if found == OVERFLOW_ID:
-        raise ValueError(
-            f"has a {name} whose {key} have {OVERFLOW_ID}, which stands for everybody without a number on this host"
-        )
+        raise ValueError(f"has a {name} whose {key} have {OVERFLOW_ID}, the id of all that have none on this host")
     return found

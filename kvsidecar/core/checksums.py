@@ -1,6 +1,6 @@
 """Checksums of slots: taken when a shard is sealed, compared before it is loaded. Off by default.
 
-They find what nothing else here can: a bit that flipped in host memory, and a slot that somebody wrote to after it was
+They find faults that nothing else here can: a bit that flipped in host memory, and a write to a slot after it was
 sealed. A mismatch is a miss. XXH3 (xxhash.com) runs at memory speed and is no cryptographic hash: it is for accidents.
 """
 
@@ -15,7 +15,7 @@ import xxhash
 from kvsidecar.types import Verify
 
 SAMPLE = 16
-"""With `Verify.SAMPLE` one block in so many is checked: always the same ones, chosen by their hash."""
+"""With `Verify.SAMPLE` one block in this many is checked: always the same ones, chosen by their hash."""
 
 
 class Checksums:
@@ -49,7 +49,7 @@ class Checksums:
             self._by_slot[slot] = xxhash.xxh3_64_intdigest(pool[slot : slot + nbytes].data)
 
     def wrong(self, slots: Iterable[int], nbytes: int) -> list[int]:
-        """Those of these slots that do not hold what they did. A slot without a checksum is not one of them."""
+        """The slots whose bytes have changed since `take`. A slot without a checksum is not one of them."""
         pool = self._pool()
         found = []
         for slot in slots:

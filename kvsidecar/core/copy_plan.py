@@ -20,7 +20,7 @@ batch of hundreds of pieces moves nothing until it has been issued.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import numpy as np
@@ -52,9 +52,13 @@ SLICE_BYTES: Final = 128 << 20
 PACED_CALLS: Final = 8
 """Calls in one slice while stores are paced: whether they are is asked once a slice."""
 FEW: Final = 4
-"""So few pieces are faster without a batch, which has a start-up cost of about 10 µs."""
+"""Up to this many pieces are faster without a batch, which has a start-up cost of about 10 µs."""
 CUT_BYTES: Final = 4096
 """A piece is cut at multiples of this, from its start."""
+
+
+Copies = npt.NDArray[np.void]
+"""dtype `COPY`, one dimension."""
 
 
 def pitched_pays(
@@ -76,10 +80,10 @@ def run_pays_from(row_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What is copied of every block: one entry per pitched copy or piece, bytes and addresses as uint64."""
+    """The copies that every block needs: one entry per pitched copy or piece, bytes and addresses as uint64."""
 
     address: npt.NDArray[np.uint64]
-    """Where the entry's first row of block 0 lies."""
+    """Address of the entry's first row in block 0."""
     block_stride: npt.NDArray[np.uint64]
     pitch: npt.NDArray[np.uint64]
     row_bytes: npt.NDArray[np.uint64]
@@ -90,32 +94,25 @@ class Columns:
         return len(self.address)
 
     def where(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> Columns:
-        return Columns(
-            self.address[mask],
-            self.block_stride[mask],
-            self.pitch[mask],
-            self.row_bytes[mask],
-            self.num_rows[mask],
-            self.slot_offset[mask],
-        )
+        return Columns(*[getattr(self, each.name)[mask] for each in fields(self)])
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The columns of one group by what may become of them."""
+    """The columns of one group by kind of copy."""
 
     pitched: Columns
     """More than one row."""
     wide: Columns
-    """One row; runs of blocks are not worth looking for."""
+    """One row; too large for runs of blocks to pay."""
     narrow: Columns
     """One row, so small that a run of blocks is better copied as one pitched copy."""
     contiguous: bool
-    """One column with one row, and block after block without a gap: copies of neighbours can be joined."""
+    """There is one column with one row, and blocks follow each other without a gap: neighbours can be joined."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the copies of many blocks are, for people; "runs" where the blocks lie side by side, else a batch."""
+        """The kinds of copies of many blocks, for a trace; "runs" are a batch where no blocks lie side by side."""
         if self.contiguous:
             return ("contiguous",)
         columns = {"pitched": self.pitched, "batch": self.wide, "runs": self.narrow}
@@ -139,19 +136,20 @@ def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
     """Put a checked layout at the addresses of its allocations.
 
     Args:
-        layout: passed `kvsidecar.core.layout.check_regions`.
+        layout: passed `kvsidecar.core.layout.checking_regions`.
         base_addresses: where each allocation is mapped in this process, in the registration's order.
     """
     regions = layout.regions
-    allocation = _uint64([region.allocation for region in regions])
-    num_rows = _uint64([region.num_rows for region in regions])
-    row_bytes = _uint64([region.row_bytes for region in regions])
-    stride = _uint64([region.row_stride for region in regions])
-    nbytes = num_rows * row_bytes
+
+    def of_each(attribute: str) -> npt.NDArray[np.uint64]:
+        return np.array([getattr(region, attribute) for region in regions], np.uint64)
+
+    allocation, num_rows, row_bytes = of_each("allocation"), of_each("num_rows"), of_each("row_bytes")
+    stride, nbytes = of_each("row_stride"), num_rows * row_bytes
     one_row = (num_rows == 1) | (stride == row_bytes)  # rows without a gap are one row
     columns = Columns(
-        address=_uint64([base_addresses[region.allocation] + region.offset for region in regions]),
-        block_stride=_uint64([region.block_stride for region in regions]),
+        address=np.array([base_addresses[region.allocation] for region in regions], np.uint64) + of_each("offset"),
+        block_stride=of_each("block_stride"),
         pitch=np.where(one_row, nbytes, stride),
         row_bytes=np.where(one_row, nbytes, row_bytes),
         num_rows=np.where(one_row, np.uint64(1), num_rows),
@@ -169,16 +167,8 @@ def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
     return BoundGroup(layout.num_blocks, layout.shard_bytes, few, fast)
 
 
-def _uint64(values: list[int]) -> npt.NDArray[np.uint64]:
-    return np.array(values, dtype=np.uint64)
-
-
 def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> Columns:
-    """An entry for each row of those that are split.
-
-    Args:
-        counts: entries that become of each.
-    """
+    """Replace each column of ``split`` by one column per row: ``counts`` says how many."""
     each = columns.where(np.repeat(np.arange(len(columns)), counts))
     split = np.repeat(split, counts)
     row = (np.arange(len(split)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.uint64)
@@ -193,9 +183,9 @@ def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDAr
 
 
 def _joined_where_they_touch(columns: Columns, allocation: npt.NDArray[np.uint64]) -> Columns:
-    """Neighbours are one entry where both sides go on without a gap, in every block.
+    """Join neighbours that have no gap between them on either side, in every block.
 
-    Two allocations may lie side by side by chance, and the driver refuses a copy that spans two mappings.
+    Not those of two allocations that lie side by side by chance: the driver refuses a copy that spans two mappings.
     """
     single = columns.num_rows == 1
     joins = single[1:] & single[:-1] & (allocation[1:] == allocation[:-1])
@@ -229,14 +219,13 @@ class BlockCopies:
     """The plan of one job. Implements `kvsidecar.device.base.CopyPlan`.
 
     Args:
-        parts: per group its layout, the block ids (passed `check_block_ids`) and where each block's slot begins, in
-            bytes from the pool's base. A slot does not span two pin chunks.
+        parts: per group its layout, the block ids (passed `check_block_ids`) and the offset of each block's slot in
+            the pool. A slot does not span two pin chunks.
         boundary: no copy spans a pool offset that is a multiple of this: the driver refuses a copy over two
             registrations, so the pin chunk size must be a multiple of it.
 
     Raises:
-        InvalidRequest: an id is out of range. (Checked again: a bad one here is a write into memory that belongs to
-            somebody else.)
+        InvalidRequest: an id is out of range. (Checked again: a bad id would write into another client's memory.)
         ValueError: the arrays of a part differ in length.
     """
 
@@ -260,7 +249,7 @@ class BlockCopies:
         """The next slice's calls; empty when there are none left.
 
         Args:
-            chunk: most bytes of one call, for stores that are paced; None for the fewest and fastest calls.
+            chunk: the most bytes of one call, for paced stores; None for the fewest and fastest calls.
         """
         while self._part < len(self._parts):
             bound, block_ids, slots = self._parts[self._part]
@@ -278,14 +267,8 @@ class BlockCopies:
             pitched, pieces = _copies(bound.few if few else bound.fast, ids, places, self._boundary)
             max_batch = MAX_PITCHED if self._lead else MAX_BATCH
             self._lead = False
-            calls = _calls(pitched, MAX_PITCHED, chunk)
-            calls += _calls(pieces, max_batch, chunk)
-            return calls
+            return _calls(pitched, MAX_PITCHED, chunk) + _calls(pieces, max_batch, chunk)
         return []
-
-
-Copies = npt.NDArray[np.void]
-"""dtype `COPY`, one dimension."""
 
 
 def _copies(
@@ -296,7 +279,12 @@ def _copies(
     if recipe.contiguous or len(recipe.narrow):
         firsts, lengths, step = _runs(ids, slots, boundary)
         if recipe.contiguous:
-            return pitched, _joined(recipe, ids, slots, firsts, lengths, step)
+            columns = recipe.wide if len(recipe.wide) else recipe.narrow
+            if step != int(columns.row_bytes[0]):  # slots with gaps between them
+                return pitched, _records(columns, ids, slots)
+            joined = _records(columns, ids[firsts], slots[firsts])
+            joined["row_bytes"] *= lengths.astype(np.uint64)
+            return pitched, joined
         long = lengths >= run_pays_from(int(recipe.narrow.row_bytes.max()))
         if long.any():
             runs = _records(recipe.narrow, ids[firsts[long]], slots[firsts[long]])
@@ -327,7 +315,7 @@ def _runs(
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], int]:
     """Runs of consecutive blocks in equally spaced slots: index of the first, length, and the distance of slots."""
     distance = np.diff(slots.astype(np.int64))
-    # Rows go upwards in both places: a pitch is not negative.
+    # A pitch is not negative, so both ids and slots must ascend.
     ascending = (np.diff(ids.astype(np.int64)) == 1) & (distance > 0)
     step = int(distance[ascending].min()) if ascending.any() else 0
     same_chunk = slots[1:] // np.uint64(boundary) == slots[:-1] // np.uint64(boundary)
@@ -335,23 +323,6 @@ def _runs(
     firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
     lengths = np.diff(np.append(firsts, len(ids)))
     return firsts, lengths, step
-
-
-def _joined(
-    recipe: Recipe,
-    ids: npt.NDArray[np.uint64],
-    slots: npt.NDArray[np.uint64],
-    firsts: npt.NDArray[np.intp],
-    lengths: npt.NDArray[np.intp],
-    step: int,
-) -> Copies:
-    """The pieces of a block-contiguous region, neighbours joined."""
-    columns = recipe.wide if len(recipe.wide) else recipe.narrow
-    if step != int(columns.row_bytes[0]):
-        return _records(columns, ids, slots)
-    pieces = _records(columns, ids[firsts], slots[firsts])
-    pieces["row_bytes"] *= lengths.astype(np.uint64)
-    return pieces
 
 
 def _calls(copies: Copies, max_copies: int, chunk: int | None) -> list[CopyCall]:
@@ -383,32 +354,30 @@ def _batched(copies: Copies) -> bool:
 
 
 def _cut(copies: Copies, limit: int) -> tuple[Copies, npt.NDArray[np.uint64]]:
-    """Cut the copies so that none has much more than ``limit`` bytes, and what belongs into one call is known.
+    """Cut the copies so that each part lies in one call of about ``limit`` bytes.
 
-    Think of the bytes of all copies on one line, one copy after another, with a mark at every multiple of ``limit``: a
-    copy becomes one part for each stretch between two marks that it lies in. A plain copy is cut at the last multiple
-    of `CUT_BYTES` from its start that lies before the mark, a pitched one at the last end of a row, so that a part may
-    be a row larger than ``limit``, or empty.
+    Put the bytes of all copies on one line, one copy after another, and let call ``k`` begin at byte ``k * limit``. A
+    copy becomes one part per call that it overlaps. It can be cut only between two units, where a unit is
+    `CUT_BYTES` of a plain copy and a row of a pitched one: each cut lies at the last end of a unit before the call
+    ends. So a part may be a unit larger than ``limit``, or empty.
 
     Returns:
-        The parts that are not empty, and for each the number of its stretch.
+        The parts that are not empty, and the number of the call of each.
     """
     nbytes = (copies["row_bytes"] * copies["num_rows"]).astype(np.int64)
     start = np.cumsum(nbytes) - nbytes
-    first_stretch = start // limit
-    num_parts = (start + nbytes - 1) // limit - first_stretch + 1
+    first_call, last_call = start // limit, (start + nbytes - 1) // limit
+    counts = last_call - first_call + 1
 
-    part = np.arange(num_parts.sum()) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
-    parts = np.repeat(copies, num_parts)
-    nbytes, start = np.repeat(nbytes, num_parts), np.repeat(start, num_parts)
-    stretch = np.repeat(first_stretch, num_parts) + part
-    is_last = part == np.repeat(num_parts, num_parts) - 1
-
+    # From here on one entry per part. `begin` and `end` count bytes from the start of the copy.
+    copy = np.repeat(np.arange(len(copies)), counts)
+    parts, nbytes, start = copies[copy], nbytes[copy], start[copy]
+    call = first_call[copy] + np.arange(len(copy)) - (np.cumsum(counts) - counts)[copy]
     plain = parts["num_rows"] == 1
     unit = np.where(plain, np.uint64(CUT_BYTES), parts["row_bytes"]).astype(np.int64)
-    units_before = np.maximum(0, stretch * limit - start) // unit
+    units_before = np.maximum(0, call * limit - start) // unit
     begin = units_before * unit
-    end = np.where(is_last, nbytes, ((stretch + 1) * limit - start) // unit * unit)
+    end = np.where(call == last_call[copy], nbytes, ((call + 1) * limit - start) // unit * unit)
 
     # Unsigned from here on: numpy makes floats of uint64 with int64.
     skipped, unit, size = units_before.astype(np.uint64), unit.astype(np.uint64), (end - begin).astype(np.uint64)
@@ -417,4 +386,4 @@ def _cut(copies: Copies, limit: int) -> tuple[Copies, npt.NDArray[np.uint64]]:
     parts["num_rows"] = np.where(plain, np.uint64(1), size // parts["row_bytes"])
     parts["row_bytes"] = np.where(plain, size, parts["row_bytes"])
     filled = size > 0
-    return parts[filled], stretch[filled].astype(np.uint64)
+    return parts[filled], call[filled].astype(np.uint64)

@@ -37,7 +37,7 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of one job. Bytes and seconds."""
+    """The result of one job. Bytes and seconds."""
 
     outcome: Outcome
     reason: Refusal | None = None
@@ -56,16 +56,16 @@ class JobResult:
 class Job:
     """A store or a load, from the message that asks for it to its answer.
 
-    It owns what is held for it: its place among the jobs of its rank, the cache's grant, its copy, its deadline.
+    It owns all that is held for it: its place among the jobs of its rank, the cache's grant, its copy, its deadline.
     `kvsidecar.core.jobs.JobRunner` takes all of that and gives all of it back, in one place, however the job ends. It
     can be stopped before its copy starts, and never after: DMA cannot be cancelled.
 
     Args:
-        number: the client's own, unique among the jobs of its rank that are not over.
-        lease: whose blocks a load asks for; None for none.
+        number: chosen by the client; unique among the jobs of its rank that are not over.
+        lease: the lease that a load names, if it names one.
         order: what a store waits for on the device; None if the client has waited.
         traceparent: as the client sent it; empty for none.
-        on_done: told once what became of it.
+        on_done: called once, with the result.
     """
 
     __slots__ = (
@@ -100,18 +100,17 @@ class Job:
         self.ended = 0.0
         """A store's blocks can be looked up from then on."""
         self.grant: StoreGrant | LoadGrant | None = None
-        """Slots or pins that the cache has given out for it, and not got back yet."""
+        """Slots or pins that the job holds."""
         self.timer: asyncio.TimerHandle | None = None
         """Cancels it at its deadline."""
         self.stopped: Refusal | None = None
-        """Why its copy shall not start, if it has not yet."""
+        """Why its copy must not start, if it has not started yet."""
         self.result: JobResult | None = None
-        """None until it is over."""
         self._worker: CopyWorker | None = None
         self._copying: Future[CopyResult] | None = None
 
     async def copy(self, worker: CopyWorker, plan: CopyPlan) -> CopyResult | Refusal:
-        """Hand the plan to a worker, and wait for the end of the copy. A refusal if it was stopped before it started.
+        """Hand the plan to a worker, and wait for the end of the copy. A refusal if the job was stopped before that.
 
         Raises:
             CopyFailed, DeviceLost: the copy failed; `doubt` says whether it is over.
@@ -127,8 +126,7 @@ class Job:
 
     @property
     def doubt(self) -> str:
-        """What happened to its copy if that may still move bytes, now or later, as far as anybody here knows; else
-        empty."""
+        """What happened to its copy, if the copy may still move bytes now or later; else empty."""
         copying = self._copying
         if copying is None or copying.cancelled():
             return ""
@@ -147,13 +145,13 @@ class Job:
             self._copying.cancel()  # the worker's queue gives it up; a copy in flight cannot be cancelled
 
     def prioritize(self) -> None:
-        """Let the copy be the next one of its worker."""
+        """Make the copy the next one of its worker."""
         if self._worker is not None and self._copying is not None:
             self._worker.prioritize(self._copying)
 
 
 async def _end_of(copying: Future[CopyResult]) -> CopyResult:
-    """What `asyncio.wrap_future` does, in half the time, since nobody else waits for this future."""
+    """Like `asyncio.wrap_future`, in half the time: nothing else waits for this future."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 
@@ -169,6 +167,6 @@ async def _end_of(copying: Future[CopyResult]) -> CopyResult:
     try:
         await ended
     except asyncio.CancelledError:
-        copying.cancel()  # if it has not started; the caller finds out
+        copying.cancel()  # does nothing to a copy that has started; the caller asks `doubt`
         raise
     return copying.result()

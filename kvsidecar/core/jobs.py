@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
 from kvsidecar.copier.hub import DeviceHub
@@ -29,9 +30,9 @@ from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction, Outcome, Refusal
 
 MANY_JOBS = 6
-"""Outstanding at a time; their threads are woken often enough."""
+"""With this many jobs outstanding, threads are woken often enough to stay awake."""
 UNEXPECTED = JobResult(Outcome.FAILED, error="internal error; see the daemon's log")
-"""The answer to a job that ended by an error which nobody expected: without one its client would wait for ever."""
+"""The answer to a job that ended with an unexpected error: without one its client would wait for ever."""
 
 
 class JobRunner:
@@ -39,12 +40,12 @@ class JobRunner:
 
     Args:
         clock: monotonic seconds, the clock of leases.
-        slab_bytes: copies do not span two slabs: pin chunks begin at slabs, and a driver refuses a copy that spans
-            two registrations.
-        checksums: of the slots, if they are wanted.
+        slab_bytes: no copy spans two slabs. Pin chunks begin at slabs, and a driver refuses a copy that spans two
+            registrations.
+        checksums: of the slots; None for no checksums.
         guard: kept awake when a job begins and when it ends.
-        on_ended: told each job when its answer is on its way; None costs nothing.
-        on_unsettled: told in words of each job that is over although its copy may still move bytes.
+        on_ended: called with each job when its answer is on its way.
+        on_unsettled: called with the reason when a job is over although its copy may still move bytes.
     """
 
     def __init__(
@@ -77,7 +78,6 @@ class JobRunner:
 
     @property
     def num_running(self) -> int:
-        """Jobs that are not over."""
         return sum(map(len, self._running.values()))
 
     def oldest_seconds(self, direction: Direction) -> float:
@@ -88,14 +88,13 @@ class JobRunner:
     # -- the way in ------------------------------------------------------------------------------------------------
 
     def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
-        """Run the job in a task of its session: copy blocks from the device into the pool and make them readable, or
-        copy them from the pool to the device. Never raises for a bad request.
+        """Run the job in a task of its session. Never raises for a bad request.
 
-        A load is decided when this returns, so that whatever comes behind it, such as the end of its lease, finds the
-        blocks pinned.
+        A load's blocks are pinned, or the load is refused, when this returns. So a message behind the load, such as
+        the release of its lease, cannot take the blocks away.
 
         Args:
-            deadline: seconds from now after which its copy does not start any more.
+            deadline: seconds from now after which its copy must not start any more.
         """
         self._keep_awake_for(session, job)
         job.taken = self._clock()
@@ -107,13 +106,13 @@ class JobRunner:
         job.task = session.tasks.spawn(self._run(session, job, begun), name=f"{job.direction}-job")
 
     def decline(self, direction: Direction, reason: Refusal, error: str = "") -> JobResult:
-        """Count and answer a job that is not even taken."""
+        """Count and answer a job that is never started."""
         result = JobResult(Outcome.DECLINED, reason, error)
         self._count(direction, result)
         return result
 
     def refuse(self, reason: Refusal) -> None:
-        """Count what is refused and is no job."""
+        """Count the refusal of a request that is no job."""
         self._metrics.refuse(reason)
 
     # -- the way through -------------------------------------------------------------------------------------------
@@ -148,7 +147,9 @@ class JobRunner:
         if not grant.reserved:
             return JobResult(Outcome.DONE, skipped_blocks=skipped)
         failpoints.hit("store.after_reserve")
-        plan = self._plan_store(grant, groups, job.parts)
+        # Blocks that are present, or that another store fills, are left out.
+        ids = [part.block_ids[granted.index] for part, granted in zip(job.parts, grant.parts, strict=True)]
+        plan = self._plan(groups, ids, [granted.slots for granted in grant.parts])
         failpoints.hit("store.before_copy")
         copied = await job.copy(worker, plan)
         if isinstance(copied, Refusal):
@@ -159,7 +160,7 @@ class JobRunner:
         return _done(grant.reserved, skipped, copied)
 
     def _begin_load(self, session: RankSession, job: Job) -> list[SessionGroup] | Refusal | Exception:
-        """Pin the blocks, or say why not."""
+        """Pin the blocks. Returns the groups of the job's parts, or why the load ends here."""
         if (refusal := self._readiness.refusal) is not None:
             return refusal
         try:
@@ -190,32 +191,22 @@ class JobRunner:
             return _declined(Refusal.CHECKSUM)
         if job.stopped is not None:
             return _declined(job.stopped)
-        plan = self._plan_load(grant, groups, job.parts)
+        plan = self._plan(groups, [part.block_ids for part in job.parts], grant.slots)
         failpoints.hit("load.before_copy")
         copied = await job.copy(worker, plan)
         if isinstance(copied, Refusal):
             return _declined(copied)
         return _done(job.num_blocks, 0, copied)
 
-    def _plan_store(self, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> CopyPlan:
-        """The copies of what was reserved; blocks that are there already are left out."""
-        plans = [
-            (group.bound, part.block_ids[granted.index], granted.slots)
-            for group, part, granted in zip(groups, parts, grant.parts, strict=True)
-        ]
-        return BlockCopies(plans, boundary=self._slab_bytes)
-
-    def _plan_load(self, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> CopyPlan:
-        plans = [
-            (group.bound, part.block_ids, slots) for group, part, slots in zip(groups, parts, grant.slots, strict=True)
-        ]
-        return BlockCopies(plans, boundary=self._slab_bytes)
+    def _plan(self, groups: Sequence[SessionGroup], ids: Sequence[Ints], slots: Sequence[Ints]) -> CopyPlan:
+        bound = [group.bound for group in groups]
+        return BlockCopies(list(zip(bound, ids, slots, strict=True)), boundary=self._slab_bytes)
 
     # -- the way out -----------------------------------------------------------------------------------------------
 
     def _finish(self, session: RankSession, job: Job, result: JobResult) -> None:
-        """The end of every job, whether it is done, declined, cancelled, failed, or of unknown outcome: all that is
-        held for it is given back, or given up for ever, and its client is answered."""
+        """End a job, whatever its outcome: give back all that is held for it, or give it up for ever, and answer its
+        client."""
         doubt = job.doubt
         try:
             self._end_grant(job, stored=result.outcome is Outcome.DONE, doubt=bool(doubt))
@@ -242,12 +233,12 @@ class JobRunner:
                 asyncio.get_running_loop().call_soon(self._on_ended, session, job)
 
     def _end_grant(self, job: Job, *, stored: bool, doubt: bool) -> None:
-        """Give the cache back what the job was granted.
+        """End the job's grant.
 
         Args:
             stored: the bytes of a store are there.
-            doubt: DMA may still write a store's slots, so they may never hold anything else again; or read those of a
-                load, whose pins stay, so that nothing else is written into them.
+            doubt: DMA may still be running. The slots of a store are never used again; the pins of a load stay, so
+                that no other block is written to its slots.
         """
         grant, job.grant = job.grant, None
         if isinstance(grant, StoreGrant):
@@ -264,8 +255,8 @@ class JobRunner:
                 self._cache.end_load(grant)
 
     def _keep_awake_for(self, session: RankSession, job: Job) -> None:
-        """Somebody may wait for the end of this job: not for a store that is paced anyway, nor where so many jobs
-        follow each other that nothing sleeps."""
+        """Keep the loop awake for the end of this job, unless it is a paced store, whose end is not urgent, or so many
+        jobs are running that nothing sleeps."""
         if self.num_running < MANY_JOBS and self._hub.chunk(session.device.uuid, job.direction) is None:
             self._guard.keep_awake()
 
@@ -278,7 +269,7 @@ class JobRunner:
 
 
 class _Counts:
-    """The metrics of one direction: looking a label up takes longer than counting."""
+    """The metrics of one direction, looked up once: to find a label takes longer than to count."""
 
     def __init__(self, metrics: Metrics, direction: Direction) -> None:
         label = direction.value
@@ -296,9 +287,9 @@ class _Counts:
 
 
 def _groups(session: RankSession, parts: Sequence[JobBlocks]) -> list[SessionGroup]:
-    """The registered group of each part. Raises InvalidRequest: the text says what does not fit."""
+    """The registered group of each part. Raises InvalidRequest."""
     if len({part.group for part in parts}) < len(parts):
-        # Block ids are checked for duplicates within a part: two parts could name one block twice.
+        # Block ids are checked for duplicates within a part only: two parts could name one block twice.
         raise InvalidRequest("a group comes twice in one job: put all of its blocks into one part")
     return [_group(session, part) for part in parts]
 
@@ -316,7 +307,7 @@ def _group(session: RankSession, part: JobBlocks) -> SessionGroup:
 def _take_checksums(
     checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
 ) -> None:
-    """In a thread. The slots are reserved: nobody else touches them."""
+    """Runs in a thread. The slots are reserved, so no other thread touches them."""
     for group, part, granted in zip(groups, parts, grant.parts, strict=True):
         stored = (
             (part.hashes[i], slot) for i, slot in zip(granted.index.tolist(), granted.slots.tolist(), strict=True)
@@ -327,7 +318,7 @@ def _take_checksums(
 def _wrong(
     checksums: Checksums, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
 ) -> list[tuple[int, int]]:
-    """In a thread: (part, index) of the blocks whose slots do not hold what was sealed. They are pinned."""
+    """(part, index) of the blocks whose slots do not hold what was sealed. Runs in a thread; the blocks are pinned."""
     found = []
     for number, (group, part, slots) in enumerate(zip(groups, parts, grant.slots, strict=True)):
         index = {slot: i for i, slot in enumerate(slots.tolist()) if checksums.chosen(part.hashes[i])}

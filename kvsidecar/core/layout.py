@@ -1,8 +1,8 @@
-"""What a layout may be: regions that fit their allocations, block ids that fit the layout. Pure.
+"""Checks of a layout: regions that fit their allocations, block ids that fit the layout. Pure.
 
-An engine registers, per KV cache group, strided regions of its allocations (`Region`). `check_regions` refuses what
-does not fit them or may overlap, `check_block_ids` what a job may not name. `kvsidecar.core.copy_plan` makes the
-copies.
+An engine registers, per KV cache group, strided regions of its allocations (`Region`). `checking_regions` refuses
+regions that do not fit or may overlap, `check_block_ids` the block ids of a bad job. `kvsidecar.core.copy_plan` makes
+the copies.
 """
 
 from __future__ import annotations
@@ -24,33 +24,26 @@ MAX_REGIONS: Final = 4096
 MAX_ROWS: Final = 16384
 """Rows that all regions of one rank may have. 128 layers x K/V x 64 heads still fit; it bounds the work of a check."""
 STEP: Final = 128
-"""Regions, or allocations, that are looked at without a pause: less than a millisecond."""
+"""Regions checked in one step: less than a millisecond."""
 DISJOINT_STEP: Final = 8
-"""Allocations whose regions are compared without one."""
+"""Allocations in which regions are compared in one step."""
 MAX_BYTES: Final = 2**62 - 1
 """The largest size, stride or end: the sum of two must fit a signed 64-bit integer, where numpy wraps silently."""
 
 
-def check_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> None:
-    """Refuse a group whose regions leave their allocations or overlap.
+def checking_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> Generator[None, None, None]:
+    """Refuse a group whose regions leave their allocations or overlap, in small steps (see `StepTurns`).
 
     Overlap matters: two extents on the same bytes make a load write one block over another, silently. The check
     accepts rows outermost, blocks outermost and regions interleaved with the same block stride. It is sound for
     everything else too: a layout it cannot prove disjoint is refused.
 
     Args:
-        layout: what the client says.
-        allocation_bytes: true sizes of the imported allocations, in the registration's order.
+        allocation_bytes: sizes of the allocations, in the registration's order.
 
     Raises:
         InvalidRequest: the text says which region, with both numbers.
     """
-    for _ in checking_regions(layout, allocation_bytes):
-        pass
-
-
-def checking_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> Generator[None, None, None]:
-    """`check_regions` in small steps, for a thread that has others waiting."""
     name = f"group {layout.group}"
     if not 1 <= layout.num_blocks <= MAX_BLOCKS:
         raise InvalidRequest(f"{name}: num_blocks is {layout.num_blocks}; it must be 1 to {MAX_BLOCKS}")
@@ -108,13 +101,16 @@ def _check_region(name: str, region: Region, num_blocks: int, allocation_bytes: 
 
 
 def _check_disjoint(name: str, layout: GroupLayout, members: Sequence[int]) -> None:
-    """No two (row, block) extents of these regions, which are all of the group in one allocation, overlap.
+    """Refuse regions of one allocation of which two (row, block) extents overlap.
 
     Every row of every region repeats with its block stride: it spans ``[start, start + (blocks-1)*stride + width)``.
     Rows whose spans do not touch are disjoint (rows outermost). Rows whose spans do interleave are disjoint if they
     have the same stride and their places within one period are disjoint (blocks outermost). Sorting by start finds
     the clusters of touching spans in one pass; a proof for the whole cluster is slightly stricter than one for each
     pair, and real layouts pass it.
+
+    Args:
+        members: indices of all regions of the group in this allocation.
     """
     regions = [layout.regions[index] for index in members]
     if len(regions) == 1 and regions[0].num_rows == 1:
@@ -148,7 +144,7 @@ def _check_clusters(
     cluster: npt.NDArray[np.int64],
     firsts: npt.NDArray[np.int64],
 ) -> None:
-    """Rows whose spans touch: the same stride, and disjoint places within one period of it.
+    """Refuse rows whose spans touch, unless they have one stride, and disjoint places within one period of it.
 
     Args:
         cluster: per row the number of its cluster, ascending.
@@ -166,7 +162,7 @@ def _check_clusters(
     place = start % period
     order = np.lexsort((place, cluster))
     place, width, owner, start = place[order], width[order], owner[order], start[order]
-    # Each must end before the next begins; the last of a cluster before its first of the next period.
+    # Each row must end before the next begins; the last of a cluster before its first of the next period.
     after = np.arange(1, len(place) + 1)
     lasts = np.append(firsts[1:], len(place)) - 1
     after[lasts] = firsts
@@ -183,7 +179,7 @@ def _check_clusters(
 
 
 def check_block_ids(ids: npt.NDArray[np.int64], num_blocks: int) -> None:
-    """Refuse ids outside ``0 .. num_blocks - 1`` and ids that come twice (two writers to one block).
+    """Refuse ids outside ``0 .. num_blocks - 1``, and duplicates: two writers to one block.
 
     Raises:
         InvalidRequest: the text names the first bad id.

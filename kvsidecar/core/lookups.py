@@ -1,4 +1,4 @@
-"""Lookups and leases: what the cache answers, gated by readiness and counted."""
+"""Lookups and leases: the cache's answers, gated by readiness and counted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
 from kvsidecar.types import LookupMode, Namespace, Refusal
 
 MAX_LEASES = 16384
-"""Leases that one user may have, and all together that are nobody's."""
+"""Leases that one user may have; clients without a token count as one user."""
 MAX_LEASED_BLOCKS = 1 << 22
 """Blocks in the leases of one user, 8 bytes each; a block that is in two counts twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """What is readable of one group's hashes."""
+    """The readable ones of one group's hashes."""
 
     group: int
     hits: int
@@ -44,7 +44,7 @@ class LookupService:
         clock: monotonic seconds, the clock of leases.
         lease_max: the longest lease granted, in seconds.
         guard: kept awake by each lookup: loads follow.
-        owners_of: all owners of leases that are the same user as this one.
+        owners_of: the tokens of all clients of one user, by one of them.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class LookupService:
         self._metrics = metrics
         self._clock = clock
         self._lease_max = lease_max
-        # A namespace that nobody has stored in is looked up like one that has other blocks, hash by hash: an answer
-        # that is quicker by a loop would tell a tenant which models the node serves (benchmarks/lookup_timing.py).
+        # By hash width, a space to look up in for a namespace without blocks: an answer that came sooner than for one
+        # with blocks would tell a tenant which models the node serves (benchmarks/lookup_timing.py).
         self._nobodys: dict[int, Space] = {}
         self._hits = metrics.lookup_blocks.labels("hit")
         self._misses = metrics.lookup_blocks.labels("miss")
@@ -84,9 +84,8 @@ class LookupService:
 
         Args:
             groups: (group, block hashes) pairs.
-            lease_seconds: take a lease of this length on the hits; 0 takes none. None is taken either if its user has
-                too many.
-            owner: the peer with whose end the lease ends.
+            lease_seconds: length of the lease on the hits; 0 for no lease. A user with too many leases gets none.
+            owner: token of the client; the lease ends when the client disconnects.
         """
         self._guard.keep_awake()
         if (refusal := self._readiness.refusal) is not None:
@@ -123,19 +122,18 @@ class LookupService:
         return space
 
     def release(self, lease: int) -> bool:
-        """End a lease. False if it had ended before."""
+        """End a lease. False if it has ended already."""
         return self._cache.release(lease)
 
     def renew(self, lease: int, lease_seconds: float) -> float:
-        """Let a lease live for this long from now. Returns the seconds granted, 0 if it had ended before."""
+        """Extend a lease to ``lease_seconds`` from now. Returns the seconds granted, 0 if it has ended already."""
         self.expire()
         granted = min(lease_seconds, self._lease_max)
         return granted if self._cache.renew(lease, self._clock(), granted) else 0.0
 
     def expire(self) -> None:
         """End the leases whose time is over."""
-        expired = self._cache.expire(self._clock())
-        if expired:
+        if expired := self._cache.expire(self._clock()):
             self._metrics.refuse(Refusal.LEASE_EXPIRED, len(expired))
 
     def clear(self, namespace: Namespace | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -21,8 +22,10 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvsidecar import __version__
+from kvsidecar.cache.block_cache import CacheStats
+from kvsidecar.core.readiness import Snapshot
 from kvsidecar.support import log
-from kvsidecar.types import Direction, Refusal, State
+from kvsidecar.types import Direction, Outcome, Refusal, State
 
 COPY_SECONDS_BUCKETS = (
     *(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3),
@@ -35,7 +38,7 @@ COPY_BYTES_BUCKETS = tuple(float(4**k) for k in range(7, 18))
 
 
 class SpanFate(StrEnum):
-    """What became of a span of a traced job, or of the spans that a job did not get."""
+    """The fate of a span of a traced job, or of the spans that a job did not get."""
 
     EXPORTED = "exported"
     EXPORT_FAILED = "export_failed"
@@ -48,19 +51,9 @@ class SpanFate(StrEnum):
 class Gauges:
     """The values that a scrape reads, in bytes and seconds; mappings are per direction or per device."""
 
-    state: State
-    pool_total_bytes: int
-    pool_pinned_bytes: int
-    pool_used_bytes: int
-    pool_free_bytes: int
-    pool_reserved_bytes: int
-    pool_leased_bytes: int
-    pool_quarantined_bytes: int
-    blocks: int
-    leases: int
+    readiness: Snapshot
+    cache: CacheStats
     attached_ranks: int
-    evicted_blocks: int
-    evicted_bytes: int
     jobs_queued: Mapping[Direction, int] = field(default_factory=dict)
     jobs_running: Mapping[Direction, int] = field(default_factory=dict)
     oldest_inflight_seconds: Mapping[Direction, float] = field(default_factory=dict)
@@ -81,73 +74,52 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._gauges: Callable[[], Gauges] | None = None
         self._backend = backend
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
         ProcessCollector(registry=self.registry)
-        self.refusals = Counter(
-            "kvsidecar_refusals", "Requests and jobs that were refused, by reason.", ["reason"], registry=self.registry
-        )
-        self.copied_bytes = Counter(
-            "kvsidecar_copied_bytes",
-            "Bytes moved by successful copies.",
-            ["direction"],
-            registry=self.registry,
-        )
-        self.copy_seconds = Histogram(
+        self.refusals = counter("kvsidecar_refusals", "Requests and jobs that were refused, by reason.", ["reason"])
+        self.copied_bytes = counter("kvsidecar_copied_bytes", "Bytes moved by successful copies.", ["direction"])
+        self.copy_seconds = histogram(
             "kvsidecar_copy_seconds",
             "Time in which the device was moving bytes of a job, as timed by CUDA events (by the host's clock on the "
             "host device). Excludes queueing, planning and gaps between copies.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
-            registry=self.registry,
         )
-        self.queue_seconds = Histogram(
+        self.queue_seconds = histogram(
             "kvsidecar_queue_seconds",
             "Time from the submission of a job to the end of its copies, less kvsidecar_copy_seconds: queueing, "
             "planning and pacing.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
-            registry=self.registry,
         )
-        self.copy_bytes = Histogram(
-            "kvsidecar_copy_size_bytes",
-            "Bytes moved by one job.",
-            ["direction"],
-            buckets=COPY_BYTES_BUCKETS,
-            registry=self.registry,
+        self.copy_bytes = histogram(
+            "kvsidecar_copy_size_bytes", "Bytes moved by one job.", ["direction"], buckets=COPY_BYTES_BUCKETS
         )
-        self.jobs = Counter(
-            "kvsidecar_jobs", "Finished jobs, by direction and outcome.", ["direction", "outcome"],
-            registry=self.registry,
-        )  # fmt: skip
-        self.devices_lost = Counter(
-            "kvsidecar_devices_lost", "GPUs lost to an error that their CUDA context does not survive.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.unsettled_copies = Counter(
+        self.jobs = counter("kvsidecar_jobs", "Finished jobs, by direction and outcome.", ["direction", "outcome"])
+        self.devices_lost = counter(
+            "kvsidecar_devices_lost", "GPUs lost to an error that their CUDA context does not survive."
+        )
+        self.unsettled_copies = counter(
             "kvsidecar_unsettled_copies",
             "Copies whose outcome is unknown. They may still be moving bytes, so the daemon exits to end them.",
             ["direction"],
-            registry=self.registry,
         )
-        self.lookup_blocks = Counter(
-            "kvsidecar_lookup_blocks", "Blocks requested by lookups, by result.", ["result"], registry=self.registry
-        )
-        self.spans = Counter(
+        self.lookup_blocks = counter("kvsidecar_lookup_blocks", "Blocks requested by lookups, by result.", ["result"])
+        self.spans = counter(
             "kvsidecar_spans",
             "Spans of traced jobs, by result. queue_full counts jobs that got no spans because the export queue was "
             "full.",
             ["result"],
-            registry=self.registry,
         )
-        self.malformed_traceparents = Counter(
+        self.malformed_traceparents = counter(
             "kvsidecar_malformed_traceparents",
             "Jobs whose traceparent was ignored because it is malformed. Counted only while tracing is on.",
-            registry=self.registry,
         )
-        self.pin_seconds = Histogram(
+        self.pin_seconds = histogram(
             "kvsidecar_pin_seconds",
             "Time to pin the whole pool.",
             buckets=(0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800),
-            registry=self.registry,
         )
         self.register_seconds = Gauge(
             "kvsidecar_pin_register_seconds",
@@ -155,26 +127,21 @@ class Metrics:
             "pages.",
             registry=self.registry,
         )
-        self.loop_lag_seconds = Histogram(
+        self.loop_lag_seconds = histogram(
             "kvsidecar_event_loop_lag_seconds",
             "Delay between the time a timer was due and the time the event loop ran it.",
             buckets=(1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0),
-            registry=self.registry,
         )
         # A series that appears with its first event cannot be alarmed on: create them all at zero.
         for reason in Refusal:
             self.refusals.labels(reason.value)
         for direction in Direction:
-            for series in (
-                self.copied_bytes,
-                self.copy_seconds,
-                self.queue_seconds,
-                self.copy_bytes,
-                self.unsettled_copies,
-            ):
+            for series in (self.copy_seconds, self.queue_seconds, self.copy_bytes):
                 series.labels(direction.value)
-            for outcome in ("done", "declined", "failed"):
-                self.jobs.labels(direction.value, outcome)
+            self.copied_bytes.labels(direction.value)
+            self.unsettled_copies.labels(direction.value)
+            for outcome in Outcome:
+                self.jobs.labels(direction.value, outcome.value)
         for fate in SpanFate:
             self.spans.labels(fate.value)
         for result in ("hit", "miss"):
@@ -220,27 +187,29 @@ class Metrics:
         if self._gauges is None:
             return
         now = self._gauges()
-        yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon is ready, else 0.", value=now.state is State.READY)
+        pool, cache = now.readiness, now.cache
+        ready = pool.state is State.READY
+        yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon is ready, else 0.", value=ready)
         state = GaugeMetricFamily("kvsidecar_state", "1 for the current state, 0 for the others.", labels=["state"])
         for each in State:
-            state.add_metric([each.value], each is now.state)
+            state.add_metric([each.value], each is pool.state)
         yield state
         for name, text, value in (
-            ("pool_total_bytes", "Configured size of the host pool, in bytes.", now.pool_total_bytes),
-            ("pool_pinned_bytes", "Bytes of the pool that are pinned.", now.pool_pinned_bytes),
-            ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", now.pool_used_bytes),
-            ("pool_free_bytes", "Bytes that are not in use by any slot.", now.pool_free_bytes),
-            ("pool_reserved_bytes", "Bytes in reserved slots, which stores are filling.", now.pool_reserved_bytes),
-            ("pool_leased_bytes", "Used bytes that a lease protects from eviction.", now.pool_leased_bytes),
-            ("pool_quarantined_bytes", "Bytes in quarantined slots.", now.pool_quarantined_bytes),
-            ("blocks", "Readable blocks: all shards are sealed.", now.blocks),
-            ("leases", "Active leases.", now.leases),
+            ("pool_total_bytes", "Configured size of the host pool, in bytes.", pool.pool_bytes),
+            ("pool_pinned_bytes", "Bytes of the pool that are pinned.", pool.pinned_bytes),
+            ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", cache.used_bytes),
+            ("pool_free_bytes", "Bytes that are not in use by any slot.", cache.free_bytes + cache.wasted_bytes),
+            ("pool_reserved_bytes", "Bytes in reserved slots, which stores are filling.", cache.reserved_bytes),
+            ("pool_leased_bytes", "Used bytes that a lease protects from eviction.", cache.leased_bytes),
+            ("pool_quarantined_bytes", "Bytes in quarantined slots.", cache.quarantined_bytes),
+            ("blocks", "Readable blocks: all shards are sealed.", cache.readable_blocks),
+            ("leases", "Active leases.", cache.leases),
             ("attached_ranks", "Attached engine ranks.", now.attached_ranks),
         ):
             yield GaugeMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, value in (
-            ("evicted_blocks", "Blocks evicted to make room.", now.evicted_blocks),
-            ("evicted_bytes", "Bytes of the slots freed by eviction.", now.evicted_bytes),
+            ("evicted_blocks", "Blocks evicted to make room.", cache.evicted_blocks),
+            ("evicted_bytes", "Bytes of the slots freed by eviction.", cache.evicted_bytes),
         ):
             yield CounterMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, values in (

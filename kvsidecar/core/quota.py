@@ -1,4 +1,4 @@
-"""So much of something per user at once."""
+"""A limit per user on things held at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Quota:
     """Counts what holders have, and refuses more.
 
     Args:
-        limit: of one holder.
-        what: the things, for the sentence of the refusal.
+        limit: the most that one holder may have.
+        what: plural noun for the text of the refusal.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -22,7 +22,7 @@ class Quota:
         self._held: Counter[Hashable] = Counter()
 
     def take(self, holder: Hashable, count: int = 1) -> None:
-        """Raises LimitExceeded, and takes nothing, if the holder had more than the limit then."""
+        """Raises LimitExceeded, and takes nothing, if the holder would then have more than the limit."""
         if self._held[holder] + count > self._limit:
             raise LimitExceeded(f"one user may have {self._limit} {self._what} at once")
         self._held[holder] += count

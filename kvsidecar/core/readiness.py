@@ -1,11 +1,11 @@
-"""Whether the daemon may be used, and why not: one state, one reason, told to everybody who listens.
+"""Whether the daemon accepts work, and why not: one state and one reason, sent to every listener.
 
 Ready means: the pool is pinned, a self-test copy has come back right, and RPC listens. Transitions::
 
     starting -> pinning -> ready
           \\________\\________\\-> failed   (left by a restart only)
 
-Draining hides any of them, and they go on below it: whoever takes a drain back finds the state as it is by then.
+Draining hides the state, which changes below it as before: `cancel_drain` shows the state as it is by then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Snapshot:
 
 
 class DaemonReadiness:
-    """The one place that knows the state. Used by the event loop's thread only.
+    """The state. Used by the event loop's thread only.
 
     Args:
         pool_bytes: size of the pool that is to be pinned.
@@ -45,7 +45,7 @@ class DaemonReadiness:
     def __init__(self, pool_bytes: int) -> None:
         self._below = self._now = Snapshot(State.STARTING, pool_bytes, reason="the daemon is starting")
         self._draining = ""
-        """Why; empty while it does not."""
+        """The reason; empty while the daemon does not drain."""
         self._ending = False
         self._listeners: dict[object, Callable[[Snapshot], None]] = {}
 
@@ -84,12 +84,12 @@ class DaemonReadiness:
             )
 
     def become_ready(self) -> None:
-        """Everything that ready means is true now. Ignored once the daemon has failed."""
+        """All conditions of ready hold. Ignored once the daemon has failed."""
         if State.READY in _NEXT[self._below.state]:
             self._set(State.READY, "", pinned_bytes=self._below.pool_bytes, eta_seconds=None)
 
     def fail(self, reason: str) -> None:
-        """The daemon cannot serve. It stays alive and says why."""
+        """The daemon cannot serve. It stays alive and reports the reason."""
         if State.FAILED in _NEXT[self._below.state]:
             self._set(State.FAILED, reason, pinned_bytes=0, eta_seconds=None)
 
@@ -100,7 +100,7 @@ class DaemonReadiness:
             self._tell()
 
     def cancel_drain(self) -> bool:
-        """Take new work again, as far as the state allows. False if there was no drain, or the daemon shuts down."""
+        """Accept new work again, as far as the state allows. False if there was no drain, or the daemon shuts down."""
         if not self._draining or self._ending:
             return False
         self._draining = ""

@@ -1,4 +1,4 @@
-"""What a rank says of itself when it attaches, and all that can be refused of it before anybody else is asked."""
+"""What a rank registers when it attaches, and the checks that need neither a driver nor the cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Namespace, text_problem
 
 MAX_EVENTS = 256
-"""Events in one rank's ring: more stores than that do not wait for their compute at once."""
-
-
+"""Events in one rank's ring: no more stores than this wait for their compute at once."""
 MAX_ALLOCATIONS = 4096
-"""Allocations that one rank may register. Each is a call of the driver."""
+"""Allocations that one rank may register. Each costs a driver call."""
 MAX_GROUPS = 128
-"""Groups that one rank may register. vLLM makes some ten; one for each layer, where a kind of layer is there once."""
-
+"""Groups that one rank may register. vLLM makes about ten, and at most one per layer."""
 MAX_SHARDS = 1024
 """Shards that a block may have: every block carries a list of that length."""
 
@@ -40,7 +37,7 @@ class FdAllocation:
 
 @dataclass(frozen=True, slots=True)
 class RankRegistration:
-    """What one rank says of itself at Attach."""
+    """The registration of one rank, as it comes with Attach."""
 
     token: bytes
     instance: str
@@ -53,7 +50,7 @@ class RankRegistration:
     event_handles: tuple[bytes, ...] = ()
 
     def checking(self) -> Generator[None, None, None]:
-        """Everything that can be refused before a driver or the cache is asked, in small steps.
+        """Refuse what can be refused before a driver or the cache is asked, in small steps.
 
         Raises:
             InvalidRequest: the text says what to change.

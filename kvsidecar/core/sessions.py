@@ -1,6 +1,6 @@
-"""Who is attached: peers (processes on the attach socket) and sessions (ranks with registered memory).
+"""Peers (processes on the attach socket) and sessions (ranks with registered memory).
 
-A peer is a process: its identity comes from the kernel (SO_PEERCRED), not from what it says. A session is one rank's
+The identity of a peer comes from the kernel (SO_PEERCRED), never from the client. A session is one rank's
 registration. A session ends in one order only: no new jobs, running copies drained, memory unmapped, leases dropped.
 """
 
@@ -21,14 +21,7 @@ from kvsidecar.core.job import Job
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.registration import CudaAllocation, FdAllocation, RankRegistration
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
-from kvsidecar.errors import (
-    AccessDenied,
-    DeviceError,
-    ImportRefused,
-    InvalidRequest,
-    NotPermitted,
-    UnknownPeer,
-)
+from kvsidecar.errors import AccessDenied, DeviceError, ImportRefused, InvalidRequest, NotPermitted, UnknownPeer
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.tasks import StepTurns, TaskSet
 from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal
@@ -38,8 +31,6 @@ _log = log.get("instances")
 TOKEN_BYTES = 16
 ID_BITS = 48
 """Sessions, leases and epochs are random numbers that survive a trip through JSON (2**53)."""
-
-
 MAX_RANKS = 256
 """Ranks that one user may attach."""
 
@@ -58,13 +49,13 @@ class Peer:
     fds: tuple[int, ...]
     """Memfds it sent; owned by this peer."""
     caller: Caller
-    """What it may do, decided when it connected, and again when the policy changes."""
+    """Its identity and grant. The grant is decided when it connects, and again when the policy changes."""
     registering: int = 0
-    """Registrations under way: a driver's thread may have the descriptors in its hands."""
+    """Registrations under way: a driver call in a thread may be using the descriptors."""
     gone: bool = False
 
     def close_fds(self) -> None:
-        """Once nobody uses them any more: by then another client's might have the same numbers."""
+        """Close the descriptors unless a registration uses them: another client's could get the same numbers."""
         if not self.registering:
             for fd in self.fds:
                 os.close(fd)
@@ -73,7 +64,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class SessionGroup:
-    """One KV cache group of a session: where its blocks lie on the device, and where they belong in the cache."""
+    """One KV cache group of a session, at its addresses on the device, and its space in the cache."""
 
     layout: GroupLayout
     bound: BoundGroup
@@ -92,19 +83,19 @@ class RankSession:
     groups: Mapping[int, SessionGroup]
     attached_at: float
     tasks: TaskSet
-    """Those that run its jobs and flushes. A client that goes away does not stop its copies."""
+    """They run its jobs and flushes. A client that goes away does not stop its copies."""
     jobs: dict[int, Job] = field(default_factory=dict)
-    """Those that are not over, by the client's own numbers."""
+    """Jobs that are not over, by the numbers that the client chose."""
     events: tuple[DeviceEvent, ...] = ()
     """Ring of the engine's interprocess events; empty if stores are ordered on the host."""
     device_order_refused: str = ""
-    """Why a ring that was registered is not used."""
+    """Why a registered ring is not used."""
     denied: bool = False
-    """The policy has changed, and does not give the namespace to this user any more."""
+    """The policy has changed and no longer gives the namespace to this user."""
     outstanding_blocks: int = 0
     """Blocks of `jobs`; a job without any counts as one."""
     idle: bool = False
-    """The engine said that its GPU has nothing to do."""
+    """The engine reported that its GPU is idle."""
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
     unsettled: bool = False
     """A copy of a job that is over may still touch the memory."""
@@ -112,12 +103,10 @@ class RankSession:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, job: Job) -> None:
-        """The job begins."""
         self.jobs[job.number] = job
         self.outstanding_blocks += job.num_blocks or 1
 
     def remove(self, job: Job) -> None:
-        """The job is over."""
         del self.jobs[job.number]
         self.outstanding_blocks -= job.num_blocks or 1
 
@@ -130,8 +119,8 @@ class Instances:
     """All peers and sessions of the daemon. Used from the event loop.
 
     Args:
-        on_task_error: told (task name, error) about a job that raised what nobody expected.
-        access: says what a peer may do.
+        on_task_error: called with (task name, error) when a job raises an unexpected error.
+        access: decides what a peer may do.
     """
 
     def __init__(
@@ -152,7 +141,7 @@ class Instances:
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
         self.turns = StepTurns()
-        """Whose turn it is, among registrations that take long to check."""
+        """Shares the event loop among registrations that take long to check."""
 
     # -- access ----------------------------------------------------------------------------------------------------
 
@@ -162,8 +151,8 @@ class Instances:
 
     @access.setter
     def access(self, access: Access) -> None:
-        """Decide anew for all who are connected. Their connections stay open: a client takes the end of one for the
-        end of the daemon, and would give up stores that still read its memory."""
+        """Decide anew for all connected clients. Their connections stay open: a client takes the end of its connection
+        for the end of the daemon, and would give up stores that still read its memory."""
         self._access = access
         for peer in self._peers.values():
             assert peer.caller.identity is not None
@@ -174,22 +163,15 @@ class Instances:
     # -- peers -----------------------------------------------------------------------------------------------------
 
     def add_peer(
-        self,
-        *,
-        pid: int,
-        uid: int,
-        gid: int,
-        client: str,
-        fds: tuple[int, ...],
-        groups: frozenset[int] = frozenset(),
+        self, *, pid: int, uid: int, gid: int, client: str, fds: tuple[int, ...], groups: frozenset[int] = frozenset()
     ) -> Peer:
         """A process has connected to the attach socket. Takes ownership of ``fds``.
 
         Args:
-            groups: that it is in besides ``gid``.
+            groups: supplementary groups.
         """
-        token, who = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
-        peer = Peer(token, pid, uid, gid, client, fds, Caller(who, self._access.grant(who), token))
+        token, identity = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
+        peer = Peer(token, pid, uid, gid, client, fds, Caller(identity, self._access.grant(identity), token))
         self._peers[peer.token] = peer
         self._tokens_of.setdefault(uid, {})[peer.token] = None
         return peer
@@ -209,13 +191,11 @@ class Instances:
         return peer
 
     def attached_namespaces(self, uid: int | None) -> frozenset[Namespace]:
-        """Those in which a rank of this user is attached."""
-        return frozenset(
-            session.registration.namespace for session in self._sessions.values() if session.peer.uid == uid
-        )
+        """The namespaces of this user's attached ranks."""
+        return frozenset(each.registration.namespace for each in self._sessions.values() if each.peer.uid == uid)
 
     def tokens_of(self, token: object) -> list[bytes]:
-        """The tokens of all live peers of the user that has this one."""
+        """The tokens of all live peers of the user of this one."""
         uid = self.uid_of(token)
         return [] if uid is None else list(self._tokens_of[uid])
 
@@ -225,7 +205,7 @@ class Instances:
         return None if peer is None else peer.uid
 
     def may_use_lease(self, lease: int, uid: int | None) -> bool:
-        """Whether a lease is this user's, as far as anybody knows: to others it is one that never was."""
+        """Whether a lease is this user's, or of no known user. For others it must look like one that never was."""
         if self._access.policy is None:
             return True
         found = self._cache.lease(lease, self._clock())
@@ -245,18 +225,18 @@ class Instances:
     # -- sessions --------------------------------------------------------------------------------------------------
 
     def lives(self, session: int) -> bool:
-        """Whether there is a session of this number, also one that is ending."""
+        """Whether there is a session with this id, possibly one that is ending."""
         return session in self._sessions
 
     def set_idle(self, session: RankSession, idle: bool) -> None:
-        """The engine says that its GPU has nothing to do, or has again."""
+        """The engine reports that its GPU has become idle, or busy."""
         session.idle = idle
         self._tell_busy()
 
     def _tell_busy(self) -> None:
-        """Stores leave room for an engine's own copies only where there is one at work."""
+        """Stores leave room for an engine's own copies only on devices where an engine is busy."""
         busy = (each for each in self._sessions.values() if not each.idle and not each.ending)
-        self._hub.set_busy(frozenset(session.device.uuid for session in busy))
+        self._hub.busy = frozenset(session.device.uuid for session in busy)
 
     def __iter__(self) -> Iterator[RankSession]:
         return iter(tuple(self._sessions.values()))
@@ -308,13 +288,14 @@ class Instances:
                     raise ImportRefused(
                         f"an allocation was registered with {allocation.size} bytes but has {memory.nbytes}"
                     )
-            # In a thread as the import is: while a driver takes its time the loop goes on, and hears that clients go.
+            # In a thread, as the import: a delay here must not stop the loop, which sees clients disconnect.
             await asyncio.to_thread(lambda: failpoints.hit("attach.after_import"))
             events, refused = await self._open_events(device, registration.event_handles)
             bound = await self.turns.run(_binding(registration.groups, [memory.address for memory in memories]))
-            # The peer may have gone while the driver worked; nobody would end this session then.
+            # The peer may have disconnected while the driver worked; then nothing would end this session.
             permit(self.peer(registration.token).caller, registration.namespace)
-            # Last, and without an await until the session is there: of two users at once, one must see the other.
+            # Last, and without an await until the session is listed: of two users that register the same memory at
+            # once, one must see the other.
             self._refuse_memory_of_others(device, memories, peer)
             groups = {
                 layout.group: SessionGroup(layout, each, space)
@@ -341,14 +322,12 @@ class Instances:
         return session
 
     async def end(self, session: RankSession, *, gone: bool) -> None:
-        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended; one with a
-        copy of unknown outcome does so with this process only.
-
-        May be called more than once, also while it ends.
+        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended; a session
+        with a copy of unknown outcome ends with this process only. May be called more than once, also meanwhile.
 
         Args:
-            gone: the process is not there any more. Its jobs that have not started never will: what they wait for, an
-                event of a dead process, would never come (measured). Otherwise they are finished.
+            gone: the process has ended. Its jobs that have not started are cancelled: the event of a dead process
+                that they may wait for never comes (measured). Otherwise they are finished.
         """
         if gone:
             for job in session.jobs.values():
@@ -361,7 +340,7 @@ class Instances:
         # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
         await session.tasks.join()
         if session.unsettled:
-            await session.ended.wait()  # nobody may be told that its memory is touched no more, before it is true
+            await session.ended.wait()  # no reply may say that the memory is free while a copy may touch it
         await _close_events(session.events)
         spaces = [group.space for group in session.groups.values()]
         await self._give_back(session.device, list(session.memories), spaces)
@@ -370,8 +349,8 @@ class Instances:
         session.ended.set()
 
     def _refuse_memory_of_others(self, device: Device, memories: Sequence[DeviceMemory], peer: Peer) -> None:
-        """A handle opens memory for whoever knows it. One that came into another user's hands must not: the daemon
-        would copy the KV of the first user to the second, or over it.
+        """Refuse memory of another user's rank. Its handle opens for any process that knows it, and the daemon would
+        copy the first user's KV to the second user, or write over it.
 
         Raises:
             AccessDenied: a session of another uid has one of these allocations.
@@ -386,7 +365,7 @@ class Instances:
                 )
 
     async def _open_events(self, device: Device, handles: Sequence[bytes]) -> tuple[tuple[DeviceEvent, ...], str]:
-        """The ring, or an empty one and why: a rank whose events do not open orders its stores on the host."""
+        """The ring; or an empty one and the reason. A rank whose events do not open orders its stores on the host."""
         events: list[DeviceEvent] = []
         try:
             for handle in handles:
@@ -400,7 +379,7 @@ class Instances:
         spaces: list[Space] = []
         try:
             for layout in registration.groups:
-                spaces.append(  # noqa: PERF401 - what was opened before the one that fails must be closed again
+                spaces.append(  # noqa: PERF401 - those that are open must be closed if the next one fails
                     self._cache.open_space(
                         registration.namespace, layout.group, layout.num_shards, layout.shard, layout.shard_bytes
                     )
@@ -418,12 +397,12 @@ class Instances:
             try:
                 await asyncio.to_thread(device.release_memory, memory)
             except DeviceError as error:
-                # A lost device unmaps nothing any more; the rest must be given back all the same.
+                # A lost device unmaps nothing; the rest must be given back all the same.
                 _log.error("engine memory was not unmapped", device=device.uuid, error=str(error))
 
 
 def permit(caller: Caller, namespace: Namespace) -> None:
-    """Refuse a namespace that is not the caller's, whether or not anybody has stored in it.
+    """Refuse a namespace that is not the caller's, whether or not it has blocks.
 
     Raises:
         NotPermitted, UnknownPeer
@@ -436,7 +415,7 @@ def permit(caller: Caller, namespace: Namespace) -> None:
 
 
 def unidentified() -> UnknownPeer:
-    """The refusal of who asks a daemon with a policy, and does not say who it is."""
+    """The refusal of a client without a token by a daemon with a policy."""
     return UnknownPeer(
         "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
         f"answered in the metadata {TOKEN_METADATA}"

@@ -1,9 +1,9 @@
 """Every setting of the daemon, written once: name, type, default and description are the fields of `Settings`.
 
 A value comes from the first of: command-line flag (``--pool-size``), environment (``KVSIDECAR_POOL_SIZE``), TOML file
-(``pool_size``), default. The flags of ``kvsidecar serve`` are made from the same fields, so nothing can be missing in
-one of the four. Whatever is unknown or wrong stops the start with one sentence that names it as it was given: a typo
-that is ignored shows up weeks later as a cache that is too small.
+(``pool_size``), default. The flags of ``kvsidecar serve`` are made from the same fields, so no setting can be missing
+in one of the four. An unknown or wrong setting stops the start with one sentence that names it as it was given: an
+ignored typo would show up weeks later as a cache that is too small.
 
 Imports nothing heavy: ``kvsidecar serve --help`` needs this module.
 """
@@ -35,25 +35,20 @@ from kvsidecar.types import Verify
 PREFIX = "KVSIDECAR_"
 DEFAULT_FILE = Path("/etc/kvsidecar/kvsidecar.toml")
 CONFIG_VARIABLE = "KVSIDECAR_CONFIG"
-CLIENT_VARIABLES = (
-    "KVSIDECAR_CONNECT",
-    "KVSIDECAR_CONNECT_CA",
-    "KVSIDECAR_CONNECT_CERTIFICATE",
-    "KVSIDECAR_CONNECT_KEY",
-)
+CLIENT_VARIABLES = tuple(f"KVSIDECAR_CONNECT{suffix}" for suffix in ("", "_CA", "_CERTIFICATE", "_KEY"))
 """Variables that the operator commands read."""
 RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS", *CLIENT_VARIABLES})
 """Variables with our prefix that are not settings."""
 MAX_POOL_BYTES = 64 * TiB
-"""More than any node has. A typo beyond it would keep the daemon busy for minutes with the bookkeeping of its slabs
-before the memory check could refuse it."""
+"""More than any node has. With a typo beyond it the daemon would prepare slabs for minutes, until the memory check
+refused it."""
 PAGE_BYTES = 4096
 """Smallest unit of slabs and chunks, on every machine."""
 MAX_CHUNK_BYTES = 512 * GiB
 """One registration of this size or more fails in current drivers."""
 
 # Kubernetes gives every container variables about every Service of its namespace. For a Service named "kvsidecar" or
-# "kvsidecar-metrics" they begin like our own, and refusing them would stop the daemon for the name of its Service.
+# "kvsidecar-metrics" they have our prefix, and must not stop the daemon.
 _SERVICE_LINK = re.compile(
     r"KVSIDECAR(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
@@ -87,7 +82,7 @@ def _chunk_size(value: str | int) -> int:
 
 
 def _store_chunk(value: str | int) -> int | None:
-    # The default goes through this too, and off in a file may be a bare word or false.
+    # Also called with the default; in a file, off may be a string or false.
     return None if value in ("off", None, False) else _whole_pages(value)
 
 
@@ -113,13 +108,13 @@ def _address(value: str | None) -> str | None:
 
 
 def _default_prefault_threads() -> int:
-    # Not all of them: an engine that starts beside the daemon needs some to load its weights.
+    # Not all cores: an engine that starts at the same time needs some to load its weights.
     return max(1, min(16, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How an option appears in ``--help``, where its type and default do not say it."""
+    """How an option appears in ``--help``, where that does not follow from its type and default."""
 
     metavar: str | None = None
     default: str | None = None
@@ -130,6 +125,7 @@ _SlabSize = Annotated[int | Literal["auto"], BeforeValidator(_slab_size), Shown(
 _StoreChunk = Annotated[int | None, BeforeValidator(_store_chunk), Shown("SIZE|off", "4 MiB")]
 _Policy = Annotated[Policy | None, BeforeValidator(policy.parse), Shown("TOML", "none")]
 _ChunkSize = Annotated[int, BeforeValidator(_chunk_size), Shown("SIZE", "1 GiB")]
+_File = Annotated[str | None, Field(min_length=1), Shown("PATH", "none")]
 _Seconds = Annotated[float, Field(allow_inf_nan=False), Shown("SECONDS")]
 
 
@@ -177,16 +173,12 @@ class Settings(BaseModel):
         description="Also serve gRPC over TCP at this address, for lookups and admin commands from other hosts. "
         "Requires mTLS and a policy that names client certificates. Engines always attach over the Unix socket.",
     )
-    tls_certificate: Annotated[str | None, Shown("PATH", "none")] = Field(
-        None, min_length=1, description="Server certificate chain for --tcp-listen, as a PEM file."
+    tls_certificate: _File = Field(None, description="Server certificate chain for --tcp-listen, as a PEM file.")
+    tls_key: _File = Field(
+        None, description="Private key of --tls-certificate, as a PEM file. Its mode must be 0640 or stricter."
     )
-    tls_key: Annotated[str | None, Shown("PATH", "none")] = Field(
-        None,
-        min_length=1,
-        description="Private key of --tls-certificate, as a PEM file. Its mode must be 0640 or stricter.",
-    )
-    tls_client_ca: Annotated[str | None, Shown("PATH", "none")] = Field(
-        None, min_length=1, description="CA bundle that client certificates are verified against, as a PEM file."
+    tls_client_ca: _File = Field(
+        None, description="CA bundle that client certificates are verified against, as a PEM file."
     )
     http_host: Annotated[str, Shown("ADDRESS")] = Field(
         "127.0.0.1",
@@ -203,7 +195,7 @@ class Settings(BaseModel):
         "tests and development. auto: cuda if a GPU is visible, otherwise host.",
     )
     # 8 GiB: 64 Ki tokens of Llama-3.1-8B (128 KiB each), enough to see hits on the first day; pinned in a few seconds,
-    # and less than any machine that carries a data-centre GPU can spare. Whoever goes into production sets it.
+    # and every machine with a data-centre GPU can spare it.
     pool_size: _PoolSize = Field(
         Size(nbytes=8 * GiB),
         description="Host memory to pin, as a size or as a percentage of the machine's memory or the container's "
@@ -312,7 +304,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
-        """What one option alone cannot show. Blames the option that was given, where only one of the two was."""
+        """Check options against each other. Blames the option that was given, where only one of the two was."""
         if self.slab_size != "auto":
             pool = self.pool_size.nbytes
             if pool is not None and self.slab_size > pool:
@@ -432,20 +424,17 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str], place: str = "")
 
 
 _PROBLEMS = {
-    "bool_parsing": "must be on or off",
-    "bool_type": "must be on or off",
-    "float_parsing": "must be a number of seconds",
-    "float_type": "must be a number of seconds",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "int_type": "must be a whole number",
+    "bool": "must be on or off",
+    "float": "must be a number of seconds",
+    "int": "must be a whole number",
 }
+"""By the first part of pydantic's name of an error, such as ``int_parsing``."""
 
 
 def _problem(kind: str, message: str, value: object) -> str:
     """The end of a sentence that starts with the option and its value, from pydantic's error."""
     message = message.removeprefix("Value error, ").removeprefix(f"{value!r} ")
-    return _PROBLEMS.get(kind) or re.sub(r"^(Input|String|Value) should", "must", message)
+    return _PROBLEMS.get(kind.partition("_")[0]) or re.sub(r"^(Input|String|Value) should", "must", message)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------
@@ -498,7 +487,7 @@ def auto_slab_bytes(pool_bytes: int) -> int:
 
 
 def pool_geometry(settings: Settings, root: Path = memory_limits.ROOT) -> PoolGeometry:
-    """Settle percentages and "auto" for this machine.
+    """Resolve percentages and "auto" for this machine.
 
     Raises:
         ConfigError: a percentage comes to less than one slab.
@@ -509,7 +498,7 @@ def pool_geometry(settings: Settings, root: Path = memory_limits.ROOT) -> PoolGe
         # The lowest set bit is the largest power of two that divides the chunk.
         slab = min(slab, chunk & -chunk)
         if chunk % slab:
-            chunk = slab  # The pool is one slab of an odd size, and the chunk is larger.
+            chunk = slab  # the pool is one slab of an odd size, smaller than the chunk
     if pool < max(slab, PAGE_BYTES):
         here = f"pool_size={settings.pool_size} comes to {format_size(pool)} on this machine"
         raise ConfigError(f"{here}, less than one slab ({format_size(max(slab, PAGE_BYTES))})")

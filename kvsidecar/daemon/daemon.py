@@ -1,7 +1,6 @@
 """The daemon: builds every part, starts them in order, serves, and stops them in the opposite order.
 
-Start: RPC and attach socket listen -> pin in a thread -> self-test -> ready. What comes before is in
-`kvsidecar.daemon.serve`.
+Start, after `kvsidecar.daemon.serve`: RPC and attach socket listen -> pin in a thread -> self-test -> ready.
 Stop: not ready -> refuse new jobs -> finish running ones -> unmap -> unpin -> exit.
 """
 
@@ -62,10 +61,10 @@ SELF_TEST_BYTES = 64 * 1024
 EXIT_UNSETTLED = 74
 """sysexits.h EX_IOERR: a copy's outcome is unknown, and only the end of the process ends it. Start again."""
 HUNG_TICKS = 8
-"""A copy that is older than ``stuck_after`` for so many ticks hangs. Not at once: after a while in which the process
-was stopped every copy looks old, until its worker has had time to see that it is over."""
+"""A copy that is older than ``stuck_after`` for this many ticks hangs. Not at once: after the process was suspended,
+every copy looks old until its worker has had time to see that it is over."""
 LAST_WORDS_SECONDS = 1.0
-"""Between a copy of unknown outcome and the end: for copies that are not hung, answers on their way, and probes."""
+"""From a copy of unknown outcome to the exit: time for other copies, replies on their way, and probes."""
 
 _log = log.get("daemon")
 
@@ -77,7 +76,6 @@ class Daemon:
         settings: validated.
         platform: the devices.
         pool: not pinned yet.
-        slab_bytes: size of a slab, which holds slots of one size.
         life: the process's signals, lock and probes, already open.
         read_settings: reads the settings again, for a reload; None: reload is not supported.
         open_tracing: creates the tracing of jobs; None for no tracing.
@@ -106,7 +104,7 @@ class Daemon:
         self._stop_pinning = threading.Event()
         self._exit_code = 0
         self._unsettled = ""
-        """Why this process ends as soon as it can; empty while it need not."""
+        """Why this process must end as soon as it can; empty while it need not."""
         self._hung_ticks = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
         self.epoch = secrets.randbits(ID_BITS) | 1
@@ -114,13 +112,9 @@ class Daemon:
         self._metrics = Metrics(platform.name)
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(self._task_failed)
-        enough = len(os.sched_getaffinity(0)) >= CORES_TO_SPARE
-        self._guard = SleepGuard(settings.light_sleep if enough else 0.0)
+        self._guard = SleepGuard(settings.light_sleep if CORES_TO_SPARE else 0.0)
         self._hub = DeviceHub(
-            platform,
-            self._worker_failed_in_thread,
-            store_chunk=settings.store_chunk,
-            guard=self._guard,
+            platform, self._worker_failed_in_thread, store_chunk=settings.store_chunk, guard=self._guard
         )
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
@@ -246,15 +240,14 @@ class Daemon:
 
     async def _become_ready(self) -> None:
         self.readiness.pinning()
-        loop = asyncio.get_running_loop()
         started = time.monotonic()
 
         def progressed(progress: PinProgress) -> None:
-            loop.call_soon_threadsafe(self._pin_progressed, progress)
+            self._loop.call_soon_threadsafe(self._pin_progressed, progress)
 
         try:
-            # Making a context delays an engine's step by a millisecond or two, pinning by nothing (docs/benchmarks.md):
-            # apart, so that the log and a benchmark can tell one from the other.
+            # Apart from pinning, so that the log and a benchmark can tell them apart: to make a context delays an
+            # engine's step by a millisecond or two, to pin does not (docs/benchmarks.md).
             await self._hub.device(self._platform.device_uuids()[0])
             _log.info("device context created", seconds=round(time.monotonic() - started, 3))
             await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
@@ -262,7 +255,7 @@ class Daemon:
             self._metrics.register_seconds.set(self._pinned.register_seconds)
             self._report.page_kind = self._pool.page_kind
             self._report.numa_nodes = self._pool.numa_nodes
-            self._hub.use_pool(self._pool.address)
+            self._hub.pool_address = self._pool.address
             await self._self_test()
         except PinStopped:
             return
@@ -270,7 +263,7 @@ class Daemon:
             self._fail(str(error))
             return
         except Exception as error:
-            # Whatever it was: without this the daemon would sit in "pinning" for ever and say nothing.
+            # Otherwise the daemon would stay in "pinning" for ever without a reason.
             self._fail(f"the start failed unexpectedly: {type(error).__name__}: {error}")
             raise
         self.readiness.become_ready()
@@ -341,21 +334,21 @@ class Daemon:
                 self._end_soon(str(stuck))
 
     async def _sweep(self) -> None:
-        """Free what was cleared, a little at a time."""
+        """Free cleared blocks, a few at a time."""
         while True:
             more = self._cache.sweep()
             await asyncio.sleep(0 if more else TICK_SECONDS)
 
     def _stuck(self) -> str | None:
-        """Why this process cannot go on."""
+        """Why this process cannot go on, or None."""
         if self._unsettled:
             return self._unsettled
         stuck = self._hub.stuck(self._settings.stuck_after)
         return None if stuck is None else str(stuck)
 
     def _end_soon(self, reason: str) -> None:
-        """A copy may write to an engine's memory until this process ends, and an engine waits until it does: so end it.
-        Nothing is waited for that the copy could hold up, such as unmapping the memory it uses."""
+        """End the process: a copy of unknown outcome may write to an engine's memory until then, and the engine waits
+        for it. Wait for nothing that the copy could hold up, such as unmapping the memory that it uses."""
         if self._unsettled:
             return
         self._unsettled = f"{reason}: the daemon ends, and its copies with it"
@@ -377,7 +370,7 @@ class Daemon:
     def _worker_failed(self, uuid: str, direction: Direction, error: BaseException) -> None:
         _log.error("copy worker ended", device=uuid, direction=direction.value, error=str(error))
         if isinstance(error, DeviceLost):
-            self._hub.mark_lost(uuid, str(error))
+            self._hub.lost.setdefault(uuid, str(error))
             self._metrics.devices_lost.inc()
         if set(self._hub.lost) >= set(self._platform.device_uuids()):
             self.readiness.fail(f"every device is lost; the last one was {uuid}: {error}")
@@ -389,13 +382,13 @@ class Daemon:
         while True:
             await self._life.hung_up.wait()
             self._life.hung_up.clear()
-            # One after the other: what is told to the service manager comes in pairs.
+            # One reload after the other: the service manager expects RELOADING and READY in pairs.
             await self._life.notifier.reloading(reloader.reload)
 
     def _apply(self, settings: Settings) -> None:
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
-        self._hub.set_store_chunk(settings.store_chunk)
+        self._hub.store_chunk = settings.store_chunk
         self._instances.access = replace(self._instances.access, policy=settings.policy)
 
     # -- stop ------------------------------------------------------------------------------------------------------
@@ -404,7 +397,7 @@ class Daemon:
         deadline = time.monotonic() + self._settings.drain_timeout
         self._life.begin_stop(self._settings.drain_timeout)
         self._stop_pinning.set()
-        # Sessions end by themselves once their running jobs are over; their clients see the end of the stream.
+        # A session ends when its running jobs are over; its client sees the end of the stream.
         ends = [
             self._tasks.spawn(self._instances.end(session, gone=False), name="end-session")
             for session in self._instances
@@ -427,7 +420,7 @@ class Daemon:
         try:
             await asyncio.to_thread(self._pool.close)
         except PinFailed as error:
-            # The process ends next, and the kernel gives back what the driver would not.
+            # The process ends next, and the kernel unpins the rest.
             _log.error("unpinning failed", error=str(error))
         await asyncio.to_thread(self._platform.close)
         self._guard.close()

@@ -45,9 +45,9 @@ class Lifecycle:
         self.endpoint = Endpoint(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
         self.probes = Probes(self.readiness)
         self.stop = asyncio.Event()
-        """Set when the daemon is to end."""
+        """Set when the daemon must end."""
         self.hung_up = asyncio.Event()
-        """Set when the settings are to be read again. Whoever does so clears it before."""
+        """Set when the settings must be read again; cleared before they are."""
         self.http = ""
         """URL of the probes, once they are answered."""
         self.readiness.listen(notifier.changed)
@@ -65,19 +65,20 @@ class Lifecycle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.begin_stop(self._settings.drain_timeout)
-        # Until here whoever asks is told. Before the lock is given up: the daemon that waits for it may want this port.
+        # Probes are answered until here. They stop before the lock is released: the daemon that waits for the lock may
+        # use this port.
         await self.probes.stop()
         self.endpoint.release()
-        if error is None:  # which is said by whoever ends the process
+        if error is None:  # the caller reports an error
             _log.info("stopped")
 
     async def open(self) -> bool:
-        """Take the lock and answer probes. False if the daemon was told to stop while another one held the lock.
+        """Take the lock and answer probes. False if told to stop while another daemon held the lock.
 
         Raises:
             AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start.
         """
-        # The lock first: the daemon that holds it may have this port too.
+        # The lock first: the daemon that holds it may use this port.
         if not await self.endpoint.acquire(wait_seconds=self._settings.lock_wait, stop=self.stop):
             return False
         port = await self.probes.start(self._settings.http_host, self._settings.http_port)
@@ -86,7 +87,7 @@ class Lifecycle:
         return True
 
     def begin_stop(self, drain_timeout: float) -> None:
-        """Say everywhere that the end has begun; running copies get ``drain_timeout`` seconds. Only the first time."""
+        """Announce the shutdown; running copies get ``drain_timeout`` seconds. Does nothing the second time."""
         if self._stopping:
             return
         self._stopping = True
@@ -106,6 +107,6 @@ class Lifecycle:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End the process, whatever still runs in it, with the last words of its log."""
+    """End the process, whatever still runs in it, after its log is written."""
     log.flush()
     os._exit(code)

@@ -12,7 +12,7 @@ from kvsidecar.errors import ConfigError
 from kvsidecar.support import log
 
 RELOADABLE: Final = frozenset({"log_level", "store_chunk", "drain_timeout", "stuck_after", "policy"})
-"""What is looked up at each use, and the policy. The rest is built into sockets, the pool or the cache."""
+"""Settings that are read at each use, and the policy. The others are built into sockets, the pool or the cache."""
 
 _log = log.get("reload")
 
@@ -29,7 +29,7 @@ class Change:
 
 
 def change(in_force: Settings, read: Settings) -> Change:
-    """Take from ``read`` what can be taken."""
+    """Apply those settings of ``read`` that can be applied."""
     changed = [option for option in Settings.model_fields if getattr(read, option) != getattr(in_force, option)]
     taken = tuple(option for option in changed if option in RELOADABLE)
     left = tuple(option for option in changed if option not in RELOADABLE)
@@ -41,7 +41,7 @@ class Reloader:
 
     Args:
         settings: the settings at the start.
-        read: as at the start: the same flags and file; the environment of a process does not change.
+        read: reads the same flags, file and environment as at the start.
         apply: applies settings, in the event loop.
     """
 
@@ -51,7 +51,7 @@ class Reloader:
         self._apply = apply
 
     async def reload(self) -> str:
-        """Returns what came of it, in a few words. A file with a mistake changes nothing."""
+        """Returns the result in a few words. A file with a mistake changes nothing."""
         try:
             read = await asyncio.to_thread(self._read)
         except ConfigError as error:

@@ -3,8 +3,8 @@
 Settings -> log -> lock -> probes are answered -> the daemon is imported, the driver opened ->
 `kvsidecar.daemon.daemon`.
 
-Most of a start is imports. So only what answers a probe is imported here; the rest is imported in a thread, while
-probes are answered: whoever asks learns that the daemon is starting, and SIGTERM ends it at once.
+Most of a start is imports. So this module imports only the modules that answer probes. The others are imported in a
+thread meanwhile: probes learn that the daemon is starting, and SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -57,18 +57,17 @@ def serve(flags: Mapping[str, str | None]) -> int:
     log.configure(log_format=settings.log_format, level=settings.log_level)
     geometry = pool_geometry(settings)
     _raise_descriptor_limit()
-    # At a terminal SIGHUP means that the terminal is gone, and the daemon shall go too.
+    # At a terminal SIGHUP means that the terminal is gone, and the daemon must end too.
     read_settings = None if os.isatty(0) else lambda: load_settings(flags)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(settings, geometry, read_settings))
 
 
 async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> int:
-    """From the first probe that is answered to the last."""
     notifier = Notifier.from_environment()
     async with Lifecycle(settings, geometry.pool_bytes, notifier=notifier, reloads=read_settings is not None) as life:
         if terminal.moves(sys.stderr) and settings.log_format != "json":
-            # A line as wide as the terminal would wrap as soon as its cursor stands behind it.
+            # One column less than the terminal has, for the cursor: else the line would wrap.
             life.readiness.listen(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1)))
         if not await life.open():
             return 0
@@ -82,18 +81,18 @@ async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callab
             gc.freeze()
             gc.enable()
             return await daemon.run()
-    # The thread cannot be told to stop, and an import or a driver that hangs shall not hold up the end.
+    # The thread cannot be stopped, and an import or a driver that hangs must not delay the end.
     return exit_at_once(0)
 
 
 def _in_thread(load: Callable[[], MakeDaemon]) -> asyncio.Future[MakeDaemon]:
-    """Call ``load`` in a thread that no end of the event loop waits for. What it raises, the future raises."""
+    """Call ``load`` in a daemon thread: unlike `asyncio.to_thread`, the end of the event loop does not wait for it."""
     loaded: Future[MakeDaemon] = Future()
 
     def run() -> None:
         try:
             loaded.set_result(load())
-        except BaseException as error:  # noqa: BLE001 - heard by whoever awaits the future
+        except BaseException as error:  # noqa: BLE001 - raised by the future
             loaded.set_exception(error)
 
     threading.Thread(target=run, name="kvsidecar-load", daemon=True).start()
@@ -101,7 +100,7 @@ def _in_thread(load: Callable[[], MakeDaemon]) -> asyncio.Future[MakeDaemon]:
 
 
 def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> MakeDaemon:
-    """Import the daemon and open the devices. Returns what makes the daemon in the event loop.
+    """Import the daemon and open the devices. Returns the function that makes the daemon, in the event loop.
 
     Raises:
         ConfigError, DriverUnusable: it cannot start.
@@ -140,14 +139,14 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
 
 
 def _raise_descriptor_limit() -> None:
-    """As many descriptors as the system allows: a shell's default of 1024 is a few hundred clients. (It is that low for
-    programs that use select(), which this one does not.)"""
+    """Allow as many descriptors as the system does: a shell's default of 1024 is enough for a few hundred clients.
+    (It is low for programs that use select(), which this one does not.)"""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _tracing(settings: Settings) -> Callable[[Metrics], Tracing] | None:
-    """What opens the tracing that is wanted. Raises ConfigError: it is not installed."""
+    """The function that opens tracing, if it is on. Raises ConfigError if it is not installed."""
     if settings.tracing == "off":
         return None
     try:
@@ -159,7 +158,7 @@ def _tracing(settings: Settings) -> Callable[[Metrics], Tracing] | None:
 
 
 def _numa_nodes(settings: Settings, platform: Platform) -> tuple[int, ...]:
-    """The nodes to split the pool over: those of the devices, where there are several nodes at all."""
+    """The nodes to split the pool over: those of the devices, if the machine has several nodes."""
     online = memory_limits.numa_nodes()
     if settings.numa == "off" or len(online) < 2:
         return ()
@@ -167,7 +166,7 @@ def _numa_nodes(settings: Settings, platform: Platform) -> tuple[int, ...]:
 
 
 def bar(now: Snapshot, columns: int) -> str:
-    """One line for a person who watches the pool being pinned, of so many columns at most; empty at any other time."""
+    """The progress bar while the pool is being pinned, at most ``columns`` wide; empty at any other time."""
     if now.state is not State.PINNING:
         return ""
     text = f" {format_size(now.pinned_bytes)} of {format_size(now.pool_bytes)}"

@@ -1,14 +1,14 @@
 """Notifications to the service manager (systemd), by the protocol of sd_notify(3).
 
 Source: https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html and sd_watchdog_enabled(3). Messages are
-datagrams of ``NAME=value`` lines to the Unix socket in ``$NOTIFY_SOCKET``. Twenty lines do that, and the libraries for
-it either have had no release for years or need libsystemd.
+datagrams of ``NAME=value`` lines to the Unix socket in ``$NOTIFY_SOCKET``: twenty lines here, where libraries for it
+either have had no release for years or need libsystemd.
 
-- ``READY=1`` when the daemon is ready, not before. A pool that cannot be pinned leaves the unit "activating" with the
+- ``READY=1`` only when the daemon is ready. While the pool cannot be pinned the unit stays "activating", with the
   reason as its status, until the start times out and the manager starts the daemon again.
-- ``EXTEND_TIMEOUT_USEC`` because a chunk was pinned, never because time has passed: a pin that hangs runs into the
+- ``EXTEND_TIMEOUT_USEC`` when a chunk was pinned, never because time has passed: a pin that hangs runs into the
   timeout, a pin that takes ten minutes does not.
-- ``WATCHDOG=1`` from the event loop, while no copy is stuck: what makes /health fail makes the manager restart.
+- ``WATCHDOG=1`` from the event loop, while no copy is stuck: when /health fails, the manager restarts the daemon.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
 
 EXTEND_SECONDS: Final = 120
-"""A pinned chunk gives the next one this long. One of 1 GiB takes about 0.1 s, but chunk_size may be far larger, and a
-kernel that has to compact memory for huge pages far slower."""
+"""Time for the next chunk, once one is pinned. A chunk of 1 GiB takes about 0.1 s, but chunk_size may be far larger,
+and a kernel that has to compact memory for huge pages far slower."""
 STOP_MARGIN_SECONDS: Final = 30
-"""To unmap, unpin and exit, after the running copies. A pool that takes longer to unpin is left to the kernel."""
+"""Time to unmap, unpin and exit, after the running copies. The kernel unpins a pool that takes longer."""
 
 _SOCKET: Final = "NOTIFY_SOCKET"
 _log = log.get("notify")
@@ -52,11 +52,11 @@ class NotifySocket:
             return
         self._address = "\0" + address[1:] if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        # A manager that hangs must not hang the daemon: its queue then fills up, and a message is lost, loudly.
+        # A manager that hangs must not hang the daemon: its queue fills up, and a message is lost and logged.
         self._socket.setblocking(False)
 
     def send(self, *lines: str) -> None:
-        """One message. Failures are logged: nothing here depends on the manager."""
+        """Send one message. A failure is logged only: the daemon does not depend on the manager."""
         if self._address is None:
             return
         try:
@@ -66,10 +66,7 @@ class NotifySocket:
 
 
 def watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
-    """How often the manager wants to hear of this process at least, or None if it does not.
-
-    Raises nothing: a value that cannot be read is one that systemd did not write.
-    """
+    """The manager's watchdog timeout for this process; None without one, or if systemd did not write the value."""
     value = environ.get("WATCHDOG_USEC", "")
     if not value.isdecimal() or int(value) == 0 or environ.get("WATCHDOG_PID", str(pid)) != str(pid):
         return None
@@ -110,11 +107,10 @@ class Notifier:
 
     @classmethod
     def from_environment(cls) -> Notifier:
-        """For the manager that started this process, if one did."""
+        """The notifier of the manager that started this process, if any."""
         return cls(NotifySocket(os.environ.get(_SOCKET)), watchdog_seconds(os.environ, os.getpid()))
 
     def changed(self, now: Snapshot) -> None:
-        """Readiness has changed."""
         lines = []
         if now.state is State.PINNING and now.pinned_bytes > self._pinned_bytes:
             self._pinned_bytes = now.pinned_bytes
@@ -126,12 +122,12 @@ class Notifier:
         self._send(*lines, self._status_line())
 
     def stopping(self, drain_timeout: float) -> None:
-        """The end has begun; running copies get ``drain_timeout`` seconds, whatever the unit's TimeoutStopSec says."""
+        """The daemon stops. Running copies get ``drain_timeout`` seconds, whatever the unit's TimeoutStopSec is."""
         self._status = "stopping: running copies are finished first"
         self._send("STOPPING=1", _extend(drain_timeout + STOP_MARGIN_SECONDS), self._status_line())
 
     async def reloading(self, reload: Callable[[], Awaitable[str]]) -> None:
-        """Run ``reload``, which says in a few words what came of it, and must not raise."""
+        """Run ``reload``, which returns its result in a few words, and must not raise."""
         # While the daemon is not ready, READY=1 at the end would say that it is.
         if not self._ready:
             await reload()
@@ -142,13 +138,11 @@ class Notifier:
         self._send("READY=1", f"STATUS={_one_line(self._status)} ({_one_line(result)})")
 
     async def watch(self, stuck: Callable[[], str | None]) -> None:
-        """Say at every half of the watchdog's time that the daemon makes progress, for as long as it does.
-
-        This runs in the event loop, so it falls silent when the loop does. Not before READY=1: until then the start
-        timeout bounds what may hang, and the manager does not ask.
+        """Feed the watchdog twice per timeout, while the event loop runs and no copy is stuck. Not before READY=1:
+        until then the start timeout applies.
 
         Args:
-            stuck: why the copy workers make no progress, or None; what /health asks.
+            stuck: why the copy workers make no progress, or None; /health calls it too.
         """
         if self._watchdog is None:
             return
@@ -174,5 +168,5 @@ def _extend(seconds: float) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A driver's error may have several, and each would be read as a field."""
+    """A driver's error may have several lines, and the manager would read each as a field."""
     return " ".join(text.split())

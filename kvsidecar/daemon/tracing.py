@@ -2,9 +2,7 @@
 
 A job becomes a span ``kvsidecar.store`` or ``kvsidecar.load`` with children ``queue``, ``copy`` and, for a store,
 ``seal``. They are made when the job is over and its answer is on its way, from times that are taken anyway; a thread of
-the SDK exports them.
-
-Needs the extra ``kvsidecar[tracing]``: imported only when tracing is on.
+the SDK exports them. Imported only when tracing is on: it needs the extra ``kvsidecar[tracing]``.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ from kvsidecar.support import log
 from kvsidecar.types import Direction, Outcome
 
 FLUSH_SECONDS: Final = 2.0
-"""A collector that does not answer delays the daemon's end by no more."""
+"""The most that a collector which does not answer delays the daemon's end."""
 MAX_TRACEPARENT_BYTES: Final = 512
-"""A client's longer one is not looked at: the SDK would log a line for each."""
+"""A longer traceparent is not parsed: the SDK would log a line for each."""
 MAX_SPANS: Final = 4
 """The most spans of one job."""
 PROTOCOLS: Final = ("http/protobuf", "grpc")
@@ -66,7 +64,7 @@ class Tracing:
         self._metrics = metrics
         self._limit = _positive(OTEL_BSP_MAX_QUEUE_SIZE, 2048)
         self._made = 0
-        """Spans that are to be exported, so far."""
+        """Spans made so far that are exported."""
         self._exporter = _CountingExporter(_otlp_exporter(), metrics)
         # The environment's own names win.
         resource = Resource({SERVICE_NAME: "kvsidecar", SERVICE_VERSION: __version__})
@@ -83,7 +81,7 @@ class Tracing:
     def record(self, session: RankSession, job: Job) -> None:
         """Make the spans of a job, if it is sampled. In the event loop; never waits."""
         if self._parents_decide and not job.traceparent:
-            return  # most jobs, where few requests are traced: the SDK needs 15 us to come to the same
+            return  # most jobs, where few requests are traced; the SDK takes 15 us to decide the same
         context = self._context(job.traceparent)
         if self._parents_decide and not get_current_span(context).get_span_context().trace_flags.sampled:
             return
@@ -100,7 +98,7 @@ class Tracing:
         if not span.is_recording():
             return
         if self._made + MAX_SPANS - self._exporter.taken > self._limit:
-            # Here rather than in the SDK's queue, which drops the oldest span of some other job and counts nothing.
+            # Dropped here, not in the SDK's queue, which drops the oldest span of some other job and counts nothing.
             self._metrics.spans.labels(SpanFate.QUEUE_FULL.value).inc()
             return
         registration = session.registration
@@ -127,7 +125,7 @@ class Tracing:
         phases: list[tuple[str, float, float]] = []
         if result.copy_ended:
             began = result.copy_ended - result.copy_seconds
-            # What the copies waited for in between is shown before them: the spans say how long, not how often.
+            # Waits between the copies are shown before them: the spans say how long, not how often.
             phases = [("queue", began - result.queue_seconds, began), ("copy", began, result.copy_ended)]
             if job.direction is Direction.STORE:
                 phases.append(("seal", result.copy_ended, job.ended))
@@ -141,7 +139,7 @@ class Tracing:
         span.end(nanoseconds)
 
     def _context(self, traceparent: bytes) -> Context:
-        """The context of the span that the client names; an empty one if it names none."""
+        """The context of the client's span; an empty one without a traceparent."""
         context = Context()
         if not traceparent:
             return context
@@ -152,7 +150,7 @@ class Tracing:
         return context
 
     async def close(self, timeout: float) -> None:
-        """Export what is left, for `FLUSH_SECONDS` at most, or ``timeout`` if that is less. No span is made after."""
+        """Export the remaining spans, for `FLUSH_SECONDS` at most, or ``timeout`` if that is less."""
         # A daemon thread: an export that hangs must not keep the process from ending.
         thread = threading.Thread(target=self._shut_down, name="tracing-shutdown", daemon=True)
         thread.start()
@@ -168,15 +166,14 @@ class Tracing:
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what becomes of spans, and lets the log say once that a collector does not take them. Used by the SDK's
-    thread."""
+    """Counts the spans by fate, and logs once that a collector does not accept them. Used by the SDK's thread."""
 
     def __init__(self, exporter: SpanExporter, metrics: Metrics) -> None:
         self._exporter = exporter
         self._fates = {fate: metrics.spans.labels(fate.value) for fate in SpanFate}
         self._failing = False
         self.taken = 0
-        """Spans that nothing more is done for."""
+        """Spans that were exported or have failed."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = SpanExportResult.FAILURE
@@ -188,7 +185,7 @@ class _CountingExporter(SpanExporter):
             self._fates[SpanFate.EXPORT_FAILED if failed else SpanFate.EXPORTED].inc(len(spans))
             if failed is not self._failing:
                 self._failing = failed
-                # The SDK has said why. It would go on with some lines for every batch.
+                # The SDK has logged the reason, and would log it again for every batch.
                 logging.getLogger("opentelemetry").setLevel(logging.CRITICAL if failed else logging.NOTSET)
                 if failed:
                     _log.warning("spans cannot be exported; logged once, kvsidecar_spans_total counts them")

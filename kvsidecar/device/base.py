@@ -1,7 +1,7 @@
-"""What the daemon needs of a device: pinned host memory, imported engine memory, and streams that copy.
+"""The protocols of a device: pinned host memory, imported engine memory, and streams that copy.
 
-Two real implementations stand behind these Protocols, ``device/cuda/`` and ``device/host.py``; one contract suite
-(``tests/device/test_contract.py``) holds both to the words below.
+There are two implementations, ``device/cuda/`` and ``device/host.py``; one contract suite
+(``tests/device/test_contract.py``) checks both against the words below.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ COPY = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class CopyCall:
-    """What is issued in one call."""
+    """The copies of one driver call."""
 
     copies: npt.NDArray[np.void]
     """dtype `COPY`, shape ``(n,)``, n at least 1."""
     batched: bool
-    """All have one row, and they are so many that a batch of plain copies is the fastest."""
+    """All have one row, and there are so many that a batch of plain copies is fastest."""
     nbytes: int
 
 
@@ -51,12 +51,12 @@ class CopyPlan(Protocol):
         """The next calls, in any order; empty when there are none left.
 
         Args:
-            chunk: most bytes of one call (a row more at most), if the copies must leave room for an engine's own.
+            chunk: the most bytes of one call (or one row more), if the copies must leave room for an engine's own.
         """
 
 
 class CopyList:
-    """A plan of copies that are known already. Implements `CopyPlan`."""
+    """A plan of given copies. Implements `CopyPlan`."""
 
     def __init__(self, copies: npt.NDArray[np.void], nbytes: int) -> None:
         self.nbytes = nbytes
@@ -97,25 +97,24 @@ class DeviceMemory:
 
 
 class DeviceEvent(Protocol):
-    """An engine's event, opened here: the compute that a store must come after."""
+    """An engine's event, opened here: done when the compute that wrote a store's blocks is done."""
 
     def is_done(self) -> bool:
-        """Whether what was recorded last is done. Never blocks; may be called from any thread.
+        """Whether the last recorded work is done, or the event is closed. Never blocks; may be called from any thread.
 
         Raises:
-            CopyFailed: with ``outcome_known=True``: the event cannot be asked.
+            CopyFailed: with ``outcome_known=True``: the event cannot be polled.
             DeviceLost: the context is gone.
         """
 
-    def close(self) -> None:
-        """Give it back. Who asks later is told that it is done."""
+    def close(self) -> None: ...
 
 
 class CopyMark(Protocol):
-    """The end of one call that was issued, and of all before it. Used by the thread of its stream."""
+    """The end of an issued call, and of all before it. Used by the thread of its stream."""
 
     def is_done(self) -> bool:
-        """Whether it is done. Never blocks.
+        """Never blocks.
 
         Raises:
             CopyFailed: with ``outcome_known=False``.
@@ -123,38 +122,38 @@ class CopyMark(Protocol):
         """
 
     def wait(self) -> None:
-        """Return when it is done. May spin: wait for what will be done soon. Raises as `is_done` does."""
+        """Return when it is done. May spin: call it shortly before the end. Raises as `is_done` does."""
 
     def seconds(self) -> float:
-        """How long the device itself copied, for a call that was issued ``timed`` and is done; to be asked once. Never
+        """How long the device itself copied, for a call that was issued ``timed`` and is done; to be called once. Never
         raises: a device that does not say gives 0."""
 
 
 class PreparedCall(Protocol):
-    """A call in the form that its stream issues; opaque to everybody else."""
+    """A call in the form that its stream issues; opaque to other code."""
 
 
 class CopyStream(Protocol):
     """One direction of one device. Used by exactly one thread, the one that opened it."""
 
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
-        """Do all that takes time, so that `issue` does not keep the link waiting. Nothing moves yet."""
+        """Do all slow work, so that `issue` does not keep the link waiting. Nothing moves yet."""
 
     def issue(self, prepared: PreparedCall, *, alone: bool = False, timed: bool = True) -> CopyMark:
         """Start all copies of the call, behind those that were issued before.
 
         Args:
-            alone: nothing is in flight, and nothing is going to be issued before this is done.
-            timed: its mark is going to be asked how long it took. Costs a few microseconds of a call that is alone.
+            alone: nothing is in flight, and nothing will be issued before this is done.
+            timed: `CopyMark.seconds` will be called. Costs a few microseconds of a call that is alone.
 
         Raises:
-            CopyFailed: with ``outcome_known=True`` if nothing that was issued so far can move a byte any more, False
-                if that is not known.
+            CopyFailed: with ``outcome_known=True`` if no issued copy can move a byte any more, False if that is not
+                known.
             DeviceLost: the context is gone.
         """
 
     def is_done(self) -> bool:
-        """Whether everything that was ever issued is done, also what has no mark because its call failed. Never blocks.
+        """Whether all that was ever issued is done, also calls that failed and so have no mark. Never blocks.
 
         Raises:
             CopyFailed: with ``outcome_known=False``: the device does not say.
@@ -162,11 +161,11 @@ class CopyStream(Protocol):
         """
 
     def close(self) -> None:
-        """Give the stream back. Nothing may be in flight."""
+        """Nothing may be in flight."""
 
 
 class Device(Protocol):
-    """One GPU, or the host standing in for one. Its methods may be called from any thread and may block."""
+    """One GPU, or the host that stands in for one. Its methods may be called from any thread and may block."""
 
     @property
     def uuid(self) -> str:
@@ -177,7 +176,7 @@ class Device(Protocol):
         """The host NUMA node nearest to the device; None where the system does not say."""
 
     def import_memory(self, source: MemorySource) -> DeviceMemory:
-        """Map another process's allocation, or count one more use of it if it is mapped already.
+        """Map another process's allocation, or count one more use if it is mapped already.
 
         Raises:
             ImportRefused: the handle does not open. The device is unharmed.
@@ -220,18 +219,16 @@ class Platform(Protocol):
         """The same object for the same UUID. Creates what the device needs (a CUDA context) at the first call.
 
         Raises:
-            DeviceNotFound: no such device is visible; the text lists those that are. Or it is a MIG device.
-            DriverUnusable: the device is there, but its context cannot be made; the text says why.
+            DeviceNotFound: no such device is visible, and the text lists those that are; or it is a MIG device.
+            DriverUnusable: its context cannot be made; the text says why.
         """
 
     def numa_nodes(self) -> tuple[int, ...]:
-        """The host NUMA nodes nearest to the visible devices, in order; empty where the system does not say.
-
-        Creates no context.
-        """
+        """The host NUMA nodes nearest to the visible devices, in order; empty where the system does not say. Creates no
+        context."""
 
     def pin_limit(self) -> int | None:
-        """Bytes that may be pinned by this process, or None for no limit of the platform's own."""
+        """Bytes that this process may pin; None if the platform has no limit of its own."""
 
     def pin(self, address: int, nbytes: int) -> None:
         """Pin one chunk of host memory for every device. Both numbers are multiples of the page size.
@@ -244,4 +241,4 @@ class Platform(Protocol):
         """Undo `pin` of exactly this chunk."""
 
     def close(self) -> None:
-        """Give back contexts. Everything else has been given back before."""
+        """Release the contexts, after everything else."""

@@ -30,6 +30,7 @@ from kvsidecar.device.base import (
     PreparedCall,
 )
 from kvsidecar.errors import DeviceNotFound, ImportRefused, PinFailed
+from kvsidecar.support.host_memory import mmap_at, unmap
 from kvsidecar.support.memory_limits import memlock_limit
 from kvsidecar.types import Direction
 
@@ -37,26 +38,21 @@ HOST_UUID: Final = "host"
 
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SHRINK: Final = 0x0002
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
 # ctypes releases the GIL around each call: mlock of a chunk faults its pages and takes seconds.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
 
 
 class HostPlatform:
     """One device, ``host``. Implements `kvsidecar.device.base.Platform`."""
 
+    name = "host"
+
     def __init__(self) -> None:
         self._device = HostDevice()
-
-    @property
-    def name(self) -> str:
-        return "host"
 
     def device_uuids(self) -> tuple[str, ...]:
         return (HOST_UUID,)
@@ -70,7 +66,6 @@ class HostPlatform:
         return ()
 
     def pin_limit(self) -> int | None:
-        """``RLIMIT_MEMLOCK`` in bytes; None if it is infinite or this process may ignore it (CAP_IPC_LOCK)."""
         return memlock_limit()
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -87,7 +82,7 @@ class HostPlatform:
         _libc.munlock(address, nbytes)
 
     def close(self) -> None:
-        """Nothing is held here: mappings are released by those who imported them."""
+        """Does nothing: mappings are released by the sessions that imported them."""
 
 
 @dataclass(slots=True)
@@ -99,18 +94,13 @@ class _Mapping:
 class HostDevice:
     """Implements `kvsidecar.device.base.Device` with memfds. Thread-safe."""
 
+    uuid = HOST_UUID
+    numa_node = None
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mappings: dict[bytes, _Mapping] = {}
         self._own = 0
-
-    @property
-    def uuid(self) -> str:
-        return HOST_UUID
-
-    @property
-    def numa_node(self) -> int | None:
-        return None
 
     def import_memory(self, source: MemorySource) -> DeviceMemory:
         if not isinstance(source, MemfdSource):
@@ -122,7 +112,7 @@ class HostDevice:
                 f"the descriptor is not a memfd ({error.strerror}); make it with memfd_create(MFD_ALLOW_SEALING)"
             ) from error
         if not seals & _F_SEAL_SHRINK:
-            # A client that truncates a mapped file makes the next copy end in SIGBUS, which kills the daemon.
+            # If a client truncated a mapped file, the next copy would end in SIGBUS, which kills the daemon.
             raise ImportRefused(
                 "the memfd is not sealed against shrinking: create it with MFD_ALLOW_SEALING and, after ftruncate, "
                 "set fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)"
@@ -135,7 +125,7 @@ class HostDevice:
             mapping = self._mappings.get(key)
             if mapping is None:
                 try:
-                    address = _map(stat.st_size, mmap.MAP_SHARED, source.fd)
+                    address = mmap_at(None, stat.st_size, _READ_WRITE, mmap.MAP_SHARED, source.fd)
                 except OSError as error:
                     raise ImportRefused(
                         f"mapping {stat.st_size} bytes of the memfd read-write: {error.strerror}; "
@@ -154,13 +144,13 @@ class HostDevice:
             mapping.uses -= 1
             if mapping.uses == 0:
                 del self._mappings[memory.key]
-                _libc.munmap(mapping.memory.address, mapping.memory.nbytes)
+                unmap(mapping.memory.address, mapping.memory.nbytes)
 
     def import_event(self, handle: bytes) -> DeviceEvent:
         raise ImportRefused("the device `host` has no events: order stores on the host")
 
     def allocate(self, nbytes: int) -> DeviceMemory:
-        address = _map(nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        address = mmap_at(None, nbytes, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with self._lock:
             self._own += 1
             memory = DeviceMemory(address=address, nbytes=nbytes, key=b"own-%d" % self._own)
@@ -240,11 +230,3 @@ class _Rows:
 
 def _view(address: int, num_rows: int, row_bytes: int, pitch: int) -> npt.NDArray[np.uint8]:
     return np.asarray(_Rows(address, (num_rows, row_bytes), pitch))
-
-
-def _map(nbytes: int, flags: int, fd: int) -> int:
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if address == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return int(address)

@@ -8,10 +8,10 @@ from kvsidecar.support import cuda_driver
 
 
 def open_platform(kind: str, *, pin_device: str | None = None) -> tuple[Platform, str]:
-    """The platform, and one sentence why it is this one.
+    """The platform, and one sentence that explains the choice.
 
-    ``auto`` is ``cuda`` where the driver sees a GPU and ``host`` where there is no driver or no GPU. A driver that is
-    there but does not work is an error: a daemon that fell back to the host would look well and serve no engine.
+    ``auto`` is ``cuda`` where the driver sees a GPU and ``host`` where there is no driver or no GPU. A driver that
+    does not work is an error: a daemon that fell back to the host would look healthy and serve no engine.
 
     Args:
         kind: ``auto``, ``cuda`` or ``host``.
@@ -47,7 +47,7 @@ def _host() -> Platform:
 
 
 def _has_driver() -> bool:
-    """Whether there is a CUDA driver. One that is there and does not load is the caller's problem to hear about."""
+    """Whether there is a CUDA driver. True for one that does not load, so that the caller reports the error."""
     try:
         return cuda_driver.is_installed()
     except DriverUnusable:

@@ -1,4 +1,4 @@
-"""What the system says about GPUs without asking the driver."""
+"""Facts about GPUs that the system knows without the driver."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 
 
 def pci_numa_node(bus_id: str) -> int | None:
-    """NUMA node of a PCI device such as ``0000:17:00.0``.
-
-    None where the kernel does not know (it says -1, the rule in virtual machines) or shows no such device.
-    """
+    """NUMA node of a PCI device such as ``0000:17:00.0``; None where the kernel does not know (as in most virtual
+    machines), or has no such device."""
     try:
         with open(f"/sys/bus/pci/devices/{bus_id.lower()}/numa_node", encoding="ascii") as file:
             node = int(file.read())

@@ -27,23 +27,21 @@ import numpy.typing as npt
 
 from kvsidecar.device.base import Platform
 from kvsidecar.errors import PinFailed, PinStopped
-from kvsidecar.pool import host_memory
-from kvsidecar.support import failpoints, log, memory_limits
+from kvsidecar.support import failpoints, host_memory, log, memory_limits
 from kvsidecar.support.memory_limits import ROOT, HugePages, PageKind, Pages
 from kvsidecar.support.units import GiB, MiB, format_size
 
 _log = log.get("pool")
 
-
 PREFAULT_BYTES: Final = 32 * MiB
-"""Faulted in by one call at most. The call holds this process's ``mmap_lock``, and an engine that attaches meanwhile
-has its memory mapped in between. (For the same reason these threads keep their priority: one of a low one that is put
-aside while it holds the lock holds up an attach for seconds.)"""
+"""The most that one call faults in. The call holds this process's ``mmap_lock``, for which an engine's attach has to
+wait. (For the same reason these threads keep their priority: a thread of low priority that loses the CPU while it holds
+the lock would delay an attach for seconds.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """What to reserve. Sizes in bytes."""
+    """The pool to reserve. Sizes in bytes."""
 
     nbytes: int
     """A multiple of the system's page size."""
@@ -69,9 +67,9 @@ class PinProgress:
     """None until the first chunk is pinned."""
     seconds: float
     register_seconds: float = 0.0
-    """In calls of `Platform.pin`. The kernel clears the pages of the next chunk meanwhile."""
+    """Time in calls of `Platform.pin`. The kernel clears the pages of the next chunk meanwhile."""
     faulted_seconds: float = 0.0
-    """When the last page so far was there; the whole pool was pinned this much later than faulted in alone."""
+    """When the last page so far was faulted in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ class HostPool:
         self._bound: tuple[int, ...] = ()
         self._parts = split_over_nodes(spec.nbytes, spec.slab_bytes, self._nodes())
 
-    # -- what it is ----------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +132,7 @@ class HostPool:
 
     @property
     def address(self) -> int:
-        """Where the first byte lies. A RuntimeError before `pin` has reserved it and after it was given back."""
+        """Address of the first byte. A RuntimeError before `pin` has reserved it and after it was given back."""
         if self._address is None:
             raise RuntimeError("the pool is not reserved")
         return self._address
@@ -158,16 +156,13 @@ class HostPool:
         """Nodes that parts of the pool are bound to: empty on one node, before `pin`, or where binding was refused."""
         return self._bound
 
-    def numa_of(self, offset: int) -> int | None:
-        """The node that the byte at this offset is meant for, or None. Known before `pin`."""
-        return next(part.node for part in self._parts if offset < part.offset + part.nbytes)
-
     def numa_of_slab(self) -> tuple[int | None, ...]:
-        """`numa_of`, for each slab."""
-        return tuple(self.numa_of(offset) for offset in range(0, self.nbytes, self._spec.slab_bytes))
+        """The node that each slab is meant for, or None. Known before `pin`."""
+        slab = self._spec.slab_bytes
+        return tuple(part.node for part in self._parts for _ in range(0, part.nbytes, slab))
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """All bytes of the pool, not a copy. Using a view after `close` is a segmentation fault."""
+        """All bytes of the pool, not a copy. To use it after `close` is a segmentation fault."""
         return host_memory.as_array(self.address, self.nbytes)
 
     # -- pin and give back ---------------------------------------------------------------------------------------------
@@ -180,7 +175,15 @@ class HostPool:
         """
         pages = self._choose_pages()
         if self._spec.memory_check:
-            self._check_limits(pages)
+            cuda = self._platform.name == "cuda"
+            memory_limits.check_fits(
+                self.nbytes,
+                pages=pages,
+                bookkeeping=memory_limits.bookkeeping_bytes(self.nbytes) if cuda else 0,
+                pin_limit=self._platform.pin_limit(),
+                node_bytes=self._node_bytes(),
+                root=self._root,
+            )
         return pages
 
     def pin(self, on_progress: Callable[[PinProgress], None], stop: threading.Event) -> None:
@@ -246,24 +249,13 @@ class HostPool:
         wish = self._spec.huge_pages
         candidates = memory_limits.page_candidates(wish, self.nbytes, self._root)
         for pages in candidates:
-            # mbind refuses to cut an explicit huge page in two.
-            cut = any(part.offset % pages.nbytes for part in self._parts)
             if pages.kind is not PageKind.HUGETLB:
                 return pages
+            # mbind refuses to cut an explicit huge page in two.
+            cut = any(part.offset % pages.nbytes for part in self._parts)
             if not cut and not memory_limits.hugetlb_problem(self.nbytes, pages.nbytes, self._node_bytes(), self._root):
                 return pages
         return candidates[0]  # Explicit huge pages were asked for and do not fit: the check or the kernel says why.
-
-    def _check_limits(self, pages: Pages) -> None:
-        cuda = self._platform.name == "cuda"
-        memory_limits.check_fits(
-            self.nbytes,
-            pages=pages,
-            bookkeeping=memory_limits.bookkeeping_bytes(self.nbytes) if cuda else 0,
-            pin_limit=self._platform.pin_limit(),
-            node_bytes=self._node_bytes(),
-            root=self._root,
-        )
 
     def _reserve(self, pages: Pages) -> None:
         self._pages = pages
@@ -354,7 +346,7 @@ class HostPool:
         return PinProgress(self.nbytes, done, rate, eta, seconds, registering, faulted)
 
     def _give_back(self) -> str:
-        """Unpin in reverse order and unmap. Says what came of it, or "" if nothing was pinned."""
+        """Unpin in reverse order and unmap. Returns the result in words, or "" if nothing was pinned."""
         pinned = len(self._pinned)
         while self._pinned:
             chunk = self._pinned.pop()
@@ -365,8 +357,8 @@ class HostPool:
                 self._lost += 1
         if self._address is not None and not self._lost:
             host_memory.unmap(self._address, self.nbytes)
-        # Memory that the driver still holds registered stays mapped: other memory at these addresses would be copied
-        # from and to the old pages, silently.
+        # Memory that the driver still has registered stays mapped: other memory at these addresses would silently be
+        # copied from and to the old pages.
         self._address = None
         if self._fd is not None:
             os.close(self._fd)
@@ -377,15 +369,15 @@ class HostPool:
 
 
 def _reason(error: Exception) -> str:
-    """An OSError without its number, which says nothing to a person."""
+    """The error's text; an OSError without its number, which tells a person nothing."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def split_over_nodes(nbytes: int, slab_bytes: int, nodes: tuple[int, ...]) -> tuple[PoolPart, ...]:
-    """Cut a pool into one contiguous part a node, of sizes that differ by at most one unit and the rest.
+    """Cut a pool into one contiguous part per node, nearly equal in size.
 
-    Parts begin at multiples of ``slab_bytes`` and of 2 MiB, which is a whole huge page. A pool of fewer such units than
-    nodes uses only some nodes.
+    Parts begin at multiples of a unit: of ``slab_bytes`` and of a huge page (2 MiB). A pool of fewer units than nodes
+    uses only some nodes.
     """
     unit = math.lcm(slab_bytes, memory_limits.THP_BYTES)
     nodes = nodes[: max(1, nbytes // unit)]
@@ -397,7 +389,7 @@ def split_over_nodes(nbytes: int, slab_bytes: int, nodes: tuple[int, ...]) -> tu
 
 
 def _chunks(parts: tuple[PoolPart, ...], chunk_bytes: int) -> Iterator[PoolPart]:
-    """What is pinned by one call each: a chunk never lies in two parts; the last of a part may be shorter."""
+    """The pieces that one call pins. A chunk never lies in two parts; the last of a part may be shorter."""
     for part in parts:
         end = part.offset + part.nbytes
         for offset in range(part.offset, end, chunk_bytes):

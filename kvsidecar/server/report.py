@@ -70,26 +70,15 @@ class Report:
 
     def gauges(self) -> Gauges:
         """For a scrape of /metrics."""
-        cache, readiness = self._cache.stats(), self._readiness.now
         queued = dict.fromkeys(Direction, 0)
         running = dict.fromkeys(Direction, 0)
         for _, direction, worker in self._hub.workers():
             queued[direction] += worker.queued
             running[direction] += worker.running
         return Gauges(
-            state=readiness.state,
-            pool_total_bytes=readiness.pool_bytes,
-            pool_pinned_bytes=readiness.pinned_bytes,
-            pool_used_bytes=cache.used_bytes,
-            pool_free_bytes=cache.free_bytes + cache.wasted_bytes,
-            pool_reserved_bytes=cache.reserved_bytes,
-            pool_leased_bytes=cache.leased_bytes,
-            pool_quarantined_bytes=cache.quarantined_bytes,
-            blocks=cache.readable_blocks,
-            leases=cache.leases,
+            readiness=self._readiness.now,
+            cache=self._cache.stats(),
             attached_ranks=len(self._instances),
-            evicted_blocks=cache.evicted_blocks,
-            evicted_bytes=cache.evicted_bytes,
             jobs_queued=queued,
             jobs_running=running,
             oldest_inflight_seconds={direction: self._runner.oldest_seconds(direction) for direction in Direction},
@@ -110,7 +99,7 @@ class Report:
             uptime_seconds=self._clock() - self._started_at,
             readiness=translate.readiness_to(self._readiness.now),
             pool=pb.PoolStatus(
-                total_bytes=gauges.pool_total_bytes, page_kind=self.page_kind, numa_nodes=self.numa_nodes
+                total_bytes=gauges.readiness.pool_bytes, page_kind=self.page_kind, numa_nodes=self.numa_nodes
             ),
             backend=self._backend,
             partial=not everything,
@@ -146,18 +135,18 @@ class Report:
         return caller.grant.may_use
 
     def _add_totals(self, reply: pb.StatusReply, gauges: Gauges) -> None:
-        value = self._metrics.value
+        value, cache = self._metrics.value, gauges.cache
         reply.pool.MergeFrom(
             pb.PoolStatus(
-                used_bytes=gauges.pool_used_bytes,
-                free_bytes=gauges.pool_free_bytes,
-                reserved_bytes=gauges.pool_reserved_bytes,
-                leased_bytes=gauges.pool_leased_bytes,
-                quarantined_bytes=gauges.pool_quarantined_bytes,
-                blocks=gauges.blocks,
-                leases=gauges.leases,
-                evicted_blocks=gauges.evicted_blocks,
-                evicted_bytes=gauges.evicted_bytes,
+                used_bytes=cache.used_bytes,
+                free_bytes=cache.free_bytes + cache.wasted_bytes,
+                reserved_bytes=cache.reserved_bytes,
+                leased_bytes=cache.leased_bytes,
+                quarantined_bytes=cache.quarantined_bytes,
+                blocks=cache.readable_blocks,
+                leases=cache.leases,
+                evicted_blocks=cache.evicted_blocks,
+                evicted_bytes=cache.evicted_bytes,
             )
         )
         reply.jobs.CopyFrom(
@@ -225,8 +214,8 @@ def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, _Usage]:
     found: dict[Namespace, _Usage] = {}
     for space in spaces:
         usage = found.setdefault(space.namespace, _Usage())
-        usage.blocks += space.readable
-        usage.bytes += space.readable * space.block_bytes
+        usage.blocks += space.blocks.readable
+        usage.bytes += space.blocks.readable * space.block_bytes
         usage.hits += space.hits
         usage.misses += space.misses
     return found

@@ -1,4 +1,4 @@
-"""TCP addresses that cannot be listened on: what passes by itself, and what only another setting mends."""
+"""TCP addresses that cannot be listened on: which errors may pass, and which need another setting."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _PASSING: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
 """Another program has the port, or the network is not up yet."""
 
 
-def cannot_listen(who: str, address: str, option: str, error: OSError) -> KVSidecarError:
-    """What ends a daemon that could not bind.
+def cannot_listen(service: str, address: str, option: str, error: OSError) -> KVSidecarError:
+    """The error that ends a daemon which could not bind.
 
     Args:
-        who: HTTP or gRPC.
-        option: that would change the address.
-        error: of bind() or of getaddrinfo().
+        service: HTTP or gRPC.
+        option: flag that sets the address.
+        error: from bind() or getaddrinfo().
     """
     if isinstance(error, socket.gaierror):
         passing, why = error.errno == socket.EAI_AGAIN, error.strerror
     else:
         passing, why = error.errno in _PASSING, os.strerror(error.errno) if error.errno else str(error)
-    text = f"{who} cannot listen on {address} ({why})"
+    text = f"{service} cannot listen on {address} ({why})"
     return AddressUnavailable(f"{text}: free it, or set {option}") if passing else ConfigError(f"{text}: set {option}")
 
 
 def bind_error(host: str, port: int) -> OSError | None:
-    """Why nobody can bind there now, for servers that do not say it."""
+    """Why a server cannot bind there now, for servers that do not report it."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,9 +1,9 @@
-"""A little of the CUDA driver API by ctypes: no package is needed but the driver itself.
+"""A small part of the CUDA driver API by ctypes: no package is needed but the driver itself.
 
-For who must not need the bindings: clients in engines, the doctor, benchmarks, and the choice of a platform. The
+For code that must not need the bindings: clients in engines, the doctor, benchmarks, and the choice of a platform. The
 daemon's copies go through `kvsidecar.device.cuda`. Importing this module needs no driver; the first call loads it, and
-`call` starts it. Symbols with ``_v2`` are named so because
-the driver keeps the 32-bit versions of CUDA 2 and 3 under the plain names.
+`call` starts it. The suffix ``_v2`` of a symbol is the driver's: the plain names are the 32-bit versions of CUDA 2
+and 3.
 
 Source: CUDA Driver API, "Memory Management" (cuIpcGetMemHandle, cuMemGetAddressRange), "Unified Addressing"
 (cuPointerGetAttribute), "Primary Context Management".
@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final
 from kvsidecar.errors import DriverUnusable, NotExportable
 
 IPC_HANDLE_BYTES: Final = 64
+"""``CU_IPC_HANDLE_SIZE``"""
 _DEVICE_ORDINAL: Final = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL"""
 _IS_LEGACY_IPC_CAPABLE: Final = 10
@@ -30,10 +31,6 @@ _HOW_TO_EXPORT: Final = (
     "only memory from cuMemAlloc or cudaMalloc can be shared: unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
     "turn off the engine's sleep mode, and use neither managed memory nor a memory pool"
 )
-
-
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_byte * IPC_HANDLE_BYTES),)
 
 
 LIBRARY: Final = "libcuda.so.1"
@@ -121,7 +118,7 @@ def _function(name: str) -> Any:
 
 
 def status_of(name: str, *arguments: Any) -> int:
-    """Call a function of the driver. Its ``CUresult``.
+    """Call a function of the driver, which may not be started. Returns its ``CUresult``.
 
     Raises:
         DriverUnusable: there is no driver, or it has no such function.
@@ -137,7 +134,7 @@ def _start() -> None:
 
 
 def call(name: str, *arguments: Any, error: type[Exception] = DriverUnusable, hint: str = "") -> None:
-    """Call a function of the driver, started before. Raises ``error`` unless it succeeds."""
+    """Start the driver if need be, and call a function. Raises ``error`` unless it succeeds."""
     _start()
     status = status_of(name, *arguments)
     if status:
@@ -149,7 +146,7 @@ def error_text(status: int) -> str:
     texts = []
     for name in ("cuGetErrorName", "cuGetErrorString"):
         text = ctypes.c_char_p()
-        known = status_of(name, status, ctypes.byref(text)) == 0 and text.value is not None
+        known = status_of(name, status, ctypes.byref(text)) == 0
         texts.append(text.value.decode() if known and text.value is not None else f"error {status}")
     return ": ".join(texts)
 
@@ -157,18 +154,21 @@ def error_text(status: int) -> str:
 # -- devices -----------------------------------------------------------------------------------------------------
 
 
+def _value(kind: type[Any], name: str, *arguments: Any) -> int:
+    """The value that a function of the driver writes through its first argument."""
+    value = kind()
+    call(name, ctypes.byref(value), *arguments)
+    return int(value.value)
+
+
 def driver_version() -> int:
     """CUDA version of the driver, such as 12080."""
-    version = ctypes.c_int()
-    call("cuDriverGetVersion", ctypes.byref(version))
-    return version.value
+    return _value(ctypes.c_int, "cuDriverGetVersion")
 
 
 def device_count() -> int:
-    """GPUs that this process sees. Raises DriverUnusable if there is no driver, or it sees none."""
-    count = ctypes.c_int()
-    call("cuDeviceGetCount", ctypes.byref(count))
-    return count.value
+    """Number of visible GPUs. Raises DriverUnusable if there is no driver, or no visible GPU."""
+    return _value(ctypes.c_int, "cuDeviceGetCount")
 
 
 def device_uuid(ordinal: int) -> str:
@@ -192,23 +192,17 @@ def device_bus_id(ordinal: int) -> str:
 
 
 def device_memory(ordinal: int) -> int:
-    """Bytes of a GPU's memory, whoever uses them."""
-    size = ctypes.c_size_t()
-    call("cuDeviceTotalMem_v2", ctypes.byref(size), _device(ordinal))
-    return size.value
+    """Bytes of a GPU's memory, free or not."""
+    return _value(ctypes.c_size_t, "cuDeviceTotalMem_v2", _device(ordinal))
 
 
 def device_attribute(ordinal: int, attribute: int) -> int:
     """The value of a ``CUdevice_attribute``."""
-    value = ctypes.c_int()
-    call("cuDeviceGetAttribute", ctypes.byref(value), attribute, _device(ordinal))
-    return value.value
+    return _value(ctypes.c_int, "cuDeviceGetAttribute", attribute, _device(ordinal))
 
 
 def _device(ordinal: int) -> int:
-    device = ctypes.c_int()
-    call("cuDeviceGet", ctypes.byref(device), ordinal)
-    return device.value
+    return _value(ctypes.c_int, "cuDeviceGet", ordinal)
 
 
 # -- pointers ----------------------------------------------------------------------------------------------------
@@ -234,10 +228,7 @@ def is_legacy_ipc_capable(pointer: int) -> bool:
 
 
 def address_range(pointer: int) -> tuple[int, int]:
-    """Base and size in bytes of the allocation that a device pointer lies in.
-
-    A tensor of PyTorch lies somewhere in a larger allocation, and only the whole of it can be shared.
-    """
+    """Base and size in bytes of the allocation that a device pointer lies in: only whole allocations can be shared."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     with _context_of(pointer):
         arguments = ctypes.byref(base), ctypes.byref(size), pointer
@@ -249,12 +240,12 @@ def ipc_handle(base: int) -> bytes:
     """The 64 bytes by which another process opens the allocation at ``base``. Treat them as a password.
 
     Raises:
-        NotExportable: the memory is of a kind that cannot be shared; the text says what to change.
+        NotExportable: memory of this kind cannot be shared; the text says what to change.
     """
-    handle = _IpcHandle()
+    handle = ctypes.create_string_buffer(IPC_HANDLE_BYTES)
     with _context_of(base):
-        call("cuIpcGetMemHandle", ctypes.byref(handle), base, error=NotExportable, hint=_HOW_TO_EXPORT)
-    return bytes(handle)
+        call("cuIpcGetMemHandle", handle, base, error=NotExportable, hint=_HOW_TO_EXPORT)
+    return handle.raw
 
 
 def _attribute(pointer: int, attribute: int) -> int:
@@ -266,10 +257,7 @@ def _attribute(pointer: int, attribute: int) -> int:
 
 @contextmanager
 def _context_of(pointer: int) -> Iterator[None]:
-    """Make the primary context of the pointer's GPU current for a moment, in whatever thread this is.
-
-    A thread that has not used CUDA has no context, and every call would end in CUDA_ERROR_INVALID_CONTEXT.
-    """
+    """Make the primary context of the pointer's GPU current in the block: a thread that has not used CUDA has none."""
     device = _device(pointer_ordinal(pointer))
     context, popped = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -294,7 +282,7 @@ class CudaContext:
     """
 
     failure: ClassVar[type[Exception]] = DriverUnusable
-    """Raised by what the driver refuses."""
+    """Raised when a call of the driver fails."""
 
     def __init__(self, ordinal: int = 0) -> None:
         self._device = _device(ordinal)
@@ -310,7 +298,7 @@ class CudaContext:
         return address.value
 
     def free(self, address: int) -> None:
-        """Give memory back. Not while another process has it mapped: the driver calls that undefined behaviour."""
+        """Free device memory. The behaviour is undefined while another process has it mapped."""
         with self._current():
             self._call("cuMemFree_v2", address)
 
@@ -339,19 +327,19 @@ class CudaContext:
             self._call("cuCtxSynchronize")
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the GPU, whoever uses the rest."""
+        """Free and total bytes of the GPU."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         with self._current():
             self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
     def synchronize(self) -> None:
-        """Wait for everything that this context was given to do."""
+        """Wait until all work of this context is done."""
         with self._current():
             self._call("cuCtxSynchronize")
 
     def close(self) -> None:
-        """Give the context back, and all its memory if this was its last user."""
+        """Release the context, and all its memory if this was its last user."""
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _call(self, name: str, *arguments: Any) -> None:

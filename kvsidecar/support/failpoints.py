@@ -1,4 +1,4 @@
-"""Named points in the code at which a test or an operator can make things go wrong, by configuration.
+"""Named points in the code at which a test or an operator can inject faults, by configuration.
 
 Off by default, and then a hit is one truth test of an empty dict. On with, for example::
 
@@ -9,11 +9,9 @@ it every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``hold(path)`` (wait
 path), ``kill`` (SIGKILL to the own process: nothing is flushed, no handler runs, as when the kernel's OOM killer
 strikes). All rules that match a hit apply, in the order written.
 
-Every rule that applies is said in the log before it does what it does: nobody shall look for the cause of a fault that
-was ordered, and a test knows from the line that the point is reached.
-
-A ``delay`` or a ``hold`` sleeps in the thread that hits the point. In a point that the event loop passes it stops the
-whole loop.
+Every rule that applies is logged before it acts: so that no one looks for the cause of an injected fault, and a test
+knows that the point is reached. A ``delay`` or a ``hold`` sleeps in the thread that hits the point; in a point that the
+event loop passes it stops the whole loop.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
@@ -50,12 +46,12 @@ KNOWN: dict[str, str] = {
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
     "start.load": "probes are answered; in the thread that imports the rest of the daemon, before it does",
 }
-"""Every point there is, and where it lies. Tests hold that the code has each of them once, that an engine's ordinary
-day passes each, and that some test goes wrong there."""
+"""Every point, and where it lies. Tests check that each is in the code once, is passed in ordinary use, and is used by
+some test to inject a fault."""
 
 
 class FailpointError(RuntimeError):
-    """Raised by a ``raise(text)`` rule. Not a KVSidecarError: it stands for a fault that nobody foresaw."""
+    """Raised by a ``raise(text)`` rule. Not a KVSidecarError: it stands for an unexpected fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +90,19 @@ def configure(spec: str) -> None:
         ConfigError: the spec does not parse or names an unknown point; the rules before stay in force.
     """
     rules: dict[str, list[_Rule]] = {}
-    for part in _split(spec):
-        name, rule = _parse(part)
-        rules.setdefault(name, []).append(rule)
+    for part in re.split(r";(?![^(]*\))", spec):  # a ; inside parentheses belongs to the text
+        if part.strip():
+            name, rule = _parse(part)
+            rules.setdefault(name, []).append(rule)
     with _lock:
         _rules.clear()
         _hits.clear()
         _rules.update(rules)
 
 
-def configure_from_environment(environ: Mapping[str, str] | None = None) -> None:
-    """`configure` with ``KVSIDECAR_FAILPOINTS``; off if it is not set.
-
-    Args:
-        environ: instead of ``os.environ``.
-
-    Raises:
-        ConfigError: as `configure`.
-    """
-    configure((os.environ if environ is None else environ).get(VARIABLE, ""))
-
-
-def clear() -> None:
-    """Turn every point off."""
-    configure("")
-
-
-@contextmanager
-def active(spec: str) -> Iterator[None]:
-    """For tests: the rules of ``spec`` inside the block, none after it."""
-    configure(spec)
-    try:
-        yield
-    finally:
-        clear()
+def configure_from_environment() -> None:
+    """`configure` with ``KVSIDECAR_FAILPOINTS``; off if it is not set."""
+    configure(os.environ.get(VARIABLE, ""))
 
 
 def _apply(name: str) -> None:
@@ -148,11 +123,6 @@ def _apply(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             raise FailpointError(rule.text)
-
-
-def _split(spec: str) -> list[str]:
-    """The rules of a spec. A ``;`` inside parentheses belongs to the text."""
-    return [part for part in re.split(r";(?![^(]*\))", spec) if part.strip()]
 
 
 def _parse(part: str) -> tuple[str, _Rule]:

@@ -1,51 +1,55 @@
-"""Keeps the event loop and its threads from being woken late around a job.
+"""Keeps the event loop and its threads from waking up late around a job.
 
-A core that has been idle for 0.2 to 0.3 ms takes 100 to 400 us to come back, in virtual machines above all (measured:
-docs/benchmarks.md), and one job wakes five threads, one after the other. A loop that is woken every 100 us stays awake
-for some tenth of its core; so only around the jobs.
+A core that has been idle for 0.2 to 0.3 ms takes 100 to 400 us to wake up, in virtual machines above all (measured:
+docs/benchmarks.md): as long as a copy of ten blocks. And one job wakes five threads, one after the other. A thread that
+wakes up every 100 us keeps its core out of the deep sleep, for about a tenth of the core's time; so only around jobs.
+The daemon's loop does so with `SleepGuard`, the threads of a client that wait for the daemon in `client.waiting`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import time
 from typing import Final
 
 from kvsidecar.errors import KVSidecarError
 
-CORES_TO_SPARE: Final = 4
-"""With fewer, they are busy around the jobs, and do not sleep."""
+CORES_TO_SPARE: Final = len(os.sched_getaffinity(0)) >= 4
+"""Fewer cores are busy around the jobs, and do not sleep deeply."""
 NAP_SECONDS: Final = 100e-6
-"""Half of what a core, or the hypervisor below it, needs to be idle before it sleeps deeply."""
+"""Half of the idle time after which a core, or the hypervisor below it, sleeps deeply."""
 
 _CLOCK_MONOTONIC: Final = 1
 _NONBLOCK_CLOEXEC: Final = os.O_NONBLOCK | os.O_CLOEXEC
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Timespec(ctypes.Structure):
+class Timespec(ctypes.Structure):
+    """``struct timespec`` of libc."""
+
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+    @classmethod
+    def of(cls, seconds: float) -> Timespec:
+        fraction, whole = math.modf(max(0.0, seconds))
+        return cls(int(whole), int(fraction * 1e9))
 
 
 class _Itimerspec(ctypes.Structure):
-    _fields_ = (("interval", _Timespec), ("value", _Timespec))
-
-
-def _every(seconds: float) -> _Itimerspec:
-    each = _Timespec(0, int(seconds * 1e9))
-    return _Itimerspec(each, each)
+    _fields_ = (("interval", Timespec), ("value", Timespec))
 
 
 class SleepGuard:
-    """Keeps one event loop, and the threads that it hands work to, from sleeping deeply while there is work about.
+    """Keeps one event loop, and the threads that it hands work to, from sleeping deeply around a job.
 
-    One for a daemon; whoever knows of work that begins, ends or is about to calls `keep_awake`. A timerfd wakes the
-    loop, because the timers of event loops count in milliseconds.
+    There is one per daemon. Code that starts, ends or expects work calls `keep_awake`. A timerfd wakes the loop,
+    because the timers of event loops count in milliseconds.
 
     Args:
-        seconds: for which they sleep lightly after each `keep_awake`; 0 for never.
+        seconds: how long the sleep stays light after each `keep_awake`; 0 turns it off.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -72,21 +76,14 @@ class SleepGuard:
             self._set(NAP_SECONDS)
 
     def keep_awake_from_thread(self) -> None:
-        """`keep_awake`, from another thread. A loop that was never kept awake has no work that could end."""
+        """`keep_awake`, from another thread. Does nothing before the first `keep_awake`: no work could end then."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.keep_awake)
 
     def longest_wait(self, last_work: float) -> float | None:
-        """Seconds that a thread may wait for work before it looks again; None for ever.
-
-        Args:
-            last_work: when its last work ended, monotonic seconds.
-        """
+        """How long a thread whose last work ended at ``last_work`` (monotonic seconds) may wait before it looks for
+        work again. None: for ever."""
         return NAP_SECONDS if time.monotonic() - last_work < self._seconds else None
-
-    @property
-    def ticking(self) -> bool:
-        return self._ticking
 
     def close(self) -> None:
         if self._timer >= 0:
@@ -102,8 +99,9 @@ class SleepGuard:
             self._set(0)
 
     def _set(self, seconds: float) -> None:
-        _libc.timerfd_settime(self._timer, 0, ctypes.byref(_every(seconds)), None)
+        each = Timespec.of(seconds)
+        _libc.timerfd_settime(self._timer, 0, ctypes.byref(_Itimerspec(each, each)), None)
 
 
 NO_GUARD: Final = SleepGuard(0.0)
-"""For whom a late wake-up costs nothing."""
+"""Guards nothing."""

@@ -1,6 +1,6 @@
-"""Structured logs: text for a person at a terminal, one JSON object a line for everything else.
+"""Structured logs: text for a person at a terminal, one JSON object per line for everything else.
 
-What becomes of standard error is no concern of the daemon's: see `kvsidecar.support.log_writer`.
+Logging never waits and never fails: `kvsidecar.support.log_writer`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ with without("rich"):  # it would draw tracebacks for a renderer that is not use
     import structlog
 
 FLUSH_SECONDS: Final = 1.0
-"""How long the end of the process waits for whoever reads the log."""
+"""The most that the end of the process waits for the reader of the log."""
 _WIDE: Final = 120
-"""A terminal of so many columns has room for a column of events."""
+"""Columns of a terminal that has room to align the events."""
 
 _COLORS: Final = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "31"}
 
 
 class Text:
-    """Renders an event for a person: time, level, event, values; wrapped between values where the terminal ends.
-
-    Args:
-        stream: where it goes.
-    """
+    """Renders an event for a person: time, level, event, values; wrapped between values where the terminal ends."""
 
     def __init__(self, stream: terminal.TextStream) -> None:
         self._stream = stream
@@ -107,12 +103,11 @@ def configure(*, log_format: str, level: str) -> None:
 
 
 def _stream() -> LogStream:
-    """What stands in for standard error from now on."""
+    """The stream that replaces standard error."""
     if isinstance(sys.stderr, LogStream):
         return sys.stderr
     if sys.stderr is None:
-        # Started without standard error. Its number must not go to a file that is opened later, a socket, the lock:
-        # drivers print to descriptor 2.
+        # Started without standard error. Drivers print to descriptor 2, so no file, socket or lock may get that number.
         while (null := os.open(os.devnull, os.O_RDWR)) < 2:
             pass
         sys.stderr = os.fdopen(null, "w", encoding="utf-8")
@@ -123,7 +118,7 @@ def _stream() -> LogStream:
 
 
 def flush() -> None:
-    """Before the process ends: wait for what is not written yet, for `FLUSH_SECONDS` at most."""
+    """Wait until all lines are written, for `FLUSH_SECONDS` at most; called before the process ends."""
     if isinstance(sys.stderr, LogStream):
         sys.stderr.writer.flush(FLUSH_SECONDS)
 
@@ -135,7 +130,7 @@ def lost() -> dict[str, int]:
 
 
 def show(status: str) -> None:
-    """Keep a line below the log at a terminal until the next one is shown; an empty one for none."""
+    """Keep a line below the log of a terminal until the next call; an empty line removes it."""
     if isinstance(stream := sys.stderr, LogStream):
         stream.writer.show(stream.encode(status))
 

@@ -1,8 +1,8 @@
-"""Writes lines to standard error from a thread of its own: who logs never waits for a reader, and never fails.
+"""Writes lines to standard error from a thread of its own: logging never waits for a reader, and never fails.
 
-write(2) to a pipe that nobody reads blocks for as long as it likes, and one to a closed pipe or a full disk fails. Both
-are lost lines here, counted by reason and said in the log as soon as it takes lines again. O_NONBLOCK would not do: it
-belongs to the open file, which the shell or the service manager shares.
+write(2) to a pipe without a reader blocks without limit, and one to a closed pipe or a full disk fails. In both cases
+lines are lost here, counted by reason, and reported in the log as soon as it takes lines again. O_NONBLOCK would not
+do: it belongs to the open file, which is shared with the shell or the service manager.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final, TextIO
 MAX_WAITING_BYTES: Final = 1 << 20
 """Lines that wait for a slow reader; a pipe of the kernel takes 64 KiB more."""
 SAY_AGAIN_SECONDS: Final = 1.0
-"""A reader that stays too slow is told of its losses no more often."""
+"""While the reader stays too slow, losses are reported at most this often."""
 _CLEAR: Final = "\r\x1b[K"
 
 
@@ -29,13 +29,13 @@ class Loss(StrEnum):
     """Why a line of the log was lost."""
 
     CLOSED = "closed"
-    """Nobody has the other end of the pipe or terminal open."""
+    """The other end of the pipe or terminal is closed."""
     FULL = "full"
-    """The file system has no room, or the file has reached a limit of its size."""
+    """The file system is full, or the file has reached a limit of its size."""
     BEHIND = "behind"
-    """The reader is slow or stuck, and as much as may wait does."""
+    """The reader is slow or stuck, and `MAX_WAITING_BYTES` are waiting."""
     FAILED = "failed"
-    """It could not be written for another reason."""
+    """The write failed for another reason."""
 
 
 _LOSSES: Final[Mapping[int, Loss]] = {
@@ -65,12 +65,12 @@ class LogWriter:
         """Bytes of them, with the one that is being written."""
         self._lost = dict.fromkeys(Loss, 0)
         self._said = dict(self._lost)
-        """Losses that the log has said."""
+        """Losses that the log has reported."""
         self._said_at = -SAY_AGAIN_SECONDS
         self._torn = False
-        """A part of a line was written, and the rest of it was not."""
+        """Only a part of the last line was written."""
         self._status = self._drawn = b""
-        """What a terminal is to show below the log, and what it shows."""
+        """The line that a terminal is to show below the log, and the one that it shows."""
         threading.Thread(target=self._run, name="kvsidecar-log", daemon=True).start()
 
     def write(self, line: bytes) -> None:
@@ -84,7 +84,7 @@ class LogWriter:
             self._changed.notify_all()
 
     def show(self, status: bytes) -> None:
-        """Keep a line below the log until the next one is shown, an empty one for none. For terminals."""
+        """Keep a line below the log of a terminal until the next call; an empty line removes it."""
         with self._changed:
             self._status = status
             self._changed.notify_all()
@@ -120,7 +120,7 @@ class LogWriter:
                 self._changed.notify_all()
 
     def _losses(self, *, last: bool) -> tuple[bytes, dict[Loss, int] | None]:
-        """What is to be said of lost lines before the next line, and how many are said then."""
+        """The report of lost lines to write before the next line, and the losses that are reported with it."""
         lost = self.lost()
         new = {reason: count - self._said[reason] for reason, count in lost.items() if count > self._said[reason]}
         now = time.monotonic()
@@ -130,12 +130,12 @@ class LogWriter:
         return self.describe(new).encode(errors="backslashreplace") + b"\n", lost
 
     def _put(self, data: bytes) -> Loss | None:
-        """Write all of it. Returns why that was not possible."""
+        """Write all of it. Returns why that failed, or None."""
         left = memoryview(data)
         while left:
             try:
                 left = left[os.write(self._fd, left) :]
-            except BlockingIOError:  # somebody who shares the open file has set O_NONBLOCK
+            except BlockingIOError:  # another process that shares the open file has set O_NONBLOCK
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()
@@ -148,12 +148,11 @@ class LogWriter:
 
 
 class LogStream(io.TextIOBase):
-    """Stands in for ``sys.stderr``: what Python itself has to say must not wait for a reader either.
+    """Stands in for ``sys.stderr``: Python's own messages must not wait for a reader either.
 
     Args:
-        writer: takes what is written.
-        behind: the stream in whose place this one stands.
-        errors: what is done with characters that its encoding does not have.
+        behind: the stream that this one replaces.
+        errors: error handler for characters that its encoding lacks.
     """
 
     def __init__(self, writer: LogWriter, behind: TextIO, errors: str) -> None:
@@ -180,7 +179,7 @@ class LogStream(io.TextIOBase):
         lines, end, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
         self._begun.text = rest
         if end:
-            self.writer.write(self.encode(lines + end))  # whole: lines of other threads shall not come between
+            self.writer.write(self.encode(lines + end))  # whole, so that lines of other threads do not come between
         return len(text)
 
     def encode(self, text: str) -> bytes:

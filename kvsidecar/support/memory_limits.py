@@ -1,10 +1,10 @@
 """How much host memory this process may have, and whether a pool fits: read from /proc, /sys and the cgroup files.
 
 Pinned memory cannot be reclaimed or swapped: a pool that exceeds a limit does not slow down, it gets this process or an
-engine killed. So every limit that can be read is checked before a byte is touched, and a refusal names it.
+engine killed. So every limit that can be read is checked before a byte is touched, and a refusal names it. A file that
+is missing or unreadable means "no such limit", never an error: the kernel still has the last word.
 
-Every reader takes ``root``, the directory that stands for ``/``; tests give it a made-up tree. A file that is missing
-or unreadable means "no such limit", never an error: the kernel still has the last word.
+Every function takes ``root``, the directory that stands for ``/``; tests give it a made-up tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIN_BOOKKEEPING_BYTES = 24
 pin_user_pages fills in and 16 for NVIDIA's ``nvidia_pte_t`` (open kernel module 595.45.04). About 0.6 %."""
 
 HEADROOM_BYTES = 256 * MiB
-"""What the daemon itself may grow by after the check: CUDA contexts, gRPC, the cache's index. An estimate."""
+"""The daemon's own growth after the check: CUDA contexts, gRPC, the cache's index. An estimate."""
 
 THP_BYTES = 2 * MiB
 HUGE_PAGES_HINT = (
@@ -38,7 +38,7 @@ _CAP_IPC_LOCK = 14
 
 
 class HugePages(StrEnum):
-    """Which pages the pool shall have (setting ``huge_pages``)."""
+    """The setting ``huge_pages``."""
 
     AUTO = "auto"
     THP = "thp"
@@ -47,7 +47,7 @@ class HugePages(StrEnum):
 
 
 class PageKind(StrEnum):
-    """Which pages the pool has."""
+    """The kind of pages that the pool has."""
 
     HUGETLB = "hugetlb"
     THP = "thp"
@@ -111,20 +111,20 @@ def memlock_limit(root: Path = ROOT) -> int | None:
 
 
 def memory_cgroups(root: Path = ROOT) -> tuple[CgroupLimit, ...]:
-    """Every memory limit on the way from the own cgroup up to the topmost visible one, v1 and v2."""
+    """All memory limits, v1 and v2, from this process's cgroup up to the topmost visible one."""
     limits = []
     for path, directory in _cgroup_levels("memory", root):
         stat = dict(line.split(maxsplit=1) for line in _read(directory / "memory.stat").splitlines() if " " in line)
         # Above memory.high the kernel throttles every allocation, and nothing pinned can be reclaimed to get below it.
-        for source in ("memory.max", "memory.high"):
+        for source, usage, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.high", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
             limit = _read_int(directory / source)
-            if limit is not None:
-                used = (_read_int(directory / "memory.current") or 0) - int(stat.get("inactive_file", 0))
+            if limit is not None and limit < _UNLIMITED:
+                used = (_read_int(directory / usage) or 0) - int(stat.get(cache, 0))
                 limits.append(CgroupLimit(path, source, limit, max(0, used)))
-        limit = _read_int(directory / "memory.limit_in_bytes")
-        if limit is not None and limit < _UNLIMITED:
-            used = (_read_int(directory / "memory.usage_in_bytes") or 0) - int(stat.get("total_inactive_file", 0))
-            limits.append(CgroupLimit(path, "memory.limit_in_bytes", limit, max(0, used)))
     return tuple(limits)
 
 
@@ -144,17 +144,16 @@ def hugetlb_cgroups(page_bytes: int, root: Path = ROOT) -> tuple[CgroupLimit, ..
 
 
 def hugetlb_page_sizes(root: Path = ROOT) -> tuple[int, ...]:
-    """Sizes of explicit huge pages that the kernel has, smallest first."""
-    names = [entry.name for entry in _entries(root / "sys/kernel/mm/hugepages")]
-    found = (re.fullmatch(r"hugepages-(\d+)kB", name) for name in names)
-    return tuple(sorted(int(match[1]) << 10 for match in found if match))
+    """Sizes of the kernel's explicit huge pages, smallest first."""
+    directories = (root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")
+    return tuple(sorted(int(each.name[len("hugepages-") : -len("kB")]) << 10 for each in directories))
 
 
 def hugetlb_free(page_bytes: int, root: Path = ROOT, node: int | None = None) -> int:
-    """Free explicit huge pages of one size that nobody has reserved, a count; on one NUMA node or on all."""
+    """Number of free, unreserved explicit huge pages of one size; on one NUMA node or on all."""
     where = "sys/kernel/mm" if node is None else f"sys/devices/system/node/node{node}"
     directory = root / where / "hugepages" / f"hugepages-{page_bytes >> 10}kB"
-    # Free pages include those that another mapping has reserved and not touched yet. (Nodes have no such count.)
+    # Free pages include those that another mapping has reserved and not touched yet. (Nodes do not count these.)
     return max(0, (_read_int(directory / "free_hugepages") or 0) - (_read_int(directory / "resv_hugepages") or 0))
 
 
@@ -188,7 +187,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
 
 
 def numa_nodes(root: Path = ROOT) -> dict[int, NumaNode]:
-    """NUMA nodes that are online, have memory, and are open to this process (its cpuset), by number, in order."""
+    """NUMA nodes that are online, have memory, and are in this process's cpuset; by number, in order."""
     directory = root / "sys/devices/system/node"
     online = set(parse_ranges(_read(directory / "online")))
     if with_memory := _read(directory / "has_memory"):
@@ -209,10 +208,10 @@ def numa_nodes(root: Path = ROOT) -> dict[int, NumaNode]:
 
 
 def resolve_size(size: Size, root: Path = ROOT) -> int:
-    """Bytes of a pool size. A percentage is one of the machine's memory or the tightest cgroup limit, if less.
+    """Bytes of a pool size. A percentage is of the machine's memory, or of the tightest cgroup limit if that is less.
 
-    Always whole memory pages, and for a percentage whole 64 MiB (2 MiB below 512 MiB), so that no slab or huge page is
-    cut; rounded down.
+    Rounded down to whole memory pages, a percentage to 64 MiB (2 MiB below 512 MiB), so that no slab or huge page is
+    cut.
     """
     whole = min([meminfo(root).get("MemTotal", 0), *(limit.limit for limit in memory_cgroups(root))])
     nbytes = size.of(whole)
@@ -223,42 +222,39 @@ def resolve_size(size: Size, root: Path = ROOT) -> int:
 
 
 def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pages, ...]:
-    """Which pages a pool of ``nbytes`` may have, best first; explicit huge pages whether or not enough are free.
+    """The kinds of pages that a pool of ``nbytes`` may have, best first; explicit huge pages even if too few are free.
 
     Raises:
         PoolRefused: the wish cannot be met on this machine or with this size.
     """
     small = Pages(PageKind.SMALL, mmap.PAGESIZE)
-    thp = Pages(PageKind.THP, THP_BYTES)
-    sizes = hugetlb_page_sizes(root)
-    hugetlb = tuple(Pages(PageKind.HUGETLB, size) for size in sizes if nbytes % size == 0)
     if wish is HugePages.NONE:
         return (small,)
-    if wish is HugePages.HUGETLB:
-        if not hugetlb:
-            if not sizes:
-                raise PoolRefused("the kernel has no explicit huge pages: use --huge-pages thp")
-            raise PoolRefused(
-                f"the pool of {nbytes} bytes is not a multiple of the huge page size {format_size(sizes[0])}: "
-                f"use such a --pool-size, or --huge-pages thp"
-            )
-        return hugetlb
+    thp = Pages(PageKind.THP, THP_BYTES) if thp_enabled(root) else None
     if wish is HugePages.THP:
-        if not thp_enabled(root):
+        if thp is None:
             raise PoolRefused(
                 "shared memory gets no transparent huge pages here: write advise to "
                 "/sys/kernel/mm/transparent_hugepage/shmem_enabled, or use --huge-pages auto"
             )
         return (thp,)
-    return (*hugetlb, thp if thp_enabled(root) else small)
+    sizes = hugetlb_page_sizes(root)
+    hugetlb = tuple(Pages(PageKind.HUGETLB, size) for size in sizes if nbytes % size == 0)
+    if wish is HugePages.AUTO:
+        return (*hugetlb, thp or small)
+    if not sizes:
+        raise PoolRefused("the kernel has no explicit huge pages: use --huge-pages thp")
+    if not hugetlb:
+        raise PoolRefused(
+            f"the pool of {nbytes} bytes is not a multiple of the huge page size {format_size(sizes[0])}: "
+            f"use such a --pool-size, or --huge-pages thp"
+        )
+    return hugetlb
 
 
 def hugetlb_problem(nbytes: int, page_bytes: int, node_bytes: Mapping[int, int], root: Path = ROOT) -> str | None:
-    """Why a pool does not fit the explicit huge pages of one size, as a sentence, or None.
-
-    Args:
-        node_bytes: parts of the pool that are to be bound to NUMA nodes.
-    """
+    """Why a pool does not fit the explicit huge pages of one size, as a sentence, or None. ``node_bytes`` as in
+    `check_fits`."""
     size = format_size(page_bytes)
     free = hugetlb_free(page_bytes, root)
     if nbytes > free * page_bytes:
@@ -283,7 +279,7 @@ def hugetlb_problem(nbytes: int, page_bytes: int, node_bytes: Mapping[int, int],
 
 
 def bookkeeping_bytes(nbytes: int) -> int:
-    """Kernel memory that CUDA's registration of ``nbytes`` costs beside it."""
+    """Kernel memory that CUDA needs to register ``nbytes``."""
     return -(-nbytes // 4096) * PIN_BOOKKEEPING_BYTES
 
 
@@ -299,9 +295,9 @@ def check_fits(
     """Refuse a pool that exceeds a limit. Changes nothing.
 
     Args:
-        bookkeeping: kernel memory that pinning costs beside the pool, see `bookkeeping_bytes`.
+        bookkeeping: kernel memory that pinning needs beside the pool, see `bookkeeping_bytes`.
         pin_limit: bytes that the platform may pin, if it has a limit of its own.
-        node_bytes: parts of the pool that are to be bound to NUMA nodes.
+        node_bytes: bytes of the pool to bind, by NUMA node.
 
     Raises:
         PoolRefused: names the need, the limit and what to do.
@@ -317,7 +313,9 @@ def check_fits(
     beside = bookkeeping + HEADROOM_BYTES
     # Explicit huge pages were taken out of the machine's memory when they were made; a cgroup's memory limit counts
     # them only where cgroup2 is mounted so (commit 8cba9576df60, Linux 6.6).
-    in_cgroup = nbytes if not hugetlb or _hugetlb_counts_as_memory(root) else 0
+    options = [options for _, fstype, options in _mounts(root) if fstype == "cgroup2"]
+    counted = not hugetlb or any("memory_hugetlb_accounting" in each for each in options)
+    in_cgroup = nbytes if counted else 0
     for limit in memory_cgroups(root):
         if in_cgroup + beside > limit.room:
             raise PoolRefused(
@@ -360,7 +358,7 @@ def _apart(need: int, limit: int) -> str:
 
 
 def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
-    """(path as this process sees it, directory) of the own cgroup, its parent and so on; v2 and v1."""
+    """(path as this process sees it, directory) of this process's cgroup, its parent and so on; v2 and v1."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, own = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
@@ -390,14 +388,9 @@ def _mounts(root: Path) -> Iterator[tuple[list[str], str, str]]:
             yield fields, filesystem[0], filesystem[2]
 
 
-def _hugetlb_counts_as_memory(root: Path) -> bool:
-    return any(fstype == "cgroup2" and "memory_hugetlb_accounting" in options for _, fstype, options in _mounts(root))
-
-
 def _has_cap_ipc_lock(root: Path) -> bool:
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(root / "proc/self/status"), re.MULTILINE)
-    # mlock asks for the capability in the initial user namespace: in a rootless container a full CapEff is worth
-    # nothing here.
+    # mlock needs the capability in the initial user namespace: in a rootless container a full CapEff does not help.
     uid_map = _read(root / "proc/self/uid_map").split()
     initial_namespace = not uid_map or uid_map == ["0", "0", "4294967295"]
     return found is not None and initial_namespace and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
@@ -406,13 +399,6 @@ def _has_cap_ipc_lock(root: Path) -> bool:
 def _meminfo(text: str) -> dict[str, int]:
     found = re.findall(r"^([^:\n]+):\s+(\d+)( kB)?$", text, re.MULTILINE)
     return {name: int(number) * (1024 if kb else 1) for name, number, kb in found}
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return list(directory.iterdir())
-    except OSError:
-        return []
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, as the kernel says it (unix(7))."""
+"""The peer of a Unix socket, as the kernel identifies it (unix(7))."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def credentials(connection: socket.socket) -> Credentials:
 def groups(connection: socket.socket) -> frozenset[int]:
     """The supplementary groups of the peer when it connected.
 
-    None where the kernel cannot say (before 4.13) or there are more than the 256 that Python's getsockopt has room for:
-    the peer then has what its user and its primary group are given.
+    Empty before Linux 4.13, and for more than the 256 groups that Python's getsockopt has room for: only the rules for
+    the peer's user and primary group apply then.
     """
     with contextlib.suppress(OSError):
         return frozenset(array.array("I", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)))
@@ -42,15 +42,15 @@ def groups(connection: socket.socket) -> frozenset[int]:
 
 
 def kernel_pidfd(connection: socket.socket) -> int | None:
-    """A pidfd of the very process at the other end, in whichever PID namespace; None before Linux 6.5."""
+    """A pidfd of the process that connected, in any PID namespace; None before Linux 6.5."""
     with contextlib.suppress(OSError):
         return int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
     return None
 
 
 def pidfd(connection: socket.socket) -> int | None:
-    """A pidfd of the peer; None where there is none to be had. Before Linux 6.5 it is found by its PID, which may be
-    another process's by now."""
+    """A pidfd of the peer, if there is one. Before Linux 6.5 it is found by the PID, which another process may have got
+    meanwhile."""
     if (fd := kernel_pidfd(connection)) is not None:
         return fd
     if pid := credentials(connection).pid:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class TaskSet:
-    """Runs coroutines until they end, and hands what they raise to one listener.
+    """Runs coroutines until they end, and passes their exceptions to one listener.
 
     Args:
         on_error: called with (task name, exception) for every task that raises. Cancellation is not an error.
@@ -57,17 +57,17 @@ class TaskSet:
 
 
 class StepTurns:
-    """Long computations on the event loop, a step at a time: between two steps it sees to everybody else.
+    """Runs long computations on the event loop in steps, between which the loop does its other work.
 
-    One step is taken at a time, whoever it is of, and all who compute take turns: many at once hold up the others no
-    more than one does, and a short computation does not wait for the end of a long one.
+    Computations take turns, one step each: many at once delay the loop no more than one does, and a short one does not
+    wait for the end of a long one.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def run(self, steps: Generator[None, None, T]) -> T:
-        """What the generator returns at its end."""
+        """Run a computation. Returns the value that the generator returns."""
         while True:
             async with self._turn:
                 try:

@@ -1,4 +1,4 @@
-"""What a terminal can show: its width, colors, and characters."""
+"""The abilities of a terminal: width, colors, characters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 from typing import Final, Protocol
 
 PLAIN: Final = "kvsidecar.plain"
-"""Error handler of an encoding: what it cannot say is said with the ASCII character that looks most like it, so that
-bars and tables keep their width."""
+"""Error handler of an encoding: replaces a character by the ASCII character that looks most like it, so that bars and
+tables keep their width."""
 
 _STAND_INS: Final = dict(zip("█░▁▂▃▄▅▆▇━╸╺─│·•…–—×→µ≤≥✓✗�", "#.__--===----|.*~--x>u<>+x?", strict=True))  # noqa: RUF001
 
 
 class TextStream(Protocol):
-    """The part of a file that is asked here."""
+    """The part of a file that is used here."""
 
     def fileno(self) -> int: ...
 
@@ -50,7 +50,7 @@ def width(stream: TextStream) -> int:
 
 
 def colors(stream: TextStream) -> bool:
-    """Whether to color what is written there (https://no-color.org)."""
+    """Whether to color text on this stream (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and moves(stream)
 
 

@@ -84,23 +84,12 @@ class Size:
 
 def format_size(nbytes: int) -> str:
     """``64 GiB``, ``1.5 GiB``, ``512 B``: at most two decimals, so two close sizes may read the same."""
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        # 1023.995 would be printed as 1024: such a value belongs to the next unit.
-        if round(abs(value), 2) < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{_short(value, 2)} {unit}"
+    return _in_units(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"), decimals=2)
 
 
 def format_rate(bytes_per_second: float) -> str:
     """``55.3 GB/s``: decimal units."""
-    value, unit = bytes_per_second, "B/s"
-    for larger in ("kB/s", "MB/s", "GB/s", "TB/s"):
-        if round(abs(value), 1) < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{_short(value, 1)} {unit}"
+    return _in_units(bytes_per_second, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"), decimals=1)
 
 
 def format_duration(seconds: float) -> str:
@@ -113,6 +102,14 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+def _in_units(value: float, step: int, units: tuple[str, ...], *, decimals: int) -> str:
+    exponent = 0
+    # 1023.995 would be printed as 1024: such a value belongs to the next unit.
+    while round(abs(value), decimals) >= step and exponent < len(units) - 1:
+        value, exponent = value / step, exponent + 1
+    return f"{_short(value, decimals)} {units[exponent]}"
 
 
 def _short(value: float, decimals: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS, MOST_BLOCKS, STACKED, TINY, Layout
-from kvsidecar.core.layout import check_regions
+from kvsidecar.core.layout import checking_regions
 from kvsidecar.support.units import GiB
 
 ALL = pytest.mark.parametrize("layout", [*LAYOUTS, TINY], ids=lambda layout: layout.name)
@@ -17,7 +17,7 @@ ALL = pytest.mark.parametrize("layout", [*LAYOUTS, TINY], ids=lambda layout: lay
 @ALL
 def test_the_daemon_takes_its_regions_and_a_slot_holds_a_block(layout: Layout) -> None:
     group = layout.group()
-    check_regions(group, layout.allocation_bytes)
+    list(checking_regions(group, layout.allocation_bytes))
     assert group.shard_bytes == layout.block_bytes
     assert sum(layout.allocation_bytes) == layout.nbytes == layout.block_bytes * layout.num_blocks
 

@@ -12,6 +12,7 @@ from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.leases import RELEASED, LeaseTable
 from kvsidecar.cache.slabs import LEVELS
 from kvsidecar.cache.slots import NOBODY, SlotAllocator, SlotState
+from tests.cache.inside import rows_in, state_of
 
 Row = tuple[int, int]
 """Number of the table, row in it."""
@@ -121,7 +122,7 @@ def _check_lists(allocator: SlotAllocator) -> None:
 
 def check_index(index: BlockIndex) -> None:
     """Raise AssertionError if a row is filed twice, or would not be found."""
-    rows = np.sort(index.rows())
+    rows = np.sort(rows_in(index))
     assert len(index) == len(rows), f"the index counts {len(index)} blocks, and has {len(rows)}"
     assert len(set(rows.tolist())) == len(rows), "a row is filed twice"
     assert (index.find(Keys(index._words[rows], index._tags_of(index._words[rows]))) == rows).all(), (
@@ -163,7 +164,7 @@ def _check_rows(
     """Check each block of a table; how many slots it owns."""
     owners: Counter[Row] = Counter()
     rows = _rows(blocks)
-    found = set() if blocks.cleared else set(blocks.index.rows().tolist())
+    found = set() if blocks.cleared else set(rows_in(blocks.index).tolist())
     assert found <= set(rows), f"table {blocks.number} finds rows that are free"
     for row in rows:
         key, name = (blocks.number, row), f"row {row} of table {blocks.number}"
@@ -188,7 +189,7 @@ def _check_rows(
         for shard, slot in [*enumerate(slots), *open_shards.items()]:
             if slot < 0:
                 continue
-            state = allocator.state_of(slot)
+            state = state_of(allocator, slot)
             busy = SlotState.RESERVED if shard in open_shards else SlotState.HELD
             expected = SlotState.EVICTABLE if evictable else busy
             assert state == expected, f"slot {slot} of {name} is {state.name}; it should be {expected.name}"

@@ -8,6 +8,7 @@ from kvsidecar.cache.block import NO_SLOT, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
 from kvsidecar.types import LookupMode, Namespace, Refusal
+from tests.cache.inside import hashes_of
 
 PAGE = SLOT_ALIGN
 
@@ -74,7 +75,7 @@ def slot_of(space: Space, block_hash: bytes, shard: int) -> int:
 
 def eviction_order(space: Space) -> list[bytes]:
     """Hashes of the evictable blocks, the next to go first."""
-    return [name for rows in space.blocks.policy.candidates() for name in space.blocks.index.hashes(rows)]
+    return [name for rows in space.blocks.policy.candidates() for name in hashes_of(space.blocks.index, rows)]
 
 
 def refused(cache: BlockCache, space: Space, *names: int | str) -> bool:

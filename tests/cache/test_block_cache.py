@@ -8,6 +8,7 @@ from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.types import LookupMode, Refusal
+from tests.cache.inside import state_of
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
@@ -88,7 +89,7 @@ def test_slots_of_one_request_ascend_and_leave_no_free_slot_between_them(rounds:
         for slab in (range(6 * PAGE), range(6 * PAGE, 12 * PAGE)):
             inside = [slot for slot in slots if slot in slab]
             between = range(inside[0], inside[-1], PAGE) if inside else ()
-            states = {slot: cache._table.slots.state_of(slot) for slot in between}
+            states = {slot: state_of(cache._table.slots, slot) for slot in between}
             assert SlotState.FREE not in states.values(), f"a free slot was passed over: {states}"
         cache.seal_all(grant)
 

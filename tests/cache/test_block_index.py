@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvsidecar.cache.block_index import BLOCKS_PER_BUCKET, LANES, BlockIndex
+from tests.cache.inside import hashes_of, rows_in
 from tests.cache.integrity import check_index
 
 pytestmark = pytest.mark.timeout(600)
@@ -32,7 +33,7 @@ def test_hashes_of_every_width_are_found_and_come_back(width: int) -> None:
     hashes = digests(*range(100), width=width)
     blocks.add(blocks.keys(hashes), np.arange(100))
     assert find(blocks, hashes) == list(range(100))
-    assert blocks.hashes(np.arange(100)) == hashes
+    assert hashes_of(blocks, np.arange(100)) == hashes
     assert find(blocks, digests(*range(100, 200), width=width)) == [-1] * 100
     check_index(blocks)
 
@@ -126,7 +127,7 @@ class IndexMachine(RuleBasedStateMachine):
     def it_adds_up(self) -> None:
         if hasattr(self, "mask"):
             check_index(self.index)
-            assert sorted(self.index.rows().tolist()) == sorted(self.rows.values())
+            assert sorted(rows_in(self.index).tolist()) == sorted(self.rows.values())
 
 
 IndexMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

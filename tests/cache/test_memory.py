@@ -12,6 +12,7 @@ from kvsidecar.cache.arrays import HUGE_BYTES, MAPPED_BYTES, longer, zeros
 from kvsidecar.cache.block import COPIED_ROWS, SLOTS_BYTES, SPARSE, Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
+from tests.cache.inside import nbytes_of, rows_in
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
@@ -33,7 +34,7 @@ MANY = 4096
 
 def nbytes(cache: BlockCache) -> int:
     """Of the arrays of all blocks there are."""
-    return sum(blocks.nbytes for blocks in cache._table.tables.values())
+    return sum(nbytes_of(blocks) for blocks in cache._table.tables.values())
 
 
 def of_one_block() -> int:
@@ -138,7 +139,7 @@ def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
     space = open_space(cache)
     store(cache, space, *range(10))
     few = nbytes(cache)
-    order, slots = eviction_order(space), space.blocks.held_slots(space.blocks.index.rows())
+    order, slots = eviction_order(space), space.blocks.held_slots(rows_in(space.blocks.index))
     assert refused(cache, space, *range(10 * MANY))
     assert nbytes(cache) > 100 * few
     cache.sweep()
@@ -146,7 +147,7 @@ def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
     assert nbytes(cache) <= 4 * few
     assert readable(cache, space, *range(12)) == [True] * 10 + [False] * 2
     assert eviction_order(space) == order
-    assert sorted(space.blocks.held_slots(space.blocks.index.rows())) == sorted(slots)
+    assert sorted(space.blocks.held_slots(rows_in(space.blocks.index))) == sorted(slots)
 
 
 def test_a_table_is_not_built_anew_under_those_who_use_its_blocks() -> None:
@@ -159,17 +160,17 @@ def test_a_table_is_not_built_anew_under_those_who_use_its_blocks() -> None:
     filling = begin(cache, space, [key("filling")])
     for each in (space, other):
         assert refused(cache, each, *range(10 * MANY))
-    large = space.blocks.nbytes
+    large = nbytes_of(space.blocks)
     for _ in range(3):
         cache.sweep()
-    assert space.blocks.nbytes == large
+    assert nbytes_of(space.blocks) == large
     assert space.blocks.index.find(space.blocks.index.keys(keys(3, 4))).tolist() == rows
-    assert other.blocks.nbytes < large / 100, "one that is in use keeps the others waiting"
+    assert nbytes_of(other.blocks) < large / 100, "one that is in use keeps the others waiting"
     cache.release(held)
     cache.seal_all(filling)
     cache.sweep()
     check_integrity(cache)
-    assert space.blocks.nbytes < large / 100
+    assert nbytes_of(space.blocks) < large / 100
     assert readable(cache, space, 3, "filling", 11) == [True, True, False]
 
 

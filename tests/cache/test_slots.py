@@ -66,7 +66,7 @@ def test_no_slot_straddles_two_slabs() -> None:
     slots = allocator(10, 5)
     assert sorted(take_all(slots, 2)) == [0, 2, 5, 7]
     assert slots.wasted_bytes == 2 * PAGE
-    assert slots.free_bytes == 0
+    assert slots.bytes_in(SlotState.FREE) == 0
 
 
 @pytest.mark.parametrize("order", [(0, 4, 8, 12), (12, 8, 4, 0), (8, 0, 12, 4)])
@@ -100,7 +100,7 @@ def test_partly_used_slabs_are_filled_before_another_is_cut() -> None:
     slots.free(at(first[0]))
     take(slots, 1)
     take(slots, 1)
-    assert slots.free_bytes == 4 * PAGE
+    assert slots.bytes_in(SlotState.FREE) == 4 * PAGE
     assert slots.supply({2 * PAGE: 2}).unmet() is None
     assert slots.supply({2 * PAGE: 3}).unmet() == (2 * PAGE, 1)
     assert third // 2 != first[0] // 2
@@ -139,16 +139,13 @@ def test_a_short_slab_that_comes_back_is_still_the_last() -> None:
 
 def test_a_pool_smaller_than_a_slab_is_one_short_slab() -> None:
     slots = allocator(3, 8)
-    assert slots.fits(3 * PAGE)
-    assert not slots.fits(3 * PAGE + 1)
+    assert slots.largest_slot == 3 * PAGE
     assert take(slots, 3) == 0
 
 
 def test_what_is_larger_than_a_slab_does_not_fit() -> None:
     slots = allocator(8, 4)
-    assert slots.fits(4 * PAGE)
-    assert not slots.fits(4 * PAGE + 1)
-    assert slots.slabs.slots_per_slab(3 * PAGE) == 1
+    assert slots.largest_slot == 4 * PAGE
 
 
 def test_bytes_are_counted_by_state_and_add_up() -> None:
@@ -337,7 +334,7 @@ def test_a_request_for_more_than_there_is_takes_nothing() -> None:
     take(slots, 1)
     with pytest.raises(AssertionError, match="fewer free slots"):
         take_many(slots, 1, 4, node=1)
-    assert slots.free_bytes == 3 * PAGE
+    assert slots.bytes_in(SlotState.FREE) == 3 * PAGE
     check_slots(slots)
 
 

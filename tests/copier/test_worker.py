@@ -217,7 +217,7 @@ def test_paced_calls_run_one_at_a_time_in_order(script: Script, worker: CopyWork
     assert script.calls == ["issue 1", "wait 1", "issue 2", "wait 2", "issue 3", "wait 3", "close"]
     assert len(script.threads) == 1  # opened, used and closed by one thread, which is not this one
     assert threading.get_ident() not in script.threads
-    assert (failures.errors, worker.failure, worker.alive) == ([], None, False)
+    assert (failures.errors, worker._failure, worker.alive) == ([], None, False)
     assert script.alone == [True] * 3
 
 
@@ -278,7 +278,7 @@ def test_a_lost_device_fails_all_and_takes_no_more(
         assert lost.value.outcome_known is (future is not futures[0]), "the first one had been started"
     assert failures.told.wait(TIMEOUT)
     assert len(failures.errors) == 1
-    assert worker.failure is failures.errors[0]
+    assert worker._failure is failures.errors[0]
     assert (worker.alive, worker.running, worker.queued) == (False, False, 0)
     with pytest.raises(DeviceLost, match="ECC"):
         worker.submit(plan(5))
@@ -311,7 +311,7 @@ def test_an_unexpected_error_is_heard_by_all(
     assert reason.__cause__ is error
     assert failures.told.wait(TIMEOUT)
     assert failures.errors == [error]
-    assert (worker.alive, worker.failure) == (False, error)
+    assert (worker.alive, worker._failure) == (False, error)
     with pytest.raises(CopyFailed, match=type(error).__name__) as refusal:
         worker.submit(plan(4))
     assert refusal.value.outcome_known
@@ -400,7 +400,7 @@ def test_close_does_not_wait_for_ever_and_leaves_no_future_open(script: Script, 
     script.gates[1].set()  # the driver answers after all: the thread ends in order, and says nothing wrong
     assert worker.close(TIMEOUT)
     assert script.calls == ["issue 1", "wait 1", "close"]
-    assert worker.failure is None
+    assert worker._failure is None
 
 
 def test_a_stream_that_does_not_close_is_heard(script: Script, worker: CopyWorker, failures: Failures) -> None:

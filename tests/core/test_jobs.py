@@ -26,11 +26,11 @@ from kvsidecar.core.registration import RankRegistration
 from kvsidecar.core.sessions import Peer, RankSession, SessionGroup
 from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.errors import CopyFailed, DeviceLost
-from kvsidecar.support import failpoints
 from kvsidecar.support.keep_awake import SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
 from tests.cache.integrity import check_integrity
+from tests.failpoints import active
 from tests.harness import eventually_in_loop
 from tests.plans import copies_of
 
@@ -343,14 +343,14 @@ async def test_the_loop_is_kept_awake_for_jobs_whose_end_somebody_waits_for(worl
 
 @pytest.mark.parametrize("point", ["store.after_reserve", "store.before_copy"])
 async def test_a_fault_before_the_copy_gives_everything_back(world: World, point: str) -> None:
-    with failpoints.active(f"{point}=raise(planted)"):
+    with active(f"{point}=raise(planted)"):
         result = await world.job(Direction.STORE, "a")
     assert result.outcome is Outcome.FAILED
     assert world.cache.stats().free_bytes == SLOTS * SLOT
 
 
 async def test_a_fault_between_copy_and_seal_leaves_nothing_readable(world: World) -> None:
-    with failpoints.active("store.before_seal=raise(planted)"):
+    with active("store.before_seal=raise(planted)"):
         job = world.job(Direction.STORE, "a")
         (await world.started(Direction.STORE)).end()
         assert (await job).outcome is Outcome.FAILED

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.core.layout import MAX_ROWS, check_block_ids, check_regions
+from kvsidecar.core.layout import MAX_ROWS, check_block_ids, checking_regions
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Region
 
@@ -19,6 +19,12 @@ GUARD = 0xA5
 
 def group(*regions: Region, num_blocks: int = 4) -> GroupLayout:
     return GroupLayout(group=3, num_blocks=num_blocks, shard=0, num_shards=1, regions=regions)
+
+
+def check_regions(layout: GroupLayout, allocation_bytes: list[int]) -> None:
+    """All steps at once."""
+    for _ in checking_regions(layout, allocation_bytes):
+        pass
 
 
 def extents(region: Region, num_blocks: int) -> list[tuple[int, int]]:

@@ -2,25 +2,32 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvsidecar.cache.block_cache import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics
+from kvsidecar.core.readiness import Snapshot
 from kvsidecar.types import Direction, Refusal, State
 
 
 def gauges(state: State = State.READY) -> Gauges:
     return Gauges(
-        state=state,
-        pool_total_bytes=100,
-        pool_pinned_bytes=100,
-        pool_used_bytes=40,
-        pool_free_bytes=50,
-        pool_reserved_bytes=10,
-        pool_leased_bytes=5,
-        pool_quarantined_bytes=0,
-        blocks=4,
-        leases=1,
+        readiness=Snapshot(state, pool_bytes=100, pinned_bytes=100),
+        cache=CacheStats(
+            total_bytes=100,
+            used_bytes=40,
+            free_bytes=48,
+            reserved_bytes=10,
+            quarantined_bytes=0,
+            wasted_bytes=2,
+            evictable_bytes=35,
+            leased_bytes=5,
+            blocks=5,
+            readable_blocks=4,
+            leases=1,
+            loads=0,
+            evicted_blocks=7,
+            evicted_bytes=70,
+        ),
         attached_ranks=2,
-        evicted_blocks=7,
-        evicted_bytes=70,
         jobs_queued={Direction.STORE: 3},
         imported_bytes={"GPU-1": 12},
     )
@@ -45,6 +52,8 @@ def test_gauges_are_read_at_the_scrape() -> None:
     metrics.read_gauges_from(gauges)
     samples = scrape(metrics)
     assert samples["kvsidecar_pool_used_bytes", ()] == 40
+    assert samples["kvsidecar_pool_free_bytes", ()] == 50
+    assert samples["kvsidecar_blocks", ()] == 4
     assert samples["kvsidecar_jobs_queued", (("direction", "store"),)] == 3
     assert samples["kvsidecar_jobs_queued", (("direction", "load"),)] == 0
     assert samples["kvsidecar_imported_gpu_bytes", (("device", "GPU-1"),)] == 12

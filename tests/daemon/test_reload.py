@@ -83,7 +83,7 @@ async def test_the_daemon_hands_the_store_chunk_to_the_workers(
     life = Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None))
     daemon = Daemon(settings, platform, pool, MiB, life=life)
     uuid = platform.device_uuids()[0]
-    daemon._hub.set_busy(frozenset({uuid}))
+    daemon._hub.busy = frozenset({uuid})
     assert daemon._hub.chunk(uuid, Direction.STORE) == 4 * MiB
     daemon._apply(settings.model_copy(update={"store_chunk": 8 * MiB, "log_level": "error"}))
     assert daemon._hub.chunk(uuid, Direction.STORE) == 8 * MiB

@@ -20,7 +20,7 @@ import kvsidecar
 from kvsidecar.copier.worker import CopyResult, CopyWorker
 from kvsidecar.core import copy_plan
 from kvsidecar.core.copy_plan import BlockCopies, bind
-from kvsidecar.core.layout import check_regions
+from kvsidecar.core.layout import checking_regions
 from kvsidecar.device.base import (
     CopyCall,
     CopyList,
@@ -255,7 +255,7 @@ def test_store_and_load_move_the_blocks_and_nothing_else(
     slots = (places * slot).astype(np.int64)
     with Exporter(kind, *shape.allocations, seed=seed) as exporter:
         memories = [device.import_memory(exporter.source(i)) for i in range(len(shape.allocations))]
-        check_regions(layout, [memory.nbytes for memory in memories])
+        list(checking_regions(layout, [memory.nbytes for memory in memories]))
         bound = bind(layout, [memory.address for memory in memories])
         before = [pattern(seed + i, nbytes) for i, nbytes in enumerate(shape.allocations)]
 

@@ -31,6 +31,7 @@ from kvsidecar.server.service import Service
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.cache.inside import state_of
 from tests.cache.integrity import check_integrity
 from tests.simulation.loop import SimLoop
 from tests.simulation.machine import Machine, SimHub, SimPlatform, Violation
@@ -136,7 +137,7 @@ class World:
         self.platform = SimPlatform(self.machine, DEVICES)
         self.hub = SimHub(self.platform, self._worker_failed)  # type: ignore[arg-type]
         self.hub.machine = self.machine
-        self.hub.use_pool(self.machine.pool.ctypes.data)
+        self.hub.pool_address = self.machine.pool.ctypes.data
         self.readiness = DaemonReadiness(pool_bytes)
         self.readiness.pinning()
         self.readiness.become_ready()
@@ -227,7 +228,7 @@ class World:
         pages: set[int] = set()
         for copy in self.machine.inflight:
             for start, end in copy.host if copy.direction is Direction.STORE else ():
-                if allocator.state_of(start) != SlotState.QUARANTINED:
+                if state_of(allocator, start) != SlotState.QUARANTINED:
                     raise Violation(f"the slot at {start}, of a store of unknown outcome, is not quarantined")
                 pages.update(range(start // PAGE, -(-end // PAGE)))
         if stats.quarantined_bytes > len(pages) * PAGE:

@@ -19,13 +19,14 @@ import kvsidecar
 from kvsidecar.errors import ConfigError, KVSidecarError
 from kvsidecar.support import failpoints
 from kvsidecar.support.failpoints import FailpointError, hit
+from tests.failpoints import active
 from tests.harness import DaemonProcess, Gate, Rank, done
 
 
 @pytest.fixture(autouse=True)
 def off_afterwards() -> Iterator[None]:
     yield
-    failpoints.clear()
+    failpoints.configure("")
 
 
 def outcomes(name: str, hits: int) -> list[str]:
@@ -46,14 +47,14 @@ def test_off_by_default_and_then_nothing_is_counted() -> None:
 
 
 def test_every_hit_raises_without_a_number() -> None:
-    with failpoints.active("pool.pin_chunk=raise(out of memory)"):
+    with active("pool.pin_chunk=raise(out of memory)"):
         assert outcomes("pool.pin_chunk", 2) == ["out of memory"] * 2
         assert outcomes("pool.reserve", 2) == [""] * 2
     assert outcomes("pool.pin_chunk", 1) == [""]
 
 
 def test_only_the_named_hit_raises_counted_from_0() -> None:
-    with failpoints.active("pool.pin_chunk@2=raise(third);pool.pin_chunk@0=raise(first)"):
+    with active("pool.pin_chunk@2=raise(third);pool.pin_chunk@0=raise(first)"):
         assert outcomes("pool.pin_chunk", 4) == ["first", "", "third", ""]
 
 
@@ -69,13 +70,13 @@ def test_each_name_counts_for_itself_and_configure_starts_again() -> None:
 def test_a_delay_sleeps_and_rules_apply_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("kvsidecar.support.failpoints.time.sleep", slept.append)
-    with failpoints.active("pool.reserve=delay(0.05);pool.reserve@1=raise(x);pool.reserve=delay(2)"):
+    with active("pool.reserve=delay(0.05);pool.reserve@1=raise(x);pool.reserve=delay(2)"):
         assert outcomes("pool.reserve", 3) == ["", "x", ""]
     assert slept == [0.05, 2, 0.05, 0.05, 2]
 
 
 def test_a_text_may_hold_a_semicolon_and_blanks_do_not_matter() -> None:
-    with failpoints.active(" pool.reserve@0=raise(no; really) ;; pool.pin_chunk=raise() ; "):
+    with active(" pool.reserve@0=raise(no; really) ;; pool.pin_chunk=raise() ; "):
         assert outcomes("pool.reserve", 2) == ["no; really", ""]
         with pytest.raises(FailpointError):
             hit("pool.pin_chunk")
@@ -92,7 +93,7 @@ def test_of_many_threads_exactly_one_makes_the_named_hit() -> None:
         together.wait()
         return outcomes("store.before_copy", 50)
 
-    with failpoints.active("store.before_copy@123=raise(once)"), ThreadPoolExecutor(8) as threads:
+    with active("store.before_copy@123=raise(once)"), ThreadPoolExecutor(8) as threads:
         seen = [text for future in [threads.submit(work) for _ in range(8)] for text in future.result()]
     assert (seen.count("once"), len(seen)) == (1, 400)
 
@@ -106,7 +107,7 @@ def test_what_is_held_goes_on_with_one_pass_each_and_holds_up_nothing_else(tmp_p
             hit("pool.reserve")
             passed.put(number)
 
-    with failpoints.active(f"pool.reserve={gate}"):
+    with active(f"pool.reserve={gate}"):
         held = threading.Thread(target=pass_three_times)
         gate.let_pass()
         held.start()
@@ -127,7 +128,7 @@ def test_a_delay_in_one_thread_does_not_hold_up_another(monkeypatch: pytest.Monk
         assert go_on.wait(30)
 
     monkeypatch.setattr("kvsidecar.support.failpoints.time.sleep", sleep)
-    with failpoints.active("pool.reserve=delay(1)"):
+    with active("pool.reserve=delay(1)"):
         sleeper = threading.Thread(target=hit, args=["pool.reserve"])
         sleeper.start()
         assert sleeping.wait(30)
@@ -141,7 +142,7 @@ def test_kill_ends_the_process_at_once() -> None:
     program = (
         "import atexit; from kvsidecar.support import failpoints\n"
         "atexit.register(print, 'handlers ran')\n"
-        "failpoints.configure_from_environment({'KVSIDECAR_FAILPOINTS': 'store.before_seal@1=kill'})\n"
+        "failpoints.configure('store.before_seal@1=kill')\n"
         "failpoints.hit('store.before_seal'); print('alive', flush=True); failpoints.hit('store.before_seal')\n"
         "print('still alive')\n"
     )
@@ -169,7 +170,7 @@ def test_kill_ends_the_process_at_once() -> None:
     ],
 )
 def test_a_wrong_spec_is_refused_and_changes_nothing(spec: str, said: str) -> None:
-    with failpoints.active("pool.reserve@1=raise(kept)"):
+    with active("pool.reserve@1=raise(kept)"):
         hit("pool.reserve")
         with pytest.raises(ConfigError, match=re.escape(said)) as raised:
             failpoints.configure(f"pool.pin_chunk=kill;{spec}")
@@ -178,15 +179,17 @@ def test_a_wrong_spec_is_refused_and_changes_nothing(spec: str, said: str) -> No
         assert outcomes("pool.pin_chunk", 1) == [""]
 
 
-def test_the_environment_turns_them_on_and_without_the_variable_off() -> None:
-    failpoints.configure_from_environment({"KVSIDECAR_FAILPOINTS": "pool.reserve=raise(x)"})
+def test_the_environment_turns_them_on_and_without_the_variable_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSIDECAR_FAILPOINTS", "pool.reserve=raise(x)")
+    failpoints.configure_from_environment()
     assert outcomes("pool.reserve", 1) == ["x"]
-    failpoints.configure_from_environment({})
+    monkeypatch.delenv("KVSIDECAR_FAILPOINTS")
+    failpoints.configure_from_environment()
     assert outcomes("pool.reserve", 1) == [""]
 
 
 def test_the_log_says_which_rule_applied() -> None:
-    with structlog.testing.capture_logs() as said, failpoints.active("pool.reserve@1=delay(0)"):
+    with structlog.testing.capture_logs() as said, active("pool.reserve@1=delay(0)"):
         outcomes("pool.reserve", 3)
         outcomes("pool.pin_chunk", 1)
     wanted = {"name": "pool.reserve", "hit": 1, "action": "delay", "part": "failpoints"}

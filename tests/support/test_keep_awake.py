@@ -32,20 +32,20 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
 
     async def check() -> None:
         guard = Counted(SECONDS_AWAKE)
-        assert not guard.ticking
+        assert not guard._ticking
         guard.keep_awake()
         await eventually_in_loop(lambda: guard.ticks > 10)
         clock.now += 0.99 * SECONDS_AWAKE
         ticks = guard.ticks
         await eventually_in_loop(lambda: guard.ticks > ticks + 10)
-        assert guard.ticking
+        assert guard._ticking
         clock.now += 0.02 * SECONDS_AWAKE
-        await eventually_in_loop(lambda: not guard.ticking)
+        await eventually_in_loop(lambda: not guard._ticking)
         ticks = guard.ticks
         await asyncio.sleep(20 * NAP_SECONDS)
         assert guard.ticks == ticks
         guard.keep_awake()
-        assert guard.ticking
+        assert guard._ticking
         guard.close()
 
     with asyncio.Runner(loop_factory=loop) as runner:
@@ -55,12 +55,12 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
 async def test_a_thread_can_keep_the_loop_awake() -> None:
     guard = SleepGuard(SECONDS)
     await asyncio.to_thread(guard.keep_awake_from_thread)  # there was no work yet, and there is no loop to wake
-    assert not guard.ticking
+    assert not guard._ticking
     guard.keep_awake()
     guard._ticking = False
     await asyncio.to_thread(guard.keep_awake_from_thread)
     await asyncio.sleep(0)
-    assert guard.ticking
+    assert guard._ticking
     guard.close()
 
 
@@ -76,5 +76,5 @@ def test_a_thread_waits_shortly_for_work_while_there_was_some_not_long_ago(monke
 def test_zero_is_never() -> None:
     guard = SleepGuard(0.0)
     guard.keep_awake()
-    assert not guard.ticking
+    assert not guard._ticking
     guard.close()

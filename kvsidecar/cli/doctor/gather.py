@@ -137,11 +137,7 @@ class _Limits(HostPlatform):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        return self._name
+        self.name = name
 
     def pin_limit(self) -> int | None:
         return None

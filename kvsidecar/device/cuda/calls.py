@@ -46,8 +46,8 @@ SIGNATURES: Final = {
     "cuEventElapsedTime": (_POINTER, _POINTER, _POINTER),
 }
 KEEP_GIL: Final = frozenset({"cuEventRecord", "cuEventQuery", "cuEventElapsedTime"})
-"""A microsecond each, between two copies: called without letting another thread have the interpreter, which might keep
-it for milliseconds while the link idles."""
+"""They take a microsecond each, between two copies, and keep the GIL: another thread might hold it for milliseconds
+while the link idles."""
 OPTIONAL: Final = frozenset({"cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"})
 NEEDED: Final = frozenset(
     {
@@ -85,7 +85,7 @@ NEEDED: Final = frozenset(
         "cuStreamSynchronize",
     }
 )
-"""What `kvsidecar.device.cuda.platform` and its neighbours call through the bindings; a driver must have all of it."""
+"""Functions that this package calls through the bindings; a driver must have them all."""
 
 _LOCATION = [("type", np.int32), ("id", np.int32)]
 ATTRIBUTES: Final = np.dtype(
@@ -131,14 +131,14 @@ _LOCATION_DEVICE, _LOCATION_HOST = 1, 2
 _OPERAND_POINTER = 1
 _MEMORY_HOST, _MEMORY_DEVICE = 1, 2
 # Order: a store's plan is issued only when the compute that wrote its blocks is over, and must read no earlier than
-# its place in the stream, since the engine writes those blocks again and again. A load reads pool slots that nobody
-# writes while they are pinned, and they are pinned until the copy is over: the driver may read them when it likes.
+# its place in the stream, since the engine writes those blocks again and again. A load reads pool slots that are
+# not written while they are pinned, and they are pinned until the copy is over: the driver may read them at any time.
 _ORDER_STREAM, _ORDER_ANY = 1, 3
 
 
 @dataclass(frozen=True, slots=True)
 class DriverCall:
-    """A call with its arguments, and what they point to."""
+    """A call with its arguments, and the arrays that they point to."""
 
     count: int
     """Copies in the call."""
@@ -149,7 +149,7 @@ class DriverCall:
     source: tuple[npt.NDArray[np.void], npt.NDArray[np.uint64]]
     """The copies and their host addresses."""
     kept: tuple[npt.NDArray[Any], ...] = ()
-    """The driver has read all of it when the call returns; until then it must stay."""
+    """The arrays that the driver reads during the call: they must live until it returns."""
 
 
 class CopyCalls:
@@ -197,11 +197,7 @@ class CopyCalls:
         return DriverCall(len(copies), None, (), (copies, host))
 
     def issue(self, call: DriverCall, stream: int) -> int:
-        """Start the copies.
-
-        Returns:
-            The driver's status. Unless it is `SUCCESS`, nobody knows which of the copies have been started.
-        """
+        """Start the copies. Returns the driver's status; unless it is `SUCCESS`, any of them may have been started."""
         if call.name is not None and (function := self._functions.get(call.name)) is not None:
             status = int(function(*call.arguments, stream))
             if status != NOT_SUPPORTED or call.name not in OPTIONAL:
@@ -210,16 +206,12 @@ class CopyCalls:
         return self._one_by_one(*call.source, stream)
 
     def record(self, event: int, stream: int) -> int:
-        """Record an event on a stream with nothing in flight but what was issued just now. (Where much is, the driver
-        may block, and that must not hold up every thread.)
-
-        Returns:
-            The driver's status.
-        """
+        """Record an event on a stream with nothing in flight but the call just issued; with more, the driver might
+        block, with the GIL kept. Returns the driver's status."""
         return int(self._functions["cuEventRecord"](event, stream))
 
     def reached(self, event: int) -> bool:
-        """Whether all before it is over, well or not."""
+        """Whether all work before the event is over, with or without an error."""
         return int(self._functions["cuEventQuery"](event)) != NOT_READY
 
     def seconds_between(self, start: int, end: int) -> float | None:
@@ -228,7 +220,7 @@ class CopyCalls:
         return float(self._milliseconds[0]) / 1e3 if status == SUCCESS else None
 
     def _single(self, copies: npt.NDArray[np.void], pool_address: int) -> DriverCall:
-        """A job of one block: what matters is how soon it starts, and arrays take longer than the driver."""
+        """A job of one block, which should start soon: to make arrays takes longer than the driver."""
         ((address, device_pitch, offset, host_pitch, row_bytes, num_rows),) = copies.tolist()
         host = pool_address + offset
         source = copies, np.array([host], np.uint64)
@@ -299,8 +291,8 @@ class CopyCalls:
                 if status != SUCCESS:
                     return status
                 continue
-            # A pitch is the distance of two layers: of 64 GiB in 32 layers it is beyond the largest one (2 GiB less a
-            # byte, CU_DEVICE_ATTRIBUTE_MAX_PITCH).
+            # A pitch is the distance of two layers, and may exceed CU_DEVICE_ATTRIBUTE_MAX_PITCH (2 GiB less a byte):
+            # with 64 GiB in 32 layers, for example.
             for row in range(num_rows):
                 status = self._plain(address + row * device_pitch, host_address + row * host_pitch, row_bytes, stream)
                 if status != SUCCESS:
@@ -314,7 +306,7 @@ class CopyCalls:
 
 
 def _functions(find: Callable[[str, int], int]) -> dict[str, Any]:
-    """By name; those that the driver lacks are missing, and only the batched ones may."""
+    """The driver's functions by name; only those that are `OPTIONAL` may be missing."""
     found: dict[str, Any] = {}
     for name, arguments in SIGNATURES.items():
         if address := find(name, SINCE):

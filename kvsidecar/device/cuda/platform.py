@@ -1,5 +1,4 @@
-"""NVIDIA GPUs through the CUDA driver API. Import it only where a GPU is wanted: only the modules ``cuda*`` here import
-cuda.
+"""NVIDIA GPUs through the CUDA driver API. Import it only where a GPU is wanted: it imports cuda.
 
 Sources: CUDA Driver API, "Initialization", "Primary Context Management", "Memory Management" (cuIpcOpenMemHandle,
 cuMemHostRegister); CUDA C++ Programming Guide, "Interprocess Communication".
@@ -13,33 +12,18 @@ import hashlib
 import threading
 import uuid as uuids
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from cuda.bindings import driver
 
-from kvsidecar.device.base import (
-    CopyStream,
-    CudaIpcSource,
-    Device,
-    DeviceEvent,
-    DeviceMemory,
-    MemorySource,
-)
+from kvsidecar.device.base import CopyStream, CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemorySource
 from kvsidecar.device.cuda import status as cuda_status
 from kvsidecar.device.cuda.status import OK, STICKY, check, describe
 from kvsidecar.device.cuda.stream import CudaCopyStream, CudaEvent
 from kvsidecar.device.system import mps_runs, pci_numa_node
-from kvsidecar.errors import (
-    DeviceError,
-    DeviceNotFound,
-    DriverUnusable,
-    ImportRefused,
-    PinFailed,
-)
+from kvsidecar.errors import DeviceError, DeviceNotFound, DriverUnusable, ImportRefused, PinFailed
+from kvsidecar.support.cuda_driver import IPC_HANDLE_BYTES
 from kvsidecar.types import Direction
-
-IPC_HANDLE_BYTES: Final = 64
-"""``CU_IPC_HANDLE_SIZE``."""
 
 
 class CudaPlatform:
@@ -47,8 +31,10 @@ class CudaPlatform:
 
     Args:
         pin_device: UUID of the GPU whose context pins host memory; None is the first. Pinned memory works for every
-            GPU, but the one that pins gets a context (about 270 MiB of its memory), so name one that is in use.
+            GPU, but the one that pins gets a context (about 270 MiB of its memory): name one that is in use.
     """
+
+    name = "cuda"
 
     def __init__(self, *, pin_device: str | None = None) -> None:
         count = cuda_status.initialize()
@@ -64,10 +50,6 @@ class CudaPlatform:
             self._handles[_uuid(handle)] = handle
         self._pin_uuid = pin_device if pin_device is not None else next(iter(self._handles))
         self._find(self._pin_uuid)
-
-    @property
-    def name(self) -> str:
-        return "cuda"
 
     def device_uuids(self) -> tuple[str, ...]:
         return tuple(self._handles)
@@ -89,8 +71,8 @@ class CudaPlatform:
             self._device(self._pin_uuid).make_current()
         except DeviceError as error:
             raise PinFailed(f"no context to pin with: {error}") from error
-        # PORTABLE: pinned for the contexts of all GPUs, also of those that come later. With unified addressing (all
-        # 64-bit Linux) the address on the device is the address itself, so nobody asks cuMemHostGetDevicePointer.
+        # PORTABLE: pinned for the contexts of all GPUs, also of later ones. With unified addressing (all 64-bit Linux)
+        # the device uses the same address, so there is no need for cuMemHostGetDevicePointer.
         (status,) = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)
         if status != OK:
             raise PinFailed(f"cuMemHostRegister of {nbytes} bytes: {describe(status)}")
@@ -98,8 +80,8 @@ class CudaPlatform:
     def unpin(self, address: int, nbytes: int) -> None:
         self._device(self._pin_uuid).make_current()
         (status,) = driver.cuMemHostUnregister(address)
-        # In a lost context every call fails, and the pages are given back when the process ends. An error would only
-        # keep the caller from giving back the rest.
+        # In a lost context every call fails, and the pages are released when the process ends. An error would only
+        # keep the caller from releasing the rest.
         if status.name not in STICKY:
             check((status,), f"cuMemHostUnregister of {nbytes} bytes")
 
@@ -141,9 +123,9 @@ class CudaDevice:
     """
 
     def __init__(self, uuid: str, handle: Any) -> None:
-        self._uuid = uuid
+        self.uuid = uuid
         self._handle = handle
-        self._numa_node = _numa_node(handle)
+        self.numa_node = _numa_node(handle)
         self._context = _open_context(uuid, handle)
         self._lock = threading.Lock()
         self._mappings: dict[bytes, _Mapping] = {}
@@ -152,24 +134,16 @@ class CudaDevice:
         self.max_pitch = int(check(driver.cuDeviceGetAttribute(attribute, handle), "asking for the maximum pitch"))
         self.ordinal = int(handle)
 
-    @property
-    def uuid(self) -> str:
-        return self._uuid
-
-    @property
-    def numa_node(self) -> int | None:
-        return self._numa_node
-
     def make_current(self) -> None:
-        check(driver.cuCtxSetCurrent(self._context), f"using the context of {self._uuid}")
+        check(driver.cuCtxSetCurrent(self._context), f"using the context of {self.uuid}")
 
     def import_memory(self, source: MemorySource) -> DeviceMemory:
         if not isinstance(source, CudaIpcSource):
-            raise ImportRefused(f"device {self._uuid} takes a CUDA IPC handle, not a memfd")
+            raise ImportRefused(f"device {self.uuid} takes a CUDA IPC handle, not a memfd")
         if len(source.handle) != IPC_HANDLE_BYTES:
             raise ImportRefused(f"a CUDA IPC handle has {IPC_HANDLE_BYTES} bytes; this one has {len(source.handle)}")
-        # The handle is a bearer secret and keys end up in logs, so the key is its digest. Memory that was freed and
-        # allocated again gets another handle, so the key is never that of the old allocation.
+        # The handle is a bearer secret and keys end up in logs, so the key is its digest. Memory that is freed and
+        # allocated again gets another handle, so no two allocations share a key.
         key = hashlib.sha256(source.handle).digest()[:16]
         self.make_current()
         with self._lock:
@@ -205,16 +179,16 @@ class CudaDevice:
         ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_BYTES)
         status, event = driver.cuIpcOpenEventHandle(opened)
         if status != OK:
-            check(driver.cuMemGetInfo()[:1], f"after a refused event, {self._uuid} does not answer")
+            check(driver.cuMemGetInfo()[:1], f"after a refused event, {self.uuid} does not answer")
             raise ImportRefused(
-                f"the interprocess event does not open on {self._uuid} ({describe(status)}): events need a /dev/shm "
+                f"the interprocess event does not open on {self.uuid} ({describe(status)}): events need a /dev/shm "
                 "that engine and daemon share, and the same user; without them stores are ordered on the host"
             )
         return CudaEvent(self, event)
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         self.make_current()
-        address = int(check(driver.cuMemAlloc(nbytes), f"allocating {nbytes} bytes on {self._uuid}"))
+        address = int(check(driver.cuMemAlloc(nbytes), f"allocating {nbytes} bytes on {self.uuid}"))
         with self._lock:
             self._own += 1
             memory = DeviceMemory(address=address, nbytes=nbytes, key=b"own-%d" % self._own)
@@ -225,7 +199,7 @@ class CudaDevice:
         return CudaCopyStream(self, direction)
 
     def close(self) -> None:
-        """Give the context back. An error of it changes nothing any more: the process is going down."""
+        """Release the context. Errors do not matter: the process ends."""
         driver.cuDevicePrimaryCtxRelease(self._handle)
 
     def _open(self, raw: bytes) -> tuple[int, int]:
@@ -235,11 +209,11 @@ class CudaDevice:
         lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS  # the only flag there is, and required
         status, pointer = driver.cuIpcOpenMemHandle(handle, int(lazy))
         if status != OK:
-            # A bad handle is the client's, whatever code the driver picks; only a context that does not answer any
-            # more is ours. cuMemGetInfo fails in every context that a sticky error has ended.
-            check(driver.cuMemGetInfo()[:1], f"after a refused handle, {self._uuid} does not answer")
+            # A bad handle is the client's fault, whatever the driver's status; only a context that does not answer is
+            # ours. cuMemGetInfo fails in every context that a sticky error has ended.
+            check(driver.cuMemGetInfo()[:1], f"after a refused handle, {self.uuid} does not answer")
             raise ImportRefused(
-                f"the CUDA IPC handle does not open on {self._uuid} ({describe(status)}). Likely causes: the memory is "
+                f"the CUDA IPC handle does not open on {self.uuid} ({describe(status)}). Likely causes: the memory is "
                 "not from cuMemAlloc (PyTorch expandable_segments:True, vLLM sleep mode); it was freed; it lies on "
                 "another GPU; engine and daemon have the same PID value in different PID namespaces (share the PID "
                 "namespace); their CUDA drivers differ"
@@ -254,9 +228,9 @@ class CudaDevice:
     def _true_size(self, address: int) -> int:
         """Bytes of an opened allocation.
 
-        It may lie on another GPU than the client says: the driver opens it all the same, through peer access, and calls
-        it memory of this one (measured: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is that of the context that opened it). Its
-        copies take the way through that GPU, and are right.
+        It may lie on another GPU than the client says: the driver opens it all the same, through peer access, and
+        reports it as memory of this GPU (measured: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is that of the context that
+        opened it). Its copies go through the other GPU, and are right.
         """
         base, nbytes = check(driver.cuMemGetAddressRange(address), "asking for an allocation's size", ImportRefused)
         return int(base) + int(nbytes) - address
@@ -269,7 +243,7 @@ def _open_context(uuid: str, handle: Any) -> Any:
     modes = driver.CUcomputemode
     exclusive = mode == modes.CU_COMPUTEMODE_EXCLUSIVE_PROCESS and not mps_runs()
     if exclusive or mode == modes.CU_COMPUTEMODE_PROHIBITED:
-        # Refused before the context is made: the daemon would get it, and then no engine could start.
+        # Refuse before the context exists: with it, no engine could start.
         name = "EXCLUSIVE_PROCESS" if exclusive else "PROHIBITED"
         raise DriverUnusable(
             f"{uuid} has compute mode {name}, so daemon and engine cannot both use it; "
@@ -284,8 +258,8 @@ def _open_context(uuid: str, handle: Any) -> Any:
     if status != OK:
         raise DriverUnusable(f"no context on {uuid}: {describe(status)}")
     check(driver.cuCtxSetCurrent(context), f"using the context of {uuid}", DriverUnusable)
-    # The driver reserves memory for kernels that this process never launches: 527 MiB by default, 267 MiB like this
-    # (H200). It clamps a value below its minimum; a limit that it refuses costs memory and nothing else.
+    # The driver reserves memory for kernels that this process never launches: 527 MiB by default, 267 MiB with these
+    # limits (H200). It raises values below its minimum; a refused limit costs memory and nothing else.
     limits = driver.CUlimit
     driver.cuCtxSetLimit(limits.CU_LIMIT_STACK_SIZE, 0)
     driver.cuCtxSetLimit(limits.CU_LIMIT_MALLOC_HEAP_SIZE, 1 << 20)
@@ -294,7 +268,7 @@ def _open_context(uuid: str, handle: Any) -> Any:
 
 
 def _uuid(handle: Any) -> str:
-    """As nvidia-smi prints it. A MIG device is known by its name ("NVIDIA H200 MIG 1g.18gb")."""
+    """The UUID as nvidia-smi prints it. A MIG device has MIG in its name ("NVIDIA H200 MIG 1g.18gb")."""
     name = check(driver.cuDeviceGetName(128, handle), "asking for a GPU's name", DriverUnusable)
     raw = check(driver.cuDeviceGetUuid(handle), "asking for a GPU's UUID", DriverUnusable)
     return f"{'MIG' if b' MIG ' in name else 'GPU'}-{uuids.UUID(bytes=bytes(raw.bytes))}"

@@ -1,4 +1,4 @@
-"""What the CUDA driver's statuses mean, and how it is started.
+"""The CUDA driver: its statuses, and how it is started.
 
 Sources: CUDA Driver API, "Data types used by CUDA driver" (CUresult), "Initialization".
 """
@@ -54,7 +54,7 @@ def describe(status: Any) -> str:
 
 
 def check(result: tuple[Any, ...], doing: str, refuse: Callable[[str], DeviceError] = DeviceError) -> Any:
-    """What a call of the bindings returned after its status.
+    """The values that a call of the bindings returned after its status.
 
     Args:
         result: the tuple, status first.
@@ -63,7 +63,7 @@ def check(result: tuple[Any, ...], doing: str, refuse: Callable[[str], DeviceErr
 
     Raises:
         DeviceLost: the error is one of `STICKY`.
-        DeviceError: whatever ``refuse`` makes, for any other error.
+        DeviceError: made by ``refuse``, for any other error.
     """
     status, *values = result
     if status != OK:
@@ -73,10 +73,7 @@ def check(result: tuple[Any, ...], doing: str, refuse: Callable[[str], DeviceErr
 
 
 def initialize() -> int:
-    """Start the driver.
-
-    Returns:
-        Number of visible GPUs; 0 if there is none.
+    """Start the driver. Returns the number of visible GPUs.
 
     Raises:
         DriverUnusable: there is no driver, it does not start, or it is too old.

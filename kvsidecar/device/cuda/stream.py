@@ -19,16 +19,11 @@ from kvsidecar.types import Direction
 
 
 class Context(Protocol):
-    """What a stream needs of its device."""
+    """The part of a device that a stream needs."""
 
-    @property
-    def uuid(self) -> str: ...
-
-    @property
-    def ordinal(self) -> int: ...
-
-    @property
-    def max_pitch(self) -> int: ...
+    uuid: str
+    ordinal: int
+    max_pitch: int
 
     def make_current(self) -> None: ...
 
@@ -36,9 +31,9 @@ class Context(Protocol):
 class CudaEvent:
     """An engine's interprocess event. Implements `kvsidecar.device.base.DeviceEvent`.
 
-    It is asked, never waited for with cuStreamWaitEvent: a wait for an event whose process has died never ends, and
+    It is polled, never waited for with cuStreamWaitEvent: a wait for an event whose process has died never ends, and
     cuIpcCloseMemHandle then hangs in this process, for ever (``benchmarks/dead_event.py``, measured with driver 580).
-    A question costs about a microsecond and leaves nothing behind on the device.
+    A poll costs about a microsecond and leaves nothing behind on the device.
     """
 
     def __init__(self, device: Context, event: Any) -> None:
@@ -48,7 +43,7 @@ class CudaEvent:
         self._closed = False
 
     def is_done(self) -> bool:
-        # A copy that was cancelled may still lie in its worker's queue when its session closes the event.
+        # A cancelled copy may still be in its worker's queue when its session closes the event.
         with self._lock:
             if self._closed:
                 return True
@@ -66,7 +61,7 @@ class CudaEvent:
 
 
 class _TimedEvent:
-    """An event of a stream's own. The device notes the time when it reaches it."""
+    """An event of a stream's own. The device records the time when it reaches the event."""
 
     __slots__ = ("event", "number", "users")
 
@@ -74,18 +69,18 @@ class _TimedEvent:
         self.event = event
         self.number = int(event)
         self.users = 0
-        """Marks that still ask it: the end of one call may be the start of the next."""
+        """Marks that still need it: the end of one call may be the start of the next."""
 
 
 class CudaCopyStream:
     """One non-blocking stream. Implements `kvsidecar.device.base.CopyStream`; made in the thread that uses it.
 
     A store's copies are issued only when the compute that wrote its blocks is over (`CudaEvent`, or the client
-    waited); what the driver may read when is told in `kvsidecar.device.cuda.calls`.
+    waited); `kvsidecar.device.cuda.calls` says when the driver may read.
 
-    A timed event takes 1.3 us of the stream's time, in which it could copy 64 KiB (H200); a driver call that lets
-    another thread have the interpreter takes longer than that where one wants it. So a call behind another one begins
-    with that one's end, and what cannot block is called with the interpreter kept.
+    A timed event takes 1.3 us of the stream's time, in which it could copy 64 KiB (H200), and a driver call that
+    releases the GIL takes longer than that if another thread wants it. So a call that follows another one uses the end
+    event of that one as its start, and driver calls that cannot block keep the GIL.
     """
 
     def __init__(self, device: Context, direction: Direction) -> None:
@@ -100,7 +95,7 @@ class CudaCopyStream:
         self._number = int(self._stream)
         self._idle_events: list[_TimedEvent] = []
         self._last_end: _TimedEvent | None = None
-        """Behind everything that was issued."""
+        """The end event of the last call; None if that has none."""
 
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         return self._calls.prepare(call.copies, pool_address, batched=call.batched)
@@ -110,8 +105,12 @@ class CudaCopyStream:
         last_end, self._last_end = self._last_end, None
         start = end = None
         try:
-            if timed:
-                start = self._start(last_end)
+            if timed and last_end is not None and last_end.users and not self._calls.reached(last_end.number):
+                start = last_end  # the device is still before it: this call begins when that one ends
+                start.users += 1
+            elif timed:
+                start = self._event()
+                self._record(start, may_block=False)
             if timed or not alone:
                 end = self._event()
             status = self._calls.issue(prepared, self._number)
@@ -133,28 +132,28 @@ class CudaCopyStream:
         return bool(status == OK)
 
     def ask(self, end: _TimedEvent | None) -> Any:
-        """The driver's status of an event, or of the stream."""
+        """The driver's status of an event, or of the stream if there is none."""
         (status,) = driver.cuStreamQuery(self._stream) if end is None else driver.cuEventQuery(end.event)
         return status
 
     def wait_for(self, end: _TimedEvent | None) -> Any:
-        """The same when it is over."""
+        """`ask`, once the event or the stream is over."""
         (status,) = driver.cuStreamSynchronize(self._stream) if end is None else driver.cuEventSynchronize(end.event)
         return status
 
     def check(self, status: Any) -> None:
-        """Raise for what the driver says of a call in flight, unless it is over."""
+        """Raise for the driver's status of a call in flight, unless the call is over."""
         if status != OK:
             text = f"{self._name}: {describe(status)}"
             raise DeviceLost(text) if status.name in STICKY else CopyFailed(text, outcome_known=False)
 
     def seconds_between(self, start: _TimedEvent, end: _TimedEvent) -> float:
-        """What the device took for a call that is over."""
-        # A driver that does not say: the copy is right all the same, and what ails the device shows at the next one.
+        """The device's time for a call that is over."""
+        # 0 if the driver does not say: the copy is right all the same, and a fault of the device shows at the next one.
         return self._calls.seconds_between(start.number, end.number) or 0.0
 
     def release(self, *events: _TimedEvent | None) -> None:
-        """A mark does not ask them any more."""
+        """A mark no longer needs these events."""
         for event in events:
             if event is not None:
                 event.users -= 1
@@ -166,22 +165,8 @@ class CudaCopyStream:
             driver.cuEventDestroy(event.event)
         driver.cuStreamDestroy(self._stream)
 
-    def _start(self, last_end: _TimedEvent | None) -> _TimedEvent:
-        """The event with which a call begins that is issued now."""
-        if last_end is not None and last_end.users and not self._calls.reached(last_end.number):
-            last_end.users += 1
-            return last_end
-        start = self._event()
-        try:
-            self._record(start, may_block=False)
-        except CopyFailed as error:
-            if error.outcome_known:
-                self.release(start)
-            raise
-        return start
-
     def _event(self) -> _TimedEvent:
-        """One that nobody asks, for the caller."""
+        """An event that no mark uses, for the caller."""
         event = self._idle_events.pop() if self._idle_events else self._new_event()
         event.users = 1
         return event
@@ -195,8 +180,8 @@ class CudaCopyStream:
             self._refuse(status, "recording an event")
 
     def _new_event(self) -> _TimedEvent:
-        # Without BLOCKING_SYNC a wait spins, which answers tens of microseconds sooner than an interrupt: the worker
-        # sleeps until just before the end, and waits for that. Without DISABLE_TIMING the device notes the time.
+        # Without BLOCKING_SYNC a wait spins, and returns tens of microseconds sooner than by an interrupt; the worker
+        # waits only just before the end. Without DISABLE_TIMING the device records the time.
         flags = driver.CUevent_flags.CU_EVENT_DEFAULT
         status, event = driver.cuEventCreate(int(flags))
         if status != OK:
@@ -204,11 +189,11 @@ class CudaCopyStream:
         return _TimedEvent(event)
 
     def _refuse(self, status: Any, doing: str) -> None:
-        """Raise for a call that failed while issuing, after what was started is over if that is possible."""
+        """Raise for a call that failed while issuing; wait first for the copies that were started, if possible."""
         text = f"{self._name}, {doing}: {describe(status)}"
         if status.name in STICKY:
             raise DeviceLost(text)
-        # Slots and blocks may be used again only when no byte can move any more, and nobody knows which copies of a
+        # Slots and blocks may be used again only when no byte can move any more, and it is unknown which copies of a
         # batch were started before the one that the driver refused.
         (drained,) = driver.cuStreamSynchronize(self._stream)
         if drained.name in STICKY:
@@ -221,7 +206,7 @@ class CudaMark:
 
     Args:
         start: None for a call that is not timed.
-        end: None: the call is the stream's last one until it is over, and the stream itself is asked.
+        end: None: the call is the stream's last one until it is over, and the stream itself is polled.
     """
 
     __slots__ = ("_end", "_over", "_start", "_stream")
