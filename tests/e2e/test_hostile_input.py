@@ -38,7 +38,7 @@ DOCUMENTED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNAVAILABLE,
 }
-ATTACKS = (*("unary",) * 2, "lookups", *("attach",) * 3, *("lane",) * 4, "hello", "garbage", "huge")
+ATTACKS = (*("unary",) * 3, *("attach",) * 3, *("lane",) * 4, "hello", "garbage", "huge")
 LANE_CODES = DOCUMENTED | {grpc.StatusCode.UNIMPLEMENTED}
 LAST_CALL = 4711
 RSS_GROWTH = 64 << 20
@@ -126,9 +126,6 @@ class Attacker:
     def _unary(self) -> None:
         name = self.rng.choice(("Lookup", "Release", "Renew", "Status", "Clear", "CancelDrain"))
         self.call(name, [self._bytes(self._good(name))])
-
-    def _lookups(self) -> None:
-        self.call("LookupStream", [self._bytes(self._good("Lookup")) for _ in range(self.rng.randint(0, 5))])
 
     def _huge(self) -> None:
         """Around the limit of a message, and far over it."""

@@ -196,7 +196,7 @@ def test_without_a_token_a_policy_gives_nothing_and_tells_how(ruled: DaemonProce
                 getattr(sidecar, method)(message, timeout=SECONDS)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.RpcError) as caught:
-            list(sidecar.LookupStream(iter([pb.LookupRequest()]), metadata=((TOKEN_METADATA, b"guessed"),)))
+            sidecar.Lookup(pb.LookupRequest(), metadata=((TOKEN_METADATA, b"guessed"),))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
