@@ -3,7 +3,8 @@
 One of 100,000 hashes takes tens of milliseconds of the event loop, and one user may have hundreds under way. One of
 a user's runs each time the loop goes round, and the user's turns leave a part of the time to others: gRPC hands new
 calls over from a thread of its own, one at a time, and a loop that is never idle keeps that thread waiting (measured
-with 128 lookups of 20,000 hashes under way: another user's call came behind all of them; with pauses, on a quiet machine, behind none).
+with 128 lookups of 20,000 hashes under way: another user's call came behind all of them; with pauses, on an otherwise
+idle machine, behind none).
 """
 
 from __future__ import annotations
