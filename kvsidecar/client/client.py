@@ -56,7 +56,7 @@ class Client:
         max_outstanding: jobs that have not ended; more are declined.
         reconnect: delays between attempts to connect.
         breaker: keeps a daemon that hangs from being asked.
-        fast_lane: send the messages over the attach socket where the daemon offers that, instead of gRPC.
+        local_protocol: send the messages over the attach socket where the daemon offers that, instead of gRPC.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Client:
         max_outstanding: int = 4096,
         reconnect: Backoff | None = None,
         breaker: CircuitBreaker | None = None,
-        fast_lane: bool = True,
+        local_protocol: bool = True,
     ) -> None:
         self.socket = socket or os.environ.get("KVSIDECAR_SOCKET") or default_socket_path()
         self._timeout = timeout
@@ -81,7 +81,7 @@ class Client:
         self._breaker = breaker or CircuitBreaker()
         self._supervisor_options: dict[str, Any] = {
             "name": name,
-            "local": fast_lane,
+            "local": local_protocol,
             "timeout": timeout,
             "probe_seconds": step_budget,
             "ledger": self._ledger,
@@ -212,8 +212,8 @@ class Client:
             return self.readiness
 
     @property
-    def fast_lane(self) -> bool:
-        """Whether the messages go over the fast lane; False while there is no connection."""
+    def local_protocol(self) -> bool:
+        """Whether the messages go over the local protocol; False while there is no connection."""
         transport = self._supervisor.transport
         return transport is not None and transport.is_local
 

@@ -57,11 +57,11 @@ def buffer() -> Iterator[HostBuffer]:
 
 
 def attached(daemon: FakeDaemon, buffer: HostBuffer, ring: FakeRing | None) -> tuple[Client, Stream]:
-    client = Client(daemon.socket, timeout=SECONDS, fast_lane=harness.fast_lane)
+    client = Client(daemon.socket, timeout=SECONDS, local_protocol=harness.fast_lane)
     client.attach(
         instance="test", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout()], events=ring
     )  # fmt: skip
-    assert client.fast_lane == harness.fast_lane
+    assert client.local_protocol == harness.fast_lane
     return client, daemon.stream()
 
 

@@ -53,7 +53,7 @@ def pause(daemon: DaemonProcess) -> None:
 def quick(socket_path: str, **options: Any) -> Client:
     """A client whose retries are as quick as the tests'."""
     defaults: dict[str, Any] = {"timeout": SECONDS, "step_budget": SECONDS, "reconnect": Backoff(0.01, 0.05)}
-    defaults["fast_lane"] = harness.fast_lane
+    defaults["local_protocol"] = harness.fast_lane
     return Client(socket_path, **{**defaults, **options})
 
 

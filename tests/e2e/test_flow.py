@@ -156,7 +156,7 @@ def _is_known(sidecar: Any, token: bytes) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("attached", [False, True], ids=["a scheduler", "a rank"])
-def test_without_the_fast_lane_no_call_raises_when_the_daemon_goes(
+def test_without_the_local_protocol_no_call_raises_when_the_daemon_goes(
     short_dir: Path, number: signal.Signals, attached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness, "fast_lane", False)

@@ -142,7 +142,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             name=name,
             step_budget=self._options.lookup_budget,
             job_timeout=self._options.load_timeout,
-            fast_lane=self._options.fast_lane,
+            local_protocol=self._options.local_protocol,
             **options,
         )
 
