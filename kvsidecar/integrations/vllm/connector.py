@@ -33,13 +33,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.vllm import memory, ranks, register
-from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.carriers import NO_ORDERS, Orders, Reports
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport
-from kvsidecar.integrations.vllm.namespace import namespace_of, stand_in_of
+from kvsidecar.integrations.vllm.namespace import hash_bytes_of, namespace_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
@@ -78,7 +77,6 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """By histogram: what the scheduler's side has seen since it last told."""
         self._deferred: dict[str, float] = {}
         """By request: since when its lookup waits for an answer."""
-        self._asking: RankNamespaceClient | None = None
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
             _check_failed_loads(kv_cache_config)
@@ -107,13 +105,12 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         events = self._vllm_config.kv_events_config
         wants_events = events is not None and events.enable_kv_cache_events
-        self._asking = RankNamespaceClient(self._client(f"{self._instance} scheduler"))
         return SchedulerSide(
             self._options,
-            stand_in_of(self._vllm_config),
+            hash_bytes_of(self._vllm_config),
             self._groups,
             self._vllm_config.parallel_config.world_size,
-            self._asking,
+            self._client(f"{self._instance} scheduler"),
             events=Events(self._groups) if wants_events else None,
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
@@ -328,8 +325,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for reports in metadata.values():
             if isinstance(reports, Reports):
                 self._take(reports)
-        if self._asking is not None and self._asking.namespace is not None:
-            self._asking.connect(ATTACH_SECONDS)
+        if self._scheduler is not None:
+            self._scheduler.connect(ATTACH_SECONDS)
 
     def update_connector_output(self, connector_output: Any) -> None:
         reports = connector_output.kv_connector_worker_meta
@@ -338,16 +335,12 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._take(reports)
 
     def _take(self, reports: Reports) -> None:
-        if self._scheduler is None or self._asking is None:
+        if self._scheduler is None:
             return
         report = reports.report
         for namespace in reports.namespaces:
-            if self._asking.namespace is None:
-                self._asking.namespace = namespace
-                _log.info("kvsidecar: namespace %s", namespace)
-            elif namespace != self._asking.namespace:
+            if not self._scheduler.take_namespace(namespace):
                 # As if none were attached: the blocks of one rank would be loaded beside another's of another kind.
-                _log.error("kvsidecar: no offload: ranks hold KV of %s and of %s", self._asking.namespace, namespace)
                 report = replace(report, attached=dict.fromkeys(report.attached, 0))
         self._scheduler.take_report(report)
 
