@@ -32,7 +32,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
-from kvsidecar.integrations.vllm import memory, ranks, register
+from kvsidecar.integrations.vllm import memory, ranks
 from kvsidecar.integrations.vllm.carriers import NO_ORDERS, Orders, Reports
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
@@ -40,6 +40,7 @@ from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport
 from kvsidecar.integrations.vllm.namespace import hash_bytes_of, namespace_of
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.plugin import register
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.worker import WorkerSide
@@ -72,11 +73,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._export: Callable[[], ranks.RankMemory] | None = None
         self._failed_block_ids: set[int] = set()
         self._gauges: dict[str, int] = {}
-        """That were not told yet."""
+        """Gauges that vLLM has not been told yet."""
         self._observed: dict[str, list[float]] = {}
-        """By histogram: what the scheduler's side has seen since it last told."""
+        """By histogram: the observations that vLLM has not been told yet."""
         self._deferred: dict[str, float] = {}
-        """By request: since when its lookup waits for an answer."""
+        """By request: monotonic seconds since which its lookup waits for an answer."""
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
             _check_failed_loads(kv_cache_config)
@@ -128,7 +129,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _fixed_seed(self) -> str | None:
-        """What block hashes begin with in every process, unless PYTHONHASHSEED says otherwise."""
+        """The seed of block hashes in every process without PYTHONHASHSEED; None: each process has a random one."""
         # vLLM 0.26 has none: each engine makes its own. Later ones do so for hashes that can be made to collide.
         fixed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
         return fixed if self._vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256") else None
@@ -155,8 +156,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Asked by vLLM 0.26, which otherwise has a storage per layer: one copy per layer and block instead of one per
-        block. Later versions have one storage and a layout, which the engine chooses."""
+        """vLLM 0.26 asks this. Without it, each layer has a storage of its own, and a block is as many copies as there
+        are layers. Later versions have one storage, whose layout the engine chooses."""
         return True
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
@@ -199,7 +200,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = worker
 
     def _backends(self) -> dict[int, set[str]]:
-        """By group: the attention backends of its layers; how they pack K and V is theirs to know."""
+        """By group: the names of its layers' attention backends, each of which packs K and V in its own way."""
         layers = self._vllm_config.compilation_config.static_forward_context
         return {
             group.index: {
@@ -367,7 +368,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return found
 
     def _resolved(self, request_id: str) -> None:
-        """A lookup that vLLM was told to ask again for is answered, or not asked any more."""
+        """Observe how long a deferred lookup took: it was answered, or its request has ended."""
         if (since := self._deferred.pop(request_id, None)) is not None:
             self._observed.setdefault(LOOKUP_DEFERRED, []).append(time.monotonic() - since)
 
