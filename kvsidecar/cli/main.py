@@ -137,6 +137,16 @@ _CONNECT = (
 )
 
 
+def _device_option(whose: str) -> Callable[..., Any]:
+    return click.option(
+        "--device",
+        type=click.Choice(["auto", "cuda", "host"]),
+        default="auto",
+        show_default=True,
+        help=f"Where the {whose} KV lies; auto: on a GPU if there is one.",
+    )
+
+
 def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that choose a daemon: --socket on this host, --connect for another host."""
     for name, metavar, text in reversed(_CONNECT):
@@ -320,13 +330,7 @@ def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
 @click.option(
     "--blocks", default=256, show_default=True, metavar="COUNT", help="Number of KV blocks that engine A stores."
 )
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "host"]),
-    default="auto",
-    show_default=True,
-    help="Where the engines' KV lies; auto: on a GPU if there is one.",
-)
+@_device_option("engines'")
 def demo(blocks: int, device: str) -> None:
     """Store, kill the engine, load into another engine, compare every byte.
 
@@ -340,13 +344,7 @@ def demo(blocks: int, device: str) -> None:
 
 
 @main.command()
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "host"]),
-    default="auto",
-    show_default=True,
-    help="Where the engine's KV lies; auto: on a GPU if there is one.",
-)
+@_device_option("engine's")
 @click.option(
     "--socket", metavar="PATH", help="Socket of a running daemon to measure. [default: start one for this run]"
 )

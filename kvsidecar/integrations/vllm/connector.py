@@ -380,19 +380,13 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         orders = NOTHING if self._scheduler is None else self._scheduler.build_orders(scheduler_output)
         return NO_ORDERS if orders is NOTHING else Orders(orders)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._finished(request)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._finished(request)
-
-    def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is None:
             return False, None
         self._resolved(request.request_id)
         return self._scheduler.request_finished(request)
+
+    request_finished_all_groups = request_finished
 
     def take_events(self) -> Iterable[Any]:
         return () if self._scheduler is None else self._scheduler.take_events()
