@@ -64,7 +64,6 @@ class SchedulerClient:
     def __init__(self, client: Asked, generations: Generations) -> None:
         self._client, self._generations = client, generations
         self.namespace: Namespace | None = None
-        self.keep, self.drop, self.close = client.keep, client.drop, client.close
 
     @property
     def epoch(self) -> int:
@@ -92,6 +91,15 @@ class SchedulerClient:
         if self.namespace is None:
             return None
         return self._client.begin_lookup(self.namespace, self._keys(groups), mode=mode, lease_seconds=lease_seconds)
+
+    def keep(self, lease: int, lease_seconds: float) -> Lease:
+        return self._client.keep(lease, lease_seconds)
+
+    def drop(self, lease: int) -> None:
+        self._client.drop(lease)
+
+    def close(self) -> None:
+        self._client.close()
 
     def _keys(self, groups: Mapping[int, bytes]) -> Mapping[int, bytes]:
         return {index: self._generations.keys(hashes) for index, hashes in groups.items()}
