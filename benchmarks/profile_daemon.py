@@ -3,7 +3,7 @@
 A private daemon on the host device, ranks in processes of their own, and py-spy looking at the daemon:
 
     pip install py-spy                                 # or --py-spy PATH
-    python benchmarks/profile_daemon.py [--blocks 1] [--carrier lane|grpc] [--direction both] [--seconds 10]
+    python benchmarks/profile_daemon.py [--blocks 1] [--carrier local|grpc] [--direction both] [--seconds 10]
                                         [--flamegraph loop.svg]
 
 Four windows, one after another: without a profiler (job rate, CPU time and waits of every thread, from /proc), the
@@ -193,7 +193,7 @@ class Ranks:
 @contextmanager
 def at_work(options: argparse.Namespace, directory: Path) -> Iterator[tuple[int, Ranks]]:
     """The daemon's process id, and its ranks."""
-    flags = () if options.carrier == "lane" else ("--fast-lane", "off")
+    flags = () if options.carrier == "local" else ("--local-protocol", "off")
     setting = Setting(Options(device="host", pool_bytes=POOL, serve_flags=flags), directory, lambda _: None)
     with ExitStack() as stack:
         stack.callback(setting.close)
@@ -318,7 +318,7 @@ def profile(options: argparse.Namespace, directory: Path, console: Console) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=1, help="of each job; at most 512")
-    parser.add_argument("--carrier", choices=("lane", "grpc"), default="lane")
+    parser.add_argument("--carrier", choices=("local", "grpc"), default="local")
     parser.add_argument("--direction", choices=("both", *(each.value for each in Direction)), default="both")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each window")

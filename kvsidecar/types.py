@@ -26,7 +26,7 @@ PROTOCOL = 1
 """Version of the wire protocol. A client with another version is refused at Attach."""
 
 TOKEN_METADATA = "kvsidecar-token-bin"
-"""gRPC metadata key for the token from the attach socket. It identifies the sender of a unary call or lookup stream."""
+"""gRPC metadata key for the token from the attach socket. It identifies the sender of a unary call."""
 
 HASH_BYTES_MIN = 16
 """Shorter hashes collide by accident or by intent (CVE-2025-25183: Python's 8-byte ``hash()`` as block hash)."""

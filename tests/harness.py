@@ -176,7 +176,7 @@ class DaemonProcess:
 
     def client(self, **options: Any) -> Client:
         # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
-        defaults = {"timeout": SECONDS, "step_budget": SECONDS, "fast_lane": self.local}
+        defaults = {"timeout": SECONDS, "step_budget": SECONDS, "local_protocol": self.local}
         return Client(self.socket, **{**defaults, **options})
 
     def terminate(self) -> int:
@@ -268,7 +268,7 @@ class Relay:
 
     def cut(self, client: Client | None = None) -> None:
         """Break the stream of this client, whatever carries it, or all that pass here."""
-        if client is not None and client.fast_lane:
+        if client is not None and client.local_protocol:
             transport = client._supervisor.transport
             assert transport is not None
             transport.link.shut_down()  # nothing can stand between the two here: the kernel would name it as the peer
@@ -328,7 +328,7 @@ class Rank:
             **attach,
         )
         if self.client.attached:
-            assert self.client.fast_lane == daemon.local, "this test uses another protocol than it says"
+            assert self.client.local_protocol == daemon.local, "this test uses another protocol than it says"
 
     def fill(self, block_id: int, content: object) -> None:
         self.kv[:, block_id] = self.pattern(content)

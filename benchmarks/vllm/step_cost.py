@@ -140,7 +140,8 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
     attached = rank.step(StepOrders(stores=(StoreJob(1 << 30, (stored,)),)))
     rank.settle()
     client = Client(socket, timeout=60.0, step_budget=60.0)  # a daemon that is kept waiting is not one that hangs
-    side = SchedulerSide(Options(lookup_budget=60.0, store_interval=1e-9), NAMESPACE, (GROUP,), 1, client)
+    side = SchedulerSide(Options(lookup_budget=60.0, store_interval=1e-9), NAMESPACE.hash_bytes, (GROUP,), 1, client)
+    side.take_namespace(NAMESPACE)
     pool = BlockPool(num_gpu_blocks=4 * blocks, enable_caching=True, hash_block_size=TOKENS)
     side.bind_block_pool(pool)
     client.lookup(NAMESPACE, {}, timeout=60.0)

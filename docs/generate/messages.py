@@ -14,9 +14,8 @@ from kvsidecar import errors, types
 from kvsidecar.core import layout, lookups, registration
 from kvsidecar.core import sessions as instances
 from kvsidecar.protocol import framing
-from kvsidecar.server import attach_socket, attach_stream, half_read, service, status
+from kvsidecar.server import attach_socket, attach_stream, half_read, local_protocol, service, status
 from kvsidecar.server import convert as translate
-from kvsidecar.server import local_protocol as lane
 
 ROOT = Path(__file__).parents[2]
 PROTO = "kvsidecar/v1/sidecar.proto"
@@ -53,7 +52,6 @@ LIMITS = (
     (attach_stream, "MAX_FLUSHES"),
     (lookups, "MAX_LEASES"),
     (lookups, "MAX_LEASED_BLOCKS"),
-    (service, "MAX_LOOKUP_STREAMS"),
     (service, "FIRST_MESSAGE_SECONDS"),
     (service, "MAX_UNREAD"),
     (attach_socket, "MAX_CONNECTIONS"),
@@ -63,14 +61,14 @@ LIMITS = (
     (attach_socket, "HELLO_SECONDS"),
     (half_read, "MAX_HALF_READ_BYTES"),
     (half_read, "MESSAGE_SECONDS"),
-    (lane, "MAX_EARLY_BYTES"),
-    (lane, "MAX_UNREAD_BYTES"),
-    (lane, "LAST_WORDS_SECONDS"),
+    (local_protocol, "MAX_EARLY_BYTES"),
+    (local_protocol, "MAX_UNREAD_BYTES"),
+    (local_protocol, "LAST_WORDS_SECONDS"),
 )
 """Module and name of each."""
 
 WHAT = {
-    "MAX_MESSAGE_BYTES": "bytes of one message, on gRPC and on the fast lane",
+    "MAX_MESSAGE_BYTES": "bytes of one message, over gRPC and over the local protocol",
     "HASH_BYTES_MIN": "bytes of a block hash, at least",
     "HASH_BYTES_MAX": "bytes of a block hash, at most",
     "MAX_TEXT_BYTES": "bytes of each text that the daemon keeps: fields of a namespace, instance, device",
@@ -88,7 +86,6 @@ WHAT = {
     "MAX_FLUSHES": "pending flushes of a rank; one more is answered at once, with the jobs still pending",
     "MAX_LEASES": "leases of one user; a lookup beyond that gets no lease",
     "MAX_LEASED_BLOCKS": "blocks in the leases of one user; a lookup beyond that gets no lease",
-    "MAX_LOOKUP_STREAMS": "lookup streams of one user, and of all callers without a token together (gRPC)",
     "FIRST_MESSAGE_SECONDS": "seconds that an Attach stream may take to send its Register (gRPC)",
     "MAX_CONNECTIONS": "connections of one user to the attach socket",
     "MAX_MEMFDS": "memfds handed over by one user",
@@ -96,11 +93,11 @@ WHAT = {
     "MAX_HELLO_BYTES": "bytes of a Hello",
     "MAX_FDS": "file descriptors with a Hello",
     "HELLO_SECONDS": "seconds that a new attach-socket connection has to send its Hello",
-    "MAX_HALF_READ_BYTES": "bytes of one user's incomplete messages (fast lane)",
-    "MESSAGE_SECONDS": "seconds from the first byte of a message to its last (fast lane)",
-    "MAX_EARLY_BYTES": "bytes of messages queued behind an unanswered registration (fast lane)",
-    "MAX_UNREAD_BYTES": "bytes of replies queued for a client that does not read (fast lane)",
-    "LAST_WORDS_SECONDS": "seconds that a refused client has to read the error (fast lane)",
+    "MAX_HALF_READ_BYTES": "bytes of one user's incomplete messages (local protocol)",
+    "MESSAGE_SECONDS": "seconds from the first byte of a message to its last (local protocol)",
+    "MAX_EARLY_BYTES": "bytes of messages queued behind an unanswered registration (local protocol)",
+    "MAX_UNREAD_BYTES": "bytes of replies queued for a client that does not read (local protocol)",
+    "LAST_WORDS_SECONDS": "seconds that a refused client has to read the error (local protocol)",
 }
 
 _KINDS = {

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvsidecar import __version__
@@ -21,7 +22,6 @@ with uncollected():
 
 if TYPE_CHECKING:
     from kvsidecar.client import Client, RemoteClient
-    from kvsidecar.v1 import sidecar_pb2 as pb
 
 EXIT_UNAVAILABLE = 69
 """sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
@@ -42,7 +42,7 @@ def main() -> None:
     terminal.never_fail_to_encode()
 
 
-def _client(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Client | RemoteClient:
+def _client(where: dict[str, str | None], name: str, timeout: float) -> Client | RemoteClient:
     """A client for the daemon that the options name."""
     from kvsidecar.client import Client, ClientError, RemoteClient, Tls
 
@@ -66,17 +66,16 @@ def _was_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
-def _status_of(where: dict[str, str | None], name: str, *, everything: bool = False) -> pb.StatusReply:
-    """The running daemon's status, see `Client.status`; exits if no daemon answers."""
-    from kvsidecar.client import ClientError
+@contextmanager
+def _asking(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Iterator[Client | RemoteClient]:
+    """A client for the daemon that the options name. Exits if the daemon does not answer, or refuses."""
+    from kvsidecar.client import ClientError, RequestDenied, SocketDenied
 
-    client = _client(where, name)
-    try:
-        return client.status(everything=everything)
-    except ClientError as error:
-        _fail_asking(error)
-    finally:
-        client.close()
+    with _client(where, name, timeout) as client:
+        try:
+            yield client
+        except ClientError as error:
+            _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied | SocketDenied) else EXIT_UNAVAILABLE)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -85,13 +84,6 @@ def _fail(message: str, code: int) -> NoReturn:
     except OSError:  # nobody reads it, or the disk is full: the exit code says it all the same
         sys.stderr = None  # the interpreter would try again at its end, and exit with 120
     sys.exit(code)
-
-
-def _fail_asking(error: Exception) -> NoReturn:
-    """Exit because the daemon did not answer, or refused."""
-    from kvsidecar.client import RequestDenied, SocketDenied
-
-    _fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied | SocketDenied) else EXIT_UNAVAILABLE)
 
 
 def _serve(**flags: str | None) -> None:
@@ -145,6 +137,16 @@ _CONNECT = (
 )
 
 
+def _device_option(whose: str) -> Callable[..., Any]:
+    return click.option(
+        "--device",
+        type=click.Choice(["auto", "cuda", "host"]),
+        default="auto",
+        show_default=True,
+        help=f"Where the {whose} KV lies; auto: on a GPU if there is one.",
+    )
+
+
 def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that choose a daemon: --socket on this host, --connect for another host."""
     for name, metavar, text in reversed(_CONNECT):
@@ -166,7 +168,8 @@ def status(as_json: bool, **where: str | None) -> None:
     from kvsidecar.cli.status_view import print_status
     from kvsidecar.server.report import message_json
 
-    reply = _status_of(where, "kvsidecar status", everything=as_json)
+    with _asking(where, "kvsidecar status") as client:
+        reply = client.status(everything=as_json)
     if as_json:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
@@ -194,20 +197,14 @@ def top(interval: float, once: bool, **where: str | None) -> None:
     from rich.console import Console
 
     from kvsidecar.cli.operate import top as watching
-    from kvsidecar.client import ClientError
 
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")
-    client = _client(where, "kvsidecar top", watching.ANSWER_SECONDS)
-    try:
+    with _asking(where, "kvsidecar top", watching.ANSWER_SECONDS) as client:
         if once:
             watching.once(client, interval, Console())
         else:
             watching.live(client, interval, Console())
-    except ClientError as error:
-        _fail_asking(error)
-    finally:
-        client.close()
 
 
 @main.command()
@@ -225,7 +222,8 @@ def engines(as_json: bool, **where: str | None) -> None:
     from kvsidecar.cli.operate.commands import engines_table
     from kvsidecar.server.report import message_json
 
-    reply = _status_of(where, "kvsidecar engines", everything=True)
+    with _asking(where, "kvsidecar engines") as client:
+        reply = client.status(everything=True)
     if as_json:
         click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
     else:
@@ -247,22 +245,16 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
     Exit codes: 0, 1 not confirmed or no such namespace, 69 no daemon answers, 77 permission denied.
     """
     from kvsidecar.cli.operate.commands import clear_question, find_namespace
-    from kvsidecar.client import ClientError
 
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace MODEL or --all")
-    client = _client(where, "kvsidecar clear")
-    try:
+    with _asking(where, "kvsidecar clear") as client:
         chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
         if isinstance(chosen, str):
             _fail(chosen, 1)
         if chosen is None and not yes:
             click.confirm(clear_question(client.status()), abort=True)
         blocks = client.clear(chosen)
-    except ClientError as error:
-        _fail_asking(error)
-    finally:
-        client.close()
     click.echo(f"{blocks} block{'' if blocks == 1 else 's'} cleared.")
 
 
@@ -289,23 +281,17 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
 
     from kvsidecar.cli.operate.commands import cancel_drain
     from kvsidecar.cli.operate.commands import drain as drain_daemon
-    from kvsidecar.client import ClientError
 
     if cancel and wait:
         raise click.UsageError("--cancel does not go with --wait")
     if timeout is not None and not wait:
         raise click.UsageError("--timeout goes with --wait")
-    client = _client(where, "kvsidecar drain")
-    try:
-        console = Console()
+    console = Console()
+    with _asking(where, "kvsidecar drain") as client:
         if cancel:
             succeeded = cancel_drain(client, console)
         else:
             succeeded = drain_daemon(client, wait=wait, timeout=timeout, console=console)
-    except ClientError as error:
-        _fail_asking(error)
-    finally:
-        client.close()
     sys.exit(0 if succeeded else 1)
 
 
@@ -344,13 +330,7 @@ def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
 @click.option(
     "--blocks", default=256, show_default=True, metavar="COUNT", help="Number of KV blocks that engine A stores."
 )
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "host"]),
-    default="auto",
-    show_default=True,
-    help="Where the engines' KV lies; auto: on a GPU if there is one.",
-)
+@_device_option("engines'")
 def demo(blocks: int, device: str) -> None:
     """Store, kill the engine, load into another engine, compare every byte.
 
@@ -364,13 +344,7 @@ def demo(blocks: int, device: str) -> None:
 
 
 @main.command()
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "host"]),
-    default="auto",
-    show_default=True,
-    help="Where the engine's KV lies; auto: on a GPU if there is one.",
-)
+@_device_option("engine's")
 @click.option(
     "--socket", metavar="PATH", help="Socket of a running daemon to measure. [default: start one for this run]"
 )

@@ -15,7 +15,7 @@ from kvsidecar.client.leases import KeptLease
 from kvsidecar.client.ledger import Ledger
 from kvsidecar.client.lookups import Lookups, PendingLookup
 from kvsidecar.client.messages import Registration
-from kvsidecar.client.operator import Operator
+from kvsidecar.client.operator import Operator, OperatorCalls
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.results import Blocks, JobDone, LookupResult, Readiness
 from kvsidecar.client.supervisor import Supervisor
@@ -23,7 +23,6 @@ from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, State
-from kvsidecar.v1 import sidecar_pb2 as pb
 
 
 class Default(Enum):
@@ -35,7 +34,7 @@ class Default(Enum):
 DEFAULT: Final = Default.DEFAULT
 
 
-class Client:
+class Client(OperatorCalls):
     """A connection to the daemon of this node. All methods may be called from any thread.
 
     `attach` once, and the client sees to the rest: it notices when the daemon is lost, however it is lost, answers
@@ -56,7 +55,7 @@ class Client:
         max_outstanding: jobs that have not ended; more are declined.
         reconnect: delays between attempts to connect.
         breaker: keeps a daemon that hangs from being asked.
-        fast_lane: send the messages over the attach socket where the daemon offers that, instead of gRPC.
+        local_protocol: send the messages over the attach socket where the daemon offers that, instead of gRPC.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Client:
         max_outstanding: int = 4096,
         reconnect: Backoff | None = None,
         breaker: CircuitBreaker | None = None,
-        fast_lane: bool = True,
+        local_protocol: bool = True,
     ) -> None:
         self.socket = socket or os.environ.get("KVSIDECAR_SOCKET") or default_socket_path()
         self._timeout = timeout
@@ -81,7 +80,7 @@ class Client:
         self._breaker = breaker or CircuitBreaker()
         self._supervisor_options: dict[str, Any] = {
             "name": name,
-            "local": fast_lane,
+            "local": local_protocol,
             "timeout": timeout,
             "probe_seconds": step_budget,
             "ledger": self._ledger,
@@ -212,8 +211,8 @@ class Client:
             return self.readiness
 
     @property
-    def fast_lane(self) -> bool:
-        """Whether the messages go over the fast lane; False while there is no connection."""
+    def local_protocol(self) -> bool:
+        """Whether the messages go over the local protocol; False while there is no connection."""
         transport = self._supervisor.transport
         return transport is not None and transport.is_local
 
@@ -395,36 +394,6 @@ class Client:
         answered."""
         return self._lookups.renew(lease, lease_seconds, timeout)
 
-    # -- operators -------------------------------------------------------------------------------------------------
-
-    def status(self, *, everything: bool = False) -> pb.StatusReply:
-        """What the daemon says of itself; what is this user's own if it is no admin (``partial``).
-
-        Args:
-            everything: all namespaces and ranks, where there are more than one answer has room for, too.
-
-        Raises:
-            DaemonUnreachable: no daemon answers.
-        """
-        return self._operator.status(everything=everything)
-
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """Forget the blocks of a namespace, or of all. Returns how many can no longer be looked up.
-
-        Raises:
-            DaemonUnreachable: no daemon answers.
-            RequestDenied: the namespace is another's, or all are meant, and this user is no admin.
-        """
-        return self._operator.clear(namespace)
-
-    def drain(self) -> None:
-        """Tell the daemon to take no new work. Raises DaemonUnreachable, RequestDenied."""
-        self._operator.drain()
-
-    def cancel_drain(self) -> bool:
-        """Take `drain` back. False if the daemon was not draining, or is shutting down. Raises as that."""
-        return self._operator.cancel_drain()
-
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> bool:
@@ -451,8 +420,5 @@ class Client:
         left = self._supervisor.left
         return left is None or left.gone(successor)
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _call(self, method: str, request: object) -> Any:
+        return self._operator.call(method, request)

@@ -30,6 +30,6 @@ def dial(
     """
     path = attach_path(socket)
     link = connect(path, fds=fds, client=name, timeout=timeout, cancel=cancel)
-    if local and link.fast_lane:
+    if local and link.local_protocol:
         return LocalTransport(link, socket, partial(connect, path, fds=(), client=f"{name} (calls)".lstrip()))
     return GrpcTransport(link, socket)

@@ -109,7 +109,7 @@ class GrpcTransport(Transport):
     def open_stream(self, outbox: Outbox, monitor: Monitor) -> AttachStream:
         return GrpcStream(self._channel.stub, outbox, monitor)
 
-    def call(self, request: pb.LaneRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
         try:
             return self._channel.call(*_unary(request), seconds)
         except grpc.RpcError as error:
@@ -117,7 +117,7 @@ class GrpcTransport(Transport):
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise CarrierError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
-    def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
+    def post(self, request: pb.LocalRequest, then: Then | None) -> bool:
         with suppress(ValueError):  # "Cannot invoke RPC on closed channel!"
             call = self._channel.future(*_unary(request), POST_SECONDS)
             # gRPC cancels a call that nobody holds any more: this keeps it until it is answered.
@@ -223,7 +223,7 @@ def _without_cancelled(error: grpc.RpcError) -> CarrierError:
     return CarrierError(grpc.StatusCode.UNAVAILABLE, refused.text) if gone else refused
 
 
-def _unary(request: pb.LaneRequest) -> tuple[str, Any]:
+def _unary(request: pb.LocalRequest) -> tuple[str, Any]:
     """Name of gRPC's method for what is in a request, and that."""
     method = kind_of(request)
     return method.capitalize(), getattr(request, method)

@@ -53,10 +53,10 @@ class KeptLease:
             self._kept = answer.renewed
 
 
-def release_request(lease: int) -> pb.LaneRequest:
-    return pb.LaneRequest(release=pb.ReleaseRequest(lease=lease))
+def release_request(lease: int) -> pb.LocalRequest:
+    return pb.LocalRequest(release=pb.ReleaseRequest(lease=lease))
 
 
-def renew_request(lease: int, seconds: float) -> pb.LaneRequest:
+def renew_request(lease: int, seconds: float) -> pb.LocalRequest:
     """Raises ValueError for what is no number of seconds."""
-    return pb.LaneRequest(renew=pb.RenewRequest(lease=lease, lease_ms=milliseconds("lease_seconds", seconds)))
+    return pb.LocalRequest(renew=pb.RenewRequest(lease=lease, lease_ms=milliseconds("lease_seconds", seconds)))

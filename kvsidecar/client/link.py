@@ -104,7 +104,7 @@ class Link:
     process: DaemonProcess
     token: bytes
     epoch: int
-    fast_lane: bool
+    local_protocol: bool
     """Whether the daemon takes frames on it."""
 
     def ended(self) -> bool:
@@ -158,7 +158,7 @@ def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cance
         if isinstance(error, OSError | DecodeError):
             raise unreachable(path, error) from error
         raise
-    return Link(connection, process, welcome.token, welcome.epoch, welcome.fast_lane)
+    return Link(connection, process, welcome.token, welcome.epoch, welcome.local_protocol)
 
 
 def _connect(connection: socket.socket, path: str, deadline: float, cancel: int | None) -> None:

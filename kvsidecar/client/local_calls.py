@@ -49,7 +49,7 @@ class LocalCalls:
         """Whether a call waits for its answer."""
         return self._lock.locked()
 
-    def call(self, request: pb.LaneRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
         """As `Transport.call`."""
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(0.0, seconds)):
@@ -70,7 +70,7 @@ class LocalCalls:
             raise error_of(reply.error)
         return getattr(reply, kind_of(request))
 
-    def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
+    def post(self, request: pb.LocalRequest, then: Then | None) -> bool:
         """As `Transport.post`. What is longer than `MAX_POST_BYTES` is not sent."""
         if not self._lock.acquire(blocking=False):
             return False
@@ -124,7 +124,7 @@ class LocalCalls:
             self._drop()
         self._hand_on()
 
-    def _exchange(self, request: pb.LaneRequest, deadline: float) -> pb.LaneReply | None:
+    def _exchange(self, request: pb.LocalRequest, deadline: float) -> pb.LocalReply | None:
         """The answer; None if it does not come in time. Raises OSError, ClientError: the connection is of no use."""
         if self._closed:
             raise ConnectionError("the connection is closed")
@@ -143,7 +143,7 @@ class LocalCalls:
                 return None
             self._receive(connection)
 
-    def _next_frame(self, request: pb.LaneRequest) -> bytes:
+    def _next_frame(self, request: pb.LocalRequest) -> bytes:
         self._number += 1
         request.call = self._number
         return frame(request.SerializeToString())
@@ -154,7 +154,7 @@ class LocalCalls:
             raise ConnectionError("the daemon closed it")
         self._arrived.feed(data)
 
-    def _take_posted(self, reply: pb.LaneReply) -> None:
+    def _take_posted(self, reply: pb.LocalReply) -> None:
         """Or the late answer to a call that was given up, which nobody wants any more, or what is of a kind that only a
         newer daemon's client knows."""
         kind = reply.WhichOneof("message")

@@ -36,11 +36,11 @@ class Replies:
         self._frames = FrameReader()
         self.feed = self._frames.feed
 
-    def next(self) -> pb.LaneReply | None:
+    def next(self) -> pb.LocalReply | None:
         """The next complete reply, None if there is none yet. Raises ConnectionError if these are no replies."""
         try:
             payload = self._frames.next()
-            return None if payload is None else pb.LaneReply.FromString(payload)
+            return None if payload is None else pb.LocalReply.FromString(payload)
         except FrameTooLong as error:
             raise ConnectionError(f"the daemon announced a reply of {error.length} bytes") from error
         except DecodeError as error:
@@ -153,7 +153,7 @@ class LocalStream(AttachStream):
 
     def _next_frame(self) -> bytes:
         """The frame of the next item in the outbox; empty if there is nothing to say."""
-        request = pb.LaneRequest()
+        request = pb.LocalRequest()
         if not self._outbox.take(request.attach):
             if not self._outbox.is_finished:
                 return b""
@@ -192,5 +192,5 @@ def no_answer(error: BaseException) -> CarrierError:
     return CarrierError(grpc.StatusCode.UNAVAILABLE, f"the connection ended: {error}")
 
 
-def error_of(error: pb.LaneError) -> CarrierError:
+def error_of(error: pb.LocalError) -> CarrierError:
     return CarrierError(_CODES.get(error.code, grpc.StatusCode.UNKNOWN), error.text)

@@ -40,11 +40,11 @@ class LocalTransport(Transport):
     def open_stream(self, outbox: Outbox, monitor: Monitor) -> AttachStream:
         return LocalStream(self.link, outbox, monitor)
 
-    def call(self, request: pb.LaneRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
         calls = next((each for each in self._calls if not each.busy), self._calls[0])
         return calls.call(request, seconds)
 
-    def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
+    def post(self, request: pb.LocalRequest, then: Then | None) -> bool:
         return any(calls.post(request, then) for calls in self._calls)
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:

@@ -52,7 +52,7 @@ class Lookups:
         lease_seconds: float,
         timeout: float | None,
     ) -> LookupResult:
-        def request(transport: Transport) -> pb.LaneRequest:
+        def request(transport: Transport) -> pb.LocalRequest:
             return lookup_request(namespace, groups, mode, lease_seconds, transport.link.token)
 
         try:
@@ -102,7 +102,7 @@ class Lookups:
             return 0.0
         return reply.lease_ms / 1000 if reply.renewed else 0.0
 
-    def _ask(self, request: Callable[[Transport], pb.LaneRequest], timeout: float | None) -> Any:
+    def _ask(self, request: Callable[[Transport], pb.LocalRequest], timeout: float | None) -> Any:
         """One call. Raises NoAnswer; ClientError if the daemon refuses the request."""
         deadline = time.monotonic() + (self._budget if timeout is None else timeout)
         transport = self._supervisor.transport

@@ -139,7 +139,7 @@ def lookup_request(
     mode: LookupMode,
     lease_seconds: float,
     token: bytes,
-) -> pb.LaneRequest:
+) -> pb.LocalRequest:
     """The message is its ``lookup``: to put a message into another one is to copy it, hashes and all.
 
     Raises:
@@ -149,7 +149,7 @@ def lookup_request(
     start = _without_groups(
         namespace, mode, milliseconds("lease_seconds", lease_seconds), token if lease_seconds else b""
     )
-    message = pb.LaneRequest.FromString(start)
+    message = pb.LocalRequest.FromString(start)
     add, size = message.lookup.groups.add, len(start)  # to ask the message itself takes as long as to serialize it
     for group, hashes in groups.items():
         packed = pack_hashes(hashes)
@@ -210,7 +210,7 @@ def readiness_from(message: pb.Readiness) -> Readiness:
     )
 
 
-def kind_of(request: pb.LaneRequest) -> str:
+def kind_of(request: pb.LocalRequest) -> str:
     """Name of the message that is in it; of the answer, too."""
     return str(request.WhichOneof("message"))
 
@@ -231,4 +231,4 @@ def _without_groups(namespace: Namespace, mode: LookupMode, lease_ms: int, token
     """The serialized request: to parse it is one call, to fill it in is one for each field."""
     space = namespace_to_wire(namespace)
     request = pb.LookupRequest(namespace=space, mode=MODE_TO_WIRE[mode], lease_ms=lease_ms, token=token)
-    return pb.LaneRequest(lookup=request).SerializeToString()
+    return pb.LocalRequest(lookup=request).SerializeToString()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -19,19 +20,19 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 
-class OperatorCalls:
-    """What operators ask, whatever carries it.
+class OperatorCalls(ABC):
+    """What operators ask, whatever carries it, and the end of a client.
 
-    Every call raises DaemonUnreachable without an answer, RequestDenied if it is for admins, or of another's namespace.
+    Each call of an operator raises DaemonUnreachable if no daemon answers, and RequestDenied if this user may not make
+    it: it is for admins, or names another user's namespace.
     """
 
     def status(self, *, everything: bool = False) -> pb.StatusReply:
-        """What the daemon says of itself; what is the caller's own if it is no admin (``partial``).
-
-        Of very many namespaces and ranks, only as many as one answer has room for: its `totals` count all.
+        """The state of the daemon. A user who is no admin sees only what is its own (``partial``).
 
         Args:
-            everything: ask for the others, too, with as many questions as that takes.
+            everything: list all namespaces and ranks, with as many requests as that takes. By default the reply lists
+                as many as fit into one answer; its `totals` count all.
         """
         request = pb.StatusRequest(page=pb.StatusPage()) if everything else pb.StatusRequest()
         reply: pb.StatusReply = self._call("Status", request)
@@ -48,7 +49,7 @@ class OperatorCalls:
         return reply
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Forget the blocks of a namespace, or of all. Returns how many can no longer be looked up."""
+        """Discard the blocks of a namespace, or of all. Returns how many can no longer be looked up."""
         request = (
             pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
         )
@@ -56,22 +57,33 @@ class OperatorCalls:
         return reply.blocks
 
     def drain(self) -> None:
-        """Tell the daemon to take no new work."""
+        """Tell the daemon to accept no new work."""
         self._call("Drain", pb.DrainRequest())
 
     def cancel_drain(self) -> bool:
-        """Tell it to take new work again. False if it was not draining, or is shutting down."""
+        """Undo `drain`. False if the daemon was not draining, or is shutting down."""
         reply: pb.CancelDrainReply = self._call("CancelDrain", pb.CancelDrainRequest())
         return reply.cancelled
 
+    @abstractmethod
     def _call(self, method: str, request: object) -> Any:
-        raise NotImplementedError
+        """Make an RPC. Returns its reply."""
+
+    @abstractmethod
+    def close(self, timeout: float | None = None) -> bool:
+        """Close the connections. Returns whether everything of this client is over at the daemon."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class Operator(OperatorCalls):
-    """Over the Unix socket, on connections of its own: it works whether or not anything is attached.
+class Operator:
+    """Makes these calls over the Unix socket, on connections of its own: whether or not anything is attached.
 
-    Every call waits at most ``timeout`` seconds.
+    Each call waits at most ``timeout`` seconds.
     """
 
     def __init__(self, socket: str, timeout: float, name: str = "") -> None:
@@ -89,7 +101,7 @@ class Operator(OperatorCalls):
                 self._channel.close()
                 self._channel = None
 
-    def _call(self, method: str, request: object) -> Any:
+    def call(self, method: str, request: object) -> Any:
         deadline = time.monotonic() + self._timeout
         with self._lock:
             token = self._token()

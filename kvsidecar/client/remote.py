@@ -63,14 +63,9 @@ class RemoteClient(OperatorCalls):
         reply: pb.LookupReply = self._call("Lookup", lookup_request(namespace, groups, mode, 0.0, b"").lookup)
         return lookup_result(reply, namespace, groups)
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> bool:
         self._channel.close()
-
-    def __enter__(self) -> RemoteClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return True
 
     def _call(self, method: str, request: object) -> Any:
         try:

@@ -68,14 +68,14 @@ class Transport(Protocol):
             monitor: guards the outbox and the stream's own state; notified when the outbox has ended a job.
         """
 
-    def call(self, request: pb.LaneRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
         """Ask for the ``lookup``, ``release`` or ``renew`` in it, and wait for the answer at most ``seconds``.
 
         Raises:
             CarrierError: DEADLINE_EXCEEDED, UNAVAILABLE, or why the daemon refuses.
         """
 
-    def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
+    def post(self, request: pb.LocalRequest, then: Then | None) -> bool:
         """Send a call whose answer nobody waits for here; never waits, never raises.
 
         Args:

@@ -163,9 +163,9 @@ class Settings(BaseModel):
         "tables of the file (docs/security.md). Without a policy, anyone who can connect to the socket may use every "
         "namespace.",
     )
-    fast_lane: Annotated[bool, Shown("on|off", "on")] = Field(
+    local_protocol: Annotated[bool, Shown("on|off", "on")] = Field(
         True,
-        description="Offer the fast lane to clients on this host: the same messages as gRPC, framed on the attach "
+        description="Offer the local protocol to clients on this host: the same messages as gRPC, framed on the attach "
         "socket, at a fifth of the latency.",
     )
     tcp_listen: Annotated[str | None, AfterValidator(_address), Shown("HOST:PORT", "off")] = Field(

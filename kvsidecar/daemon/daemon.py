@@ -41,7 +41,7 @@ from kvsidecar.server.grpc_server import RpcServer
 from kvsidecar.server.half_read import HalfRead
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.http import Sources
-from kvsidecar.server.local_protocol import Lane
+from kvsidecar.server.local_protocol import LocalConnection
 from kvsidecar.server.report import Report
 from kvsidecar.server.service import Service
 from kvsidecar.support import log
@@ -174,7 +174,7 @@ class Daemon:
             epoch=self.epoch,
             instances=self._instances,
             on_gone=self._peer_gone,
-            lane=partial(Lane, self._handler, HalfRead()) if settings.fast_lane else None,
+            local_connection=partial(LocalConnection, self._handler, HalfRead()) if settings.local_protocol else None,
             refuse=self._metrics.refuse,
             tasks=self._tasks,
         )

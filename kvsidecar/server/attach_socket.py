@@ -2,8 +2,8 @@
 
 gRPC carries no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
 first: the kernel says who it is (SO_PEERCRED), its memfds arrive as SCM_RIGHTS, and it gets a token for gRPC. The
-connection stays open; the kernel closes it when the process dies, however it dies. After the Welcome it is the fast
-lane, unless that is off.
+connection stays open; the kernel closes it when the process dies, however it dies. After the Welcome it carries the
+local protocol, unless that is off.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvsidecar.core.quota import Quota
 from kvsidecar.core.sessions import Instances, Peer
 from kvsidecar.errors import InvalidRequest, LimitExceeded
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
-from kvsidecar.server.local_protocol import Lane
+from kvsidecar.server.local_protocol import LocalConnection
 from kvsidecar.support import log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.tasks import TaskSet
@@ -45,7 +45,7 @@ class AttachSocket:
 
     Args:
         on_gone: called with a peer whose connection has ended.
-        lane: makes the fast lane of a peer; None if there is none.
+        local_connection: serves the local protocol to a peer; None if that is off.
         refuse: counts a refusal.
     """
 
@@ -58,7 +58,7 @@ class AttachSocket:
         epoch: int,
         instances: Instances,
         on_gone: Callable[[Peer], None],
-        lane: Callable[[Peer], Lane] | None,
+        local_connection: Callable[[Peer], LocalConnection] | None,
         refuse: Callable[[Refusal], None],
         tasks: TaskSet,
     ) -> None:
@@ -68,13 +68,13 @@ class AttachSocket:
         self._epoch = epoch
         self._instances = instances
         self._on_gone = on_gone
-        self._lane = lane
+        self._local_connection = local_connection
         self._refuse = refuse
         self._tasks = tasks
         self._connections_of = Quota(MAX_CONNECTIONS, "connections to the attach socket")
         self._memfds_of = Quota(MAX_MEMFDS, "descriptors handed over")
         self._listener: socket.socket | None = None
-        self._connections: dict[socket.socket, Lane | None] = {}
+        self._connections: dict[socket.socket, LocalConnection | None] = {}
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -96,10 +96,10 @@ class AttachSocket:
         """Close the socket and every connection."""
         if self._accepting is not None:
             self._accepting.cancel()
-        for connection, lane in tuple(self._connections.items()):
+        for connection, local in tuple(self._connections.items()):
             # The reader sees the end of the stream and cleans up as for a client that went away.
-            if lane is not None:
-                lane.shut_down()
+            if local is not None:
+                local.shut_down()
                 continue
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -157,9 +157,11 @@ class AttachSocket:
             groups = peers.groups(connection)
             peer = self._instances.add_peer(**who._asdict(), client=hello.client, fds=fds, groups=groups)
             _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=len(fds))
-            await _send(connection, pb.Welcome(token=peer.token, epoch=self._epoch, fast_lane=self._lane is not None))
-            if self._lane is not None:
-                await self._serve_lane(connection, self._lane(peer))
+            local = self._local_connection(peer) if self._local_connection is not None else None
+            welcome = pb.Welcome(token=peer.token, epoch=self._epoch, local_protocol=local is not None)
+            await _send(connection, welcome)
+            if local is not None:
+                await self._serve_local_protocol(connection, local)
             else:
                 await _until_gone(connection, asyncio.ensure_future(_until_closed(connection)))
         except OSError as error:
@@ -187,11 +189,11 @@ class AttachSocket:
             return str(error)
         return ""
 
-    async def _serve_lane(self, connection: socket.socket, lane: Lane) -> None:
-        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: lane, connection)
-        self._connections[connection] = lane
+    async def _serve_local_protocol(self, connection: socket.socket, local: LocalConnection) -> None:
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: local, connection)
+        self._connections[connection] = local
         try:
-            await _until_gone(connection, lane.closed)
+            await _until_gone(connection, local.closed)
         finally:
             transport.abort()
 
@@ -220,7 +222,7 @@ async def _until_gone(connection: socket.socket, closed: asyncio.Future[None]) -
 
 
 async def _until_closed(connection: socket.socket) -> None:
-    """Without a lane nothing more is said; a read ends when every copy of the client's descriptor is closed."""
+    """A client says nothing more here; a read ends when every copy of its descriptor is closed."""
     with contextlib.suppress(OSError):
         while await asyncio.get_running_loop().sock_recv(connection, 1024):
             pass

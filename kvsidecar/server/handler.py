@@ -1,4 +1,4 @@
-"""Handles requests, whether gRPC (`service.py`) or the fast lane (`local_protocol.py`) carries them."""
+"""Handles requests, whether gRPC (`service.py`) or the local protocol (`local_protocol.py`) carries them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast lane: gRPC's messages, length-prefixed, on a connection of the attach socket.
+"""The local protocol: gRPC's messages, length-prefixed, on a connection of the attach socket.
 
 A round trip through a Python gRPC server costs 190 to 590 us, one through this protocol on uvloop 41 (measured): the
 handler behind both is the same.
@@ -32,14 +32,14 @@ FRAMES_PER_TURN = 64
 LAST_WORDS_SECONDS = 5.0
 """A client that was refused has this long to read why."""
 
-_log = log.get("lane")
+_log = log.get("local")
 
 
-class Lane(asyncio.Protocol):
+class LocalConnection(asyncio.Protocol):
     """One client's connection after its Welcome. Used from the event loop.
 
     Args:
-        half_read: of all lanes.
+        half_read: of all such connections.
         peer: who it is. The owner of the connection drops its sessions when `closed` is done.
     """
 
@@ -142,7 +142,7 @@ class Lane(asyncio.Protocol):
 
     def _take(self, payload: bytes) -> None:
         try:
-            request = pb.LaneRequest.FromString(payload)
+            request = pb.LocalRequest.FromString(payload)
         except DecodeError as error:
             self._refuse(InvalidRequest(f"a message of {len(payload)} bytes does not parse: {error}"))
             return
@@ -150,7 +150,7 @@ class Lane(asyncio.Protocol):
         if kind == "attach":
             self._attach(request.attach, len(payload))
             return
-        reply = pb.LaneReply(call=request.call)
+        reply = pb.LocalReply(call=request.call)
         try:
             match kind:
                 case "lookup":
@@ -173,7 +173,7 @@ class Lane(asyncio.Protocol):
             reply.error.CopyFrom(_error(KVSidecarError(INTERNAL)))
         self._send(reply)
 
-    def _send(self, reply: pb.LaneReply) -> None:
+    def _send(self, reply: pb.LocalReply) -> None:
         if not self._transport.is_closing():
             self._transport.write(frame(reply.SerializeToString()))
 
@@ -185,7 +185,7 @@ class Lane(asyncio.Protocol):
         if self._stream is not None:
             self._take_attach(self._stream, message)
         elif self._registering is None:
-            self._registering = self._handler.tasks.spawn(self._register(message), name="lane-register")
+            self._registering = self._handler.tasks.spawn(self._register(message), name="local-register")
         else:
             self._early.append(message)
             self._early_bytes += nbytes
@@ -222,12 +222,12 @@ class Lane(asyncio.Protocol):
             self._take_attach(self._stream, message)
 
     def _send_attach(self, reply: pb.AttachReply) -> None:
-        self._send(pb.LaneReply(attach=reply))
+        self._send(pb.LocalReply(attach=reply))
 
     def _end_stream(self, error: KVSidecarError | None) -> asyncio.Task[None]:
         """Take no more messages of the stream, finish its jobs, unmap, and say so."""
         if self._ending is None:
-            self._ending = self._handler.tasks.spawn(self._finish_stream(error), name="lane-end-stream")
+            self._ending = self._handler.tasks.spawn(self._finish_stream(error), name="local-end-stream")
         return self._ending
 
     async def _finish_stream(self, error: KVSidecarError | None) -> None:
@@ -247,7 +247,7 @@ class Lane(asyncio.Protocol):
             self._stream = None
 
     def _send_ended(self, error: KVSidecarError | None) -> None:
-        self._send(pb.LaneReply(ended=pb.Ended(error=_error(error) if error else None)))
+        self._send(pb.LocalReply(ended=pb.Ended(error=_error(error) if error else None)))
 
     # -- the end of the connection ---------------------------------------------------------------------------------
 
@@ -257,14 +257,14 @@ class Lane(asyncio.Protocol):
             self._refused = error
             self._transport.pause_reading()
             self._forget_frames()
-            self._handler.tasks.spawn(self._finish(error), name="lane-end")
+            self._handler.tasks.spawn(self._finish(error), name="local-end")
 
     async def _finish(self, error: KVSidecarError) -> None:
         self._handler.refused(error)
         _log.warning("connection closed", client=self._peer.client, reason=str(error))
         if self._registering is not None:
             await asyncio.wait([self._end_stream(error)])
-        self._send(pb.LaneReply(error=_error(error)))
+        self._send(pb.LocalReply(error=_error(error)))
         self._transport.close()
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._transport.abort)
 
@@ -277,6 +277,6 @@ class Lane(asyncio.Protocol):
         self._transport.close()
 
 
-def _error(error: KVSidecarError) -> pb.LaneError:
+def _error(error: KVSidecarError) -> pb.LocalError:
     code, _ = code_of(error).value
-    return pb.LaneError(code=code, text=str(error))
+    return pb.LocalError(code=code, text=str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
@@ -122,7 +122,7 @@ class Report:
                 after = _fields(namespace_from_wire(page.after_namespace))
                 listed = listed[bisect_right(listed, after, key=_fields) :]
         complete = _fill(reply.ranks, map(self._rank, ranks), RANKS_BYTES)
-        complete &= _fill(reply.namespaces, (namespaces[each].status(each) for each in listed), NAMESPACES_BYTES)
+        complete &= _fill(reply.namespaces, (_named(each, namespaces[each]) for each in listed), NAMESPACES_BYTES)
         reply.more = page is not None and not complete
         return reply
 
@@ -191,34 +191,21 @@ class Report:
         return message_json(self.reply(self._instances.access.anonymous))
 
 
-@dataclass(slots=True)
-class _Usage:
-    """What one namespace uses, all groups together."""
-
-    blocks: int = 0
-    bytes: int = 0
-    hits: int = 0
-    misses: int = 0
-
-    def status(self, namespace: Namespace) -> pb.NamespaceStatus:
-        return pb.NamespaceStatus(
-            namespace=namespace_to_wire(namespace),
-            blocks=self.blocks,
-            bytes=self.bytes,
-            hits=self.hits,
-            misses=self.misses,
-        )
-
-
-def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, _Usage]:
-    found: dict[Namespace, _Usage] = {}
+def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, pb.NamespaceStatus]:
+    """What each namespace uses, all groups together. Each is named when it is listed: there may be very many."""
+    found: dict[Namespace, pb.NamespaceStatus] = {}
     for space in spaces:
-        usage = found.setdefault(space.namespace, _Usage())
+        usage = found.setdefault(space.namespace, pb.NamespaceStatus())
         usage.blocks += space.blocks.readable
         usage.bytes += space.blocks.readable * space.block_bytes
         usage.hits += space.hits
         usage.misses += space.misses
     return found
+
+
+def _named(namespace: Namespace, usage: pb.NamespaceStatus) -> pb.NamespaceStatus:
+    usage.namespace.CopyFrom(namespace_to_wire(namespace))
+    return usage
 
 
 def _fill(field: Any, messages: Iterable[Message], nbytes: int) -> bool:

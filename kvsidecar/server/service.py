@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import grpc
 
 from kvsidecar.core.access import Caller
-from kvsidecar.core.quota import Quota
 from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, UnknownPeer
 from kvsidecar.server.attach_stream import AttachStream
@@ -24,10 +23,8 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 _log = log.get("rpc")
 
 Context = grpc.aio.ServicerContext[Any, Any]
-MAX_LOOKUP_STREAMS = 128
-"""The limit for one user, and for all callers without a token together."""
 LARGE_LOOKUP_BYTES = 16 * 1024
-"""A lookup with more bytes of hashes waits for its user's turn, as all lookups on streams do."""
+"""A lookup with more bytes of hashes waits for its user's turn."""
 FIRST_MESSAGE_SECONDS = 5.0
 """An Attach stream that says nothing for this long is ended."""
 LAST_WORDS_SECONDS = 5.0
@@ -66,11 +63,10 @@ def _is_large(request: pb.LookupRequest) -> bool:
 
 
 class Service(pb_grpc.SidecarServicer):
-    """One RPC per method, and the two streams."""
+    """One method per RPC."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._streams_of = Quota(MAX_LOOKUP_STREAMS, "streams of lookups")
         self._turns = Turns()
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
@@ -97,36 +93,9 @@ class Service(pb_grpc.SidecarServicer):
         """With whom it takes turns: who sends no token, with the others who do not."""
         return self._handler.uid_of(token_of(request, context))
 
-    def _stream_holder(self, context: Context) -> Hashable:
-        """With whom a stream of lookups is counted. Raises KVSidecarError."""
-        # Who sends no token is counted with the others who do not, whether or not it may look up then.
-        return self._handler.caller(token_of(None, context)).uid
-
     async def _refuse(self, context: Context, error: KVSidecarError) -> NoReturn:
         self._handler.refused(error)
         await abort(context, error)
-
-    async def LookupStream(  # noqa: N802
-        self, requests: AsyncIterator[pb.LookupRequest | InvalidRequest], context: Context
-    ) -> AsyncIterator[pb.LookupReply]:
-        try:
-            holder = self._stream_holder(context)
-            self._streams_of.take(holder)
-        except KVSidecarError as error:
-            await self._refuse(context, error)
-        try:
-            # One after the other: the next request is read when the reply to the last one has been written, which gRPC
-            # lets happen no sooner than there is room for it in what the client has said that it takes.
-            async for request in requests:
-                if isinstance(request, InvalidRequest):  # it did not parse
-                    raise request
-                await self._turns.wait(holder)
-                # Each time: a connection to the attach socket that has ended gives nothing any more.
-                yield self._handler.lookup(request, self._caller(request, context))
-        except KVSidecarError as error:
-            await self._refuse(context, error)
-        finally:
-            self._streams_of.give_back(holder)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
         try:

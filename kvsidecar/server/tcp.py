@@ -82,9 +82,6 @@ class RemoteService(Service):
     def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
         return names_of(context.auth_context())
 
-    def _stream_holder(self, context: Context) -> Hashable:
-        return names_of(context.auth_context())
-
 
 class RemoteServer:
     """Serves ``address`` (host:port) with these certificates."""

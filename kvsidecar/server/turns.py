@@ -1,9 +1,10 @@
 """Lookups of one user take turns, so that other users are served between them.
 
-One of 100,000 hashes takes tens of milliseconds of the event loop, and one user may have hundreds under way. Where only
-a few of a user's wait, one runs each time the loop goes round. Where many do, there are pauses: gRPC hands new calls
-over from a thread of its own, one at a time, and a loop that is never idle keeps that thread waiting (measured with 128
-streams: another user's call came behind 1,800 large lookups; with pauses behind 90).
+One of 100,000 hashes takes tens of milliseconds of the event loop, and one user may have hundreds under way. One of
+a user's runs each time the loop goes round, and the user's turns leave a part of the time to others: gRPC hands new
+calls over from a thread of its own, one at a time, and a loop that is never idle keeps that thread waiting (measured
+with 128 lookups of 20,000 hashes under way: another user's call came behind all of them; with pauses, on an otherwise
+idle machine, behind none).
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-FEW = 8
-"""Lookups of a user that wait, and follow each other without a pause."""
 PAUSE_SECONDS = 0.001
-WORK_SECONDS = 0.005
-"""How long a user's turns may take between two pauses."""
+"""The shortest pause; turns whose pauses come to less follow each other."""
+PAUSE_SHARE = 0.2
+"""Of the time that a turn has taken."""
 
 
 @dataclass(slots=True)
 class _Queue:
-    since: float
-    """When its turns began after the last pause; monotonic seconds."""
+    began: float
+    """When its last turn began; monotonic seconds, as all times here."""
+    paid: float
+    """When its turns, and pauses for all of them, would have been over."""
+    running: bool = True
+    """A turn or a pause is under way."""
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
@@ -33,37 +37,42 @@ class Turns:
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, _Queue] = {}
-        """Queues of the users who have just had a turn."""
+        """Queues of the users whose turns are not paid for."""
 
     async def wait(self, user: Hashable) -> None:
         """Return when it is this caller's turn; at once if the user has had none since the loop last went round."""
-        loop = asyncio.get_running_loop()
-        queue = self._queues.get(user)
-        if queue is None:
-            self._queues[user] = _Queue(time.monotonic())
-            loop.call_soon(self._had_turn, user)
-            return
-        turn = loop.create_future()
-        queue.waiting.append(turn)
-        await turn
-
-    def _had_turn(self, user: Hashable) -> None:
-        queue = self._queues[user]
-        if len(queue.waiting) > FEW and time.monotonic() - queue.since >= WORK_SECONDS:
-            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._go_on, user)
+        now = time.monotonic()
+        queue = self._queues.setdefault(user, _Queue(now, now, running=False))
+        if queue.running:
+            turn = asyncio.get_running_loop().create_future()
+            queue.waiting.append(turn)
+            await turn
         else:
-            self._next(user)
+            self._begin(user, queue)
 
-    def _go_on(self, user: Hashable) -> None:
-        self._queues[user].since = time.monotonic()
-        self._next(user)
+    def _begin(self, user: Hashable, queue: _Queue) -> None:
+        queue.running = True
+        queue.began = time.monotonic()
+        asyncio.get_running_loop().call_soon(self._had_turn, user, queue)
 
-    def _next(self, user: Hashable) -> None:
-        waiting = self._queues[user].waiting
-        while waiting:
-            turn = waiting.popleft()
+    def _had_turn(self, user: Hashable, queue: _Queue) -> None:
+        now = time.monotonic()
+        queue.paid = max(queue.paid, queue.began) + (now - queue.began) * (1 + PAUSE_SHARE)
+        if (pause := queue.paid - now) >= PAUSE_SECONDS:
+            asyncio.get_running_loop().call_later(pause, self._next, user, queue)
+        else:
+            self._next(user, queue)
+
+    def _next(self, user: Hashable, queue: _Queue) -> None:
+        while queue.waiting:
+            turn = queue.waiting.popleft()
             if not turn.done():  # its caller has not been cancelled
                 turn.set_result(None)
-                asyncio.get_running_loop().call_soon(self._had_turn, user)
+                self._begin(user, queue)
                 return
-        del self._queues[user]
+        queue.running = False
+        asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._forget, user, queue)
+
+    def _forget(self, user: Hashable, queue: _Queue) -> None:
+        if not queue.running and time.monotonic() >= queue.paid and self._queues.get(user) is queue:
+            del self._queues[user]

@@ -573,18 +573,18 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., num_fds: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("token", "epoch", "error", "fast_lane")
+    __slots__ = ("token", "epoch", "error", "local_protocol")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    FAST_LANE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     epoch: int
     error: str
-    fast_lane: bool
-    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ..., fast_lane: bool = ...) -> None: ...
+    local_protocol: bool
+    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ..., local_protocol: bool = ...) -> None: ...
 
-class LaneRequest(_message.Message):
+class LocalRequest(_message.Message):
     __slots__ = ("call", "attach", "detach", "lookup", "release", "renew")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
@@ -600,7 +600,7 @@ class LaneRequest(_message.Message):
     renew: RenewRequest
     def __init__(self, call: _Optional[int] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ...) -> None: ...
 
-class LaneReply(_message.Message):
+class LocalReply(_message.Message):
     __slots__ = ("call", "attach", "ended", "lookup", "release", "renew", "error")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
@@ -615,8 +615,8 @@ class LaneReply(_message.Message):
     lookup: LookupReply
     release: ReleaseReply
     renew: RenewReply
-    error: LaneError
-    def __init__(self, call: _Optional[int] = ..., attach: _Optional[_Union[AttachReply, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., error: _Optional[_Union[LaneError, _Mapping]] = ...) -> None: ...
+    error: LocalError
+    def __init__(self, call: _Optional[int] = ..., attach: _Optional[_Union[AttachReply, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., release: _Optional[_Union[ReleaseReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., error: _Optional[_Union[LocalError, _Mapping]] = ...) -> None: ...
 
 class Detach(_message.Message):
     __slots__ = ()
@@ -625,10 +625,10 @@ class Detach(_message.Message):
 class Ended(_message.Message):
     __slots__ = ("error",)
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    error: LaneError
-    def __init__(self, error: _Optional[_Union[LaneError, _Mapping]] = ...) -> None: ...
+    error: LocalError
+    def __init__(self, error: _Optional[_Union[LocalError, _Mapping]] = ...) -> None: ...
 
-class LaneError(_message.Message):
+class LocalError(_message.Message):
     __slots__ = ("code", "text")
     CODE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]

@@ -44,11 +44,6 @@ class SidecarStub(object):
                 request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupReply.FromString,
                 _registered_method=True)
-        self.LookupStream = channel.stream_stream(
-                '/kvsidecar.v1.Sidecar/LookupStream',
-                request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupRequest.SerializeToString,
-                response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupReply.FromString,
-                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvsidecar.v1.Sidecar/Release',
                 request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.ReleaseRequest.SerializeToString,
@@ -97,13 +92,6 @@ class SidecarServicer(object):
 
     def Lookup(self, request, context):
         """Returns which of these hashes are readable. Takes a lease on the hits if requested.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def LookupStream(self, request_iterator, context):
-        """Lookup over an open stream, with replies in request order. Half the cost for schedulers that look up in every step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,11 +149,6 @@ def add_SidecarServicer_to_server(servicer, server):
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
-                    request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupRequest.FromString,
-                    response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupReply.SerializeToString,
-            ),
-            'LookupStream': grpc.stream_stream_rpc_method_handler(
-                    servicer.LookupStream,
                     request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupRequest.FromString,
                     response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupReply.SerializeToString,
             ),
@@ -252,33 +235,6 @@ class Sidecar(object):
             request,
             target,
             '/kvsidecar.v1.Sidecar/Lookup',
-            kvsidecar_dot_v1_dot_sidecar__pb2.LookupRequest.SerializeToString,
-            kvsidecar_dot_v1_dot_sidecar__pb2.LookupReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LookupStream(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvsidecar.v1.Sidecar/LookupStream',
             kvsidecar_dot_v1_dot_sidecar__pb2.LookupRequest.SerializeToString,
             kvsidecar_dot_v1_dot_sidecar__pb2.LookupReply.FromString,
             options,

@@ -56,28 +56,28 @@ class Stream:
 
 
 def send(link: socket.socket, **message: Any) -> None:
-    link.sendall(frame(pb.LaneReply(**message).SerializeToString()))
+    link.sendall(frame(pb.LocalReply(**message).SerializeToString()))
 
 
 class FakeDaemon(pb_grpc.SidecarServicer):
     """Listens from the start to `close`.
 
     Args:
-        fast_lane: whether it offers one.
+        local_protocol: whether it offers one.
         registered: what a registration is answered with; epoch and session are filled in.
     """
 
-    def __init__(self, directory: Path, *, epoch: int = 7, fast_lane: bool = True, **registered: Any) -> None:
+    def __init__(self, directory: Path, *, epoch: int = 7, local_protocol: bool = True, **registered: Any) -> None:
         self.socket = str(directory / "kvs.sock")
         self.epoch = epoch
-        self._fast_lane = fast_lane
+        self._local_protocol = local_protocol
         self.registered = registered
         self.streams: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.status = pb.StatusReply(epoch=epoch, session_ended=True)
         self.on_lookup: Callable[[pb.LookupRequest], pb.LookupReply] = lambda _: pb.LookupReply(ready=True)
         self.on_renew: Callable[[pb.RenewRequest], pb.RenewReply] = lambda _: pb.RenewReply(renewed=True)
         self.before_answer = b""
-        """Goes before every answer to a lookup on the lane."""
+        """Goes before every answer to a lookup over the local protocol."""
         self._links: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.socket + ".attach")
@@ -121,22 +121,24 @@ class FakeDaemon(pb_grpc.SidecarServicer):
             self._links.append(link)
             hello = pb.Hello.FromString(data[HEADER_BYTES:])
             assert hello.num_fds == len(fds)
-            welcome = pb.Welcome(token=b"token", epoch=self.epoch, fast_lane=self._fast_lane).SerializeToString()
+            welcome = pb.Welcome(
+                token=b"token", epoch=self.epoch, local_protocol=self._local_protocol
+            ).SerializeToString()
             link.sendall(frame(welcome))
-            if self._fast_lane:
-                threading.Thread(target=self._serve_lane, args=(link,), daemon=True).start()
+            if self._local_protocol:
+                threading.Thread(target=self._serve_local, args=(link,), daemon=True).start()
 
-    def _serve_lane(self, link: socket.socket) -> None:
+    def _serve_local(self, link: socket.socket) -> None:
         stream: Stream | None = None
         with contextlib.suppress(OSError):  # closed under us
             for payload in frames(link):
-                request = pb.LaneRequest.FromString(payload)
+                request = pb.LocalRequest.FromString(payload)
                 match request.WhichOneof("message"):
                     case "attach" if stream is None:
                         stream = Stream(request.attach.register)
                         registered = pb.Registered(epoch=self.epoch, session=11, **self.registered)
                         send(link, attach=pb.AttachReply(registered=registered))
-                        threading.Thread(target=self._answer_lane, args=(link, stream), daemon=True).start()
+                        threading.Thread(target=self._answer_local, args=(link, stream), daemon=True).start()
                         self.streams.put(stream)
                     case "attach":
                         assert stream is not None
@@ -154,7 +156,7 @@ class FakeDaemon(pb_grpc.SidecarServicer):
             stream.received.put(None)
             stream.answers.put(None)
 
-    def _answer_lane(self, link: socket.socket, stream: Stream) -> None:
+    def _answer_local(self, link: socket.socket, stream: Stream) -> None:
         with contextlib.suppress(OSError):
             while (answer := stream.answers.get()) is not None:
                 send(link, attach=answer)

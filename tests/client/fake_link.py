@@ -1,4 +1,4 @@
-"""The far end of a connection of the fast lane, in the test's own hands."""
+"""The far end of a connection of the local protocol, in the test's own hands."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class FakeLink:
     def close(self) -> None:
         self.connection.close()
 
-    def requests(self) -> Iterator[pb.LaneRequest]:
-        return map(pb.LaneRequest.FromString, frames(self.far))
+    def requests(self) -> Iterator[pb.LocalRequest]:
+        return map(pb.LocalRequest.FromString, frames(self.far))
 
 
 def found(hits: int) -> pb.LookupReply:
@@ -33,4 +33,4 @@ def found(hits: int) -> pb.LookupReply:
 
 
 def lookup_reply(call: int, hits: int) -> bytes:
-    return frame(pb.LaneReply(call=call, lookup=found(hits)).SerializeToString())
+    return frame(pb.LocalReply(call=call, lookup=found(hits)).SerializeToString())

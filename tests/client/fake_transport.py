@@ -114,10 +114,10 @@ class FakeTransport(Transport):
         """The next question, and what takes its answer."""
         return self.questions.get(timeout=SECONDS)
 
-    def call(self, request: pb.LaneRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
         raise NotImplementedError
 
-    def post(self, request: pb.LaneRequest, then: Then | None) -> bool:
+    def post(self, request: pb.LocalRequest, then: Then | None) -> bool:
         return False
 
     def collect(self) -> None:

@@ -56,11 +56,11 @@ def buffer() -> Iterator[HostBuffer]:
 
 
 def attached(daemon: FakeDaemon, buffer: HostBuffer, ring: FakeRing | None, local: bool) -> tuple[Client, Stream]:
-    client = Client(daemon.socket, timeout=SECONDS, fast_lane=local)
+    client = Client(daemon.socket, timeout=SECONDS, local_protocol=local)
     client.attach(
         instance="test", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout()], events=ring
     )  # fmt: skip
-    assert client.fast_lane == local
+    assert client.local_protocol == local
     return client, daemon.stream()
 
 

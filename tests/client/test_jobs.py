@@ -67,7 +67,7 @@ def test_a_job_whose_copy_may_still_run_is_not_over_whatever_its_daemon_says_whi
     """Not its end, nor a flush, nor the end of the session. (The fake daemon is this process, which lives.)"""
     buffer = HostBuffer(1 << 20)
     with FakeDaemon(short_dir) as daemon:
-        client = Client(daemon.socket, timeout=SECONDS, fast_lane=local)
+        client = Client(daemon.socket, timeout=SECONDS, local_protocol=local)
         client.attach(instance="test", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout()])
         stream = daemon.stream()
         load, store = client.load([Blocks(0, hashes("a"), [0])]), client.store([Blocks(0, hashes("b"), [1])])

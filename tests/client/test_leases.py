@@ -26,7 +26,7 @@ class FakeTransport:
         self.lease: KeptLease | None = None
         self.arrives: Any = None
 
-    def post(self, request: pb.LaneRequest, then: object) -> None:
+    def post(self, request: pb.LocalRequest, then: object) -> None:
         assert (request.WhichOneof("message"), then) == ("release", None)
         self.released.append(request.release.lease)
 
@@ -76,14 +76,19 @@ def test_one_that_is_refused_is_logged(
     assert lease.kept is None
 
 
-@pytest.mark.parametrize("fast_lane", [True, False])
-def test_whether_it_was_asked_for_is_known(short_dir: Path, fast_lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeDaemon(short_dir, fast_lane=fast_lane) as daemon, Client(daemon.socket, step_budget=SECONDS) as client:
+@pytest.mark.parametrize("local_protocol", [True, False])
+def test_whether_it_was_asked_for_is_known(
+    short_dir: Path, local_protocol: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        FakeDaemon(short_dir, local_protocol=local_protocol) as daemon,
+        Client(daemon.socket, step_budget=SECONDS) as client,
+    ):
         assert not client.keep(7, 60.0).asked, "nothing is connected yet"
         client.drop(7)
         client.lookup(Namespace("m", "d", "l", 16, 1, 1, "h"), {0: hashes("a")})
         assert client.keep(7, 60.0).asked
-        monkeypatch.setattr(LocalTransport if fast_lane else GrpcTransport, "post", lambda *_: False)
+        monkeypatch.setattr(LocalTransport if local_protocol else GrpcTransport, "post", lambda *_: False)
         assert not client.keep(7, 60.0).asked
 
 
@@ -92,16 +97,16 @@ def test_it_is_asked_for_once_on_the_first_transport_that_takes_it() -> None:
         def __init__(self, takes: bool) -> None:
             self.takes, self.asked = takes, 0
 
-        def post(self, request: pb.LaneRequest, then: object) -> bool:
+        def post(self, request: pb.LocalRequest, then: object) -> bool:
             self.asked += 1
             return self.takes
 
     transport = object.__new__(LocalTransport)
     calls = transport._calls = tuple(map(Calls, (False, True, True)))  # type: ignore[assignment]
-    assert transport.post(pb.LaneRequest(), None)
+    assert transport.post(pb.LocalRequest(), None)
     assert [each.asked for each in calls] == [1, 1, 0]
     transport._calls = (Calls(False),)  # type: ignore[assignment]
-    assert not transport.post(pb.LaneRequest(), None)
+    assert not transport.post(pb.LocalRequest(), None)
 
 
 def test_one_that_could_not_be_asked_for_is_none() -> None:

@@ -22,8 +22,8 @@ from tests.client.fake_daemon import FakeDaemon
 from tests.client.fake_link import FakeLink, found, lookup_reply
 from tests.harness import NAMESPACE, SECONDS, eventually, hashes
 
-LOOKUP = pb.LaneRequest(lookup=pb.LookupRequest())
-RELEASE = pb.LaneRequest(release=pb.ReleaseRequest(lease=7))
+LOOKUP = pb.LocalRequest(lookup=pb.LookupRequest())
+RELEASE = pb.LocalRequest(release=pb.ReleaseRequest(lease=7))
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_refusal_is_handed_on_and_so_is_that_the_connection_was_lost(
     ask(calls)
     got: list[Any] = []
     calls.post(LOOKUP, got.append)
-    refusal = pb.LaneReply(call=2, error=pb.LaneError(code=3, text="too long")).SerializeToString()
+    refusal = pb.LocalReply(call=2, error=pb.LocalError(code=3, text="too long")).SerializeToString()
     links[0].far.sendall(frame(refusal))
     calls.collect()
     assert [each.text for each in got] == ["too long"]
@@ -167,8 +167,8 @@ def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LocalCalls, 
     answer(links, lookup_reply(1, 5))
     ask(calls)
 
-    def asking(nbytes: int) -> pb.LaneRequest:
-        return pb.LaneRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(nbytes))]))
+    def asking(nbytes: int) -> pb.LocalRequest:
+        return pb.LocalRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(nbytes))]))
 
     got: list[Any] = []
     assert not calls.post(asking(MAX_POST_BYTES), got.append), "longer than what goes whole or not at all"
@@ -206,7 +206,7 @@ def test_after_nonsense_it_connects_again(calls: LocalCalls, links: list[FakeLin
 
 
 def test_a_daemon_that_does_not_read_costs_a_budget(calls: LocalCalls, links: list[FakeLink]) -> None:
-    huge = pb.LaneRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(3 << 20))]))
+    huge = pb.LocalRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(3 << 20))]))
     with pytest.raises(CarrierError) as caught:
         calls.call(huge, 0.05)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -256,14 +256,14 @@ def test_schedulers_of_many_threads_get_their_own_answers(short_dir: Path) -> No
             thread.start()
         for thread in threads:
             thread.join(SECONDS)
-        assert client.fast_lane
+        assert client.local_protocol
         assert not wrong
         client.close()
 
 
 def unknown_kind(call: int) -> bytes:
     """A reply with a field that only a newer daemon's client knows, in the place of its message."""
-    payload = pb.LaneReply(call=call).SerializeToString() + b"\x82\x7d\x03abc"
+    payload = pb.LocalReply(call=call).SerializeToString() + b"\x82\x7d\x03abc"
     return frame(payload)
 
 

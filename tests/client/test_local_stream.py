@@ -213,10 +213,10 @@ def test_cancelling_a_stream_with_a_backlog_ends_its_threads(reader_first: bool)
 
 def test_only_the_daemons_own_word_quiesces_a_stream() -> None:
     for reply, quiesced, code in (
-        (pb.LaneReply(ended=pb.Ended()), True, None),
-        (pb.LaneReply(ended=pb.Ended(error=pb.LaneError(code=14, text="x"))), True, grpc.StatusCode.UNAVAILABLE),
-        (pb.LaneReply(error=pb.LaneError(code=3, text="x")), False, grpc.StatusCode.INVALID_ARGUMENT),
-        (pb.LaneReply(error=pb.LaneError(code=99, text="x")), False, grpc.StatusCode.UNKNOWN),
+        (pb.LocalReply(ended=pb.Ended()), True, None),
+        (pb.LocalReply(ended=pb.Ended(error=pb.LocalError(code=14, text="x"))), True, grpc.StatusCode.UNAVAILABLE),
+        (pb.LocalReply(error=pb.LocalError(code=3, text="x")), False, grpc.StatusCode.INVALID_ARGUMENT),
+        (pb.LocalReply(error=pb.LocalError(code=99, text="x")), False, grpc.StatusCode.UNKNOWN),
         (None, False, grpc.StatusCode.UNAVAILABLE),
     ):
         link = FakeLink()

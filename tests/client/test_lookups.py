@@ -39,7 +39,7 @@ def test_hits_of_a_bitmap_are_flags_per_hash(short_dir: Path) -> None:
 
 @pytest.fixture(params=[True, False], ids=["local", "grpc"])
 def client(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Iterator[Client]:
-    with Client(daemon.socket, fast_lane=request.param, step_budget=SECONDS) as client:
+    with Client(daemon.socket, local_protocol=request.param, step_budget=SECONDS) as client:
         assert client.lookup(NAMESPACE, {0: hashes("nothing")}).ready
         yield client
 

@@ -11,6 +11,7 @@ import pytest
 from kvsidecar.client.link import connect
 from kvsidecar.client.operator import Operator
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
+from kvsidecar.v1 import sidecar_pb2 as pb
 
 
 def test_a_daemon_that_does_not_know_the_request_is_of_another_release(
@@ -27,7 +28,7 @@ def test_a_daemon_that_does_not_know_the_request_is_of_another_release(
     operator = Operator(socket, timeout=30.0)
     try:
         with pytest.raises(ClientError, match=f"the daemon at {socket} is of another release") as raised:
-            operator.cancel_drain()
+            operator.call("CancelDrain", pb.CancelDrainRequest())
         assert not isinstance(raised.value, DaemonUnreachable | RequestDenied)
     finally:
         operator.close()

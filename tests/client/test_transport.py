@@ -90,7 +90,7 @@ class Rank:
         self.stream.close()
 
 
-def lookup(*names: object) -> pb.LaneRequest:
+def lookup(*names: object) -> pb.LocalRequest:
     return lookup_request(NAMESPACE, {0: hashes(*names)}, LookupMode.PREFIX, 0.0, b"")
 
 
@@ -161,9 +161,9 @@ def test_a_job_that_ends_in_the_outbox_is_told_to_who_waits(transport: Transport
 
 def test_calls_are_answered_refused_or_late(transport: Transport, daemon: DaemonProcess) -> None:
     assert transport.call(lookup("a"), SECONDS).ready
-    assert not transport.call(pb.LaneRequest(release=pb.ReleaseRequest(lease=4711)), SECONDS).released
+    assert not transport.call(pb.LocalRequest(release=pb.ReleaseRequest(lease=4711)), SECONDS).released
     with pytest.raises(CarrierError) as refused:
-        transport.call(pb.LaneRequest(lookup=pb.LookupRequest(namespace=pb.Namespace(block_size=0))), SECONDS)
+        transport.call(pb.LocalRequest(lookup=pb.LookupRequest(namespace=pb.Namespace(block_size=0))), SECONDS)
     assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.text
     pause(daemon)
@@ -183,8 +183,8 @@ def until(is_done: Callable[[], object], then: Callable[[], None]) -> None:
 def test_what_is_posted_is_handed_on_when_it_has_arrived(transport: Transport) -> None:
     transport.call(lookup("a"), SECONDS)
     got: list[Any] = []
-    assert transport.post(pb.LaneRequest(renew=pb.RenewRequest(lease=4711, lease_ms=1)), got.append)
-    assert transport.post(pb.LaneRequest(release=pb.ReleaseRequest(lease=4711)), None)
+    assert transport.post(pb.LocalRequest(renew=pb.RenewRequest(lease=4711, lease_ms=1)), got.append)
+    assert transport.post(pb.LocalRequest(release=pb.ReleaseRequest(lease=4711)), None)
     until(lambda: got, transport.collect)
     assert [answer.renewed for answer in got] == [False]
 
@@ -199,14 +199,14 @@ def test_what_is_posted_is_done_though_nobody_wants_the_answer(
         leased = lookup_request(NAMESPACE, {0: hashes(1)}, LookupMode.PREFIX, 600.0, transport.link.token)
         lease = transport.call(leased, SECONDS).lease
         assert daemon.metric("kvsidecar_leases") == 1
-        assert transport.post(pb.LaneRequest(release=pb.ReleaseRequest(lease=lease)), None)
+        assert transport.post(pb.LocalRequest(release=pb.ReleaseRequest(lease=lease)), None)
         eventually(lambda: daemon.metric("kvsidecar_leases") == 0)
 
 
 def test_a_refusal_of_what_is_posted_is_handed_on(transport: Transport) -> None:
     transport.call(lookup("a"), SECONDS)
     got: list[Any] = []
-    bad = pb.LaneRequest(lookup=pb.LookupRequest(namespace=pb.Namespace(block_size=0)))
+    bad = pb.LocalRequest(lookup=pb.LookupRequest(namespace=pb.Namespace(block_size=0)))
     assert transport.post(bad, got.append)
     until(lambda: got, transport.collect)
     assert [error.code for error in got] == [grpc.StatusCode.INVALID_ARGUMENT]

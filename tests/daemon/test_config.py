@@ -41,7 +41,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         "[{uids=[7], namespaces=['m*']}]",
         Policy((Rule(uids=frozenset({7}), namespaces=("m*",)),)),
     ),
-    "fast_lane": ("off", False),
+    "local_protocol": ("off", False),
     "tcp_listen": ("[::]:9465", "[::]:9465"),
     "tls_certificate": ("/etc/x/tls.crt", "/etc/x/tls.crt"),
     "tls_key": ("/etc/x/tls.key", "/etc/x/tls.key"),

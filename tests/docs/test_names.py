@@ -94,7 +94,7 @@ def test_metrics_exist(page: str) -> None:
         ("kvsidecar bench --quick -- --store-chunks off", ["--store-chunks"]),
         ("kvsidecar tops --once", ["tops"]),
         ("kvsidecar clear --all --yes", []),
-        ("kvsidecar bench --only lookup -- --fast-lane off", []),
+        ("kvsidecar bench --only lookup -- --local-protocol off", []),
     ],
 )
 def test_a_wrong_name_is_found(line: str, wrong: list[str]) -> None:

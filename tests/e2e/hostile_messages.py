@@ -44,14 +44,14 @@ UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
 def request_types() -> Iterator[Any]:
     """Every message type that a client may send, those inside others too."""
     return _with_inner(
-        [method.input_type for method in METHODS.values()] + [pb.Hello.DESCRIPTOR, pb.LaneRequest.DESCRIPTOR]
+        [method.input_type for method in METHODS.values()] + [pb.Hello.DESCRIPTOR, pb.LocalRequest.DESCRIPTOR]
     )
 
 
 def reply_types() -> Iterator[Any]:
     """Every message type that the daemon may send, those inside others too."""
     return _with_inner(
-        [method.output_type for method in METHODS.values()] + [pb.Welcome.DESCRIPTOR, pb.LaneReply.DESCRIPTOR]
+        [method.output_type for method in METHODS.values()] + [pb.Welcome.DESCRIPTOR, pb.LocalReply.DESCRIPTOR]
     )
 
 

@@ -64,11 +64,11 @@ def answer(client: Client, socket: str, request: dict[str, Any]) -> object:
 
 
 def main() -> None:
-    socket, fast_lane, uid, *groups = sys.argv[1:]
+    socket, local_protocol, uid, *groups = sys.argv[1:]
     os.setgroups([int(group) for group in groups])
     os.setgid(int(uid))
     os.setuid(int(uid))
-    client = Client(socket, timeout=30, step_budget=30, fast_lane=fast_lane == "lane")
+    client = Client(socket, timeout=30, step_budget=30, local_protocol=local_protocol == "local")
     for line in sys.stdin:
         try:
             reply = answer(client, socket, json.loads(line))

@@ -52,7 +52,7 @@ def pause(daemon: DaemonProcess) -> None:
 def quick(socket_path: str, local: bool, **options: Any) -> Client:
     """A client whose retries are as quick as the tests'."""
     defaults: dict[str, Any] = {"timeout": SECONDS, "step_budget": SECONDS, "reconnect": Backoff(0.01, 0.05)}
-    return Client(socket_path, fast_lane=local, **{**defaults, **options})
+    return Client(socket_path, local_protocol=local, **{**defaults, **options})
 
 
 @contextlib.contextmanager

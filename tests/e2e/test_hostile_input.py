@@ -38,8 +38,8 @@ DOCUMENTED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNAVAILABLE,
 }
-ATTACKS = (*("unary",) * 2, "lookups", *("attach",) * 3, *("lane",) * 4, "hello", "garbage", "huge")
-LANE_CODES = DOCUMENTED | {grpc.StatusCode.UNIMPLEMENTED}
+ATTACKS = (*("unary",) * 3, *("attach",) * 3, *("local",) * 4, "hello", "garbage", "huge")
+LOCAL_CODES = DOCUMENTED | {grpc.StatusCode.UNIMPLEMENTED}
 LAST_CALL = 4711
 RSS_GROWTH = 64 << 20
 """Bytes. A leak of a page per request is more; gRPC's and Python's own arenas are less."""
@@ -127,9 +127,6 @@ class Attacker:
         name = self.rng.choice(("Lookup", "Release", "Renew", "Status", "Clear", "CancelDrain"))
         self.call(name, [self._bytes(self._good(name))])
 
-    def _lookups(self) -> None:
-        self.call("LookupStream", [self._bytes(self._good("Lookup")) for _ in range(self.rng.randint(0, 5))])
-
     def _huge(self) -> None:
         """Around the limit of a message, and far over it."""
         size = self.rng.choice(((4 << 20) - 300, 4 << 20, (4 << 20) + 1, 16 << 20))
@@ -150,15 +147,15 @@ class Attacker:
                 connection.close()  # the token ends before the stream begins
             self.call("Attach", requests)
 
-    # -- the fast lane ---------------------------------------------------------------------------------------------
+    # -- the local protocol ----------------------------------------------------------------------------------------
 
-    def _lane(self) -> None:
+    def _local(self) -> None:
         """Frames good and bad on one connection. What is answered has a documented code, and comes in time."""
         with self._shared("good") as (token, connection):
-            good: list[pb.LaneRequest] = [pb.LaneRequest(attach=pb.AttachRequest(register=self._register(token, 1)))]
+            good: list[pb.LocalRequest] = [pb.LocalRequest(attach=pb.AttachRequest(register=self._register(token, 1)))]
             for _ in range(self.rng.choice((0, 1, 5, 20))):
                 kind = self.rng.choice(("attach", "attach", "Lookup", "Release", "Renew", "detach"))
-                request = pb.LaneRequest(call=self.rng.choice((0, 1, 2**64 - 1)))
+                request = pb.LocalRequest(call=self.rng.choice((0, 1, 2**64 - 1)))
                 match kind:
                     case "attach":
                         request.attach.CopyFrom(self.rng.choice(self._jobs()))
@@ -179,7 +176,7 @@ class Attacker:
                 case "noise":
                     data += self.rng.randbytes(self.rng.choice((1, 4, 9, 300)))
                 case _:
-                    data += frame(pb.LaneRequest(call=LAST_CALL, release=pb.ReleaseRequest()).SerializeToString())
+                    data += frame(pb.LocalRequest(call=LAST_CALL, release=pb.ReleaseRequest()).SerializeToString())
                     self._exchange_frames(connection, data)
                     return
             with suppress(OSError):  # the daemon may have ended it by now
@@ -190,12 +187,12 @@ class Attacker:
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(data)
             for payload in frames(connection):
-                reply = pb.LaneReply.FromString(payload)
+                reply = pb.LocalReply.FromString(payload)
                 error = reply.ended.error if reply.HasField("ended") else reply.error
                 if error.code:
                     code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
-                    self.codes["lane", code.name] += 1
-                    assert code in LANE_CODES, f"{self} {code.name}: {error.text[:500]}"
+                    self.codes["local", code.name] += 1
+                    assert code in LOCAL_CODES, f"{self} {code.name}: {error.text[:500]}"
                     assert 0 < len(error.text) < 4096, f"{self} {code.name} without a word, or with too many"
                 if reply.call == LAST_CALL or (reply.HasField("error") and not reply.call):
                     return
@@ -404,7 +401,7 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
         ]
         assert not bad, bad[:5]
     driven = METHODS.keys() - {"Drain"}  # which has a test of its own
-    assert {name for name, _ in attacker.codes} == driven | {"lane"}
+    assert {name for name, _ in attacker.codes} == driven | {"local"}
     untouched = {(message.name, field.name) for message in request_types() for field in message.fields}
     untouched -= attacker.touched
     assert not untouched, f"the generator never reached {sorted(untouched)}"

@@ -63,9 +63,9 @@ class RawRank:
         self._requests.put(pb.AttachRequest(register=register))
         requests: Iterator[pb.AttachRequest] = iter(self._requests.get, None)
         if daemon.local:
-            assert welcome.fast_lane
-            threading.Thread(target=self._write_lane, args=(requests,), daemon=True).start()
-            replies = self._read_lane()
+            assert welcome.local_protocol
+            threading.Thread(target=self._write_local, args=(requests,), daemon=True).start()
+            replies = self._read_local()
         else:
             replies = pb_grpc.SidecarStub(channel).Attach(requests, timeout=SECONDS)
         self._reader = threading.Thread(target=self._read, args=(replies,))
@@ -76,13 +76,15 @@ class RawRank:
         for reply in replies:
             self._replies.put(reply)
 
-    def _write_lane(self, requests: Iterator[pb.AttachRequest]) -> None:
-        for message in chain((pb.LaneRequest(attach=each) for each in requests), [pb.LaneRequest(detach=pb.Detach())]):
+    def _write_local(self, requests: Iterator[pb.AttachRequest]) -> None:
+        for message in chain(
+            (pb.LocalRequest(attach=each) for each in requests), [pb.LocalRequest(detach=pb.Detach())]
+        ):
             self.link.sendall(frame(message.SerializeToString()))
 
-    def _read_lane(self) -> Iterator[pb.AttachReply]:
+    def _read_local(self) -> Iterator[pb.AttachReply]:
         for payload in frames(self.link):
-            reply = pb.LaneReply.FromString(payload)
+            reply = pb.LocalReply.FromString(payload)
             if reply.HasField("ended"):
                 assert not reply.ended.HasField("error"), reply
                 return

@@ -17,7 +17,7 @@ from kvsidecar.client import Blocks, Client, ClientError, HostBuffer
 from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
 from kvsidecar.core.registration import MAX_GROUPS
 from kvsidecar.protocol.wire import namespace_to_wire
-from kvsidecar.server import attach_socket, service
+from kvsidecar.server import attach_socket
 from kvsidecar.server.convert import MAX_PARTS
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -123,27 +123,6 @@ def test_a_rank_of_too_many_regions_is_refused_before_they_are_looked_at(daemon:
     buffer.close()
 
 
-def test_streams_of_lookups_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> None:
-    over = threading.Event()
-
-    def lookups() -> Iterator[pb.LookupRequest]:
-        yield pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
-        over.wait()
-
-    with stub(daemon) as sidecar:
-        streams = [sidecar.LookupStream(lookups(), timeout=10 * SECONDS) for _ in range(service.MAX_LOOKUP_STREAMS)]
-        assert all(next(stream).ready for stream in streams)
-        refused = sidecar.LookupStream(lookups(), timeout=SECONDS)
-        with pytest.raises(grpc.RpcError, match="128 streams of lookups") as caught:
-            next(refused)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
-        assert limited(daemon) == 1
-        over.set()
-        for stream in streams:
-            assert not list(stream)
-        assert next(sidecar.LookupStream(lookups(), timeout=SECONDS)).ready
-
-
 def test_an_attach_stream_that_says_nothing_is_ended(daemon: DaemonProcess) -> None:
     silent = threading.Event()
 
@@ -157,36 +136,6 @@ def test_an_attach_stream_that_says_nothing_is_ended(daemon: DaemonProcess) -> N
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
         silent.set()
     assert limited(daemon) == 1
-
-
-def test_lookups_whose_answers_nobody_reads_cost_the_daemon_little(daemon: DaemonProcess) -> None:
-    """On a gRPC stream: what cannot be written is not computed, and what is not computed is not read."""
-    request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_BITMAP)
-    request.groups.add(group=0, hashes=bytes(32 * 100_000))  # 3 MB up, 12 kB down
-    sent, stop = 0, threading.Event()
-
-    def flood() -> Iterator[pb.LookupRequest]:
-        nonlocal sent
-        while not stop.is_set():
-            sent += 1
-            yield request
-
-    before = rss_mib(daemon)
-    with stub(daemon) as sidecar:
-        replies = sidecar.LookupStream(flood(), timeout=SECONDS)
-        settled, seen = time.monotonic(), 0
-        while time.monotonic() - settled < 1.0:  # until it stands still
-            if sent != seen:
-                settled, seen = time.monotonic(), sent
-            if sent > 20_000:
-                break
-            time.sleep(0.01)
-        assert sent <= 20_000, "the daemon goes on though nobody reads"
-        assert rss_mib(daemon) - before < 256
-        stop.set()
-        replies.cancel()
-    with daemon.client() as client:
-        assert client.lookup(NAMESPACE, {0: hashes("a")}).ready
 
 
 def test_a_connection_that_is_turned_away_leaves_no_descriptor(daemon: DaemonProcess) -> None:

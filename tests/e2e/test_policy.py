@@ -55,7 +55,7 @@ class User:
 
 
 @contextmanager
-def user(daemon: DaemonProcess, uid: int, *groups: int, carrier: str = "lane") -> Iterator[User]:
+def user(daemon: DaemonProcess, uid: int, *groups: int, carrier: str = "local") -> Iterator[User]:
     command = [sys.executable, "-m", "tests.e2e.other_user", daemon.socket, carrier, str(uid), *map(str, groups)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
@@ -90,7 +90,7 @@ def denied(daemon: DaemonProcess, reason: str = "denied") -> float:
 
 
 @needs_root
-@pytest.mark.parametrize("carrier", ["lane", "grpc"])
+@pytest.mark.parametrize("carrier", ["local", "grpc"])
 def test_a_user_gets_the_namespaces_of_the_policy_and_is_refused_others(ruled: DaemonProcess, carrier: str) -> None:
     with user(ruled, ALICE, carrier=carrier) as alice, user(ruled, BOB, carrier=carrier) as bob:
         assert alice.ask("attach", HERS) == "attached"
@@ -197,7 +197,7 @@ def test_without_a_token_a_policy_gives_nothing_and_tells_how(ruled: DaemonProce
                 getattr(sidecar, method)(message, timeout=SECONDS)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.RpcError) as caught:
-            list(sidecar.LookupStream(iter([pb.LookupRequest()]), metadata=((TOKEN_METADATA, b"guessed"),)))
+            sidecar.Lookup(pb.LookupRequest(), metadata=((TOKEN_METADATA, b"guessed"),))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

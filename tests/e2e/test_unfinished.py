@@ -18,8 +18,8 @@ from kvsidecar.server import http_connection
 from kvsidecar.server.half_read import MAX_HALF_READ_BYTES
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.test_lane import RawLane, raw_lane
 from tests.e2e.test_limits import rss_mib
+from tests.e2e.test_local_protocol import RawClient, raw_client
 from tests.e2e.test_wire import framed, hello, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
 
@@ -40,18 +40,18 @@ def open_fds(daemon: DaemonProcess) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
 
-def send_what_goes(daemon: DaemonProcess, lanes: list[RawLane], data: bytes) -> None:
+def send_what_goes(daemon: DaemonProcess, clients: list[RawClient], data: bytes) -> None:
     """To each of them, until the daemon takes no more of any, though its loop went round and round."""
-    rest = {lane: memoryview(data) for lane in lanes}
+    rest = {raw: memoryview(data) for raw in clients}
     quiet = 0
     while quiet < 5:
         before = sum(map(len, rest.values()))
-        for lane in lanes:
-            lane.connection.setblocking(False)
+        for raw in clients:
+            raw.connection.setblocking(False)
             with suppress(BlockingIOError):
-                while rest[lane]:
-                    rest[lane] = rest[lane][lane.connection.send(rest[lane]) :]
-            lane.connection.settimeout(SECONDS)
+                while rest[raw]:
+                    rest[raw] = rest[raw][raw.connection.send(rest[raw]) :]
+            raw.connection.settimeout(SECONDS)
         turn_of_the_loop(daemon)
         quiet = quiet + 1 if sum(map(len, rest.values())) == before else 0
 
@@ -65,7 +65,7 @@ def turn_of_the_loop(daemon: DaemonProcess) -> None:
 def big_lookup(nbytes: int = MAX_MESSAGE_BYTES - 1024) -> bytes:
     request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
     request.groups.add(group=0, hashes=bytes(nbytes // 32 * 32))
-    return frame(pb.LaneRequest(call=7, lookup=request).SerializeToString())
+    return frame(pb.LocalRequest(call=7, lookup=request).SerializeToString())
 
 
 def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProcess) -> None:
@@ -76,21 +76,21 @@ def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProce
     assert rank.hits("a") == 0
     fds, start = open_fds(daemon), rss_mib(daemon)
     with ExitStack() as stack:
-        lanes = [stack.enter_context(raw_lane(daemon)) for _ in range(many)]
-        send_what_goes(daemon, lanes[:fit], whole[:-1])
+        clients = [stack.enter_context(raw_client(daemon)) for _ in range(many)]
+        send_what_goes(daemon, clients[:fit], whole[:-1])
         done(rank.store("a"))
         with_fit = rss_mib(daemon) - start
-        send_what_goes(daemon, lanes[fit:], whole[:-1])
+        send_what_goes(daemon, clients[fit:], whole[:-1])
         assert rank.hits("a") == 1, "another connection of the same user is held up"
         with_many = rss_mib(daemon) - start
         assert with_fit > 0.9 * fit * len(whole) / MIB, "the messages are not where they are looked for"
         print(f"{fit} unfinished messages take {with_fit:.0f} MiB, {many} take {with_many:.0f} MiB")
         assert with_many < with_fit + (many - fit) * ONE_READ / MIB + 0.2 * with_fit
-        for lane in lanes:
-            text = lane.error(0)[1]
+        for raw in clients:
+            text = raw.error(0)[1]
             assert re.search(r"was not complete 10 s after|there was no room", text), text
             with suppress(ConnectionResetError):  # what it had sent, and the daemon had not read
-                assert lane.closed()
+                assert raw.closed()
         assert refusals(daemon, "unfinished") >= fit
         assert refusals(daemon, "unfinished") + refusals(daemon, "limit") == many
         assert rss_mib(daemon) - start < 0.5 * with_fit, "what was read is kept"
@@ -104,22 +104,22 @@ def test_a_slow_client_is_served_beside_those_that_do_not_go_on(daemon: DaemonPr
     whole = big_lookup()
     fit = MAX_HALF_READ_BYTES // len(whole)
     with ExitStack() as stack:
-        bad = [stack.enter_context(raw_lane(daemon)) for _ in range(fit)]
-        for lane in bad:
-            lane.connection.sendall(whole[:-1])
-        slow = stack.enter_context(raw_lane(daemon))
+        bad = [stack.enter_context(raw_client(daemon)) for _ in range(fit)]
+        for raw in bad:
+            raw.connection.sendall(whole[:-1])
+        slow = stack.enter_context(raw_client(daemon))
         slow.connection.sendall(whole[: MIB // 16])
         turn_of_the_loop(daemon)
-        for lane in bad[: fit // 2]:  # these were slow as well
-            lane.connection.sendall(whole[-1:])
-            assert lane.receive().lookup.ready
+        for raw in bad[: fit // 2]:  # these were slow as well
+            raw.connection.sendall(whole[-1:])
+            assert raw.receive().lookup.ready
         step = len(whole) // 50
         for start in range(MIB // 16, len(whole), step):
             slow.connection.sendall(whole[start : start + step])
         reply = slow.receive()
         assert (reply.call, reply.lookup.ready) == (7, True)
-        for lane in bad[fit // 2 :]:
-            assert "was not complete" in lane.error(0)[1]
+        for raw in bad[fit // 2 :]:
+            assert "was not complete" in raw.error(0)[1]
     assert refusals(daemon, "unfinished") == fit - fit // 2
     assert refusals(daemon, "limit") == 0
 

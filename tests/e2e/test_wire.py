@@ -135,23 +135,6 @@ def test_a_memfd_that_could_be_truncated_is_refused(daemon: DaemonProcess) -> No
     assert "F_SEAL_SHRINK" in text
 
 
-def test_a_lookup_stream_answers_in_order(daemon: DaemonProcess) -> None:
-    rank = Rank(daemon)
-    done(rank.store("a", "b"))
-    requests = [
-        pb.LookupRequest(
-            namespace=namespace_to_wire(NAMESPACE),
-            mode=pb.LookupRequest.MODE_PREFIX,
-            groups=[pb.LookupGroup(group=0, hashes=b"".join(hashes(*names)))],
-        )
-        for names in (("a",), ("a", "b"), ("c",))
-    ]
-    with stub(daemon) as sidecar:
-        replies = list(sidecar.LookupStream(iter(requests), timeout=SECONDS))
-    assert [reply.groups[0].hits for reply in replies] == [1, 2, 0]
-    rank.close()
-
-
 def test_hashes_of_another_width_and_unknown_modes_are_refused(daemon: DaemonProcess) -> None:
     namespace = namespace_to_wire(NAMESPACE)
     group = pb.LookupGroup(group=0, hashes=b"x" * 33)

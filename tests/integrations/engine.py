@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
+from kvsidecar.client import BreakerState
 from kvsidecar.client.results import GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.options import Options
@@ -192,7 +193,7 @@ class TinyDaemon:
 
     def __init__(self) -> None:
         self.epoch = EPOCH
-        self.hangs = False
+        self.breaker_state = BreakerState.CLOSED
         self.blocks: dict[tuple[int, bytes], bytes] = {}
         """Contents, by group and hash."""
         self.leases: dict[int, dict[int, bytes]] = {}
@@ -250,6 +251,9 @@ class TinyDaemon:
         if self.reason:
             return None
         return TinyQuestion(self, self.lookup(namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=0.0))
+
+    def renew(self, lease: int, lease_seconds: float, *, timeout: float | None) -> float:
+        return 0.0
 
     def keep(self, lease: int, lease_seconds: float) -> TinyLease:
         kept = lease in self.leases
@@ -321,13 +325,14 @@ def side(
     clock: Clock | None = None,
     events: Any = None,
     longest_blocks: int = 0,
+    namespace: Namespace = NAMESPACE,
     **extra: Any,
 ) -> SchedulerSide:
     """With the given pool bound, not attached yet."""
     extra.setdefault("store_interval", 1e-9)  # in every step
     made = SchedulerSide(
         Options.parse(extra),
-        NAMESPACE,
+        namespace.hash_bytes,
         tuple(groups or (full(),)),
         world_size,
         daemon or TinyDaemon(),
@@ -336,6 +341,7 @@ def side(
         step_tokens=16,
         longest_blocks=longest_blocks,
     )
+    made.take_namespace(namespace)
     if pool is not None:
         made.bind_block_pool(pool)
     return made

@@ -8,7 +8,6 @@ import pytest
 
 from kvsidecar.client import Blocks, Client, Outcome
 from kvsidecar.integrations.vllm import lookups
-from kvsidecar.integrations.vllm.asking import RankNamespaceClient
 from kvsidecar.integrations.vllm.lookups import UNTAKEN_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, eventually
@@ -22,10 +21,9 @@ class Engine:
     def __init__(self, daemon: DaemonProcess) -> None:
         self.daemon, self.clock = daemon, Clock()
         self.worker, self.other = Worker(daemon.socket).register(), Rank(daemon, instance="other")
-        asking = RankNamespaceClient(Client(daemon.socket, step_budget=SECONDS))
-        asking.namespace = NAMESPACE
+        asking = Client(daemon.socket, step_budget=SECONDS)
         pool = TinyPool(NUM_BLOCKS)
-        self.side = side(pool=pool, daemon=asking, clock=self.clock, lookup_budget=SECONDS)  # type: ignore[arg-type]
+        self.side = side(pool=pool, daemon=asking, namespace=NAMESPACE, clock=self.clock, lookup_budget=SECONDS)  # type: ignore[arg-type]
         self.until(lambda: self.side.attached)
         self.others = 0
 

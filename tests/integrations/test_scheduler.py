@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.client import KeptLease
+from kvsidecar.client import BreakerState, KeptLease
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import stores
@@ -585,7 +585,7 @@ def test_no_block_is_waited_for_that_a_daemon_does_not_give_back_soon() -> None:
     assert made.build_orders(Step({"r2": 1})).stores
     pool.free_blocks(blocks)
     assert made.has_pending_block_frees()
-    daemon.hangs = True
+    daemon.breaker_state = BreakerState.OPEN
     assert not made.has_pending_block_frees(), "lookups have found out already"
 
 

@@ -102,13 +102,14 @@ class Engine:
         self.daemon = daemon
         self.side = SchedulerSide(
             Options(),
-            NAMESPACE,
+            NAMESPACE.hash_bytes,
             self.groups,
             1,
             daemon,
             clock=Clock(),
             events=Events(self.groups) if events else None,
         )
+        self.side.take_namespace(NAMESPACE)
         self.side.bind_block_pool(self.manager.block_pool)
         self.side.take_report(RankReport(attached={0: EPOCH}))
 

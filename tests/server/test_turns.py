@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
+import pytest
+
+from kvsidecar.server import turns as turns_module
 from kvsidecar.server.turns import Turns
 
 
@@ -35,3 +39,23 @@ async def test_a_turn_that_nobody_wants_any_more_goes_to_the_next() -> None:
     await asyncio.wait_for(last, 10)
     assert next_one.done()
     assert cancelled.cancelled()
+
+
+async def test_a_user_who_asks_again_at_once_leaves_a_part_of_the_time_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when none of the user's lookups waits at the end of a turn, since gRPC has not handed over the next."""
+    now = 100.0
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now))  # the loop has its own
+    turns = Turns()
+    pauses = 0
+    for _ in range(100):
+        turn = asyncio.ensure_future(turns.wait("u"))
+        await asyncio.sleep(0)
+        if not turn.done():
+            pauses += 1
+            await turn
+            now += turns_module.PAUSE_SECONDS
+        now += 0.002
+        await asyncio.sleep(0)  # the turn is over
+    assert pauses >= 0.9 * 100 * turns_module.PAUSE_SHARE * 0.002 / turns_module.PAUSE_SECONDS

@@ -122,11 +122,8 @@ def _bindings(facts: Facts) -> Iterable[Result]:
     if facts.config.device == "host" or not facts.driver.installed:
         yield _NOT_CHECKED, f"cuda-python {found or 'is not installed'}; not needed without a CUDA driver"
     elif not found:
-        yield (
-            _PROBLEM,
-            "cuda-python is not installed",
-            "Run pip install 'cuda-python>=13.0' in the daemon's environment.",
-        )
+        fix = "Run pip install 'cuda-python>=13.0' in the daemon's environment."
+        yield _PROBLEM, "cuda-python is not installed", fix
     elif int(found.split(".", maxsplit=1)[0]) < 13:
         yield _PROBLEM, f"cuda-python {found} is too old", "Run pip install 'cuda-python>=13.0'."
     else:
@@ -144,11 +141,8 @@ def _device_nodes(facts: Facts) -> Iterable[Result]:
         fix = f"Give {facts.user} read and write access, for example through the group that owns the file."
         yield _PROBLEM, f"{facts.user} cannot open {', '.join(closed)}", fix
     elif not uvm:
-        yield (
-            _PROBLEM,
-            "there is no /dev/nvidia-uvm",
-            "Run nvidia-modprobe -u -c 0, or use the NVIDIA container toolkit.",
-        )
+        fix = "Run nvidia-modprobe -u -c 0, or use the NVIDIA container toolkit."
+        yield _PROBLEM, "there is no /dev/nvidia-uvm", fix
     else:
         yield _OK, f"{', '.join(facts.nvidia_nodes[:6])}{' ...' if len(facts.nvidia_nodes) > 6 else ''}"
 
@@ -316,11 +310,8 @@ def _daemon(facts: Facts) -> Iterable[Result]:
         if daemon.state is State.READY:
             yield _OK, f"ready: {named}"
         elif daemon.state is State.DRAINING:
-            yield (
-                _WARNING,
-                f"draining: {named}",
-                "Run kvsidecar drain --cancel or restart the daemon; it accepts no new work until then.",
-            )
+            fix = "Run kvsidecar drain --cancel or restart the daemon; it accepts no new work until then."
+            yield _WARNING, f"draining: {named}", fix
         else:
             yield _WARNING, f"{daemon.state.value}: {named}", "Wait: kvsidecar top shows the progress."
 

@@ -6,15 +6,14 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVSidecarConnector",
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
+
+from kvsidecar.integrations.vllm.plugin import CONNECTOR, register
 
 if TYPE_CHECKING:
     from kvsidecar.integrations.vllm.connector import KVSidecarConnector
 
 __all__ = ["KVSidecarConnector", "register"]
-
-CONNECTOR = "KVSidecarConnector"
 
 
 def __getattr__(name: str) -> Any:
@@ -24,12 +23,3 @@ def __getattr__(name: str) -> Any:
 
         return KVSidecarConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def register() -> None:
-    """Make the connector known to vLLM by its name: the entry point ``vllm.general_plugins`` calls this in every
-    process of the engine. Inside a `MultiConnector` the name is the only way to the class."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    with contextlib.suppress(ValueError):  # vLLM loads its plugins more than once: it is known already
-        KVConnectorFactory.register_connector(CONNECTOR, f"{__name__}.connector", CONNECTOR)

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from kvsidecar.client.results import GroupHits, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import hits
+from kvsidecar.integrations.vllm.asking import Question, SchedulerClient
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.types import LookupMode
 
 AHEAD_SECONDS = 1.0
 """How long an answer is good for a request that waits for its first step. Its lease outlives it."""
 AHEAD_REQUESTS = 64
 """Of more requests that wait, the last are asked for in their steps: their answers would be too old by then."""
-
-
-class Question(Protocol):
-    """The part of `kvsidecar.client.PendingLookup` that is used."""
-
-    def result(self, timeout: float) -> LookupResult: ...
-    def give_up(self) -> None: ...
-
-
-class Asker(Protocol):
-    """Sends a lookup. None: it cannot be sent at once."""
-
-    def begin_lookup(
-        self,
-        namespace: Namespace,
-        groups: Mapping[int, bytes],
-        *,
-        mode: LookupMode = LookupMode.PREFIX,
-        lease_seconds: float = 0.0,
-    ) -> Question | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +54,13 @@ class Ahead:
 
     def __init__(
         self,
-        namespace: Namespace,
+        hash_bytes: int,
         groups: Sequence[Group],
-        client: Asker,
+        client: SchedulerClient,
         lease_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self._namespace, self._groups, self._client = namespace, groups, client
+        self._hash_bytes, self._groups, self._client = hash_bytes, groups, client
         self._lease_seconds, self._clock = lease_seconds, clock
         self._asked: dict[str, _Asked] = {}
         """By request, the oldest first."""
@@ -101,9 +82,7 @@ class Ahead:
             return
         try:
             # A bitmap tells of each block whether it is there, wherever the GPU's own hit will end.
-            question = self._client.begin_lookup(
-                self._namespace, packed, mode=LookupMode.BITMAP, lease_seconds=self._lease_seconds
-            )
+            question = self._client.begin_lookup(packed, mode=LookupMode.BITMAP, lease_seconds=self._lease_seconds)
         except ClientError:
             return  # the step that asks again says why
         if question is not None:
@@ -122,9 +101,8 @@ class Ahead:
         if asked.end != end or asked.epoch != epoch or self._clock() - asked.since >= AHEAD_SECONDS:
             asked.question.give_up()
             return None
-        width = self._namespace.hash_bytes
         first = {group.index: local // group.block_tokens for group in self._groups}
-        packed = {index: hashes[first[index] * width :] for index, hashes in asked.packed.items()}
+        packed = {index: hashes[first[index] * self._hash_bytes :] for index, hashes in asked.packed.items()}
         return Behind(asked.question, packed, first)
 
     def forget(self, request_id: str) -> None:

@@ -32,15 +32,15 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
-from kvsidecar.integrations.vllm import memory, ranks, register
-from kvsidecar.integrations.vllm.asking import RankNamespaceClient
+from kvsidecar.integrations.vllm import memory, ranks
 from kvsidecar.integrations.vllm.carriers import NO_ORDERS, Orders, Reports
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport
-from kvsidecar.integrations.vllm.namespace import namespace_of, stand_in_of
+from kvsidecar.integrations.vllm.namespace import hash_bytes_of, namespace_of
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.plugin import register
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.worker import WorkerSide
@@ -73,12 +73,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._export: Callable[[], ranks.RankMemory] | None = None
         self._failed_block_ids: set[int] = set()
         self._gauges: dict[str, int] = {}
-        """That were not told yet."""
+        """Gauges that vLLM has not been told yet."""
         self._observed: dict[str, list[float]] = {}
-        """By histogram: what the scheduler's side has seen since it last told."""
+        """By histogram: the observations that vLLM has not been told yet."""
         self._deferred: dict[str, float] = {}
-        """By request: since when its lookup waits for an answer."""
-        self._asking: RankNamespaceClient | None = None
+        """By request: monotonic seconds since which its lookup waits for an answer."""
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
             _check_failed_loads(kv_cache_config)
@@ -107,13 +106,12 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         events = self._vllm_config.kv_events_config
         wants_events = events is not None and events.enable_kv_cache_events
-        self._asking = RankNamespaceClient(self._client(f"{self._instance} scheduler"))
         return SchedulerSide(
             self._options,
-            stand_in_of(self._vllm_config),
+            hash_bytes_of(self._vllm_config),
             self._groups,
             self._vllm_config.parallel_config.world_size,
-            self._asking,
+            self._client(f"{self._instance} scheduler"),
             events=Events(self._groups) if wants_events else None,
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
@@ -131,7 +129,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _fixed_seed(self) -> str | None:
-        """What block hashes begin with in every process, unless PYTHONHASHSEED says otherwise."""
+        """The seed of block hashes in every process without PYTHONHASHSEED; None: each process has a random one."""
         # vLLM 0.26 has none: each engine makes its own. Later ones do so for hashes that can be made to collide.
         fixed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
         return fixed if self._vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256") else None
@@ -142,7 +140,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             name=name,
             step_budget=self._options.lookup_budget,
             job_timeout=self._options.load_timeout,
-            fast_lane=self._options.fast_lane,
+            local_protocol=self._options.local_protocol,
             **options,
         )
 
@@ -158,8 +156,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Asked by vLLM 0.26, which otherwise has a storage per layer: one copy per layer and block instead of one per
-        block. Later versions have one storage and a layout, which the engine chooses."""
+        """vLLM 0.26 asks this. Without it, each layer has a storage of its own, and a block is as many copies as there
+        are layers. Later versions have one storage, whose layout the engine chooses."""
         return True
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
@@ -202,7 +200,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = worker
 
     def _backends(self) -> dict[int, set[str]]:
-        """By group: the attention backends of its layers; how they pack K and V is theirs to know."""
+        """By group: the names of its layers' attention backends, each of which packs K and V in its own way."""
         layers = self._vllm_config.compilation_config.static_forward_context
         return {
             group.index: {
@@ -328,8 +326,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for reports in metadata.values():
             if isinstance(reports, Reports):
                 self._take(reports)
-        if self._asking is not None and self._asking.namespace is not None:
-            self._asking.connect(ATTACH_SECONDS)
+        if self._scheduler is not None:
+            self._scheduler.connect(ATTACH_SECONDS)
 
     def update_connector_output(self, connector_output: Any) -> None:
         reports = connector_output.kv_connector_worker_meta
@@ -338,16 +336,12 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._take(reports)
 
     def _take(self, reports: Reports) -> None:
-        if self._scheduler is None or self._asking is None:
+        if self._scheduler is None:
             return
         report = reports.report
         for namespace in reports.namespaces:
-            if self._asking.namespace is None:
-                self._asking.namespace = namespace
-                _log.info("kvsidecar: namespace %s", namespace)
-            elif namespace != self._asking.namespace:
+            if not self._scheduler.take_namespace(namespace):
                 # As if none were attached: the blocks of one rank would be loaded beside another's of another kind.
-                _log.error("kvsidecar: no offload: ranks hold KV of %s and of %s", self._asking.namespace, namespace)
                 report = replace(report, attached=dict.fromkeys(report.attached, 0))
         self._scheduler.take_report(report)
 
@@ -374,7 +368,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return found
 
     def _resolved(self, request_id: str) -> None:
-        """A lookup that vLLM was told to ask again for is answered, or not asked any more."""
+        """Observe how long a deferred lookup took: it was answered, or its request has ended."""
         if (since := self._deferred.pop(request_id, None)) is not None:
             self._observed.setdefault(LOOKUP_DEFERRED, []).append(time.monotonic() - since)
 
@@ -386,19 +380,13 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         orders = NOTHING if self._scheduler is None else self._scheduler.build_orders(scheduler_output)
         return NO_ORDERS if orders is NOTHING else Orders(orders)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._finished(request)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._finished(request)
-
-    def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is None:
             return False, None
         self._resolved(request.request_id)
         return self._scheduler.request_finished(request)
+
+    request_finished_all_groups = request_finished
 
     def take_events(self) -> Iterable[Any]:
         return () if self._scheduler is None else self._scheduler.take_events()

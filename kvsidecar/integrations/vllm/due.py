@@ -13,7 +13,7 @@ from kvsidecar.integrations.vllm.stored_filter import Mask, StoredFilter, Tags
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks of one group: their joined hashes."""
+    """Blocks of one group, as their joined hashes."""
 
     group: int
     hashes: bytes
@@ -23,12 +23,12 @@ class Part:
         return len(self.tags)
 
     def split(self) -> list[bytes]:
-        """The hashes."""
+        """The hashes of the blocks, one by one."""
         width = len(self.hashes) // max(1, len(self))
         return [self.hashes[i : i + width] for i in range(0, len(self.hashes), width)] if width else []
 
     def only(self, which: Mask | slice) -> Part:
-        """These of them. A copy, so that the others' memory is given back."""
+        """A part with only these blocks. It is a copy, so that the memory of the others is given back."""
         rows = np.frombuffer(self.hashes, np.uint8).reshape(len(self), -1)
         return Part(self.group, rows[which].tobytes(), self.tags[which].copy())
 
@@ -45,17 +45,17 @@ class Due:
         self._parts: deque[Part] = deque()
         self.count = 0
         """Blocks."""
-        # The same prefix may become due with every request that has it.
-        self._there = StoredFilter()
+        # A prefix may become due again with every request that shares it.
+        self._queued = StoredFilter()
 
     def add(self, part: Part) -> list[Part]:
         """Add blocks that are not due already. Returns the blocks that they push out."""
-        new = ~self._there.find(part.tags)
+        new = ~self._queued.find(part.tags)
         if not new.all():
             part = part.only(new)
         if not part:
             return []
-        self._there.add(part.tags)
+        self._queued.add(part.tags)
         self._parts.append(part)
         self.count += len(part)
         return self.take(self.count - self._most)
@@ -72,5 +72,5 @@ class Due:
                 part = part.only(slice(most))
             self.count -= len(part)
             most -= len(part)
-            self._there.discard(part.tags)
+            self._queued.discard(part.tags)
             yield part

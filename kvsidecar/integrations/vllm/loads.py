@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.client import pack_ids
+from kvsidecar.integrations.vllm.asking import Lease
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.lookups import Lease, Lookups, Offer
+from kvsidecar.integrations.vllm.lookups import Lookups, Offer
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
 from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 

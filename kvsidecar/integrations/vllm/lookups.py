@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import hits
-from kvsidecar.integrations.vllm.ahead import Ahead, Asker
+from kvsidecar.integrations.vllm.ahead import Ahead
+from kvsidecar.integrations.vllm.asking import Lease, SchedulerClient
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
-from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.types import LookupMode
 
 _log = logging.getLogger("kvsidecar.vllm")
 
@@ -28,40 +29,6 @@ OFFER_SECONDS = 2.0
 """Lease of a hit until vLLM allocates blocks for it, or until the engine stalls."""
 UNTAKEN_SECONDS = 0.5
 """The lease of a request that vLLM no longer asks for, because others go first, is dropped after this time."""
-
-
-class Lease(Protocol):
-    """The part of `kvsidecar.client.KeptLease` that is used."""
-
-    @property
-    def asked(self) -> bool: ...
-    @property
-    def kept(self) -> bool | None: ...
-
-    def release(self) -> None: ...
-
-
-class Asked(Asker, Protocol):
-    """`kvsidecar.integrations.vllm.asking.RankNamespaceClient` is one."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def hangs(self) -> bool: ...
-
-    def lookup(
-        self,
-        namespace: Namespace,
-        groups: Mapping[int, bytes],
-        *,
-        mode: LookupMode = LookupMode.PREFIX,
-        lease_seconds: float = 0.0,
-        timeout: float | None = None,
-    ) -> LookupResult: ...
-
-    def keep(self, lease: int, lease_seconds: float) -> Lease: ...
-    def drop(self, lease: int) -> None: ...
-    def close(self, timeout: float | None = None) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -93,22 +60,21 @@ class Lookups:
     def __init__(
         self,
         options: Options,
-        namespace: Namespace,
+        hash_bytes: int,
         groups: Sequence[Group],
-        client: Asked,
+        client: SchedulerClient,
         stored_filter: StoredFilter,
         counters: Counters,
         events: Events | None,
         clock: Callable[[], float],
     ) -> None:
-        self._options, self._namespace, self._groups = options, namespace, groups
-        self._client, self._stored_filter, self._counters = client, stored_filter, counters
-        self._events, self._clock = events, clock
+        self._options, self._groups, self._client = options, groups, client
+        self._stored_filter, self._counters, self._events, self._clock = stored_filter, counters, events, clock
         self._mode = LookupMode.PREFIX if all(g.kind is Kind.FULL for g in groups) else LookupMode.BITMAP
         self._offers: dict[str, Offer] = {}
         self._leased: dict[str, float] = {}
         """Requests whose offers have leases, and since when; the oldest first."""
-        self._ahead = Ahead(namespace, groups, client, OFFER_SECONDS, clock)
+        self._ahead = Ahead(hash_bytes, groups, client, OFFER_SECONDS, clock)
         self._spent = 0.0
         self.used = False
         """Whether `new_step` has work to do."""
@@ -235,10 +201,9 @@ class Lookups:
 
     def _ask(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float) -> LookupResult:
         """One lookup, in the step that wants it."""
-        namespace = self._namespace
 
         def lookup(timeout: float) -> LookupResult:
-            return self._client.lookup(namespace, packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
+            return self._client.lookup(packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
 
         return self._within_budget(lookup)
 

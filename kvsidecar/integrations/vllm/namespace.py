@@ -64,8 +64,7 @@ def namespace_of(
         ValueError: the hash algorithm is not one that is known, or the weights cannot be read.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    algorithm = cache.prefix_caching_hash_algo
-    hash_bytes = _hash_bytes(algorithm)
+    hash_bytes = hash_bytes_of(vllm_config)
     seed = environment.get("PYTHONHASHSEED", fixed_seed)
     load_format = _plain(getattr(getattr(vllm_config, "load_config", None), "load_format", None))
     weights = checkpoint_of(model.model, model.hf_config)
@@ -92,23 +91,15 @@ def namespace_of(
         block_size=groups[0].block_tokens,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
-        hash_algorithm=algorithm,
+        hash_algorithm=cache.prefix_caching_hash_algo,
         hash_bytes=hash_bytes,
         extra=hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest(),
     )
 
 
-def stand_in_of(vllm_config: Any) -> Namespace:
-    """What stands for the ranks' namespace on the scheduler's side: only its hashes are as theirs.
-
-    Raises:
-        ValueError: the hash algorithm is not one that is known.
-    """
+def hash_bytes_of(vllm_config: Any) -> int:
+    """Bytes of a block hash. Raises ValueError: the hash algorithm is not one that is known."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    return Namespace("-", "-", "-", 1, 1, 1, algorithm, _hash_bytes(algorithm))
-
-
-def _hash_bytes(algorithm: str) -> int:
     if algorithm not in HASH_BYTES:
         raise ValueError(f"prefix_caching_hash_algo {algorithm!r} is not one of {', '.join(HASH_BYTES)}")
     return HASH_BYTES[algorithm]

@@ -95,7 +95,7 @@ class Options:
     weights_version_file: str | None = _option(
         None, _text, "file that contains the name of the weights; it is read at each reset"
     )
-    fast_lane: bool = _option(True, _flag, "use the fast lane instead of gRPC, if the daemon offers it")
+    local_protocol: bool = _option(True, _flag, "use the local protocol instead of gRPC, if the daemon offers it")
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Options:

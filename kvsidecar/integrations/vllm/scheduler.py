@@ -9,16 +9,17 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from kvsidecar.integrations.generations import Generations, read_name
+from kvsidecar.integrations.vllm.asking import Asked, SchedulerClient
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.keyed import KeyedClient, keyed
 from kvsidecar.integrations.vllm.loads import Loads
-from kvsidecar.integrations.vllm.lookups import Asked, Lookups
-from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport, StepOrders
+from kvsidecar.integrations.vllm.lookups import Lookups
+from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepOrders, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.stores import Progress, Stores
@@ -27,11 +28,14 @@ from kvsidecar.types import Namespace
 
 _log = logging.getLogger("kvsidecar.vllm")
 
+AnyJob = TypeVar("AnyJob", StoreJob, LoadJob)
+
 
 class SchedulerSide:
     """One per engine, in its scheduler's process.
 
     Args:
+        hash_bytes: of a block hash.
         groups: as `groups_of` says, the same as on the workers.
         world_size: ranks that attach and report.
         client: only looks up; closed by `shutdown`.
@@ -44,7 +48,7 @@ class SchedulerSide:
     def __init__(
         self,
         options: Options,
-        namespace: Namespace,
+        hash_bytes: int,
         groups: Sequence[Group],
         world_size: int,
         client: Asked,
@@ -58,15 +62,17 @@ class SchedulerSide:
         self._options, self._world_size, self._clock = options, world_size, clock
         # A file that is there already was written for weights that this engine does not have: it was just started.
         had = read_name(options.weights_version_file)
-        self._generations = Generations(namespace.hash_bytes, options.weights_version, had=[had] if had else [])
-        self._client = client = KeyedClient(client, self._generations)
+        self._generations = Generations(hash_bytes, options.weights_version, had=[had] if had else [])
+        self._client = SchedulerClient(client, self._generations)
         self._alignment = groups[0].alignment
         self._stored_filter, self._events = StoredFilter(), events
         numbers = itertools.count(1)
-        self._lookups = Lookups(options, namespace, groups, client, self._stored_filter, self.counters, events, clock)
+        self._lookups = Lookups(
+            options, hash_bytes, groups, self._client, self._stored_filter, self.counters, events, clock
+        )
         self._loads = Loads(
             groups,
-            namespace.hash_bytes,
+            hash_bytes,
             world_size,
             self._lookups,
             self._stored_filter,
@@ -156,7 +162,31 @@ class SchedulerSide:
         if not (stores or loads):
             return IDLE if idle else NOTHING
         self._counts = True
-        return StepOrders(keyed(stores, self._generations), keyed(loads, self._generations), idle)
+        return StepOrders(self._keyed(stores), self._keyed(loads), idle)
+
+    def _keyed(self, jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
+        """The jobs as the ranks are told of them: with the keys of this generation."""
+        if self._generations.first or not jobs:
+            return tuple(jobs)
+        keys = self._generations.keys
+        return tuple(
+            replace(job, blocks=tuple(replace(each, hashes=keys(each.hashes)) for each in job.blocks)) for job in jobs
+        )
+
+    def take_namespace(self, namespace: Namespace) -> bool:
+        """Ask in this namespace, which a rank stores in. False: other ranks store in another one, which is kept."""
+        if self._client.namespace is None:
+            self._client.namespace = namespace
+            _log.info("kvsidecar: namespace %s", namespace)
+        elif namespace != self._client.namespace:
+            _log.error("kvsidecar: no offload: ranks hold KV of %s and of %s", self._client.namespace, namespace)
+            return False
+        return True
+
+    def connect(self, timeout: float) -> None:
+        """Connect for the first lookup, if a rank has said its namespace. Waits at most ``timeout`` seconds."""
+        if self._client.namespace is not None:
+            self._client.connect(timeout)
 
     def take_report(self, report: RankReport) -> None:
         """What the ranks have said since the last call."""

@@ -63,12 +63,12 @@ class _Store:
     selection: Selection
     blocks: tuple[GroupBlocks, ...]
     ranks: int
-    """That have not reported."""
+    """Ranks that have not reported yet."""
     begun: tuple[float, int]
     """Monotonic seconds and number of the step in which the ranks were told."""
     failed: bool = False
     again: bool = True
-    """If it fails, its blocks are stored later."""
+    """Whether its blocks are stored later if it fails."""
 
 
 class Stores:
@@ -154,19 +154,17 @@ class Stores:
         return bool(self._running or self._planned)
 
     def gpu_is_empty(self) -> bool:
-        """Whether no block of the GPU is in use or can be hit: nothing of before goes into what is stored from now on.
-
-        Takes a look at every block.
-        """
+        """Whether no block of the GPU is in use or can be hit, so that no earlier KV gets into later stores. Looks at
+        every block."""
         blocks = () if self._pool is None else self._pool.blocks
         return not any((block.ref_cnt or block.block_hash is not None) and not block.is_null for block in blocks)
 
     def is_due(self, clock: Callable[[], float]) -> bool:
-        """Whether there is something that an idle engine should step for."""
+        """Whether an idle engine should step, because blocks are due."""
         return self._due.count > 0 and clock() >= self._retry
 
     def frees_soon(self, now: float) -> bool:
-        """Whether blocks become free when jobs end, and that is soon: those that nobody else holds.
+        """Whether store jobs hold blocks that nobody else holds, and will end soon.
 
         Args:
             now: monotonic seconds.
@@ -226,11 +224,11 @@ class Stores:
         self._plan()
 
     def rest(self, progress: Progress, store: bool = True) -> None:
-        """A request gives its blocks up: plan all that are left, and what there is no room for later. vLLM's cache
-        knows which are computed.
+        """A request is about to lose its blocks: plan the ones that are left, and make those due for which there is no
+        room. vLLM's prefix cache says which ones are computed.
 
         Args:
-            store: whether there is a daemon now.
+            store: whether stores can be planned; False: there is no daemon, so all blocks become due.
         """
         if self._pool is None:
             return
@@ -243,18 +241,19 @@ class Stores:
             self._put_off(progress, aligned, end)
 
     def allocated(self, blocks: int) -> None:
-        """vLLM has allocated blocks that no step's output names."""
+        """Count blocks that vLLM has allocated and that no scheduler output names."""
         self._allocated += blocks
 
     def new_run(self) -> None:
-        """All ranks are attached to another run of the daemon: nobody knows which one a job's end is of."""
+        """All ranks are attached to another run of the daemon. Running jobs count as failed: it is unknown which run
+        ended them."""
         for store in self._running.values():
             store.failed = True
         self._retry, self._pause = 0.0, RETRY_SECONDS
 
     def _bounds(self, progress: Progress, tokens: int) -> tuple[int, int]:
-        """Up to where a request's blocks can be stored, of its first ``tokens`` tokens: the last multiple of the
-        alignment, and of the hashes."""
+        """How many of a request's first ``tokens`` tokens can be stored: rounded down to the alignment, and to the
+        blocks that have hashes."""
         request = progress.request
         if self._prompt_only:
             tokens = min(tokens, request.num_prompt_tokens)
@@ -262,7 +261,7 @@ class Stores:
         return end // self._alignment * self._alignment, end
 
     def _consider(self, progress: Progress, tokens: int) -> None:
-        """Those of a request's blocks that were not considered yet, up to ``tokens``; as many as there is room for."""
+        """Add a request's next blocks, up to ``tokens`` tokens, to the candidates, as many as there is room for."""
         aligned, end = self._bounds(progress, tokens)
         if aligned <= progress.done:
             return
@@ -279,7 +278,7 @@ class Stores:
         progress.done = aligned
 
     def _add(self, candidates: Candidates, group: Group, progress: Progress, aligned: int, end: int) -> int:
-        """Returns how many blocks."""
+        """Add the blocks of one group to the candidates. Returns how many."""
         request, indices = progress.request, block_range(group, progress.done, aligned, end)
         asked = group.hashes(request.block_hashes, indices.start, indices.stop)
         candidates.add(request, indices.start, asked, progress.table(group.index))
@@ -312,7 +311,7 @@ class Stores:
     # -- later -----------------------------------------------------------------------------------------------------
 
     def _put_off(self, progress: Progress, aligned: int, end: int) -> None:
-        """What the GPU has of a request's blocks is due."""
+        """Make those of a request's blocks due that the GPU's prefix cache has."""
         assert self._pool is not None
         for group in self._groups:
             candidates = Candidates()
@@ -355,7 +354,7 @@ class Stores:
                 self._give_up(index, evicted)
 
     def _room(self) -> int:
-        """Blocks that may be considered still in this step."""
+        """How many more blocks this step may consider."""
         if self._oldest_runs_for(HUNG_SECONDS, self._now):
             self._counters.held_back_stores += 1
             return 0
@@ -364,18 +363,15 @@ class Stores:
         return min(STEP_BLOCKS - len(self._planned), self._most_held - self._held) - self._considered
 
     def _oldest_runs_for(self, seconds: float, now: float) -> bool:
-        """Whether a store has not ended after this long, and after enough steps to hear of its end."""
+        """Whether the oldest store has not ended after ``seconds``, nor after the steps that its report takes."""
         if not self._running:
             return False
         began, step = next(iter(self._running.values())).begun
         return now - began >= seconds and self._step - step >= REPORT_STEPS
 
     def _plan(self) -> dict[int, Chosen]:
-        """Choose of what was considered. All requests' at once: one call for each would be most of what it costs.
-
-        Returns:
-            By group, if anything was chosen.
-        """
+        """Choose from the candidates of all requests at once: one call per request would cost more than the choice.
+        Returns what was chosen, by group."""
         assert self._pool is not None
         self._considered, planned = 0, {}
         for group in self._groups:
@@ -396,7 +392,7 @@ class Stores:
         return planned
 
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
-        """Whose blocks these are, for the trace and the events."""
+        """Record which requests the chosen blocks belong to, for the trace and the KV events."""
         if self._events is None and not any(span.request.trace_headers for span in candidates.spans):
             return
         ends = [*(span.begin for span in candidates.spans[1:]), len(candidates.hashes)]
@@ -414,7 +410,7 @@ class Stores:
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
-        """What is planned, for the ranks."""
+        """Turn what is planned into a job for the ranks."""
         if not self._planned.count:
             return ()
         planned, self._planned = self._planned, Selection()
@@ -436,7 +432,7 @@ class Stores:
                 self._end(store.selection, store.blocks, store.failed, store.again)
 
     def reset(self) -> None:
-        """What is not stored yet never is."""
+        """Drop everything that is planned or due, and store nothing again that fails from now on."""
         planned, self._planned = self._planned, Selection()
         if planned:
             self._end(planned, planned.packed(), failed=True, again=False)

@@ -142,10 +142,10 @@ class WorkerSide:
         unmapped = client.close(CLOSE_SECONDS)
         for done in client.poll():
             self._ended(done)
+        for store in self._stores.values():
+            self._store_ended(store, done=False)  # also where it may still run: a late read of the device harms nobody
         if unmapped:
             # Nothing can touch the blocks now, whatever the daemon did not come to say.
-            for store in self._stores.values():
-                self._store_ended(store, done=False)
             for load in self._loads.values():
                 self._load_ended(load, done=False)
         else:
@@ -155,8 +155,6 @@ class WorkerSide:
                 "until its process has exited",
                 CLOSE_SECONDS,
             )
-            for store in self._stores.values():
-                self._store_ended(store, done=False)  # a late read of the device harms nobody here
         self._stores.clear()
         self._loads.clear()
         return unmapped

@@ -1,4 +1,4 @@
-"""The fast lane as a client of another make would use it, or misuse it: raw frames against a real daemon."""
+"""The local protocol as a client of another make would use it, or misuse it: raw frames against a real daemon."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.marks import both_protocols
 UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
 
 
-class RawLane:
+class RawClient:
     """A connection of the attach socket in the test's hands."""
 
     def __init__(self, daemon: DaemonProcess, buffer: HostBuffer | None = None) -> None:
@@ -50,10 +50,10 @@ class RawLane:
         self.welcome = pb.Welcome.FromString(receive(self.connection))
 
     def send(self, **message: Any) -> None:
-        self.connection.sendall(frame(pb.LaneRequest(**message).SerializeToString()))
+        self.connection.sendall(frame(pb.LocalRequest(**message).SerializeToString()))
 
-    def receive(self) -> pb.LaneReply:
-        return pb.LaneReply.FromString(receive(self.connection))
+    def receive(self) -> pb.LocalReply:
+        return pb.LocalReply.FromString(receive(self.connection))
 
     def attach(self, kind: str) -> Any:
         """The next reply, which is one of the Attach stream and of this kind."""
@@ -91,7 +91,7 @@ class RawLane:
         return pb.AttachRequest(register=register)
 
 
-def status(error: pb.LaneError) -> tuple[grpc.StatusCode, str]:
+def status(error: pb.LocalError) -> tuple[grpc.StatusCode, str]:
     return next(code for code in grpc.StatusCode if code.value[0] == error.code), error.text
 
 
@@ -113,15 +113,15 @@ def buffer() -> Iterator[HostBuffer]:
 
 
 @contextmanager
-def raw_lane(daemon: DaemonProcess, buffer: HostBuffer | None = None) -> Iterator[RawLane]:
-    lane = RawLane(daemon, buffer)
-    yield lane
-    lane.connection.close()
+def raw_client(daemon: DaemonProcess, buffer: HostBuffer | None = None) -> Iterator[RawClient]:
+    raw = RawClient(daemon, buffer)
+    yield raw
+    raw.connection.close()
 
 
 @pytest.fixture
-def lane(daemon: DaemonProcess, buffer: HostBuffer) -> Iterator[RawLane]:
-    with raw_lane(daemon, buffer) as raw:
+def raw(daemon: DaemonProcess, buffer: HostBuffer) -> Iterator[RawClient]:
+    with raw_client(daemon, buffer) as raw:
         yield raw
 
 
@@ -139,59 +139,61 @@ def until_ranks(daemon: DaemonProcess, count: int) -> None:
 # -- as it should be -------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_registers_stores_and_detaches(daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer) -> None:
-    assert lane.welcome.fast_lane
-    lane.send(attach=lane.register(buffer))
-    registered = lane.attach("registered")
-    assert (registered.epoch, registered.readiness.state) == (lane.welcome.epoch, pb.Readiness.STATE_READY)
-    lane.send(attach=store(1, "a"))
-    assert lane.attach("done").outcome == pb.JobDone.OUTCOME_DONE
-    lane.send(detach=pb.Detach())
-    assert lane.ended() == (grpc.StatusCode.OK, "")
+def test_a_rank_registers_stores_and_detaches(daemon: DaemonProcess, raw: RawClient, buffer: HostBuffer) -> None:
+    assert raw.welcome.local_protocol
+    raw.send(attach=raw.register(buffer))
+    registered = raw.attach("registered")
+    assert (registered.epoch, registered.readiness.state) == (raw.welcome.epoch, pb.Readiness.STATE_READY)
+    raw.send(attach=store(1, "a"))
+    assert raw.attach("done").outcome == pb.JobDone.OUTCOME_DONE
+    raw.send(detach=pb.Detach())
+    assert raw.ended() == (grpc.StatusCode.OK, "")
     assert daemon.metric("kvsidecar_attached_ranks") == 0, "the end was told before the memory was unmapped"
-    lane.send(call=5, lookup=lookup("a", "b"))
-    reply = lane.receive()
+    raw.send(call=5, lookup=lookup("a", "b"))
+    reply = raw.receive()
     assert (reply.call, reply.lookup.groups[0].hits) == (5, 1), "calls go on after the end of the stream"
 
 
-def test_messages_may_follow_the_registration_at_once(daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer) -> None:
-    messages = [pb.LaneRequest(attach=lane.register(buffer))]
-    messages += [pb.LaneRequest(attach=store(job, job, job)) for job in range(1, 4)]
-    messages += [pb.LaneRequest(detach=pb.Detach()), pb.LaneRequest(attach=store(9, "behind the end"))]
-    lane.connection.sendall(b"".join(frame(message.SerializeToString()) for message in messages))
-    lane.attach("registered")
-    assert [lane.attach("done").outcome for _ in range(3)] == [pb.JobDone.OUTCOME_DONE] * 3
-    assert lane.ended()[0] is grpc.StatusCode.OK
-    lane.send(call=1, lookup=lookup("behind the end"))
-    assert lane.receive().lookup.groups[0].hits == 0
+def test_messages_may_follow_the_registration_at_once(
+    daemon: DaemonProcess, raw: RawClient, buffer: HostBuffer
+) -> None:
+    messages = [pb.LocalRequest(attach=raw.register(buffer))]
+    messages += [pb.LocalRequest(attach=store(job, job, job)) for job in range(1, 4)]
+    messages += [pb.LocalRequest(detach=pb.Detach()), pb.LocalRequest(attach=store(9, "behind the end"))]
+    raw.connection.sendall(b"".join(frame(message.SerializeToString()) for message in messages))
+    raw.attach("registered")
+    assert [raw.attach("done").outcome for _ in range(3)] == [pb.JobDone.OUTCOME_DONE] * 3
+    assert raw.ended()[0] is grpc.StatusCode.OK
+    raw.send(call=1, lookup=lookup("behind the end"))
+    assert raw.receive().lookup.groups[0].hits == 0
 
 
-def test_calls_are_answered_in_order_however_many_come_at_once(daemon: DaemonProcess, lane: RawLane) -> None:
+def test_calls_are_answered_in_order_however_many_come_at_once(daemon: DaemonProcess, raw: RawClient) -> None:
     rank = Rank(daemon)
     done(rank.store("a"))
     count = 1000
-    requests = [pb.LaneRequest(call=call, lookup=lookup("a", call)) for call in range(1, count + 1)]
-    lane.connection.sendall(b"".join(frame(request.SerializeToString()) for request in requests))
-    replies = [lane.receive() for _ in range(count)]
+    requests = [pb.LocalRequest(call=call, lookup=lookup("a", call)) for call in range(1, count + 1)]
+    raw.connection.sendall(b"".join(frame(request.SerializeToString()) for request in requests))
+    replies = [raw.receive() for _ in range(count)]
     assert [reply.call for reply in replies] == list(range(1, count + 1))
     assert {reply.lookup.groups[0].hits for reply in replies} == {1}
     rank.close()
 
 
-def test_leases_are_taken_renewed_and_released(daemon: DaemonProcess, lane: RawLane) -> None:
+def test_leases_are_taken_renewed_and_released(daemon: DaemonProcess, raw: RawClient) -> None:
     rank = Rank(daemon)
     done(rank.store("a"))
     request = lookup("a")
-    request.lease_ms, request.token = 5000, lane.welcome.token
-    lane.send(call=1, lookup=request)
-    lease = lane.receive().lookup.lease
+    request.lease_ms, request.token = 5000, raw.welcome.token
+    raw.send(call=1, lookup=request)
+    lease = raw.receive().lookup.lease
     assert lease
-    lane.send(call=2, renew=pb.RenewRequest(lease=lease, lease_ms=4000))
-    assert (lane.receive().renew.renewed, daemon.metric("kvsidecar_leases")) == (True, 1)
-    lane.send(call=3, release=pb.ReleaseRequest(lease=lease))
-    assert lane.receive().release.released
-    lane.send(call=4, release=pb.ReleaseRequest(lease=lease))
-    assert not lane.receive().release.released
+    raw.send(call=2, renew=pb.RenewRequest(lease=lease, lease_ms=4000))
+    assert (raw.receive().renew.renewed, daemon.metric("kvsidecar_leases")) == (True, 1)
+    raw.send(call=3, release=pb.ReleaseRequest(lease=lease))
+    assert raw.receive().release.released
+    raw.send(call=4, release=pb.ReleaseRequest(lease=lease))
+    assert not raw.receive().release.released
     rank.close()
 
 
@@ -204,49 +206,49 @@ def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, b
     with DaemonProcess(short_dir, *sizes, KVSIDECAR_FAILPOINTS="load.in_flight@2=delay(0.5)") as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store(*names))
-        with raw_lane(daemon, buffer) as lane:
-            lane.send(attach=lane.register(buffer))
-            lane.attach("registered")
+        with raw_client(daemon, buffer) as raw:
+            raw.send(attach=raw.register(buffer))
+            raw.attach("registered")
             request = lookup(*names)
-            request.lease_ms, request.token = 30_000, lane.welcome.token
-            lane.send(call=1, lookup=request)
-            lease = lane.receive().lookup.lease
+            request.lease_ms, request.token = 30_000, raw.welcome.token
+            raw.send(call=1, lookup=request)
+            lease = raw.receive().lookup.lease
             blocks = pb.Blocks(group=0, hashes=b"".join(hashes(*names)), block_ids=pack_ids(names))
             messages = (
-                pb.LaneRequest(attach=store(2, "new")),
-                pb.LaneRequest(attach=pb.AttachRequest(load=pb.Load(job=1, lease=lease, blocks=[blocks]))),
-                pb.LaneRequest(call=2, release=pb.ReleaseRequest(lease=lease)),
+                pb.LocalRequest(attach=store(2, "new")),
+                pb.LocalRequest(attach=pb.AttachRequest(load=pb.Load(job=1, lease=lease, blocks=[blocks]))),
+                pb.LocalRequest(call=2, release=pb.ReleaseRequest(lease=lease)),
             )
-            lane.connection.sendall(b"".join(frame(each.SerializeToString()) for each in messages))
-            assert lane.receive().release.released
-            stored, loaded = lane.attach("done"), lane.attach("done")
+            raw.connection.sendall(b"".join(frame(each.SerializeToString()) for each in messages))
+            assert raw.receive().release.released
+            stored, loaded = raw.attach("done"), raw.attach("done")
             assert (stored.job, stored.reason) == (2, "pool_full")
             assert (loaded.job, loaded.outcome, loaded.copied_blocks) == (1, pb.JobDone.OUTCOME_DONE, NUM_BLOCKS)
         rank.close()
 
 
-def test_a_refused_call_has_grpcs_code_and_text_and_costs_nothing_else(daemon: DaemonProcess, lane: RawLane) -> None:
-    lane.send(call=1, lookup=pb.LookupRequest(mode=pb.LookupRequest.MODE_PREFIX))
-    code, text = lane.error(1)
+def test_a_refused_call_has_grpcs_code_and_text_and_costs_nothing_else(daemon: DaemonProcess, raw: RawClient) -> None:
+    raw.send(call=1, lookup=pb.LookupRequest(mode=pb.LookupRequest.MODE_PREFIX))
+    code, text = raw.error(1)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "namespace.model" in text
     request = lookup("a")
     request.token = b"guessed"
-    lane.send(call=2, lookup=request)
-    assert lane.error(2)[0] is grpc.StatusCode.UNAUTHENTICATED
-    lane.send(call=3, lookup=lookup("a"))
-    assert lane.receive().lookup.ready
+    raw.send(call=2, lookup=request)
+    assert raw.error(2)[0] is grpc.StatusCode.UNAUTHENTICATED
+    raw.send(call=3, lookup=lookup("a"))
+    assert raw.receive().lookup.ready
 
 
-def test_what_a_newer_client_says_is_let_pass_or_refused_in_words(lane: RawLane, buffer: HostBuffer) -> None:
-    lane.connection.sendall(frame(pb.LaneRequest(call=7).SerializeToString() + UNKNOWN_FIELD))
-    assert lane.error(7)[0] is grpc.StatusCode.UNIMPLEMENTED
-    lane.send(attach=lane.register(buffer))
-    lane.attach("registered")
+def test_what_a_newer_client_says_is_let_pass_or_refused_in_words(raw: RawClient, buffer: HostBuffer) -> None:
+    raw.connection.sendall(frame(pb.LocalRequest(call=7).SerializeToString() + UNKNOWN_FIELD))
+    assert raw.error(7)[0] is grpc.StatusCode.UNIMPLEMENTED
+    raw.send(attach=raw.register(buffer))
+    raw.attach("registered")
     unknown = pb.AttachRequest.FromString(UNKNOWN_FIELD)
-    lane.send(attach=unknown)
-    lane.send(attach=store(1, "a"))
-    assert lane.attach("done").job == 1
+    raw.send(attach=unknown)
+    raw.send(attach=store(1, "a"))
+    assert raw.attach("done").job == 1
 
 
 def test_the_end_of_the_connection_cancels_what_has_not_started_and_unmaps(
@@ -254,13 +256,13 @@ def test_the_end_of_the_connection_cancels_what_has_not_started_and_unmaps(
 ) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         daemon.wait_ready()
-        lane = RawLane(daemon, buffer)
-        lane.send(attach=lane.register(buffer))
-        lane.attach("registered")
+        raw = RawClient(daemon, buffer)
+        raw.send(attach=raw.register(buffer))
+        raw.attach("registered")
         for job, name in enumerate(("running", "queued"), 1):
-            lane.send(attach=store(job, name, job))
+            raw.send(attach=store(job, name, job))
         eventually(lambda: daemon.metric('kvsidecar_jobs_queued{direction="store"}') == 1)
-        lane.connection.close()
+        raw.connection.close()
         eventually(lambda: daemon.metric('kvsidecar_jobs_total{direction="store",outcome="declined"}') == 1)
         gate.let_pass()
         until_ranks(daemon, 0)
@@ -270,14 +272,14 @@ def test_the_end_of_the_connection_cancels_what_has_not_started_and_unmaps(
 
 
 def test_the_end_of_a_daemon_is_told_to_ranks_whose_memory_is_unmapped(
-    daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer
+    daemon: DaemonProcess, raw: RawClient, buffer: HostBuffer
 ) -> None:
-    lane.send(attach=lane.register(buffer))
-    lane.attach("registered")
+    raw.send(attach=raw.register(buffer))
+    raw.attach("registered")
     assert daemon.terminate() == 0
-    assert lane.attach("readiness").state == pb.Readiness.STATE_DRAINING
-    assert lane.ended()[0] is grpc.StatusCode.UNAVAILABLE
-    assert lane.closed()
+    assert raw.attach("readiness").state == pb.Readiness.STATE_DRAINING
+    assert raw.ended()[0] is grpc.StatusCode.UNAVAILABLE
+    assert raw.closed()
 
 
 def test_a_daemon_that_goes_down_under_a_running_copy_does_not_say_that_it_is_over(
@@ -286,14 +288,14 @@ def test_a_daemon_that_goes_down_under_a_running_copy_does_not_say_that_it_is_ov
     held = f"store.in_flight@2={gate}"
     with DaemonProcess(short_dir, "--drain-timeout", "0", KVSIDECAR_FAILPOINTS=held) as daemon:
         daemon.wait_ready()
-        with raw_lane(daemon, buffer) as lane:
-            lane.send(attach=lane.register(buffer))
-            lane.attach("registered")
-            lane.send(attach=store(1, "a"))
+        with raw_client(daemon, buffer) as raw:
+            raw.send(attach=raw.register(buffer))
+            raw.attach("registered")
+            raw.send(attach=store(1, "a"))
             eventually(lambda: daemon.metric('kvsidecar_jobs_running{direction="store"}') == 1)
             daemon.process.send_signal(signal.SIGTERM)
-            lane.attach("readiness")
-            assert lane.closed()
+            raw.attach("readiness")
+            assert raw.closed()
             gate.let_pass()  # the process cannot end while a thread of it copies
             daemon.process.wait(SECONDS)
 
@@ -303,27 +305,27 @@ def test_a_daemon_that_goes_down_under_a_running_copy_does_not_say_that_it_is_ov
 
 def test_the_first_message_of_a_stream_must_register(daemon: DaemonProcess) -> None:
     for first in ({"attach": store(1, "a")}, {"detach": pb.Detach()}):
-        with raw_lane(daemon) as lane:
-            lane.send(**first)
-            code, text = lane.ended()
+        with raw_client(daemon) as raw:
+            raw.send(**first)
+            code, text = raw.ended()
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert "register" in text
 
 
 def test_a_rank_registers_with_the_token_of_its_own_connection(daemon: DaemonProcess, buffer: HostBuffer) -> None:
-    with raw_lane(daemon, buffer) as one, raw_lane(daemon, buffer) as other:
+    with raw_client(daemon, buffer) as one, raw_client(daemon, buffer) as other:
         one.send(attach=one.register(buffer, other.welcome.token))
         assert one.ended()[0] is grpc.StatusCode.UNAUTHENTICATED
         assert daemon.metric("kvsidecar_attached_ranks") == 0
 
 
-def test_a_stream_registers_once(daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer) -> None:
-    lane.send(attach=lane.register(buffer))
-    lane.attach("registered")
-    lane.send(attach=store(1, "a"))
-    lane.send(attach=lane.register(buffer))
-    assert lane.attach("done").job == 1, "the job that had begun was not finished"
-    code, text = lane.ended()
+def test_a_stream_registers_once(daemon: DaemonProcess, raw: RawClient, buffer: HostBuffer) -> None:
+    raw.send(attach=raw.register(buffer))
+    raw.attach("registered")
+    raw.send(attach=store(1, "a"))
+    raw.send(attach=raw.register(buffer))
+    assert raw.attach("done").job == 1, "the job that had begun was not finished"
+    code, text = raw.ended()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "can register only once" in text
     assert daemon.metric("kvsidecar_attached_ranks") == 0
@@ -341,26 +343,26 @@ def test_a_stream_registers_once(daemon: DaemonProcess, lane: RawLane, buffer: H
     ids=["one byte too long", "4 GiB", "http", "no protobuf", "noise"],
 )
 def test_what_is_no_frame_ends_the_connection_in_words_and_its_stream_in_order(
-    daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer, data: bytes, code: grpc.StatusCode
+    daemon: DaemonProcess, raw: RawClient, buffer: HostBuffer, data: bytes, code: grpc.StatusCode
 ) -> None:
-    lane.send(attach=lane.register(buffer))
-    lane.attach("registered")
-    lane.send(attach=store(1, "a"))
-    lane.connection.sendall(data)
-    assert lane.attach("done").outcome == pb.JobDone.OUTCOME_DONE
-    assert lane.ended()[0] is code
-    assert lane.error(0)[0] is code
-    assert lane.closed()
+    raw.send(attach=raw.register(buffer))
+    raw.attach("registered")
+    raw.send(attach=store(1, "a"))
+    raw.connection.sendall(data)
+    assert raw.attach("done").outcome == pb.JobDone.OUTCOME_DONE
+    assert raw.ended()[0] is code
+    assert raw.error(0)[0] is code
+    assert raw.closed()
     until_ranks(daemon, 0)
     others_go_on(daemon)
 
 
-def test_a_message_as_long_as_the_limit_is_taken(daemon: DaemonProcess, lane: RawLane) -> None:
-    request = pb.LaneRequest(call=1, lookup=lookup())
+def test_a_message_as_long_as_the_limit_is_taken(daemon: DaemonProcess, raw: RawClient) -> None:
+    request = pb.LocalRequest(call=1, lookup=lookup())
     request.lookup.groups[0].hashes = bytes((MAX_MESSAGE_BYTES - 200) // 32 * 32)
     payload = request.SerializeToString()
-    lane.connection.sendall(frame(payload + b"\xfa\x3e" + _filler(MAX_MESSAGE_BYTES - len(payload) - 2)))
-    assert lane.receive().lookup.groups[0].hits == 0
+    raw.connection.sendall(frame(payload + b"\xfa\x3e" + _filler(MAX_MESSAGE_BYTES - len(payload) - 2)))
+    assert raw.receive().lookup.groups[0].hits == 0
 
 
 def _filler(nbytes: int) -> bytes:
@@ -371,47 +373,49 @@ def _filler(nbytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [1, 3, 4, 20])
-def test_half_a_frame_keeps_nobody_waiting(daemon: DaemonProcess, lane: RawLane, buffer: HostBuffer, sent: int) -> None:
-    message = frame(pb.LaneRequest(attach=lane.register(buffer)).SerializeToString())
-    lane.connection.sendall(message[:sent])
+def test_half_a_frame_keeps_nobody_waiting(
+    daemon: DaemonProcess, raw: RawClient, buffer: HostBuffer, sent: int
+) -> None:
+    message = frame(pb.LocalRequest(attach=raw.register(buffer)).SerializeToString())
+    raw.connection.sendall(message[:sent])
     others_go_on(daemon)
     for byte in message[sent : sent + 8]:
-        lane.connection.sendall(bytes((byte,)))
-    lane.connection.sendall(message[sent + 8 :])
-    lane.attach("registered")
+        raw.connection.sendall(bytes((byte,)))
+    raw.connection.sendall(message[sent + 8 :])
+    raw.attach("registered")
 
 
 def test_a_client_that_does_not_read_is_ended_and_others_go_on(daemon: DaemonProcess, buffer: HostBuffer) -> None:
-    with raw_lane(daemon, buffer) as lane:
-        lane.send(attach=lane.register(buffer))
-        lane.attach("registered")
-        lane.connection.settimeout(0.5)
+    with raw_client(daemon, buffer) as raw:
+        raw.send(attach=raw.register(buffer))
+        raw.attach("registered")
+        raw.connection.settimeout(0.5)
         with suppress(TimeoutError, BrokenPipeError):  # nobody reads it any more
             for job in range(1, 1_000_000):
-                lane.send(attach=pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(group=99)])))
+                raw.send(attach=pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(group=99)])))
         daemon.wait_log("rank detached")
         others_go_on(daemon)
-        lane.connection.settimeout(SECONDS)
-        while (reply := lane.receive()).WhichOneof("message") == "attach":
+        raw.connection.settimeout(SECONDS)
+        while (reply := raw.receive()).WhichOneof("message") == "attach":
             pass
         code, text = status(reply.ended.error)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "read" in text
 
 
-def test_a_connection_without_a_lane_says_so_and_its_clients_use_grpc(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, "--fast-lane", "off") as daemon:
+def test_a_connection_without_the_local_protocol_says_so_and_its_clients_use_grpc(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--local-protocol", "off") as daemon:
         daemon.wait_ready()
-        with raw_lane(daemon) as lane:
-            assert not lane.welcome.fast_lane
-            lane.send(call=1, lookup=lookup("a"))
-            client = daemon.client(fast_lane=True)
+        with raw_client(daemon) as raw:
+            assert not raw.welcome.local_protocol
+            raw.send(call=1, lookup=lookup("a"))
+            client = daemon.client(local_protocol=True)
             assert client.lookup(NAMESPACE, {0: hashes("a")}).ready
-            assert not client.fast_lane
+            assert not client.local_protocol
             client.close()
-            lane.connection.setblocking(False)
+            raw.connection.setblocking(False)
             with pytest.raises(BlockingIOError):
-                lane.connection.recv(1)
+                raw.connection.recv(1)
 
 
 # -- the client's end ------------------------------------------------------------------------------------------------
@@ -443,7 +447,7 @@ def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> 
     kept = scheduler.keep(short, 60.0)
     leases_become(2)
     gone = scheduler.keep(lapsed, 60.0)
-    scheduler.lookup(NAMESPACE, {0: hashes("a")})  # with the lane, their answers come with another's
+    scheduler.lookup(NAMESPACE, {0: hashes("a")})  # with the local protocol, their answers come with another's
     eventually(lambda: (kept.kept, gone.kept) == (True, False))
     scheduler.drop(long)
     leases_become(1)

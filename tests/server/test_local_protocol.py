@@ -1,4 +1,4 @@
-"""One connection of the fast lane, with its transport in the test's hands."""
+"""One connection of the local protocol, with its transport in the test's hands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.half_read import HalfRead
 from kvsidecar.server.handler import INTERNAL
-from kvsidecar.server.local_protocol import FRAMES_PER_TURN, MAX_EARLY_BYTES, Lane
+from kvsidecar.server.local_protocol import FRAMES_PER_TURN, MAX_EARLY_BYTES, LocalConnection
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -23,12 +23,12 @@ class Transport:
     """Records what is written, and what becomes of it."""
 
     def __init__(self) -> None:
-        self.replies: list[pb.LaneReply] = []
+        self.replies: list[pb.LocalReply] = []
         self.reading = True
         self.closing = False
 
     def write(self, data: bytes) -> None:
-        self.replies.append(pb.LaneReply.FromString(data[HEADER_BYTES:]))
+        self.replies.append(pb.LocalReply.FromString(data[HEADER_BYTES:]))
 
     def set_write_buffer_limits(self, high: int) -> None:
         assert high > 0
@@ -74,23 +74,25 @@ class Handler:
         self.ended = True
 
 
-def made(half_read: HalfRead | None = None) -> tuple[Lane, Transport, Handler]:
+def made(half_read: HalfRead | None = None) -> tuple[LocalConnection, Transport, Handler]:
     transport, handler = Transport(), Handler()
-    lane = Lane(handler, half_read or HalfRead(), SimpleNamespace(token=b"t", uid=1, client="c", caller=None))  # type: ignore[arg-type]
-    lane.connection_made(transport)  # type: ignore[arg-type]
-    return lane, transport, handler
+    connection = LocalConnection(
+        handler, half_read or HalfRead(), SimpleNamespace(token=b"t", uid=1, client="c", caller=None)
+    )  # type: ignore[arg-type]
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    return connection, transport, handler
 
 
-def framed(*requests: pb.LaneRequest) -> bytes:
+def framed(*requests: pb.LocalRequest) -> bytes:
     return b"".join(frame(request.SerializeToString()) for request in requests)
 
 
-def register() -> pb.LaneRequest:
-    return pb.LaneRequest(attach=pb.AttachRequest(register=pb.Register(token=b"t")))
+def register() -> pb.LocalRequest:
+    return pb.LocalRequest(attach=pb.AttachRequest(register=pb.Register(token=b"t")))
 
 
-def store(job: int, nbytes: int = 0) -> pb.LaneRequest:
-    return pb.LaneRequest(attach=pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(hashes=bytes(nbytes))])))
+def store(job: int, nbytes: int = 0) -> pb.LocalRequest:
+    return pb.LocalRequest(attach=pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(hashes=bytes(nbytes))])))
 
 
 async def settled(handler: Handler) -> None:
@@ -100,8 +102,8 @@ async def settled(handler: Handler) -> None:
 
 async def test_what_comes_before_the_answer_to_the_registration_is_kept_within_a_bound() -> None:
     for size, refused in ((MAX_EARLY_BYTES // 4, False), (MAX_EARLY_BYTES // 2, True)):
-        lane, transport, handler = made()
-        lane.data_received(framed(register(), store(1, size), store(2, size)))
+        connection, transport, handler = made()
+        connection.data_received(framed(register(), store(1, size), store(2, size)))
         assert transport.reading is not refused
         handler.registered.set_result(SimpleNamespace())
         await settled(handler)
@@ -114,8 +116,8 @@ async def test_what_comes_before_the_answer_to_the_registration_is_kept_within_a
 
 
 async def test_a_registration_that_is_refused_after_the_client_detached_is_told_once() -> None:
-    lane, transport, handler = made()
-    lane.data_received(framed(register(), store(1), pb.LaneRequest(detach=pb.Detach())))
+    connection, transport, handler = made()
+    connection.data_received(framed(register(), store(1), pb.LocalRequest(detach=pb.Detach())))
     handler.registered.set_result(InvalidRequest("no"))
     await settled(handler)
     (reply,) = transport.replies
@@ -124,8 +126,8 @@ async def test_a_registration_that_is_refused_after_the_client_detached_is_told_
 
 
 async def test_a_flood_lets_others_have_their_turn() -> None:
-    lane, transport, _ = made()
-    lane.data_received(framed(*(pb.LaneRequest(call=call, lookup=pb.LookupRequest()) for call in range(1, 201))))
+    connection, transport, _ = made()
+    connection.data_received(framed(*(pb.LocalRequest(call=call, lookup=pb.LookupRequest()) for call in range(1, 201))))
     turns = []
     while len(transport.replies) < 200:
         turns.append(len(transport.replies))
@@ -137,27 +139,27 @@ async def test_a_flood_lets_others_have_their_turn() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 async def test_a_request_that_fails_unexpectedly_is_answered_and_costs_no_other() -> None:
-    lane, transport, handler = made()
+    connection, transport, handler = made()
 
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError
 
     handler.lookup = fail
-    lane.data_received(framed(pb.LaneRequest(call=1, lookup=pb.LookupRequest())))
+    connection.data_received(framed(pb.LocalRequest(call=1, lookup=pb.LookupRequest())))
     assert (transport.replies[0].call, transport.replies[0].error.text) == (1, INTERNAL)
     handler.lookup = lambda *_: pb.LookupReply(ready=True)
-    lane.data_received(framed(pb.LaneRequest(call=2, lookup=pb.LookupRequest())))
+    connection.data_received(framed(pb.LocalRequest(call=2, lookup=pb.LookupRequest())))
     assert transport.replies[1].lookup.ready
 
 
 async def test_nothing_is_written_to_a_connection_that_is_over() -> None:
-    lane, transport, handler = made()
-    lane.data_received(framed(register()))
+    connection, transport, handler = made()
+    connection.data_received(framed(register()))
     transport.abort()
-    lane.connection_lost(None)
+    connection.connection_lost(None)
     handler.registered.set_result(SimpleNamespace())
     await settled(handler)
-    assert lane.closed.done()
+    assert connection.closed.done()
     assert not transport.replies
     assert not handler.ended, "whoever watches the connection ends the session, as that of one that has gone"
 
