@@ -1,4 +1,6 @@
-"""Every exception that kvsidecar raises on purpose. ``server/status.py`` maps each to a gRPC code; a test holds that.
+"""Every reason for a refusal, and every exception that kvsidecar raises on purpose.
+
+``server/status.py`` maps each exception to a gRPC code; a test holds that.
 
 The text of an error is written for the person who gets it: what was wrong, with numbers, and what to do. It never
 names another client's instance, address or handle (CVE-2025-23320 showed what such a text is worth to an attacker).
@@ -6,7 +8,50 @@ names another client's instance, address or handle (CVE-2025-23320 showed what s
 
 from __future__ import annotations
 
-from kvsidecar.types import Refusal
+from enum import StrEnum
+
+
+class Refusal(StrEnum):
+    """Every reason for which a request or job is refused. Each is a label value of ``kvsidecar_refusals_total``."""
+
+    NOT_READY = "not_ready"
+    """The daemon is not ready: the pool is still being pinned, or pinning failed."""
+    DRAINING = "draining"
+    """The daemon is draining or shutting down."""
+    POOL_FULL = "pool_full"
+    """The pool has too few free or evictable slots for the whole job. Nothing was evicted."""
+    POOL_FRAGMENTED = "pool_fragmented"
+    """The pool has enough bytes, but pinned blocks of another size (leased, or being copied) occupy the slabs."""
+    NOT_FOUND = "not_found"
+    """A block to load is not readable: it was never stored, it was evicted, or some of its shards are not sealed."""
+    STALE_LEASE = "stale_lease"
+    """The lease that the load names has expired or was released."""
+    DEVICE_LOST = "device_lost"
+    """The GPU had an error that its CUDA context does not survive."""
+    COPY_FAILED = "copy_failed"
+    """The driver rejected the copy, or the copy failed."""
+    CANCELLED = "cancelled"
+    """A flush cancelled the job before it started."""
+    DEADLINE = "deadline"
+    """The copy had not started by the job's deadline. It never will."""
+    CHECKSUM = "checksum"
+    """The bytes of a shard differ from those that were stored. The block is a miss and the slot is quarantined."""
+    INVALID_REQUEST = "invalid_request"
+    """The request does not match what the rank registered: block ids, groups or sizes."""
+    REGISTER_REFUSED = "register_refused"
+    """The registration of an Attach was refused; the error says why."""
+    LEASE_EXPIRED = "lease_expired"
+    """A lease expired before the client released it."""
+    DENIED = "denied"
+    """The caller may not use this namespace, or is not an admin."""
+    UNIDENTIFIED = "unidentified"
+    """The caller must identify itself, and sent no token or the token of a connection that has ended."""
+    LIMIT = "limit"
+    """The request would exceed a per-user or per-rank limit."""
+    UNFINISHED = "unfinished"
+    """A client started a message, request or stream and did not complete it in time."""
+    CLIENT_GONE = "client_gone"
+    """The client was gone before it could be answered."""
 
 
 class KVSidecarError(Exception):

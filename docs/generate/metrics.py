@@ -1,5 +1,5 @@
 """docs/metrics.md, from the registry of `kvsidecar.core.metrics.Metrics` and the reasons of
-`kvsidecar.types.Refusal`."""
+`kvsidecar.errors.Refusal`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from prometheus_client import Metric
 
 from docs.generate.markdown import attribute_docs, code, prose, table
-from kvsidecar import types
+from kvsidecar import errors
 from kvsidecar.cache.block_cache import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.readiness import Snapshot
+from kvsidecar.errors import Refusal
 from kvsidecar.support.units import format_duration, format_size
-from kvsidecar.types import Refusal, State
+from kvsidecar.types import State
 
 HEAD = """\
-<!-- Made by `make docs` from kvsidecar/core/metrics.py and kvsidecar/types.py: change those. -->
+<!-- Made by `make docs` from kvsidecar/core/metrics.py and kvsidecar/errors.py: change those. -->
 # Metrics
 
 `GET /metrics` on the HTTP port returns the metrics in the Prometheus text format. Names follow the Prometheus
@@ -130,5 +131,5 @@ def _labels(family: Metric) -> Iterator[str]:
 
 
 def _reasons() -> str:
-    texts = attribute_docs(types, "Refusal")
+    texts = attribute_docs(errors, "Refusal")
     return table(("Reason", "When"), [(code(reason.value), prose(texts[reason.name])) for reason in Refusal])

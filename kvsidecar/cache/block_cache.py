@@ -16,8 +16,8 @@ from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.slots import SlotAllocator, SlotState
-from kvsidecar.errors import InvalidRequest
-from kvsidecar.types import LookupMode, Namespace, Refusal
+from kvsidecar.errors import InvalidRequest, Refusal
+from kvsidecar.types import LookupMode, Namespace
 
 Hashes = Sequence[bytes] | bytes
 """Block hashes; or all of them as one string, as they come over the wire: to split and join 4096 of them takes as long

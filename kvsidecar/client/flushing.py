@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvsidecar.client.ledger import Job, Ledger, Phase
-from kvsidecar.types import Direction, Refusal
+from kvsidecar.errors import Refusal
+from kvsidecar.types import Direction
 
 
 class Flush:

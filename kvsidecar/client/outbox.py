@@ -9,7 +9,8 @@ from collections.abc import Callable
 from kvsidecar.client.ledger import Job, Ledger, Phase
 from kvsidecar.client.messages import MAX_REQUEST_BYTES, fill_job
 from kvsidecar.client.results import JobDone
-from kvsidecar.types import Outcome, Refusal
+from kvsidecar.errors import Refusal
+from kvsidecar.types import Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 

@@ -48,7 +48,7 @@ class JobDone:
     job: int
     outcome: Outcome
     reason: str = ""
-    """Why it was declined or failed: a name of `kvsidecar.types.Refusal`, or one of this module's."""
+    """Why it was declined or failed: a name of `kvsidecar.errors.Refusal`, or one of this module's."""
     error: str = ""
     copied_blocks: int = 0
     skipped_blocks: int = 0

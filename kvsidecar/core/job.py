@@ -13,8 +13,8 @@ import numpy.typing as npt
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.copier.worker import CopyResult, CopyWorker
 from kvsidecar.device.base import CopyPlan, DeviceEvent
-from kvsidecar.errors import CopyFailed, DeviceLost
-from kvsidecar.types import Direction, Outcome, Refusal
+from kvsidecar.errors import CopyFailed, DeviceLost, Refusal
+from kvsidecar.types import Direction, Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import RankSession, SessionGroup
 from kvsidecar.device.base import CopyPlan
-from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest
+from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest, Refusal
 from kvsidecar.support import failpoints
 from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
-from kvsidecar.types import Direction, Outcome, Refusal
+from kvsidecar.types import Direction, Outcome
 
 MANY_JOBS = 6
 """With this many jobs outstanding, threads are woken often enough to stay awake."""

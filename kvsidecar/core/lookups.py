@@ -10,8 +10,9 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.errors import Refusal
 from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
-from kvsidecar.types import LookupMode, Namespace, Refusal
+from kvsidecar.types import LookupMode, Namespace
 
 MAX_LEASES = 16384
 """Leases that one user may have; clients without a token count as one user."""

@@ -24,8 +24,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import CacheStats
 from kvsidecar.core.readiness import Snapshot
+from kvsidecar.errors import Refusal
 from kvsidecar.support import log
-from kvsidecar.types import Direction, Outcome, Refusal, State
+from kvsidecar.types import Direction, Outcome, State
 
 COPY_SECONDS_BUCKETS = (
     *(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3),

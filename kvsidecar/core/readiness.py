@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvsidecar.types import Refusal, State
+from kvsidecar.errors import Refusal
+from kvsidecar.types import State
 
 _NEXT: dict[State, frozenset[State]] = {
     State.STARTING: frozenset({State.PINNING, State.FAILED}),

@@ -21,10 +21,18 @@ from kvsidecar.core.job import Job
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.registration import CudaAllocation, FdAllocation, RankRegistration
 from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
-from kvsidecar.errors import AccessDenied, DeviceError, ImportRefused, InvalidRequest, NotPermitted, UnknownPeer
+from kvsidecar.errors import (
+    AccessDenied,
+    DeviceError,
+    ImportRefused,
+    InvalidRequest,
+    NotPermitted,
+    Refusal,
+    UnknownPeer,
+)
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.tasks import StepTurns, TaskSet
-from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace, Refusal
+from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace
 
 _log = log.get("instances")
 

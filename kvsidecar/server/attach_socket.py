@@ -18,13 +18,13 @@ from pathlib import Path
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.sessions import Instances, Peer
-from kvsidecar.errors import InvalidRequest, LimitExceeded
+from kvsidecar.errors import InvalidRequest, LimitExceeded, Refusal
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.local_protocol import LocalConnection
 from kvsidecar.support import log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import PROTOCOL, Refusal
+from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_HELLO_BYTES = 4096

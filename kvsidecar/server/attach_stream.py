@@ -10,10 +10,10 @@ from kvsidecar.core.job import Job, JobResult, StoreOrder
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.core.sessions import Instances, RankSession
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.server import convert as translate
 from kvsidecar.support import log
-from kvsidecar.types import Direction, Refusal
+from kvsidecar.types import Direction
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_JOBS = 8192

@@ -11,14 +11,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
-from kvsidecar.errors import SocketInUse
+from kvsidecar.errors import Refusal, SocketInUse
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.decoding import TolerantRegistrar
 from kvsidecar.server.endpoint import Endpoint
 from kvsidecar.server.service import Service
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import Refusal, State
+from kvsidecar.types import State
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 

@@ -22,6 +22,7 @@ from kvsidecar.errors import (
     LimitExceeded,
     NotPermitted,
     ProtocolMismatch,
+    Refusal,
     Unavailable,
     Unfinished,
     UnknownPeer,
@@ -31,7 +32,7 @@ from kvsidecar.server import convert as translate
 from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace, Refusal
+from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 INTERNAL = "internal error; see the daemon's log"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.errors import Refusal
 from kvsidecar.server.http_connection import Connections, HttpConnection, note_arrival
 from kvsidecar.server.plain_http import web
 from kvsidecar.support.addresses import cannot_listen
-from kvsidecar.types import Refusal
 
 if TYPE_CHECKING:
     from kvsidecar.core.metrics import Metrics

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from kvsidecar.errors import Refusal
 from kvsidecar.server.plain_http import HttpProcessingError, web
 from kvsidecar.support import log
-from kvsidecar.types import Refusal
 
 MAX_CONNECTIONS = 128
 """The limit for all clients together: TCP does not say who they are. One more ends the connection that has waited

@@ -13,14 +13,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvsidecar.core.sessions import Peer, RankSession
-from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Unavailable, UnknownPeer
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unavailable, UnknownPeer
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.attach_stream import AttachStream
 from kvsidecar.server.half_read import HalfMessage, HalfRead
 from kvsidecar.server.handler import INTERNAL, Handler
 from kvsidecar.server.status import code_of
 from kvsidecar.support import log
-from kvsidecar.types import Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_UNREAD_BYTES = 1024 * 1024

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvsidecar.cache.block import NO_SLOT, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
-from kvsidecar.types import LookupMode, Namespace, Refusal
+from kvsidecar.errors import Refusal
+from kvsidecar.types import LookupMode, Namespace
 from tests.cache.inside import hashes_of
 
 PAGE = SLOT_ALIGN

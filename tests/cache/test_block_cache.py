@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator, SlotState
-from kvsidecar.types import LookupMode, Refusal
+from kvsidecar.errors import Refusal
+from kvsidecar.types import LookupMode
 from tests.cache.inside import state_of
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (

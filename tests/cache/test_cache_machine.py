@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.types import LookupMode, Refusal
+from kvsidecar.errors import Refusal
+from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,

@@ -18,7 +18,8 @@ from kvsidecar.cache import arrays, block, block_index, block_table, eviction, e
 from kvsidecar.cache.arrays import FEW
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.types import LookupMode, Refusal
+from kvsidecar.errors import Refusal
+from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import eviction_order, key, new_cache, open_space
 

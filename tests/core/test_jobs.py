@@ -25,10 +25,10 @@ from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import RankRegistration
 from kvsidecar.core.sessions import Peer, RankSession, SessionGroup
 from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
-from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.errors import CopyFailed, DeviceLost, Refusal
 from kvsidecar.support.keep_awake import SleepGuard
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Refusal, Region, Verify
+from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Region, Verify
 from tests.cache.integrity import check_integrity
 from tests.failpoints import active
 from tests.harness import eventually_in_loop

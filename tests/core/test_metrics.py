@@ -5,7 +5,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvsidecar.cache.block_cache import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.readiness import Snapshot
-from kvsidecar.types import Direction, Refusal, State
+from kvsidecar.errors import Refusal
+from kvsidecar.types import Direction, State
 
 
 def gauges(state: State = State.READY) -> Gauges:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
-from kvsidecar.types import Refusal, State
+from kvsidecar.errors import Refusal
+from kvsidecar.types import State
 
 
 def test_work_is_declined_until_ready_and_again_when_draining() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("grpc_tools", reason="the extra docs is not installed")
 
 from docs.generate import DOCS, PAGES, configuration, messages
 from docs.generate.markdown import attribute_docs, prose
-from kvsidecar import types
+from kvsidecar import errors
 from kvsidecar.daemon.config import Settings, click_options, load_settings
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -65,7 +65,7 @@ def test_every_rpc_is_described() -> None:
 
 
 def test_every_reason_of_a_refusal_has_a_text() -> None:
-    assert set(attribute_docs(types, "Refusal")) == {reason.name for reason in types.Refusal}
+    assert set(attribute_docs(errors, "Refusal")) == {reason.name for reason in errors.Refusal}
 
 
 def test_prose_makes_code_of_names_and_keeps_the_rest() -> None:

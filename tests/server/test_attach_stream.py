@@ -11,11 +11,12 @@ import pytest
 
 from kvsidecar.core.job import Job, JobResult
 from kvsidecar.core.sessions import RankSession
+from kvsidecar.errors import Refusal
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.server import attach_stream
 from kvsidecar.server.attach_stream import AttachStream
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import Direction, Outcome, Refusal
+from kvsidecar.types import Direction, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE
 

@@ -8,8 +8,8 @@ import sys
 from grpc._cython import cygrpc
 from structlog.testing import capture_logs
 
+from kvsidecar.errors import Refusal
 from kvsidecar.server.grpc_server import ClientsGone
-from kvsidecar.types import Refusal
 
 
 def record(error: Exception) -> logging.LogRecord:

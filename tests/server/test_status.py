@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from kvsidecar import errors
+from kvsidecar.errors import Refusal
 from kvsidecar.server.status import CODES, code_of
-from kvsidecar.types import Refusal
 
 ALL = [
     error

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvsidecar.client import DEVICE, Blocks, Client, Completion, EventRing, JobDone, Namespace, Outcome
+from kvsidecar.errors import Refusal
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
-from kvsidecar.types import Refusal
 
 _log = logging.getLogger("kvsidecar.vllm")
 
