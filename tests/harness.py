@@ -297,11 +297,15 @@ def layout(
 
 
 class Rank:
-    """One attached rank with its own host buffer of shape ``[layers, num_blocks, row_bytes]``."""
+    """One attached rank with its own host buffer of shape ``[layers, num_blocks, row_bytes]``.
+
+    Args:
+        daemon: None if the test has not started it itself, and gives a ``client``.
+    """
 
     def __init__(
         self,
-        daemon: DaemonProcess,
+        daemon: DaemonProcess | None,
         *,
         namespace: Namespace = NAMESPACE,
         instance: str = "test",
@@ -317,7 +321,10 @@ class Rank:
         shape = (region.num_rows, self.layout.num_blocks, region.row_bytes)
         self.buffer = HostBuffer(shape[0] * shape[1] * shape[2])
         self.kv: npt.NDArray[np.uint8] = np.frombuffer(self.buffer.memory, np.uint8).reshape(shape)
-        self.client = client or daemon.client(name=f"{instance} rank {rank}")
+        if client is None:
+            assert daemon is not None
+            client = daemon.client(name=f"{instance} rank {rank}")
+        self.client = client
         self.client.attach(
             instance=instance,
             namespace=namespace,
@@ -327,7 +334,7 @@ class Rank:
             world_size=world_size,
             **attach,
         )
-        if self.client.attached:
+        if self.client.attached and daemon is not None:
             assert self.client.local_protocol == daemon.local, "this test uses another protocol than it says"
 
     def fill(self, block_id: int, content: object) -> None:

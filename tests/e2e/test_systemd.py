@@ -24,7 +24,7 @@ def attach(systemd: Systemd, directory: Path | None = None) -> Rank:
     """An engine from outside: it reaches the socket through the mount namespace of systemd, or of a container."""
     path = (directory or systemd.path("/run/kvsidecar")) / "kvsidecar.sock"
     client = Client(str(path), timeout=SECONDS, step_budget=SECONDS)
-    return Rank(None, client=client)  # type: ignore[arg-type]
+    return Rank(None, client=client)
 
 
 def joined_another(rank: Rank, epoch: int) -> int:
