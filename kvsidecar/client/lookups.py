@@ -23,6 +23,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 _log = logging.getLogger("kvsidecar.client")
 
 
+_LATE = CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+
+
 class NoAnswer(Exception):
     """The daemon was not asked, or did not answer in time. ``reason`` is one of `kvsidecar.client.results`."""
 
@@ -118,31 +121,25 @@ class Lookups:
             raise NoAnswer(DAEMON_LOST)
         message = request(transport)
         try:
-            reply = transport.call(message, max(0.001, deadline - time.monotonic()))
+            answer = transport.call(message, max(0.001, deadline - time.monotonic()))
         except CarrierError as error:
-            raise self._why(error, transport) from error
-        self._breaker.succeeded()
-        return reply
+            answer = error
+        return self.reply(answer, transport)
 
-    def heard(self, answer: Any, transport: Transport) -> Any:
-        """The reply in what a posted call was answered; None if it was not. Raises as `_ask`."""
-        if answer is None:
-            answer = CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
-        if isinstance(answer, CarrierError):
-            raise self._why(answer, transport)
-        self._breaker.succeeded()
-        return answer
-
-    def _why(self, error: CarrierError, transport: Transport) -> NoAnswer | ClientError:
-        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    def reply(self, answer: Any, transport: Transport) -> Any:
+        """The reply in an answer, which may be a CarrierError; tells the breaker. Raises as `_ask`."""
+        if not isinstance(answer, CarrierError):
+            self._breaker.succeeded()
+            return answer
+        if answer.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if self._breaker.failed():
                 _log.warning("the daemon at %s does not answer in time: lookups miss until it does", self._socket)
                 self._supervisor.wake()
-            return NoAnswer(NO_ANSWER)
+            raise NoAnswer(NO_ANSWER)
         # A connection that was given up in the meantime answers anything, such as that its token is unknown.
-        if error.code is grpc.StatusCode.UNAVAILABLE or self._supervisor.transport is not transport:
-            return NoAnswer(DAEMON_LOST)
-        return ClientError(error.text)
+        if answer.code is grpc.StatusCode.UNAVAILABLE or self._supervisor.transport is not transport:
+            raise NoAnswer(DAEMON_LOST)
+        raise ClientError(answer.text) from answer
 
 
 class PendingLookup:
@@ -179,7 +176,7 @@ class PendingLookup:
         if self._answer is None:
             self._transport.collect(lambda: self._answer is not None, timeout)
         try:
-            reply = self._lookups.heard(self._answer, self._transport)
+            reply = self._lookups.reply(_LATE if self._answer is None else self._answer, self._transport)
         except NoAnswer as missing:
             self.give_up()
             return no_hits(self._namespace, self._groups, self._mode, missing.reason)

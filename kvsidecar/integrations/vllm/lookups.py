@@ -180,8 +180,8 @@ class Lookups:
                 found[group.index] = answer.found
                 missing = [each for each, flag in zip(asked, answer.found, strict=True) if not flag]
             if missing:
-                # The daemon evicted them, or never had them: they are stored again. (Or they were stored since that
-                # was asked, which is found then.)
+                # The daemon evicted them, or never had them: they are stored again. (An answer that was asked for ahead
+                # may be older than a store; the daemon then skips the blocks of the second one.)
                 self._stored_filter.discard(tags_of(group.index, b"".join(missing), len(missing)))
                 if self._events is not None:
                     self._events.removed(group.index, missing)
