@@ -25,7 +25,6 @@ class _Asked:
     packed: Mapping[int, bytes]
     end: int
     """Tokens of the request that a hit may cover, the GPU's own among them."""
-    epoch: int
     since: float
 
 
@@ -68,12 +67,8 @@ class Ahead:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def ask(self, request: Any, epoch: int) -> None:
-        """Ask for a request. Never waits, never raises.
-
-        Args:
-            epoch: of the daemon run that every rank is attached to.
-        """
+    def ask(self, request: Any) -> None:
+        """Ask for a request. Never waits, never raises."""
         if len(self._asked) >= AHEAD_REQUESTS or request.request_id in self._asked:
             return
         end = hits.limit(self._groups, request.num_tokens, 0)
@@ -86,9 +81,9 @@ class Ahead:
         except ClientError:
             return  # the step that asks again says why
         if question is not None:
-            self._asked[request.request_id] = _Asked(question, packed, end, epoch, self._clock())
+            self._asked[request.request_id] = _Asked(question, packed, end, self._clock())
 
-    def take(self, request_id: str, local: int, end: int, epoch: int) -> Behind | None:
+    def take(self, request_id: str, local: int, end: int) -> Behind | None:
         """What was asked for a request; None if that was nothing, or is of no use any more.
 
         Args:
@@ -98,7 +93,7 @@ class Ahead:
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return None
-        if asked.end != end or asked.epoch != epoch or self._clock() - asked.since >= AHEAD_SECONDS:
+        if asked.end != end or self._clock() - asked.since >= AHEAD_SECONDS:
             asked.question.give_up()
             return None
         first = {group.index: local // group.block_tokens for group in self._groups}

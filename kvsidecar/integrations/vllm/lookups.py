@@ -117,13 +117,9 @@ class Lookups:
         if lease is not None:
             self._client.drop(lease)
 
-    def ask_ahead(self, request: Any, epoch: int) -> None:
-        """Ask for a request that has arrived, and do not wait for the answer: `hit` takes it.
-
-        Args:
-            epoch: as in `hit`.
-        """
-        self._ahead.ask(request, epoch)
+    def ask_ahead(self, request: Any) -> None:
+        """Ask for a request that has arrived, and do not wait for the answer: `hit` takes it."""
+        self._ahead.ask(request)
         self.used = self.used or bool(self._ahead)
 
     def hit(self, request: Any, local: int, epoch: int) -> int | None:
@@ -146,7 +142,7 @@ class Lookups:
             return 0
         if self._spent >= self._options.lookup_budget:
             return None  # this step has waited long enough; the next one asks
-        ahead = self._ahead.take(request.request_id, local, local + most, epoch)
+        ahead = self._ahead.take(request.request_id, local, local + most)
         mode = self._mode if ahead is None else LookupMode.BITMAP
         packed = hits.packed(hashes) if ahead is None else ahead.packed
         result = self._ask(packed, mode, OFFER_SECONDS) if ahead is None else self._within_budget(ahead.result)

@@ -239,7 +239,7 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """A request has arrived: what vLLM will ask for in a step is asked now, and not waited for."""
         if self._open and not request.skip_reading_prefix_cache:
-            self._lookups.ask_ahead(request, self._epoch)
+            self._lookups.ask_ahead(request)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """A request ends, and still has its blocks. They may be freed at once: stores hold references of their own."""
