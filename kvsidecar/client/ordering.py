@@ -1,6 +1,6 @@
 """A store reads live KV: it comes after the kernels that wrote it, by a wait on the host or on the device.
 
-``HOST``: a thread of the client waits for the engine's event, then the store is sent (`host_order`). Needs nothing
+``HOST``: a thread of the client waits for the engine's event, then the store is sent (`jobs.HostOrder`). Needs nothing
 shared. ``DEVICE``: the store names an entry of a ring of interprocess events, and the daemon starts it when that is
 over.
 """

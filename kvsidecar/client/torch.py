@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
-from kvsidecar.client.strides import View, regions_of
+from kvsidecar.client.regions import StridedView, regions_of
 from kvsidecar.errors import NotExportable
 from kvsidecar.support import cuda_driver
 from kvsidecar.types import Region
@@ -56,14 +56,14 @@ class TorchExporter:
             raise NotExportable("no tensor was exported")
         return KVBuffers(self._device, tuple(self._allocations))
 
-    def _view(self, tensor: torch.Tensor, block_dim: int) -> View:
+    def _view(self, tensor: torch.Tensor, block_dim: int) -> StridedView:
         if not -tensor.dim() <= block_dim < tensor.dim():
             raise NotExportable(f"block_dim {block_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}")
         if tensor.numel() == 0:
             raise NotExportable(f"a tensor of shape {tuple(tensor.shape)} holds nothing")
         allocation, base = self._allocation(tensor)
         itemsize = tensor.element_size()
-        return View(
+        return StridedView(
             allocation=allocation,
             offset=tensor.data_ptr() - base,
             shape=tuple(tensor.shape),

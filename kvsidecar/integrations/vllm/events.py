@@ -21,10 +21,10 @@ _SPEC_KINDS = {
 }
 """As vLLM's ``KVCacheSpecKind`` says."""
 
-MOST_ANNOUNCED = 1 << 19
+MAX_ANNOUNCED = 1 << 19
 """Blocks that can be taken back one day, at 110 bytes each. Those before them are taken back early: a router that does
 not know of a block sends some requests elsewhere, one that believes in a lost block sends all of them to a miss."""
-TAKEN_BACK = 1024
+RETRACTED_PER_STEP = 1024
 """Blocks of one group that one step takes back when all are lost."""
 
 
@@ -51,7 +51,7 @@ class Events:
         # vLLM tags the keys that it hashes, and takes the tags off for events, since 0.32.
         self._event_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
         self._noted: dict[tuple[int, bytes], _Noted] = {}
-        self._most = max(1, MOST_ANNOUNCED // len(self._groups))
+        self._most = max(1, MAX_ANNOUNCED // len(self._groups))
         # By group; in the order of their announcement.
         self._announced: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
         self._lost: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
@@ -127,7 +127,7 @@ class Events:
     def take(self) -> list[Any]:
         for index, lost in self._lost.items():
             if lost:
-                self._take_back(index, [lost.popitem()[0] for _ in range(min(len(lost), TAKEN_BACK))])
+                self._take_back(index, [lost.popitem()[0] for _ in range(min(len(lost), RETRACTED_PER_STEP))])
         events, self._events = self._events, []
         return events
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvsidecar.client import DEVICE, Blocks, Client, Completion, EventRing, JobDone, Namespace, Outcome
 from kvsidecar.errors import Refusal
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -85,7 +85,7 @@ class WorkerSide:
         self._client: Client | None = None
         self._held: frozenset[int] = frozenset()
         self._order: Order | None = None
-        self._told_epoch = 0
+        self._reported_epoch = 0
         # Of this step, not submitted yet. Who sees that there are none need not call: behind a step's own work nothing
         # here is in the core's caches, and each call that does nothing takes about a microsecond.
         self.new_stores: tuple[StoreJob, ...] = ()
@@ -171,7 +171,7 @@ class WorkerSide:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def bind(self, orders: StepOrders) -> None:
+    def bind(self, orders: StepPlan) -> None:
         """The orders of this step. Before its forward pass is enqueued."""
         if self.new_loads or self.new_stores:
             self.submit_rest()
@@ -252,13 +252,13 @@ class WorkerSide:
         """What the scheduler's side does not know yet; None for nothing."""
         client = self._client
         epoch = 0 if client is None else client.attached_epoch
-        if epoch == self._told_epoch and not (self._stored or self._loaded):
+        if epoch == self._reported_epoch and not (self._stored or self._loaded):
             return None
-        attached = {} if epoch == self._told_epoch else {self._place.rank: epoch}
+        attached = {} if epoch == self._reported_epoch else {self._place.rank: epoch}
         report = RankReport(
             attached, self._stored, frozenset(self._not_stored), self._loaded, frozenset(self._not_loaded)
         )
-        self._told_epoch = epoch
+        self._reported_epoch = epoch
         self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()
         return report
 
