@@ -14,7 +14,7 @@ import grpc
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.messages import TransportError, method_of
 from kvsidecar.client.send_queue import SendQueue
-from kvsidecar.client.transport import AttachStream, OnAnswer, Transport
+from kvsidecar.client.transport import AttachStream, OnAnswer, Query, Transport
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -68,9 +68,7 @@ class Channel:
         # gRPC cancels a call that nobody references any more: the callback keeps this one until it is answered.
         future.add_done_callback(lambda call: on_answer(_answer_of(call)))
 
-    def query(
-        self, request: pb.StatusRequest | pb.ReleaseRequest, seconds: float, on_answer: OnAnswer
-    ) -> Callable[[], object]:
+    def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
         """As `Transport.query`."""
         # Without the token: the daemon may have forgotten it, and anyone may make these two calls.
         method = self.stub.Status if isinstance(request, pb.StatusRequest) else self.stub.Release
@@ -130,9 +128,7 @@ class GrpcTransport(Transport):
             with self._answered:
                 self._answered.wait_for(is_done, max(0.0, seconds))
 
-    def query(
-        self, request: pb.StatusRequest | pb.ReleaseRequest, seconds: float, on_answer: OnAnswer
-    ) -> Callable[[], object]:
+    def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
         return self._channel.query(request, seconds, on_answer)
 
     def going_down(self) -> bool:

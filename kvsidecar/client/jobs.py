@@ -132,8 +132,7 @@ class Jobs:
     def close(self, timeout: float) -> None:
         """Take no more jobs. Send those whose events complete within ``timeout`` seconds."""
         self._closed = True
-        self._host_order.stop()
-        self._host_order.join(timeout)
+        self._host_order.close(timeout)
 
     def _reader(self) -> Session | None:
         """The reader of the answers that a thread waits for. With the lock held."""
@@ -141,29 +140,26 @@ class Jobs:
 
 
 class HostOrder:
-    """Sends each job when its event is complete. Its thread lives from the first such job to `stop`."""
+    """Sends each job when its event is complete. Its thread lives from the first such job to `close`."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[tuple[Session, Job, Completion] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stopped = False
+        self._closed = False
 
     def add(self, session: Session, job: Job, after: Completion) -> None:
         with self._lock:
-            if self._thread is None and not self._stopped:
+            if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="kvsidecar-order", daemon=True)
                 self._thread.start()
             self._waiting.put((session, job, after))
 
-    def stop(self) -> None:
-        """End the thread after the jobs that were added before."""
+    def close(self, timeout: float) -> None:
+        """End the thread after the jobs that were added before. Wait for it at most ``timeout`` seconds."""
         with self._lock:
-            self._stopped = True
+            self._closed = True
             self._waiting.put(None)
-
-    def join(self, timeout: float) -> None:
-        """Wait for the thread, at most ``timeout`` seconds."""
         if self._thread is not None:
             self._thread.join(max(0.0, timeout))
 

@@ -15,7 +15,7 @@ from kvsidecar.client.grpc_transport import Channel
 from kvsidecar.client.local_calls import LocalCalls
 from kvsidecar.client.local_stream import LocalStream
 from kvsidecar.client.send_queue import SendQueue
-from kvsidecar.client.transport import AttachStream, OnAnswer, Transport
+from kvsidecar.client.transport import AttachStream, OnAnswer, Query, Transport
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -52,9 +52,7 @@ class LocalTransport(Transport):
         for calls in self._calls:
             calls.collect(is_done, deadline - time.monotonic())
 
-    def query(
-        self, request: pb.StatusRequest | pb.ReleaseRequest, seconds: float, on_answer: OnAnswer
-    ) -> Callable[[], object]:
+    def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
         return self._channel.query(request, seconds, on_answer)
 
     def going_down(self) -> bool:

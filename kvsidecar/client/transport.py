@@ -11,6 +11,7 @@ from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.v1 import sidecar_pb2 as pb
 
+Query = pb.StatusRequest | pb.ReleaseRequest
 OnAnswer = Callable[[Any], None]
 """Called with the reply's message, or with the TransportError that says why there is none."""
 
@@ -94,9 +95,7 @@ class Transport(Protocol):
             is_done: wait for more until it returns true, at most ``seconds``. Without it this never waits.
         """
 
-    def query(
-        self, request: pb.StatusRequest | pb.ReleaseRequest, seconds: float, on_answer: OnAnswer
-    ) -> Callable[[], object]:
+    def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
         """Send a request in the background that needs no token: the daemon may have forgotten this client. Never waits.
 
         Args:

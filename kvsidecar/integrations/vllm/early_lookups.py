@@ -29,22 +29,6 @@ class _EarlyLookup:
     since: float
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyAnswer:
-    """An early lookup, restricted to the blocks after the GPU's own prefix."""
-
-    pending: PendingLookup
-    packed: Mapping[int, bytes]
-    first: Mapping[int, int]
-    """By group: number of the blocks that the GPU has."""
-
-    def result(self, timeout: float) -> LookupResult:
-        """As `Client.lookup` with a bitmap. Waits at most ``timeout`` seconds."""
-        result = self.pending.result(timeout)
-        flags = {index: GroupHits(0, each.found[self.first[index] :]) for index, each in result.groups.items()}
-        return replace(result, groups=flags)
-
-
 class EarlyLookups:
     """Looks up all blocks of a request, because it is not known yet how many of them the GPU has.
 
@@ -84,12 +68,18 @@ class EarlyLookups:
         if pending is not None:
             self._lookups[request.request_id] = _EarlyLookup(pending, packed, end, self._clock())
 
-    def take(self, request_id: str, local: int, end: int) -> EarlyAnswer | None:
-        """Remove and return the lookup of a request; None if there is none, or it is outdated.
+    def take(
+        self, request_id: str, local: int, end: int
+    ) -> tuple[Mapping[int, bytes], Callable[[float], LookupResult]] | None:
+        """Remove the lookup of a request.
 
         Args:
             local: tokens that the GPU has.
             end: most tokens that the GPU's prefix and a hit may cover together.
+
+        Returns:
+            The hashes after the GPU's own prefix, and a function that waits for their bitmap, at most so many seconds;
+            None if there is no lookup, or it is outdated.
         """
         early = self._lookups.pop(request_id, None)
         if early is None:
@@ -99,7 +89,13 @@ class EarlyLookups:
             return None
         first = {group.index: local // group.block_tokens for group in self._groups}
         packed = {index: hashes[first[index] * self._hash_bytes :] for index, hashes in early.packed.items()}
-        return EarlyAnswer(early.pending, packed, first)
+
+        def result(timeout: float) -> LookupResult:
+            result = early.pending.result(timeout)
+            flags = {index: GroupHits(0, each.found[first[index] :]) for index, each in result.groups.items()}
+            return replace(result, groups=flags)
+
+        return packed, result
 
     def cancel(self, request_id: str) -> None:
         if (early := self._lookups.pop(request_id, None)) is not None:

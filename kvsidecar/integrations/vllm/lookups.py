@@ -143,7 +143,8 @@ class Lookups:
         if self._waited >= self._options.lookup_budget:
             return None  # this step has used its budget; the next one looks up
         if (early := self._early.take(request.request_id, local, local + most)) is not None:
-            mode, packed, result = LookupMode.BITMAP, early.packed, self._within_budget(early.result)
+            (packed, wait), mode = early, LookupMode.BITMAP
+            result = self._within_budget(wait)
         else:
             mode, packed = self._mode, hits.packed(hashes)
             result = self._lookup(packed, mode, OFFER_SECONDS)

@@ -71,15 +71,7 @@ class SchedulerSide:
         self._lookups = Lookups(
             options, hash_bytes, groups, self._client, self._stored_filter, self.counters, events, clock
         )
-        self._loads = Loads(
-            groups,
-            hash_bytes,
-            world_size,
-            self._lookups,
-            self._stored_filter,
-            self.counters,
-            numbers,
-        )
+        self._loads = Loads(groups, hash_bytes, world_size, self._lookups, self._stored_filter, self.counters, numbers)
         self._stores = Stores(
             options,
             groups,
