@@ -49,14 +49,10 @@ class HostBuffer:
         os.ftruncate(self.fd, nbytes)
         # Without the seal a client could truncate the file under the daemon's copy: SIGBUS in the daemon.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self.fd, nbytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._open[self.address] = self
-
-    @property
-    def memory(self) -> mmap.mmap:
+        self.memory = mmap.mmap(self.fd, nbytes)
         """The bytes, for ``numpy.frombuffer`` and ``torch.frombuffer``."""
-        return self._map
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._open[self.address] = self
 
     def kv_buffers(self) -> KVBuffers:
         """This buffer as the only allocation of a rank on the host device."""
@@ -76,6 +72,6 @@ class HostBuffer:
         Raises:
             BufferError: arrays or tensors of `memory` still exist; nothing was freed.
         """
-        self._map.close()
+        self.memory.close()
         self._open.pop(self.address, None)
         os.close(self.fd)

@@ -56,7 +56,7 @@ class LocalTransport(Transport):
         return self._channel.query(request, seconds, on_answer)
 
     def going_down(self) -> bool:
-        return False  # the connection carried the stream: its end says no more than the stream's
+        return False  # the connection carried the stream: its end announces nothing more than the stream's
 
     def close(self) -> None:
         for calls in self._calls:

@@ -41,18 +41,18 @@ def quiesce(
 
     Args:
         session: its stream has ended.
-        going_down: called once the daemon has said that it goes down with its pool: none of it will be served again.
+        going_down: called once, if the daemon announces that it goes down with its pool, which is never served again.
         give_up: whether to stop waiting.
         wake: makes ``wait_until`` check again; called from other threads.
     """
     process = transport.connection.process
     delays = Backoff(0.02, 1.0)
-    told = False
+    reported = False
 
     def is_over() -> bool:
-        nonlocal told
-        if not told and transport.going_down():
-            told = True
+        nonlocal reported
+        if not reported and transport.going_down():
+            reported = True
             going_down()
         return process.gone() or give_up()
 

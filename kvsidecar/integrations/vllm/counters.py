@@ -23,7 +23,7 @@ class Counters:
     offered_tokens: int = _counter("Tokens of the hits offered to vLLM, counted each time they are offered.")
     loads: int = _counter("Loads, one for each hit that vLLM accepted.")
     loaded_tokens: int = _counter("Tokens of the hits that vLLM accepted.")
-    unleased_loads: int = _counter("Loads without a lease: the daemon granted none, or could not be asked in time.")
+    unleased_loads: int = _counter("Loads without a lease: the daemon granted none, or could not be reached in time.")
     gone_loads: int = _counter("Loads that failed, and whose lease had ended before blocks were allocated for them.")
     failed_loads: int = _counter("Loads that some rank did not complete; their requests are computed.")
     stores: int = _counter("Store jobs.")

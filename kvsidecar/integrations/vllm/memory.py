@@ -174,7 +174,7 @@ def _raw_view(layer: str, buffer: torch.Tensor, spec: Any, kv_cache_config: Any)
             start, stride = placed.offset, placed.block_stride or page
             break
     else:
-        raise NotExportable(f"layer {layer} has a raw buffer, but the engine's configuration lacks its position there")
+        raise NotExportable(f"layer {layer}: the engine's configuration does not say where it is in the raw buffer")
     raw = buffer.view(torch.int8)
     end = start + (num_blocks - 1) * stride + page
     if end > raw.numel():

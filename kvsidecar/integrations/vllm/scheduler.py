@@ -177,7 +177,7 @@ class SchedulerSide:
         return True
 
     def connect(self, timeout: float) -> None:
-        """Connect for the first lookup, if a rank has said its namespace. Waits at most ``timeout`` seconds."""
+        """Connect for the first lookup, if a rank has reported its namespace. Waits at most ``timeout`` seconds."""
         if self._client.namespace is not None:
             self._client.connect(timeout)
 
