@@ -435,7 +435,7 @@ def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> 
     def leases_become(count: int) -> None:
         eventually(lambda: daemon.metric("kvsidecar_leases") == count)
 
-    rank, scheduler = Rank(daemon), Client(daemon.socket)
+    rank, scheduler = Rank(daemon), Client(daemon.socket, step_budget=SECONDS)
     done(rank.store("a", "b"))
 
     def lease(seconds: float) -> int:
@@ -443,7 +443,7 @@ def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> 
         assert found is not None
         return found
 
-    long, short, lapsed = lease(60.0), lease(2.0), lease(0.01)
+    long, short, lapsed = lease(60.0), lease(30.0), lease(0.01)
     kept = scheduler.renew_nowait(short, 60.0)
     leases_become(2)
     gone = scheduler.renew_nowait(lapsed, 60.0)
