@@ -271,7 +271,8 @@ class Relay:
         if client is not None and client.local_protocol:
             transport = client._supervisor.transport
             assert transport is not None
-            transport.link.shut_down()  # nothing can stand between the two here: the kernel would name it as the peer
+            # Nothing can stand between the two here: the kernel would name it as the peer.
+            transport.connection.shut_down()
         with self._lock:
             self._end(*self._open)
             self._open.clear()

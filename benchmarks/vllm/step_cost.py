@@ -30,7 +30,7 @@ from vllm.v1.core.block_pool import BlockPool
 from benchmarks.vllm.step_parts import Parts
 from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region, pack_ids
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepOrders, StoreJob
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -106,7 +106,7 @@ class Rank:
         if not self.side.wait_attached(60.0) or not self.client.wait_ready(60.0).ready:
             raise RuntimeError("the daemon is not ready")
 
-    def step(self, orders: StepOrders) -> RankReport | None:
+    def step(self, orders: StepPlan) -> RankReport | None:
         """What vLLM's hooks call in a step."""
         self.side.bind(orders)
         self.side.submit_loads()
@@ -122,8 +122,8 @@ class Rank:
         """Until the copies have ended: outside of what is timed."""
         found = RankReport()
         while self.client.outstanding:
-            found = found.merged(self.step(StepOrders()) or RankReport())
-        return found.merged(self.step(StepOrders()) or RankReport())
+            found = found.merged(self.step(StepPlan()) or RankReport())
+        return found.merged(self.step(StepPlan()) or RankReport())
 
 
 def python_alone() -> int:
@@ -137,7 +137,7 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
     times, hit = Times(), Request("hit", blocks)
     rank = Rank(socket, 4 * blocks)
     stored = GroupBlocks(0, b"".join(hit.block_hashes), pack_ids(range(blocks)))
-    attached = rank.step(StepOrders(stores=(StoreJob(1 << 30, (stored,)),)))
+    attached = rank.step(StepPlan(stores=(StoreJob(1 << 30, (stored,)),)))
     rank.settle()
     client = Client(socket, timeout=60.0, step_budget=60.0)  # a daemon that is kept waiting is not one that hangs
     side = SchedulerSide(Options(lookup_budget=60.0, store_interval=1e-9), NAMESPACE.hash_bytes, (GROUP,), 1, client)
@@ -149,7 +149,7 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
     side.take_report(attached)
 
     def both(scheduler_output: Any) -> Any:
-        orders = side.build_orders(scheduler_output)
+        orders = side.build_plan(scheduler_output)
         report = rank.step(orders)
         if report is not None:
             side.take_report(report)

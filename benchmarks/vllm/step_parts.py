@@ -16,11 +16,11 @@ import numpy as np
 from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
 
-from kvsidecar.client import Client, local_stream, outbox
+from kvsidecar.client import Client, local_stream, send_queue
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.local_transport import LocalTransport
 from kvsidecar.client.session import Session
-from kvsidecar.integrations.vllm import stores, storing
+from kvsidecar.integrations.vllm import selection, stores
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stored_filter import StoredFilter
@@ -30,23 +30,23 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     # Indent, owner, name, what it does.
     (0, SchedulerSide, "update_state_after_alloc", "a hit was taken"),
     (1, Loads, "plan", "plan its load"),
-    (2, Client, "keep", "renew its lease"),
+    (2, Client, "renew_nowait", "renew its lease"),
     (3, LocalTransport, "post", "send that"),
-    (0, SchedulerSide, "build_orders", "the step's orders"),
+    (0, SchedulerSide, "build_plan", "the step's plan"),
     (1, stores.Stores, "_consider", "which blocks are new"),
     (1, stores, "choose", "which of them to store"),
     (2, StoredFilter, "find", "what is stored already"),
-    (2, storing, "_keys", "what the GPU's cache says of them"),
+    (2, selection, "_keys", "what the GPU's cache says of them"),
     (1, StoredFilter, "add", "note them"),
     (1, BlockPool, "touch", "hold them (vLLM)"),
     (1, stores.Stores, "take_jobs", "the store's job"),
-    (0, WorkerSide, "bind", "a worker takes the orders"),
+    (0, WorkerSide, "bind", "a worker takes the plan"),
     (0, WorkerSide, "submit_loads", "send the load"),
     (0, WorkerSide, "submit_stores", "send the store"),
     (1, Client, "load", "of the load: the client"),
     (1, Client, "store", "of the store: the client"),
     (2, Session, "send", "of both: the session"),
-    (3, outbox, "fill_job", "make them messages"),
+    (3, send_queue, "fill_job", "make them messages"),
     (3, local_stream, "frame", "serialize them"),
     (3, local_stream.LocalStream, "_write", "the system calls"),
     (0, WorkerSide, "poll", "what has ended"),

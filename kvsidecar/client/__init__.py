@@ -1,23 +1,22 @@
-"""What an engine imports to use the daemon of its node: synchronous, thread-safe, and never in a step's way.
+"""The client library that engines import: synchronous, thread-safe, and without waits in an engine's step.
 
 >>> client = Client()                                                   # doctest: +SKIP
 >>> client.attach(instance="llama", namespace=namespace, buffers=buffers, groups=groups, retry=True)
 >>> job = client.store([Blocks(group=0, hashes=hashes, block_ids=ids)], after=event)
 >>> for done in client.poll(): ...
 
-Imports `protocol`, `types`, `errors`, the generated messages, and what both ends need of `support`; nothing of the
-daemon, and torch only in `kvsidecar.client.torch`. Begin with `client`, the calls; the page at the top of `supervisor`
-tells the states, the threads and the locks behind them.
+Imports `protocol`, `types`, `errors`, the generated messages, and the parts of `support` that both ends need; no daemon
+code, and torch only in `kvsidecar.client.torch`. Begin with `client`, the calls; the docstring of `supervisor`
+describes the states, threads and locks behind them.
 """
 
 from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.client import Client
-from kvsidecar.client.leases import KeptLease
-from kvsidecar.client.lookups import PendingLookup
+from kvsidecar.client.lookups import LeaseRenewal, PendingLookup
 from kvsidecar.client.ordering import DEVICE, Completion, EventRing
 from kvsidecar.client.remote import RemoteClient, Tls
-from kvsidecar.client.results import (
+from kvsidecar.client.types import (
     BACKPRESSURE,
     BREAKER_OPEN,
     CLOSED,
@@ -67,7 +66,7 @@ __all__ = [
     "HostBuffer",
     "JobDone",
     "KVBuffers",
-    "KeptLease",
+    "LeaseRenewal",
     "LookupMode",
     "LookupResult",
     "Namespace",

@@ -1,5 +1,5 @@
-"""When to ask a daemon that does not answer: delays between attempts, and a circuit breaker, so that one that hangs
-costs an engine a few budgets, not one a step. No I/O, no threads."""
+"""Backoff between attempts, and a circuit breaker: a daemon that hangs costs an engine a few timeouts, not one per
+step. No I/O, no threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Backoff:
-    """Exponential delays with jitter, so that a node's engines do not all come at once when their daemon is back.
+    """Exponential delays with jitter, so that the engines of a node do not all reconnect at once.
 
     Args:
         first: seconds before the second attempt, without jitter.
@@ -47,7 +47,7 @@ class Backoff:
         return delay * (1 - self._jitter * self._random())
 
     def reset(self) -> None:
-        """An attempt succeeded: begin again with the first delay."""
+        """Begin again with the first delay."""
         self._delay = self._first
 
 
@@ -61,13 +61,13 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """Opens after so many calls in a row had no answer in time; a probe that is answered closes it. Thread-safe.
+    """Opens after consecutive calls without an answer in time; closes when a probe is answered. Thread-safe.
 
-    It makes no calls: who uses it asks `allows` before each, reports how it ended, and makes the probes in the
-    background, never in the thread of a caller who has a step to do.
+    It makes no calls itself. The user checks `allows` before each call, reports its outcome, and makes the probes in a
+    background thread, never in an engine's step.
 
     Args:
-        failures: calls in a row without an answer that open it.
+        failures: number of consecutive calls without an answer that opens it.
         backoff: delays before the probes.
         clock: monotonic seconds.
     """
@@ -99,7 +99,7 @@ class CircuitBreaker:
         with self._lock:
             self._failures = 0
             if self._state is BreakerState.OPEN:
-                # A call from before the breaker opened. The probe decides: its answer is the newer one.
+                # This call began before the breaker opened. The probe decides: its answer is newer.
                 return False
             closed = self._state is BreakerState.HALF_OPEN
             self._state = BreakerState.CLOSED
@@ -110,7 +110,7 @@ class CircuitBreaker:
         """A call or a probe had no answer in time. Returns whether that opened a closed breaker."""
         with self._lock:
             if self._state is BreakerState.OPEN:
-                return False  # calls that began before it opened
+                return False  # this call began before it opened
             self._failures += 1
             was_closed = self._state is BreakerState.CLOSED
             if was_closed and self._failures < self._threshold:
@@ -120,14 +120,14 @@ class CircuitBreaker:
             return was_closed
 
     def probe_in(self) -> float | None:
-        """Seconds until a probe is due, 0 if it is; None if none is wanted or one is under way."""
+        """Seconds until the next probe; None if the breaker is closed or a probe is under way."""
         with self._lock:
             if self._state is not BreakerState.OPEN:
                 return None
             return max(0.0, self._probe_at - self._clock())
 
     def begin_probe(self) -> bool:
-        """Half-open, if a probe is due: the caller makes one call and reports how it ended."""
+        """Become half-open if a probe is due. True: the caller makes one call and reports its outcome."""
         with self._lock:
             if self._state is not BreakerState.OPEN or self._clock() < self._probe_at:
                 return False
@@ -135,7 +135,7 @@ class CircuitBreaker:
             return True
 
     def reset(self) -> None:
-        """Another daemon answers now: nothing is known against it."""
+        """Close: another daemon answers now."""
         with self._lock:
             self._state = BreakerState.CLOSED
             self._failures = 0

@@ -1,4 +1,4 @@
-"""The engine's KV buffers as the daemon can open them."""
+"""The engine's KV buffers, in forms that the daemon can open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One allocation to share, named by exactly one of the two."""
+    """One allocation to share, by exactly one of ``cuda_ipc_handle`` and ``fd``."""
 
     size: int
     """Bytes."""
@@ -24,7 +24,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class KVBuffers:
-    """The memory of one rank: where it is, and every allocation once. Regions index ``allocations``."""
+    """The memory of one rank. Regions index ``allocations``."""
 
     device: str
     """``GPU-...`` as NVML prints it, or ``host``."""
@@ -43,20 +43,16 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, name: str = "kvsidecar-kv") -> None:
         if nbytes <= 0:
-            raise ValueError(f"a buffer of {nbytes} bytes cannot be shared")
+            raise ValueError(f"a buffer of {nbytes} bytes cannot be shared: its size must be above 0")
         self.nbytes = nbytes
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         # Without the seal a client could truncate the file under the daemon's copy: SIGBUS in the daemon.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self.fd, nbytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.memory = mmap.mmap(self.fd, nbytes)
+        """The bytes, for ``numpy.frombuffer`` and ``torch.frombuffer``."""
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._open[self.address] = self
-
-    @property
-    def memory(self) -> mmap.mmap:
-        """The bytes; supports the buffer protocol, so ``numpy.frombuffer`` and ``torch.frombuffer`` see them."""
-        return self._map
 
     def kv_buffers(self) -> KVBuffers:
         """This buffer as the only allocation of a rank on the host device."""
@@ -71,11 +67,11 @@ class HostBuffer:
         return None
 
     def close(self) -> None:
-        """Give back descriptor and mapping.
+        """Free the memory.
 
         Raises:
-            BufferError: arrays or tensors made of `memory` are still alive; nothing was given back.
+            BufferError: arrays or tensors of `memory` still exist; nothing was freed.
         """
-        self._map.close()
+        self.memory.close()
         self._open.pop(self.address, None)
         os.close(self.fd)

@@ -1,4 +1,4 @@
-"""The client: one object per rank (or per scheduler, which only looks up)."""
+"""The client: one object per rank, or per scheduler, which only makes lookups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any, Final
 from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.jobs import Jobs
-from kvsidecar.client.leases import KeptLease
 from kvsidecar.client.ledger import Ledger
-from kvsidecar.client.lookups import Lookups, PendingLookup
-from kvsidecar.client.messages import Registration
+from kvsidecar.client.lookups import LeaseRenewal, Lookups, PendingLookup
+from kvsidecar.client.messages import LookupQuery, Registration
 from kvsidecar.client.operator import Operator, OperatorCalls
 from kvsidecar.client.ordering import Completion, EventRing, Order
-from kvsidecar.client.results import Blocks, JobDone, LookupResult, Readiness
 from kvsidecar.client.supervisor import Supervisor
+from kvsidecar.client.types import Blocks, JobDone, LookupResult, Readiness
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
@@ -37,25 +36,23 @@ DEFAULT: Final = Default.DEFAULT
 class Client(OperatorCalls):
     """A connection to the daemon of this node. All methods may be called from any thread.
 
-    `attach` once, and the client sees to the rest: it notices when the daemon is lost, however it is lost, answers
-    every outstanding job, goes on without offload, and attaches again by itself when a daemon is back.
+    Call `attach` once. When the daemon is lost, the client ends every outstanding job, continues without offload, and
+    attaches again by itself when a daemon is back.
 
-    `store`, `load` and `poll` never wait for the daemon; `lookup`, `release` and `renew` wait ``step_budget`` seconds
-    at most and not at all while the daemon is lost or hangs. The others may wait, at most ``timeout`` seconds.
+    `store`, `load` and `poll` never wait for the daemon. `lookup`, `release` and `renew` wait at most ``step_budget``
+    seconds, and not at all while the daemon is lost or hangs. The others wait at most ``timeout`` seconds.
 
     Args:
-        socket: path of the daemon's gRPC socket; by default ``$KVSIDECAR_SOCKET``, then the same default as the
-            daemon's.
+        socket: path of the daemon's gRPC socket; by default ``$KVSIDECAR_SOCKET``, then the daemon's own default.
         name: free text that the daemon shows in its log.
-        timeout: seconds that a call may wait for the daemon, unless it says otherwise.
-        step_budget: seconds that a lookup, a release or a renewal may wait, unless it says otherwise. They take below
-            1 ms on an idle machine; the default leaves room for a busy one.
-        job_timeout: seconds after which a job's copy, if it has not started, never does, unless the job says
-            otherwise; None for no limit.
-        max_outstanding: jobs that have not ended; more are declined.
+        timeout: default time limit of a call, in seconds.
+        step_budget: default time limit of a lookup, release or renewal, in seconds. They take less than 1 ms on an idle
+            machine; the default leaves room for a busy one.
+        job_timeout: default time after which a copy that has not started never starts, in seconds; None for no limit.
+        max_outstanding: most jobs that have not ended; more are declined.
         reconnect: delays between attempts to connect.
-        breaker: keeps a daemon that hangs from being asked.
-        local_protocol: send the messages over the attach socket where the daemon offers that, instead of gRPC.
+        breaker: stops lookups while the daemon hangs.
+        local_protocol: use the local protocol instead of gRPC, if the daemon offers it.
     """
 
     def __init__(
@@ -115,26 +112,26 @@ class Client(OperatorCalls):
         retry: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Register this rank's memory. Succeeds at once while the pool is still being pinned.
+        """Register this rank's memory. Does not wait for the pool to be pinned.
 
-        A scheduler that looks up with the same client attaches first: attaching ends the leases taken before.
+        Attaching ends the leases that this client took before.
 
         Args:
             instance: name of the engine deployment, the same for all of its ranks.
             namespace: what must be equal for two instances to share blocks.
             buffers: this rank's memory; must stay allocated until `close` has returned True.
             groups: this rank's KV cache groups; their regions index ``buffers.allocations``.
-            events: for stores that are ordered on the device.
-            retry: return at once, whether or not a daemon is there, and attach when one is.
+            events: for stores that wait for the engine on the device.
+            retry: return at once, and attach in the background whenever a daemon answers.
             timeout: seconds to wait without ``retry``.
 
         Raises:
-            DaemonUnreachable: no daemon answers. Not with ``retry``; this client may try again.
+            DaemonUnreachable: no daemon answers. `attach` may be called again. Not raised with ``retry``.
             AttachRefused: the daemon refuses the registration; the text says what to change. With ``retry`` it is
-                logged instead, and tried again: another daemon may take it.
+                logged instead, and tried again: another daemon may accept it.
         """
-        if self._supervisor.attaches or self._closed:
-            raise ClientError("this client was attached or closed before: use a new one")
+        if self._supervisor.has_registration or self._closed:
+            raise ClientError("this client was attached or closed before: make a new Client")
         timeout = self._timeout if timeout is None else timeout
         handles = tuple(events.handles) if events is not None else ()
         registration = Registration(instance, namespace, buffers, tuple(groups), rank, world_size, handles)
@@ -145,7 +142,7 @@ class Client(OperatorCalls):
         if retry:
             return
         deadline = time.monotonic() + timeout
-        # A connection that was made for lookups is given up first, and may itself be an attempt that ends only now.
+        # A connection that was made for lookups is closed first. It may itself be an attempt that ends only now.
         while supervisor.session is None and supervisor.error is None and time.monotonic() < deadline:
             supervisor.wait_attempt(attempts, deadline - time.monotonic())
             attempts = supervisor.attempts
@@ -159,7 +156,7 @@ class Client(OperatorCalls):
 
     @property
     def attached(self) -> bool:
-        """Whether jobs are taken: False before `attach` and while the daemon is lost. Never waits."""
+        """Whether jobs are accepted: False before `attach` and while the daemon is lost. Never waits."""
         return self._supervisor.session is not None
 
     def wait_attached(self, timeout: float) -> bool:
@@ -169,24 +166,24 @@ class Client(OperatorCalls):
 
     @property
     def epoch(self) -> int:
-        """The daemon run this client is connected to; 0 while there is none."""
+        """Epoch of the daemon run that this client is connected to; 0 if there is none."""
         transport = self._supervisor.transport
-        return 0 if transport is None else transport.link.epoch
+        return 0 if transport is None else transport.connection.epoch
 
     @property
     def attached_epoch(self) -> int:
-        """The daemon run this rank is attached to; 0 while it is not. Never waits."""
+        """Epoch of the daemon run that this rank is attached to; 0 if there is none. Never waits."""
         session = self._supervisor.session
         return 0 if session is None else session.epoch
 
     @property
     def lost_reason(self) -> str:
-        """Why there is no connection to the daemon; empty while there is one, and before the first attempt."""
+        """Why there is no connection; empty while there is one, and before the first attempt."""
         return str(self._supervisor.error or "")
 
     @property
     def readiness(self) -> Readiness:
-        """What the daemon said last; it tells every change by itself. Never waits."""
+        """The daemon's last report; it reports every change. Never waits."""
         session = self._supervisor.session
         if session is not None:
             return session.readiness
@@ -198,7 +195,7 @@ class Client(OperatorCalls):
         """Wait until this rank is attached and the daemon is ready or has failed, at most ``timeout`` seconds.
 
         Raises:
-            DaemonUnreachable: the daemon is lost, and has not come back in this time.
+            DaemonUnreachable: the daemon is lost, and did not come back in time.
         """
 
         def is_done() -> bool:
@@ -212,29 +209,29 @@ class Client(OperatorCalls):
 
     @property
     def local_protocol(self) -> bool:
-        """Whether the messages go over the local protocol; False while there is no connection."""
+        """Whether the local protocol is in use; False while there is no connection."""
         transport = self._supervisor.transport
         return transport is not None and transport.is_local
 
     @property
     def device_order(self) -> bool:
-        """Whether ``after=DEVICE`` waits on the device: the daemon could open the ring of events."""
+        """Whether ``after=DEVICE`` waits on the device: the daemon could open the events."""
         session = self._supervisor.session
         return session is not None and session.device_order
 
     @property
     def device_order_refused(self) -> str:
-        """Why ``after=DEVICE`` waits on the host; empty if it does not, or nobody knows yet."""
+        """Why ``after=DEVICE`` waits on the host; empty if it does not, and before the daemon has answered."""
         session = self._supervisor.session
         if session is None or session.device_order:
             return ""
         if self._jobs.events is None:
-            return "no ring of events was given to attach()"
+            return "attach() was called without events=..."
         return session.device_order_refused or "this daemon does not wait for events"
 
     @property
     def breaker_state(self) -> BreakerState:
-        """Whether lookups are made."""
+        """Whether lookups are sent."""
         return self._breaker.state
 
     # -- jobs ------------------------------------------------------------------------------------------------------
@@ -249,19 +246,19 @@ class Client(OperatorCalls):
     ) -> int:
         """Copy blocks from the device to the pool. Returns the job's number at once.
 
-        The blocks must keep their content until the job is over, or `flush` has answered.
+        The blocks must keep their content until the job has ended or `flush` has returned.
 
         Args:
-            after: a store that starts before the kernels that write these blocks are over copies what was there
-                before. Either the event that was recorded behind them, and the store is sent when it is over. Or
-                ``DEVICE``: after everything that the engine's current stream was given before this call; needs
-                ``attach(events=...)``, and waits on the device, or on the host where the device cannot.
-            timeout: seconds after which a copy that has not started never does.
-            traceparent: of the request that the job is for, as W3C Trace Context has it. A daemon that traces shows
-                the job in that trace; what is no traceparent is ignored there.
+            after: what the copy must wait for: a copy that starts before the kernels that write these blocks have
+                completed copies old content. An event recorded after those kernels: the store is sent when it has
+                completed. Or ``DEVICE``: all work that was enqueued on the engine's current stream before this call.
+                That needs ``attach(events=...)``; the wait is on the device, or on the host if the device cannot.
+            timeout: seconds after which a copy that has not started never starts.
+            traceparent: W3C traceparent of the request that the job is for. A daemon with tracing shows the job in that
+                trace, and ignores an invalid one.
         """
         if after is Order.DEVICE and self._jobs.events is None:
-            raise ClientError("after=DEVICE needs a ring of events: attach(events=...)")
+            raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
         return self._jobs.submit(Direction.STORE, blocks, after, 0, self._seconds(timeout), traceparent)
 
     def load(
@@ -275,12 +272,11 @@ class Client(OperatorCalls):
     ) -> int:
         """Copy blocks from the pool to the device. Returns the job's number at once.
 
-        The blocks must not be used, freed or given to anybody else before the job is over: DMA cannot be cancelled.
-        It is over when `poll` or `wait` says so and not before, whatever happens to the daemon in between.
+        The blocks must not be used or freed before the job has ended: DMA cannot be cancelled. Only `poll` and `wait`
+        tell that it has ended, whatever happens to the daemon meanwhile.
 
         Args:
-            timeout: seconds after which a copy that has not started never does.
-            traceparent: as in `store`.
+            timeout, traceparent: as in `store`.
         """
         return self._jobs.submit(Direction.LOAD, blocks, after, lease or 0, self._seconds(timeout), traceparent)
 
@@ -288,16 +284,15 @@ class Client(OperatorCalls):
         return self._job_timeout if isinstance(timeout, Default) else timeout
 
     def poll(self) -> list[JobDone]:
-        """The jobs that have ended since the last call, each once. Never waits. Of more than 65,536 the oldest are
-        forgotten.
+        """The jobs that have ended since the last call. Never waits. Beyond 65,536, the oldest results are dropped.
 
-        Does not look for the end of jobs that were submitted since the last call, if there are no others.
+        Does not check jobs that were submitted since the last call if there are no others.
         """
         return self._jobs.poll()
 
     def wait(self, jobs: Iterable[int], timeout: float) -> dict[int, JobDone]:
-        """Wait for these jobs, at most ``timeout`` seconds. Returns those that have ended and were not reported before;
-        `poll` skips them then."""
+        """Wait for these jobs, at most ``timeout`` seconds. Returns the results that were not reported before; `poll`
+        does not return them again."""
         return self._jobs.wait(tuple(jobs), timeout)
 
     @property
@@ -307,24 +302,23 @@ class Client(OperatorCalls):
             return self._ledger.count
 
     def flush(self, jobs: Sequence[int] = (), *, timeout: float | None = None, cancel: bool = False) -> frozenset[int]:
-        """Wait until these jobs (by default all stores) no longer touch the device's blocks.
+        """Wait until these jobs (by default all stores) no longer access the device's blocks.
 
         Args:
-            timeout: seconds; those that have begun cannot be stopped.
-            cancel: jobs that have not started never do, and are declined as ``cancelled``. Otherwise they go first,
-                and are finished.
+            timeout: in seconds.
+            cancel: decline jobs that have not started, as ``cancelled``. Otherwise the daemon runs them first.
 
         Returns:
-            The jobs that still do at the deadline: empty means that all of their blocks may be overwritten.
+            The jobs that still may at the deadline; if it is empty, all of their blocks may be overwritten.
         """
         return self._jobs.flush(jobs, self._timeout if timeout is None else timeout, cancel=cancel)
 
     def set_idle(self, idle: bool, *, soon: bool = False) -> None:
-        """Tell the daemon that this rank's GPU has nothing to do, or has again: stores need not leave room for the
-        engine's own copies meanwhile. Never waits, and costs nothing while nothing changes.
+        """Tell the daemon whether this rank's GPU is idle: stores then need not leave room for the engine's own copies.
+        Never waits, and costs nothing without a change.
 
         Args:
-            soon: it is enough to tell it with the next job, which costs no message, or at the next `poll`.
+            soon: send it with the next job, which costs no message of its own, or at the next `poll`.
         """
         if idle == self._idle:
             return
@@ -333,7 +327,7 @@ class Client(OperatorCalls):
             if (session := self._supervisor.session) is not None:
                 session.set_idle(idle)
                 if not soon:
-                    session.say()
+                    session.send_unsent()
 
     # -- lookups and leases ----------------------------------------------------------------------------------------
 
@@ -346,18 +340,18 @@ class Client(OperatorCalls):
         lease_seconds: float = 0.0,
         timeout: float | None = None,
     ) -> LookupResult:
-        """Which of these blocks the daemon can load, by KV cache group. A daemon that does not answer has none.
+        """Which of these blocks the daemon can load, by KV cache group; none if it does not answer.
 
         Args:
-            groups: block hashes by group, in prefix order; joined to one `bytes`, or apart.
-            lease_seconds: forbid their eviction for this long; 0 takes no lease.
+            groups: block hashes by group, in prefix order; joined in one `bytes`, or apart.
+            lease_seconds: protect the hits from eviction for this long; 0 takes no lease.
             timeout: seconds, instead of ``step_budget``.
 
         Raises:
             ClientError: the daemon refuses the request; the text says what to change.
-            ValueError: ``lease_seconds`` is negative, or no number.
+            ValueError: ``lease_seconds`` is negative or not a number.
         """
-        return self._lookups.lookup(namespace, groups, mode, lease_seconds, timeout)
+        return self._lookups.lookup(LookupQuery(namespace, groups, mode, lease_seconds), timeout)
 
     def begin_lookup(
         self,
@@ -367,41 +361,41 @@ class Client(OperatorCalls):
         mode: LookupMode = LookupMode.PREFIX,
         lease_seconds: float = 0.0,
     ) -> PendingLookup | None:
-        """Send what `lookup` asks, and take the answer later: many lookups then wait for the daemon once.
+        """Send a lookup, and take the answer later: several lookups then share one wait.
 
         Never waits. Arguments and errors as those of `lookup`.
 
         Returns:
-            None: it cannot be sent at once, since the daemon is lost or busy, or there are too many hashes.
+            None: it cannot be sent at once, because the daemon is lost or busy, or there are too many hashes.
         """
-        return self._lookups.begin(namespace, groups, mode, lease_seconds)
+        return self._lookups.begin(LookupQuery(namespace, groups, mode, lease_seconds))
 
-    def keep(self, lease: int, lease_seconds: float) -> KeptLease:
-        """What `renew` does, for a step that cannot wait: it is asked for, and not answered."""
-        return self._lookups.keep(lease, lease_seconds)
+    def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
+        """`renew` without waiting for the answer."""
+        return self._lookups.renew_nowait(lease, lease_seconds)
 
-    def drop(self, lease: int) -> None:
-        """What `release` does, for a step that cannot wait; while the daemon does not answer the lease ends by time."""
-        self._lookups.drop(lease)
+    def release_nowait(self, lease: int) -> None:
+        """`release` without waiting for the answer. If the daemon is lost or busy, the lease expires instead."""
+        self._lookups.release_nowait(lease)
 
     def release(self, lease: int | None, *, timeout: float | None = None) -> bool:
-        """End a lease. False if it had ended before, or the daemon did not answer: then it ends by time; or if it is
-        that of a lookup without hits, which is none."""
+        """End a lease. False if it is None, as after a lookup without hits; if it had ended before; or if the daemon
+        did not answer: then it expires."""
         return lease is not None and self._lookups.release(lease, timeout)
 
     def renew(self, lease: int, lease_seconds: float, *, timeout: float | None = None) -> float:
-        """Let a lease live for this long from now. Returns the seconds granted; 0 if it had ended before, or nobody
-        answered."""
+        """Extend a lease to this long from now. Returns the seconds granted; 0 if it had ended before, or the daemon
+        did not answer."""
         return self._lookups.renew(lease, lease_seconds, timeout)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- closing ---------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> bool:
-        """Detach, and end all threads. Takes no more jobs; those outstanding are finished if that takes no longer.
+        """Finish the outstanding jobs, detach, and end all threads.
 
         Returns:
-            True: the daemon has unmapped this rank's memory, or is gone: it may be freed. False: that is not known
-            after ``timeout`` seconds, and a load may still write to it; `unmapped` tells later.
+            True: the daemon has unmapped this rank's memory, or its process has ended: the memory may be freed. False:
+            neither was certain after ``timeout`` seconds, and a load may still write to it; see `unmapped`.
         """
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         self._closed = True
@@ -411,14 +405,14 @@ class Client(OperatorCalls):
         return self.unmapped()
 
     def unmapped(self, successor: int = 0) -> bool:
-        """Whether the daemon has let go of this rank's memory by now, for a client that is closed. Never waits.
+        """Whether the daemon has unmapped this rank's memory, after `close`. Never waits.
 
         Args:
-            successor: epoch of the daemon that is at this socket now, as another client knows it: tells the end of the
-                other one where a process of another PID namespace cannot be watched (Linux before 6.5).
+            successor: epoch of the daemon that is at this socket now, as another client knows it. It proves the end of
+                the lost daemon where a process of another PID namespace cannot be watched (Linux before 6.5).
         """
-        left = self._supervisor.left
-        return left is None or left.gone(successor)
+        lost = self._supervisor.lost_daemon
+        return lost is None or lost.gone(successor)
 
     def _call(self, method: str, request: object) -> Any:
         return self._operator.call(method, request)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import math
+import queue
+import threading
 import time
 from collections.abc import Sequence
 
-from kvsidecar.client.flushing import Flush
-from kvsidecar.client.host_order import HostOrder
-from kvsidecar.client.ledger import Job, Ledger
+from kvsidecar.client.ledger import Flush, Job, Ledger
 from kvsidecar.client.ordering import Completion, EventRing, Order
-from kvsidecar.client.results import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, JobDone
 from kvsidecar.client.session import Session
 from kvsidecar.client.supervisor import Supervisor
+from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, JobDone
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction
 
 
 class Jobs:
-    """Puts jobs on the session that the supervisor has published, and looks for their ends. See `Client` for each."""
+    """Sends jobs on the session that the supervisor has published, and collects their results. See `Client` for each
+    method."""
 
     def __init__(self, supervisor: Supervisor, ledger: Ledger, monitor: Monitor) -> None:
         self._supervisor = supervisor
         self._ledger = ledger
         self._monitor = monitor
-        self._order = HostOrder()
+        self._host_order = HostOrder()
         self._closed = False
         self.events: EventRing | None = None
         """For jobs that come after ``Order.DEVICE``."""
@@ -40,7 +41,7 @@ class Jobs:
     ) -> int:
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
-        number = self._ledger.number()
+        number = self._ledger.next_number()
         with self._monitor.lock:
             session = self._supervisor.session
             if session is None or self._closed or self._ledger.is_full:
@@ -59,7 +60,7 @@ class Jobs:
         if isinstance(after, Order):
             assert self.events is not None
             try:
-                # Before the message is sent: a wait for an event that was never recorded waits for nothing.
+                # Before the message is sent: to wait for an event that was never recorded returns at once.
                 if entry is not None:
                     self.events.record(entry)
                 after = self.events.mark() if entry is None else None
@@ -69,28 +70,26 @@ class Jobs:
         if after is None:
             session.send(job)
         else:
-            self._order.add(session, job, after)
+            self._host_order.add(session, job, after)
         return number
 
     def _decline(self, number: int, session: Session | None) -> None:
+        error = str(self._supervisor.error or "")
         if self._closed:
-            reason, error = CLOSED, str(self._supervisor.error or "")
+            reason = CLOSED
         elif session is None:
-            reason, error = (
-                DAEMON_LOST if self._supervisor.attaches else NOT_ATTACHED,
-                str(self._supervisor.error or ""),
-            )
+            reason = DAEMON_LOST if self._supervisor.has_registration else NOT_ATTACHED
         else:
-            reason, error = BACKPRESSURE, "too many jobs are outstanding"
+            reason, error = BACKPRESSURE, "too many jobs are outstanding: poll, or wait for some"
         self._ledger.decline(number, reason, error)
         self._monitor.changed.notify_all()
 
     def poll(self) -> list[JobDone]:
         if (session := self._supervisor.session) is not None:
-            if session.unsaid:
+            if session.unsent:
                 with self._monitor.lock:
-                    session.say()
-            if self._ledger.may_have_ended():
+                    session.send_unsent()
+            if self._ledger.worth_polling():
                 session.read_now()
         if not self._ledger.finished:
             return []
@@ -98,7 +97,7 @@ class Jobs:
             return self._ledger.take_finished()
 
     def wait(self, numbers: Sequence[int], timeout: float) -> dict[int, JobDone]:
-        # Not until they are among the finished: an end that somebody has had, or that was forgotten, never will be.
+        # Not "all are finished": a result that was taken or dropped before would never be.
         def is_done() -> bool:
             return not any(map(self._ledger.is_outstanding, numbers))
 
@@ -109,33 +108,69 @@ class Jobs:
     def flush(self, numbers: Sequence[int], timeout: float, *, cancel: bool) -> frozenset[int]:
         deadline = time.monotonic() + timeout
         with self._monitor.changed:
-            flush = Flush(self._ledger, numbers, cancel=cancel)
+            flush = Flush(self._ledger, frozenset(numbers), cancel=cancel)
             self._monitor.changed.notify_all()
 
         def is_done() -> bool:
             left = deadline - time.monotonic()
-            if not flush.busy() or left <= 0:
+            if not flush.pending() or left <= 0:
                 return True
-            # Without a session nobody can be asked: the supervisor ends the jobs when nothing touches their blocks.
-            if (session := self._supervisor.session) is not None and (jobs := flush.to_ask()):
+            # Without a session the supervisor ends the jobs, when nothing can access their blocks.
+            if (session := self._supervisor.session) is not None and (jobs := flush.take_unrequested()):
                 session.flush(flush, jobs, left)
             return False
 
         try:
             self._monitor.wait_until(is_done, deadline, self._reader)
             with self._monitor.lock:
-                return flush.busy()
+                return flush.pending()
         finally:
             with self._monitor.lock:
                 if (session := self._supervisor.session) is not None:
-                    session.forget(flush)
+                    session.forget_flush(flush)
 
     def close(self, timeout: float) -> None:
-        """Take no more jobs. Those that wait for an event are sent if that is over within ``timeout`` seconds."""
+        """Take no more jobs. Send those whose events complete within ``timeout`` seconds."""
         self._closed = True
-        self._order.stop()
-        self._order.join(timeout)
+        self._host_order.close(timeout)
 
     def _reader(self) -> Session | None:
-        """Who reads the answers that a thread waits for. With the lock held."""
+        """The reader of the answers that a thread waits for. With the lock held."""
         return self._supervisor.session if self._ledger.count else None
+
+
+class HostOrder:
+    """Sends each job when its event is complete. Its thread lives from the first such job to `close`."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Session, Job, Completion] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, session: Session, job: Job, after: Completion) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="kvsidecar-order", daemon=True)
+                self._thread.start()
+            self._waiting.put((session, job, after))
+
+    def close(self, timeout: float) -> None:
+        """End the thread after the jobs that were added before. Wait for it at most ``timeout`` seconds."""
+        with self._lock:
+            self._closed = True
+            self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join(max(0.0, timeout))
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            session, job, after = item
+            if not session.is_outstanding(job):
+                continue  # cancelled, or its daemon is lost: its event does not matter
+            try:
+                after.synchronize()
+            except Exception as error:  # noqa: BLE001 - an engine's event may raise anything; the job must end
+                session.fail(job, str(error))
+                continue
+            session.send(job)

@@ -1,34 +1,35 @@
-"""Which jobs are outstanding, and what became of the others. Every job ends once.
+"""Which jobs are outstanding, and how the others ended. Every job ends once.
 
-Decides, and does nothing: no I/O, no thread, no clock, no lock of its own. All methods are called with the client's
-lock held, unless they say otherwise, and none of them tells anybody: who changes the ledger notifies.
+Pure: no I/O, threads or clock. All methods are called with the client's lock held unless they say otherwise; the caller
+notifies the condition.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from kvsidecar.client.ordering import RingSlots
-from kvsidecar.client.results import Blocks, JobDone
+from kvsidecar.client.types import Blocks, JobDone
+from kvsidecar.errors import Refusal
 from kvsidecar.types import Direction, Outcome
 
 MAX_UNPOLLED = 1 << 16
-"""Ends of jobs that are kept until somebody asks for them: about 15 MB. Of more the older half is forgotten."""
+"""Results of jobs that are kept until they are polled: about 15 MB. Beyond it the older half is dropped."""
 
 _log = logging.getLogger("kvsidecar.client")
 
 
 class Phase(IntEnum):
-    """How far a job has come. Up to QUEUED the daemon does not know it, so no DMA of it can run."""
+    """The state of a job. Before SENT the daemon does not know it, so no DMA of it can run."""
 
     WAITING = 0
-    """For what it comes after."""
+    """For the event that it comes after."""
     QUEUED = 1
-    """Behind the messages before it."""
+    """In the send queue."""
     SENT = 2
 
 
@@ -43,13 +44,13 @@ class Job:
     deadline: float | None = None
     """Monotonic seconds; the copy does not start after it."""
     ring: RingSlots | None = None
-    """Where it has taken ``event``."""
+    """The ring that ``event`` was taken from."""
     event: int = 0
     """Entry of the event ring, from 1; 0 for none."""
     traceparent: bytes = b""
     phase: Phase = Phase.WAITING
     verdict: JobDone | None = None
-    """What the daemon said of it while its copy might still run: reported when it cannot any more."""
+    """The daemon's answer, if its copy may still run: reported when the copy can no longer run."""
 
 
 class Ledger:
@@ -67,16 +68,16 @@ class Ledger:
         self._numbers = itertools.count(1)
         self._outstanding: dict[int, Job] = {}
         self._new = 0
-        """Jobs that were added since somebody looked for their end."""
+        """Jobs added since the last `worth_polling`."""
         self.finished: dict[int, JobDone] = {}
-        """Ends that nobody has taken yet. Whether there are any may be seen without the lock."""
-        self._forgets = False
+        """Results that were not taken yet. Needs no lock to test whether there are any."""
+        self._warned = False
 
-    def number(self) -> int:
-        """A number that no job or flush of this client has had. Needs no lock."""
+    def next_number(self) -> int:
+        """A new number for a job or flush. Needs no lock."""
         return next(self._numbers)
 
-    # -- what is outstanding -----------------------------------------------------------------------------------------
+    # -- outstanding jobs ---------------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
@@ -96,16 +97,16 @@ class Ledger:
     def outstanding(self) -> list[Job]:
         return list(self._outstanding.values())
 
-    def may_have_ended(self) -> bool:
-        """Whether it is worth to look for the end of a job: nothing has ended that was only just added, and to look
-        would be a system call of the step that added it. Needs no lock: what comes in between is seen the next time."""
+    def worth_polling(self) -> bool:
+        """Whether a job may have ended that was added before the last call. A job that was only just added has not: to
+        look would cost its step a system call. Needs no lock: the next call sees what is missed."""
         worth, self._new = len(self._outstanding) > self._new, 0
         return worth
 
-    # -- how jobs end ------------------------------------------------------------------------------------------------
+    # -- ending jobs -------------------------------------------------------------------------------------------------
 
     def finish(self, done: JobDone) -> bool:
-        """A job has ended. False if it had ended before: the first end is the one that is reported."""
+        """Record the end of a job. False if it had ended before: only the first end is reported."""
         job = self._outstanding.pop(done.job, None)
         if job is None:
             return False
@@ -114,38 +115,38 @@ class Ledger:
         self._keep(done)
         return True
 
-    def hold(self, done: JobDone) -> bool:
-        """The daemon has given a job up, and its copy may still run: it ends with the daemon's process. False if it had
-        ended before."""
+    def set_verdict(self, done: JobDone) -> bool:
+        """The daemon has given a job up, but its copy may still run: the job ends with the daemon's process. False if
+        the job had ended before."""
         job = self._outstanding.get(done.job)
         if job is not None:
             job.verdict = done
         return job is not None
 
     def decline(self, number: int, reason: str, error: str = "") -> None:
-        """Answer a job that was never outstanding."""
+        """Report a job that was never added."""
         self._keep(JobDone(number, Outcome.DECLINED, reason, error))
 
     def cancel_unsent(self, jobs: Iterable[Job], reason: str) -> None:
-        """Decline those of these jobs that the daemon has not been told of."""
+        """Decline the jobs that were not sent."""
         for job in jobs:
             if job.phase is not Phase.SENT:
                 self.finish(JobDone(job.number, Outcome.DECLINED, reason))
 
     def end_waiting(self, reason: str) -> None:
-        """Report the jobs whose events were not over in the time there was."""
+        """Report the jobs whose events did not complete in time."""
         self._end(reason, "", lambda job: job.phase is Phase.WAITING)
 
     def end_unsent(self, reason: str, error: str) -> None:
-        """Report the jobs that a lost daemon was never told of."""
+        """Report the jobs that were not sent."""
         self._end(reason, error, lambda job: job.phase is not Phase.SENT)
 
     def end_stores(self, reason: str, error: str) -> None:
-        """Report the stores: their daemon will serve nothing more."""
+        """Report the stores: no daemon will serve their blocks."""
         self._end(reason, error, lambda job: job.direction is Direction.STORE)
 
     def end_all(self, reason: str, error: str) -> None:
-        """Report all jobs: no copy of them can run any more."""
+        """Report all jobs: their copies can no longer run."""
         self._end(reason, error, lambda _: True)
 
     def _end(self, reason: str, error: str, which: Callable[[Job], bool]) -> None:
@@ -153,24 +154,74 @@ class Ledger:
             if which(job):
                 self.finish(job.verdict or JobDone(job.number, Outcome.FAILED, reason, error))
 
-    # -- what has ended ----------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def take_finished(self) -> list[JobDone]:
-        """All of them, each once."""
+        """Remove and return all results."""
         done = list(self.finished.values())
         self.finished.clear()
         return done
 
     def take(self, numbers: Iterable[int]) -> dict[int, JobDone]:
-        """The same of these jobs."""
+        """Remove and return the results of these jobs."""
         return {number: self.finished.pop(number) for number in numbers if number in self.finished}
 
     def _keep(self, done: JobDone) -> None:
-        """Until it is taken."""
         self.finished[done.job] = done
         if len(self.finished) > MAX_UNPOLLED:
             for number in tuple(itertools.islice(self.finished, MAX_UNPOLLED // 2)):
                 del self.finished[number]
-            if not self._forgets:
-                self._forgets = True
-                _log.warning("the ends of %d jobs were never asked for: the oldest are forgotten", MAX_UNPOLLED)
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%d results were never polled, and the oldest are forgotten: call Client.poll()",
+                    MAX_UNPOLLED,
+                )
+
+
+class Flush:
+    """One wait until jobs no longer access the device's blocks.
+
+    Args:
+        numbers: of the jobs; if there are none, all stores.
+        cancel: decline the jobs that were not sent.
+    """
+
+    def __init__(self, ledger: Ledger, numbers: Collection[int], *, cancel: bool) -> None:
+        self._ledger = ledger
+        self.cancel = cancel
+        jobs = [
+            job
+            for job in ledger.outstanding()
+            if (job.number in numbers if numbers else job.direction is Direction.STORE)
+        ]
+        if cancel:
+            ledger.cancel_unsent(jobs, Refusal.CANCELLED)
+        self._pending: dict[int, Job] = {job.number: job for job in jobs}
+        self._requested: set[int] = set()
+
+    def pending(self) -> frozenset[int]:
+        """The jobs that may still access their blocks, as far as is known."""
+        self._pending = {number: job for number, job in self._pending.items() if self._ledger.is_outstanding(number)}
+        return frozenset(self._pending)
+
+    def take_unrequested(self) -> list[int]:
+        """The jobs to name in a request to the daemon now, each once.
+
+        Jobs that wait for their events follow when they are queued: the daemon does not know them yet, and the others
+        need not wait for them.
+        """
+        jobs = [
+            number
+            for number, job in self._pending.items()
+            if number not in self._requested and job.phase is not Phase.WAITING
+        ]
+        self._requested.update(jobs)
+        return jobs
+
+    def on_answer(self, requested: Iterable[int], pending: Iterable[int]) -> None:
+        """The daemon has answered a request: which of its jobs still run."""
+        for number in set(requested) - set(pending):
+            job = self._pending.get(number)
+            if job is not None and job.verdict is None:  # with a verdict, nobody knows what its copy does
+                del self._pending[number]

@@ -1,7 +1,7 @@
 """The Attach stream of the local protocol.
 
-Sending is a system call of the caller's own thread: handing a message to another thread costs more, and waits for the
-GIL.
+The caller's own thread makes the system call that sends: to hand a message to another thread costs more, and waits for
+the GIL.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import suppress
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvsidecar.client.link import Link
-from kvsidecar.client.messages import CarrierError
-from kvsidecar.client.outbox import Outbox
+from kvsidecar.client.connection import Connection
+from kvsidecar.client.messages import TransportError
+from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.transport import AttachStream
 from kvsidecar.client.waiting import Monitor, wait_readable
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
@@ -26,18 +26,18 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 RECEIVE_BYTES = 64 * 1024
 STEP_ASIDE_SECONDS = 0.002
-"""The reading thread leaves the answers to the one that waits for them, if that has just read some."""
+"""How long the reading thread leaves the answers to a thread that waits for them and has just read some."""
 
 
-class Replies:
-    """Cuts what arrives into replies."""
+class ReplyReader:
+    """Splits the received bytes into replies."""
 
     def __init__(self) -> None:
         self._frames = FrameReader()
         self.feed = self._frames.feed
 
     def next(self) -> pb.LocalReply | None:
-        """The next complete reply, None if there is none yet. Raises ConnectionError if these are no replies."""
+        """The next complete reply, None if there is none yet. Raises ConnectionError if the bytes are invalid."""
         try:
             payload = self._frames.next()
             return None if payload is None else pb.LocalReply.FromString(payload)
@@ -48,41 +48,41 @@ class Replies:
 
 
 class LocalStream(AttachStream):
-    """On the rank's link, whose socket is this stream's from now on.
+    """Takes over the socket of the rank's connection.
 
-    A thread of its own, which starts when it is first needed, sends what the socket had no room for.
+    A thread, started when it is first needed, sends what the socket has no room for.
     """
 
-    def __init__(self, link: Link, outbox: Outbox, monitor: Monitor) -> None:
+    def __init__(self, connection: Connection, send_queue: SendQueue, monitor: Monitor) -> None:
         self.ended = False
-        self.error: CarrierError | None = None
+        self.error: TransportError | None = None
         self.quiesced = False
-        self._link = link
-        self._socket = link.connection
-        self._outbox = outbox
+        self._connection = connection
+        self._socket = connection.sock
+        self._send_queue = send_queue
         self._monitor = monitor
         self._readable = select.poll()
         self._readable.register(self._socket, select.POLLIN)
-        self._arrived = Replies()
+        self._replies = ReplyReader()
         self._used_until = 0.0
-        """So long another thread sends and receives, as far as is known; monotonic seconds."""
+        """Until then another thread is assumed to send and receive; monotonic seconds."""
         self._helped = 0
-        """Receipts of other threads that found something."""
-        # Of what the daemon has not taken yet; under the lock.
+        """How often another thread has received something."""
+        # What the socket had no room for; guarded by the client's lock.
         self._rest = b""
         self._has_backlog = threading.Event()
-        """Set while the other thread sends: nobody overtakes it."""
+        """Set while the thread sends: nothing may overtake it."""
         self._flusher: threading.Thread | None = None
         self._closed = False
 
-    # -- down --------------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         while True:
             self._readable.poll()
             if self.ended or time.monotonic() >= self._used_until:
                 return
-            # Every wake-up of this thread holds up that one, which needs the GIL again after a system call.
+            # Each wake-up of this thread delays the other one, which needs the GIL again after a system call.
             helped = self._helped
             time.sleep(STEP_ASIDE_SECONDS)
             if self._helped == helped:
@@ -96,21 +96,21 @@ class LocalStream(AttachStream):
             data = self._socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 raise ConnectionError("the daemon closed it")
-            self._arrived.feed(data)
-            while not self.ended and (reply := self._arrived.next()) is not None:
+            self._replies.feed(data)
+            while not self.ended and (reply := self._replies.next()) is not None:
                 match reply.WhichOneof("message"):
                     case "attach":
                         replies.append(reply.attach)
                     case "ended":
-                        self.error = error_of(reply.ended.error) if reply.ended.HasField("error") else None
+                        self.error = error_from(reply.ended.error) if reply.ended.HasField("error") else None
                         self.quiesced = self.ended = True
                     case "error":
-                        self.error = error_of(reply.error)
+                        self.error = error_from(reply.error)
                         self.ended = True
         except BlockingIOError:
             return replies
         except OSError as error:
-            self.error = no_answer(error)
+            self.error = connection_error(error)
             self.ended = True
         if helping:
             self._helped += 1
@@ -126,7 +126,7 @@ class LocalStream(AttachStream):
             self._socket.shutdown(socket.SHUT_RD)
 
     def cancel(self) -> None:
-        self._link.shut_down()
+        self._connection.shut_down()
 
     def close(self) -> None:
         with self._monitor.lock:
@@ -136,14 +136,14 @@ class LocalStream(AttachStream):
             self.cancel()  # it may wait for room in the socket
             self._flusher.join()
 
-    # -- up ----------------------------------------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         self._used_until = time.monotonic() + STEP_ASIDE_SECONDS
         if self._has_backlog.is_set():
             return
         data = b""
-        while self._outbox.waiting:
+        while self._send_queue.waiting:
             data += self._next_frame()
         if data and not self._write(data) and not self._closed:
             self._has_backlog.set()
@@ -152,45 +152,45 @@ class LocalStream(AttachStream):
                 self._flusher.start()
 
     def _next_frame(self) -> bytes:
-        """The frame of the next item in the outbox; empty if there is nothing to say."""
+        """The frame of the next item in the send queue; empty if it needs none."""
         request = pb.LocalRequest()
-        if not self._outbox.take(request.attach):
-            if not self._outbox.is_finished:
+        if not self._send_queue.take(request.attach):
+            if not self._send_queue.is_finished:
                 return b""
             request.detach.SetInParent()
         return frame(request.SerializeToString())
 
     def _write(self, data: bytes) -> bool:
-        """False: a rest of it is left."""
+        """False: a part of it is left in ``_rest``."""
         try:
             sent = self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
             sent = 0
         except OSError:
-            sent = len(data)  # the reader hears of it
+            sent = len(data)  # the reading thread receives the error
         self._rest = data[sent:]
         return not self._rest
 
     def _flush(self) -> None:
-        """In a thread: send what the socket's buffer had no room for, and what is put meanwhile."""
+        """In a thread: send what the socket had no room for, and what is queued meanwhile."""
         writable = select.poll()
         writable.register(self._socket, select.POLLOUT)
         while True:
             self._has_backlog.wait()
             writable.poll()
-            with self._monitor.lock:  # for one message at a time: an engine's thread may wait for it
+            with self._monitor.lock:  # released after each message: an engine's thread may wait for it
                 if self._closed:
                     return
-                if self._write(self._rest or self._next_frame()) and not self._outbox.waiting:
+                if self._write(self._rest or self._next_frame()) and not self._send_queue.waiting:
                     self._has_backlog.clear()
                 self._monitor.changed.notify_all()
 
 
-def no_answer(error: BaseException) -> CarrierError:
+def connection_error(error: BaseException) -> TransportError:
     if isinstance(error, TimeoutError):
-        return CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
-    return CarrierError(grpc.StatusCode.UNAVAILABLE, f"the connection ended: {error}")
+        return TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+    return TransportError(grpc.StatusCode.UNAVAILABLE, f"the connection ended: {error}")
 
 
-def error_of(error: pb.LocalError) -> CarrierError:
-    return CarrierError(_CODES.get(error.code, grpc.StatusCode.UNKNOWN), error.text)
+def error_from(error: pb.LocalError) -> TransportError:
+    return TransportError(_CODES.get(error.code, grpc.StatusCode.UNKNOWN), error.text)

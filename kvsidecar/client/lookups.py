@@ -1,33 +1,30 @@
-"""Calls that a step waits for, within a budget: lookups and leases."""
+"""Lookups and leases: the calls that an engine's step makes, each within a time budget."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from kvsidecar.client.breaker import CircuitBreaker
-from kvsidecar.client.leases import KeptLease, release_request, renew_request
-from kvsidecar.client.messages import CarrierError, lookup_request, lookup_result, no_hits
-from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
+from kvsidecar.client.messages import LookupQuery, TransportError, to_milliseconds
 from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.transport import Transport
+from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
-from kvsidecar.types import LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = logging.getLogger("kvsidecar.client")
 
-
-_LATE = CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+_TIMED_OUT = TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
 
 
 class NoAnswer(Exception):
-    """The daemon was not asked, or did not answer in time. ``reason`` is one of `kvsidecar.client.results`."""
+    """The call was not sent, or not answered in time. ``reason`` is one of `kvsidecar.client.types`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -35,10 +32,10 @@ class NoAnswer(Exception):
 
 
 class Lookups:
-    """Asks the daemon within a budget, or does not ask it.
+    """Makes the calls unless the circuit breaker is open. See `Client` for each.
 
     Args:
-        budget: seconds that a call waits unless it says otherwise.
+        budget: default time limit of a call, in seconds.
     """
 
     def __init__(self, supervisor: Supervisor, breaker: CircuitBreaker, budget: float, socket: str) -> None:
@@ -47,88 +44,81 @@ class Lookups:
         self._budget = budget
         self._socket = socket
 
-    def lookup(
-        self,
-        namespace: Namespace,
-        groups: Mapping[int, bytes | Sequence[bytes]],
-        mode: LookupMode,
-        lease_seconds: float,
-        timeout: float | None,
-    ) -> LookupResult:
-        def request(transport: Transport) -> pb.LocalRequest:
-            return lookup_request(namespace, groups, mode, lease_seconds, transport.link.token)
-
+    def lookup(self, query: LookupQuery, timeout: float | None) -> LookupResult:
         try:
-            return lookup_result(self._ask(request, timeout), namespace, groups)
+            return query.result(self._call(query.request, timeout))
         except NoAnswer as missing:
-            return no_hits(namespace, groups, mode, missing.reason)
+            return query.no_hits(missing.reason)
 
-    def begin(
-        self,
-        namespace: Namespace,
-        groups: Mapping[int, bytes | Sequence[bytes]],
-        mode: LookupMode,
-        lease_seconds: float,
-    ) -> PendingLookup | None:
-        transport = self._supervisor.transport
-        if transport is None or not self._breaker.allows:
+    def begin(self, query: LookupQuery) -> PendingLookup | None:
+        if (transport := self._available_transport()) is None:
             return None
-        message = lookup_request(namespace, groups, mode, lease_seconds, transport.link.token)
-        pending = PendingLookup(self, transport, namespace, groups, mode)
-        return pending if transport.post(message, pending.answered) else None
+        message = query.request(transport.connection.token)
+        pending = PendingLookup(self, transport, query)
+        return pending if transport.post(message, pending.on_answer) else None
 
-    def keep(self, lease: int, lease_seconds: float) -> KeptLease:
-        transport = self._supervisor.transport
-        if transport is None or not self._breaker.allows:
-            return KeptLease(None)
-        kept = KeptLease(transport, lease)
-        return kept if transport.post(renew_request(lease, lease_seconds), kept.answered) else KeptLease(None)
+    def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
+        if (transport := self._available_transport()) is not None:
+            renewal = LeaseRenewal(transport, lease)
+            if transport.post(_renew_request(lease, lease_seconds), renewal.on_answer):
+                return renewal
+        return LeaseRenewal(None)
 
-    def drop(self, lease: int) -> None:
-        transport = self._supervisor.transport
-        if transport is not None and self._breaker.allows:
-            transport.post(release_request(lease), None)
+    def release_nowait(self, lease: int) -> None:
+        if (transport := self._available_transport()) is not None:
+            transport.post(_release_request(lease), None)
 
     def release(self, lease: int, timeout: float | None) -> bool:
-        request = release_request(lease)
+        request = _release_request(lease)
         try:
-            reply: pb.ReleaseReply = self._ask(lambda _: request, timeout)
+            reply: pb.ReleaseReply = self._call(lambda _: request, timeout)
         except NoAnswer:
             return False
         return reply.released
 
     def renew(self, lease: int, lease_seconds: float, timeout: float | None) -> float:
-        request = renew_request(lease, lease_seconds)
+        request = _renew_request(lease, lease_seconds)
         try:
-            reply: pb.RenewReply = self._ask(lambda _: request, timeout)
+            reply: pb.RenewReply = self._call(lambda _: request, timeout)
         except NoAnswer:
             return 0.0
         return reply.lease_ms / 1000 if reply.renewed else 0.0
 
-    def _ask(self, request: Callable[[Transport], pb.LocalRequest], timeout: float | None) -> Any:
-        """One call. Raises NoAnswer; ClientError if the daemon refuses the request."""
+    def _available_transport(self) -> Transport | None:
+        return self._supervisor.transport if self._breaker.allows else None
+
+    def _call(self, request: Callable[[bytes], pb.LocalRequest], timeout: float | None) -> Any:
+        """Send a request and wait for the reply.
+
+        Args:
+            request: makes the request from the connection's token.
+
+        Raises:
+            NoAnswer: the daemon is lost or hangs.
+            ClientError: the daemon refuses the request.
+        """
         deadline = time.monotonic() + (self._budget if timeout is None else timeout)
         transport = self._supervisor.transport
         if not self._breaker.allows:
             raise NoAnswer(BREAKER_OPEN if transport is not None else DAEMON_LOST)
-        if transport is None and not self._supervisor.attempts and not self._supervisor.attaches:
-            # The first calls of a client that does not attach, a scheduler's: the only ones that wait to be connected.
+        if transport is None and not self._supervisor.attempts and not self._supervisor.has_registration:
+            # Only the first call of a client that never attaches (a scheduler's) waits for the connection.
             self._supervisor.start_without_registration()
             if not self._supervisor.wait_attempt(0, deadline - time.monotonic()):
                 self._breaker.failed()
             transport = self._supervisor.transport
         if transport is None:
             raise NoAnswer(DAEMON_LOST)
-        message = request(transport)
+        message = request(transport.connection.token)
         try:
             answer = transport.call(message, max(0.001, deadline - time.monotonic()))
-        except CarrierError as error:
+        except TransportError as error:
             answer = error
         return self.reply(answer, transport)
 
     def reply(self, answer: Any, transport: Transport) -> Any:
-        """The reply in an answer, which may be a CarrierError; tells the breaker. Raises as `_ask`."""
-        if not isinstance(answer, CarrierError):
+        """Return the reply, or raise as `_call` if the answer is a TransportError. Updates the circuit breaker."""
+        if not isinstance(answer, TransportError):
             self._breaker.succeeded()
             return answer
         if answer.code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -136,39 +126,30 @@ class Lookups:
                 _log.warning("the daemon at %s does not answer in time: lookups miss until it does", self._socket)
                 self._supervisor.wake()
             raise NoAnswer(NO_ANSWER)
-        # A connection that was given up in the meantime answers anything, such as that its token is unknown.
+        # After the connection was replaced, any error is possible, such as that its token is unknown.
         if answer.code is grpc.StatusCode.UNAVAILABLE or self._supervisor.transport is not transport:
             raise NoAnswer(DAEMON_LOST)
         raise ClientError(answer.text) from answer
 
 
 class PendingLookup:
-    """A lookup that `Client.begin_lookup` has sent. For one thread, which calls `result` or `give_up` once."""
+    """A lookup sent by `Client.begin_lookup`. One thread calls `result` or `cancel`, once."""
 
-    def __init__(
-        self,
-        lookups: Lookups,
-        transport: Transport,
-        namespace: Namespace,
-        groups: Mapping[int, bytes | Sequence[bytes]],
-        mode: LookupMode,
-    ) -> None:
-        self._lookups, self._transport = lookups, transport
-        self._namespace, self._groups, self._mode = namespace, groups, mode
+    def __init__(self, lookups: Lookups, transport: Transport, query: LookupQuery) -> None:
+        self._lookups, self._transport, self._query = lookups, transport, query
         self._lock = threading.Lock()
-        """Guards the two below: over gRPC the answer comes in another thread."""
+        """Guards the two below: over gRPC the answer arrives in another thread."""
         self._answer: Any = None
-        self._given_up = False
+        self._cancelled = False
 
-    def answered(self, answer: Any) -> None:
-        """The daemon has answered, has refused it, or is lost."""
+    def on_answer(self, answer: Any) -> None:
         with self._lock:
-            self._answer, late = answer, self._given_up
+            self._answer, late = answer, self._cancelled
         if late:
-            self._drop_lease(answer)
+            self._release_lease(answer)
 
     def result(self, timeout: float) -> LookupResult:
-        """What `Client.lookup` would have said; waits at most ``timeout`` seconds for it.
+        """What `Client.lookup` would have returned. Waits at most ``timeout`` seconds.
 
         Raises:
             ClientError: the daemon refuses the request.
@@ -176,18 +157,57 @@ class PendingLookup:
         if self._answer is None:
             self._transport.collect(lambda: self._answer is not None, timeout)
         try:
-            reply = self._lookups.reply(_LATE if self._answer is None else self._answer, self._transport)
+            reply = self._lookups.reply(_TIMED_OUT if self._answer is None else self._answer, self._transport)
         except NoAnswer as missing:
-            self.give_up()
-            return no_hits(self._namespace, self._groups, self._mode, missing.reason)
-        return lookup_result(reply, self._namespace, self._groups)
+            self.cancel()
+            return self._query.no_hits(missing.reason)
+        return self._query.result(reply)
 
-    def give_up(self) -> None:
-        """Nobody wants the answer: its lease is dropped, now or when it comes. Never waits."""
+    def cancel(self) -> None:
+        """Discard the answer, and release its lease when it arrives. Never waits."""
         with self._lock:
-            self._given_up, answer = True, self._answer
-        self._drop_lease(answer)
+            self._cancelled, answer = True, self._answer
+        self._release_lease(answer)
 
-    def _drop_lease(self, answer: Any) -> None:
+    def _release_lease(self, answer: Any) -> None:
         if isinstance(answer, pb.LookupReply) and answer.lease:
-            self._transport.post(release_request(answer.lease), None)
+            self._transport.post(_release_request(answer.lease), None)
+
+
+class LeaseRenewal:
+    """A renewal sent by `Client.renew_nowait`. If it or the release is lost, the lease expires.
+
+    Args:
+        transport: over which it was sent; None if it could not be sent.
+    """
+
+    def __init__(self, transport: Transport | None, lease: int = 0) -> None:
+        self._transport, self._lease = transport, lease
+        self.renewed: bool | None = None
+        """False: the lease had expired before. None: not answered, or not yet."""
+
+    @property
+    def sent(self) -> bool:
+        """False: the daemon is lost or busy, and the lease keeps its old expiry."""
+        return self._transport is not None
+
+    def release(self) -> None:
+        """Release the lease. Never waits, never raises."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.collect()
+            transport.post(_release_request(self._lease), None)
+
+    def on_answer(self, answer: Any) -> None:
+        if not isinstance(answer, TransportError):
+            self.renewed = answer.renewed
+        elif answer.code not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+            _log.warning("the daemon refuses to renew a lease: %s", answer.text)
+
+
+def _release_request(lease: int) -> pb.LocalRequest:
+    return pb.LocalRequest(release=pb.ReleaseRequest(lease=lease))
+
+
+def _renew_request(lease: int, seconds: float) -> pb.LocalRequest:
+    return pb.LocalRequest(renew=pb.RenewRequest(lease=lease, lease_ms=to_milliseconds("lease_seconds", seconds)))

@@ -1,4 +1,4 @@
-"""Between the client's data and the wire's messages."""
+"""Converts between the client's data and protobuf messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.ledger import Job
-from kvsidecar.client.results import GroupHits, JobDone, LookupResult, Readiness
+from kvsidecar.client.types import GroupHits, JobDone, LookupResult, Readiness
 from kvsidecar.errors import ClientError
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.wire import (
@@ -27,31 +27,29 @@ from kvsidecar.types import PROTOCOL, Direction, GroupLayout, LookupMode, Namesp
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 FIELDS_BYTES = 64
-"""More than the numbers of a job, or the number of a group, take in a message."""
+"""Upper bound of what the integers of a job, or of a group, take in a message."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
-"""Without what a carrier adds. A larger message would cost the whole stream, with every job on it."""
-
-
+"""Leaves room for what a transport adds. A larger message would end the stream, with every job on it."""
 MAX_MILLISECONDS = 2**32 - 1
-"""The longest time on the wire: 49 days."""
+"""The longest time that a message can hold: 49 days."""
 
 
-def milliseconds(name: str, seconds: float) -> int:
-    """As the wire has it; what is too long for that is as long as that may be.
+def to_milliseconds(name: str, seconds: float) -> int:
+    """Convert a time, at most `MAX_MILLISECONDS`.
 
     Args:
         name: of the argument, for the error.
 
     Raises:
-        ValueError: it is negative, or no number.
+        ValueError: the time is negative or not a number.
     """
     if not seconds >= 0:
-        raise ValueError(f"{name} is {seconds}: it must be a number of seconds that is not negative")
+        raise ValueError(f"{name} is {seconds}: it must be a number of seconds, 0 or more")
     return int(min(seconds * 1000, MAX_MILLISECONDS))
 
 
-class CarrierError(Exception):
-    """A message was refused or not answered; the same whatever carries it."""
+class TransportError(Exception):
+    """A message was refused or not answered. Every transport raises it with the same codes."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -59,13 +57,9 @@ class CarrierError(Exception):
         self.text = text
 
 
-UNANSWERED = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-"""Codes of a `CarrierError` that the daemon has not said."""
-
-
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What one rank says of itself at Attach, as often as it must: every run of the daemon is told the same."""
+    """What one rank registers at Attach, the same with every run of the daemon."""
 
     instance: str
     namespace: Namespace
@@ -77,11 +71,11 @@ class Registration:
 
     @property
     def fds(self) -> list[int]:
-        """Memfds that the attach socket has to carry before the message is understood."""
+        """Memfds to send over the attach socket before the message."""
         return [allocation.fd for allocation in self.buffers.allocations if allocation.fd is not None]
 
     def message(self, token: bytes) -> pb.Register:
-        """The message for the daemon that answered the Hello with this token."""
+        """Args: token: from the daemon's answer to the Hello."""
         register = pb.Register(
             protocol=PROTOCOL,
             token=token,
@@ -103,13 +97,13 @@ class Registration:
 
 
 def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
-    """Make a job into a message. Returns the most bytes that this can have: to ask it takes as long as to serialize it.
+    """Write a job into a message. Returns an upper bound of its bytes: ByteSize() takes as long as to serialize it.
 
     Args:
         now: monotonic seconds, before the job's deadline.
 
     Raises:
-        TypeError, ValueError, OverflowError: the blocks are not what they should be.
+        TypeError, ValueError, OverflowError: the blocks have invalid hashes or ids.
     """
     request: pb.Store | pb.Load
     if job.direction is Direction.STORE:
@@ -121,7 +115,7 @@ def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
     request.job = job.number
     if job.deadline is not None:
         # 0 on the wire means no deadline.
-        request.deadline_ms = max(1, milliseconds("timeout", job.deadline - now))
+        request.deadline_ms = max(1, to_milliseconds("timeout", job.deadline - now))
     nbytes = FIELDS_BYTES
     if job.traceparent:
         request.traceparent = job.traceparent
@@ -133,56 +127,56 @@ def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
     return nbytes
 
 
-def lookup_request(
-    namespace: Namespace,
-    groups: Mapping[int, bytes | Sequence[bytes]],
-    mode: LookupMode,
-    lease_seconds: float,
-    token: bytes,
-) -> pb.LocalRequest:
-    """The message is its ``lookup``: to put a message into another one is to copy it, hashes and all.
+@dataclass(slots=True)
+class LookupQuery:
+    """The arguments of one lookup. Makes its request, and the result from the reply."""
 
-    Raises:
-        ClientError: it is longer than the daemon takes.
-        ValueError: the lease is for no such time.
-    """
-    start = _without_groups(
-        namespace, mode, milliseconds("lease_seconds", lease_seconds), token if lease_seconds else b""
-    )
-    message = pb.LocalRequest.FromString(start)
-    add, size = message.lookup.groups.add, len(start)  # to ask the message itself takes as long as to serialize it
-    for group, hashes in groups.items():
-        packed = pack_hashes(hashes)
-        size += FIELDS_BYTES + len(packed)
-        add(group=group, hashes=packed)
-    if size > MAX_REQUEST_BYTES:
-        raise ClientError(f"a request of {size} bytes is over {MAX_REQUEST_BYTES}: ask for fewer hashes at once")
-    return message
+    namespace: Namespace
+    groups: Mapping[int, bytes | Sequence[bytes]]
+    """Block hashes by KV cache group, joined or apart."""
+    mode: LookupMode
+    lease_seconds: float = 0.0
 
+    def request(self, token: bytes) -> pb.LocalRequest:
+        """The request is in the message's ``lookup``: to nest a message later is to copy it, with all hashes.
 
-def lookup_result(
-    reply: pb.LookupReply, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]]
-) -> LookupResult:
-    return LookupResult(
-        ready=reply.ready,
-        groups={
-            each.group: GroupHits(each.hits, _bits(each.bitmap, _count(groups[each.group], namespace)))
-            for each in reply.groups
-        },
-        lease=reply.lease or None,
-        lease_seconds=reply.lease_ms / 1000,
-    )
+        Raises:
+            ClientError: it is longer than the daemon accepts.
+            ValueError: ``lease_seconds`` is negative or not a number.
+        """
+        lease_ms = to_milliseconds("lease_seconds", self.lease_seconds)
+        start = _request_without_groups(self.namespace, self.mode, lease_ms, token if self.lease_seconds else b"")
+        message = pb.LocalRequest.FromString(start)
+        add, size = message.lookup.groups.add, len(start)  # message.ByteSize() takes as long as to serialize it
+        for group, hashes in self.groups.items():
+            packed = pack_hashes(hashes)
+            size += FIELDS_BYTES + len(packed)
+            add(group=group, hashes=packed)
+        if size > MAX_REQUEST_BYTES:
+            raise ClientError(
+                f"the lookup has {size} bytes and at most {MAX_REQUEST_BYTES} are allowed: look up fewer hashes at once"
+            )
+        return message
 
+    def result(self, reply: pb.LookupReply) -> LookupResult:
+        return LookupResult(
+            ready=reply.ready,
+            groups={
+                each.group: GroupHits(each.hits, _bits(each.bitmap, self._count(each.group))) for each in reply.groups
+            },
+            lease=reply.lease or None,
+            lease_seconds=reply.lease_ms / 1000,
+        )
 
-def no_hits(
-    namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], mode: LookupMode, reason: str
-) -> LookupResult:
-    """The answer to a lookup that the daemon did not answer."""
-    misses = {
-        group: GroupHits(0, (False,) * _count(hashes, namespace) if mode is LookupMode.BITMAP else ())
-        for group, hashes in groups.items()
-    }
-    return LookupResult(ready=False, groups=misses, reason=reason)
+    def no_hits(self, reason: str) -> LookupResult:
+        """The result if the daemon did not answer."""
+        bitmap = self.mode is LookupMode.BITMAP
+        misses = {group: GroupHits(0, (False,) * self._count(group) if bitmap else ()) for group in self.groups}
+        return LookupResult(ready=False, groups=misses, reason=reason)
+
+    def _count(self, group: int) -> int:
+        hashes = self.groups[group]
+        return len(hashes) // self.namespace.hash_bytes if isinstance(hashes, bytes) else len(hashes)
 
 
 def job_done_from(message: pb.JobDone) -> JobDone:
@@ -210,13 +204,9 @@ def readiness_from(message: pb.Readiness) -> Readiness:
     )
 
 
-def kind_of(request: pb.LocalRequest) -> str:
-    """Name of the message that is in it; of the answer, too."""
+def method_of(request: pb.LocalRequest) -> str:
+    """Name of the call: the field of a request that holds its message, and of the reply."""
     return str(request.WhichOneof("message"))
-
-
-def _count(hashes: bytes | Sequence[bytes], namespace: Namespace) -> int:
-    return len(hashes) // namespace.hash_bytes if isinstance(hashes, bytes) else len(hashes)
 
 
 _BITS = [tuple(bool(byte >> bit & 1) for bit in range(8)) for byte in range(256)]
@@ -227,8 +217,8 @@ def _bits(bitmap: bytes, count: int) -> tuple[bool, ...]:
 
 
 @lru_cache(maxsize=64)
-def _without_groups(namespace: Namespace, mode: LookupMode, lease_ms: int, token: bytes) -> bytes:
-    """The serialized request: to parse it is one call, to fill it in is one for each field."""
+def _request_without_groups(namespace: Namespace, mode: LookupMode, lease_ms: int, token: bytes) -> bytes:
+    """Serialized: to parse it is one call, to fill it in is one for each field."""
     space = namespace_to_wire(namespace)
     request = pb.LookupRequest(namespace=space, mode=MODE_TO_WIRE[mode], lease_ms=lease_ms, token=token)
     return pb.LocalRequest(lookup=request).SerializeToString()

@@ -1,4 +1,4 @@
-"""What operators ask, on connections of its own."""
+"""The operator calls: status, clear, drain."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import grpc
 
+from kvsidecar.client.connection import Connection, connect
 from kvsidecar.client.grpc_transport import open_channel
-from kvsidecar.client.link import Link, connect
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
 from kvsidecar.protocol.paths import attach_path
 from kvsidecar.protocol.wire import namespace_to_wire
@@ -21,18 +21,18 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 
 class OperatorCalls(ABC):
-    """What operators ask, whatever carries it, and the end of a client.
+    """The operator calls of every client, and its closing.
 
-    Each call of an operator raises DaemonUnreachable if no daemon answers, and RequestDenied if this user may not make
-    it: it is for admins, or names another user's namespace.
+    Each call raises DaemonUnreachable if no daemon answers, and RequestDenied if this user may not make it: only admins
+    may, or the namespace is another user's.
     """
 
     def status(self, *, everything: bool = False) -> pb.StatusReply:
-        """The state of the daemon. A user who is no admin sees only what is its own (``partial``).
+        """The state of the daemon. A user who is not an admin sees only their own part (``partial``).
 
         Args:
-            everything: list all namespaces and ranks, with as many requests as that takes. By default the reply lists
-                as many as fit into one answer; its `totals` count all.
+            everything: list all namespaces and ranks, with as many requests as needed. By default the reply lists as
+                many as fit into one message; its `totals` count all.
         """
         request = pb.StatusRequest(page=pb.StatusPage()) if everything else pb.StatusRequest()
         reply: pb.StatusReply = self._call("Status", request)
@@ -49,7 +49,7 @@ class OperatorCalls(ABC):
         return reply
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Discard the blocks of a namespace, or of all. Returns how many can no longer be looked up."""
+        """Discard the blocks of one namespace, or of all. Returns how many were discarded."""
         request = (
             pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
         )
@@ -71,7 +71,7 @@ class OperatorCalls(ABC):
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> bool:
-        """Close the connections. Returns whether everything of this client is over at the daemon."""
+        """Close the connections. Returns whether the daemon holds nothing of this client any more."""
 
     def __enter__(self) -> Self:
         return self
@@ -81,9 +81,10 @@ class OperatorCalls(ABC):
 
 
 class Operator:
-    """Makes these calls over the Unix socket, on connections of its own: whether or not anything is attached.
+    """Makes the calls over the Unix socket, on connections of its own: they work whether or not a rank is attached.
 
-    Each call waits at most ``timeout`` seconds.
+    Args:
+        timeout: time limit of each call, in seconds.
     """
 
     def __init__(self, socket: str, timeout: float, name: str = "") -> None:
@@ -92,11 +93,11 @@ class Operator:
         self._name = name
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
-        self._link: Link | None = None
+        self._connection: Connection | None = None
 
     def close(self) -> None:
         with self._lock:
-            self._drop_link()
+            self._disconnect()
             if self._channel is not None:
                 self._channel.close()
                 self._channel = None
@@ -115,21 +116,21 @@ class Operator:
             raise operator_error(error, self._socket) from error
 
     def _token(self) -> bytes:
-        """Who asks; empty if the daemon takes no connection more, and what it tells everybody must do."""
-        if self._link is None or self._link.ended():
-            self._drop_link()
+        """Identifies the caller. Empty if the daemon refuses the connection: it then answers as for anyone."""
+        if self._connection is None or self._connection.ended():
+            self._disconnect()
             with suppress(AttachRefused):
-                self._link = connect(attach_path(self._socket), fds=(), client=self._name, timeout=self._timeout)
-        return b"" if self._link is None else self._link.token
+                self._connection = connect(attach_path(self._socket), fds=(), client=self._name, timeout=self._timeout)
+        return b"" if self._connection is None else self._connection.token
 
-    def _drop_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
 def operator_error(error: grpc.RpcError, where: str) -> ClientError:
-    """What a refused or unanswered request of an operator raises."""
+    """The error to raise for a refused or unanswered call."""
     text = error.details() or error.code().name
     match error.code():
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.CANCELLED:
@@ -137,6 +138,6 @@ def operator_error(error: grpc.RpcError, where: str) -> ClientError:
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return RequestDenied(text)
         case grpc.StatusCode.UNIMPLEMENTED:
-            return ClientError(f"the daemon at {where} is of another release and does not know this request ({text})")
+            return ClientError(f"the daemon at {where} is of another release and lacks this call ({text}): upgrade it")
         case _:
             return ClientError(text)

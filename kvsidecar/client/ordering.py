@@ -1,6 +1,6 @@
-"""A store reads live KV: it comes after the kernels that wrote it, by a wait on the host or on the device.
+"""Orders stores after the kernels that write their blocks, by a wait on the host or on the device.
 
-``HOST``: a thread of the client waits for the engine's event, then the store is sent (`host_order`). Needs nothing
+``HOST``: a thread of the client waits for the engine's event, then the store is sent (`jobs.HostOrder`). Needs nothing
 shared. ``DEVICE``: the store names an entry of a ring of interprocess events, and the daemon starts it when that is
 over.
 """
@@ -13,10 +13,10 @@ from typing import Protocol
 
 
 class Order(Enum):
-    """What a store comes after, when it is not an event of the caller's own."""
+    """What a store waits for, if not for an event of the caller."""
 
     DEVICE = "device"
-    """After all work that the engine's current stream was given before the call."""
+    """All work that was enqueued on the engine's current stream before the call."""
 
 
 DEVICE = Order.DEVICE
@@ -26,13 +26,13 @@ class Completion(Protocol):
     """Something to wait for before a copy may start; ``torch.cuda.Event`` is one."""
 
     def synchronize(self) -> None:
-        """Return when the work recorded before it is over. Called in a thread of the client."""
+        """Return when the work recorded before it has completed. Called in a thread of the client."""
 
 
 class EventRing(Protocol):
     """A fixed set of interprocess events of the engine; `kvsidecar.client.torch.TorchEventRing` is one.
 
-    The client keeps it until it is closed: a wait for an event whose exporter has destroyed it is undefined.
+    The client references it until it is closed: to wait for a destroyed event is undefined.
     """
 
     @property
@@ -48,11 +48,10 @@ class EventRing(Protocol):
 
 
 class RingSlots:
-    """Which entries of a ring may be recorded. With the client's lock held.
+    """Which entries of a ring are free to be recorded. Used with the client's lock held.
 
-    Recording an event forgets what it held. An entry recorded again before the daemon has seen the end of the first
-    record (`WaitIssued`, which comes before the job's own end) makes the earlier store wait for work it has nothing to
-    do with, or, at the moment in between, for nothing.
+    To record an event discards its last recording. If that happens before the daemon has issued its wait (`WaitIssued`,
+    which precedes the end of the job), the earlier store waits for unrelated work, or not at all.
     """
 
     def __init__(self, size: int) -> None:
@@ -60,7 +59,7 @@ class RingSlots:
         self._next = 0
 
     def take(self, job: int) -> int | None:
-        """An entry that nobody will wait for any more, now this job's; None if there is none."""
+        """Reserve a free entry for this job; None if there is none."""
         size = len(self._user)
         for step in range(size):
             index = (self._next + step) % size
@@ -71,11 +70,11 @@ class RingSlots:
         return None
 
     def issued(self, index: int) -> None:
-        """The daemon needs no more what this entry holds: it may be recorded again."""
+        """Free an entry: the daemon has issued its wait."""
         if 0 <= index < len(self._user):
             self._user[index] = None
 
     def ended(self, job: int, index: int) -> None:
-        """A job has ended, so nobody will wait for its entry; no effect if the entry is another job's by now."""
+        """Free the entry of a job that has ended, unless it is another job's by now."""
         if self._user[index] == job:
             self._user[index] = None

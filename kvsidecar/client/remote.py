@@ -1,4 +1,4 @@
-"""A daemon of another host, over TCP with mTLS: what can be asked from there. Nothing attaches, so nothing is kept."""
+"""A client of a daemon on another host, over TCP with mTLS: lookups and operator calls. It cannot attach."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 import grpc
 
 from kvsidecar.client.grpc_transport import CHANNEL_OPTIONS
-from kvsidecar.client.messages import lookup_request, lookup_result
+from kvsidecar.client.messages import LookupQuery
 from kvsidecar.client.operator import OperatorCalls, operator_error
-from kvsidecar.client.results import LookupResult
+from kvsidecar.client.types import LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.types import LookupMode, Namespace
-from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Paths of PEM files: who signs the daemon's certificate, and this client's own certificate and key."""
+    """Paths of PEM files: the CA of the daemon's certificate, and this client's own certificate and key."""
 
     ca: str
     certificate: str
@@ -29,13 +28,13 @@ class Tls:
 
 
 class RemoteClient(OperatorCalls):
-    """Looks up, and does what operators do. All methods may be called from any thread.
+    """Makes lookups and operator calls. All methods may be called from any thread.
 
-    What this client may do is what the daemon's policy gives to the names in its certificate.
+    The daemon's policy grants permissions to the names in the client's certificate.
 
     Args:
         address: host:port of the daemon; the host must be a name in the daemon's certificate.
-        timeout: seconds that a call may wait for the daemon.
+        timeout: time limit of each call, in seconds.
 
     Raises:
         ClientError: a file cannot be read.
@@ -55,13 +54,14 @@ class RemoteClient(OperatorCalls):
         *,
         mode: LookupMode = LookupMode.PREFIX,
     ) -> LookupResult:
-        """Which of these blocks the daemon has, by KV cache group. There is no lease: they may be evicted at once.
+        """Which of these blocks the daemon has, by KV cache group. Without a lease: they may be evicted at any time.
 
         Raises:
-            DaemonUnreachable, RequestDenied: no daemon answers; the namespace is not this client's.
+            DaemonUnreachable: no daemon answers.
+            RequestDenied: this client may not use the namespace.
         """
-        reply: pb.LookupReply = self._call("Lookup", lookup_request(namespace, groups, mode, 0.0, b"").lookup)
-        return lookup_result(reply, namespace, groups)
+        query = LookupQuery(namespace, groups, mode)
+        return query.result(self._call("Lookup", query.request(b"").lookup))
 
     def close(self, timeout: float | None = None) -> bool:
         self._channel.close()

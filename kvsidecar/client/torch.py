@@ -1,4 +1,4 @@
-"""KV caches made of torch tensors -> allocations and regions. Needs torch, which is the engine's anyway.
+"""Converts KV caches of torch tensors to allocations and regions. Needs the engine's torch.
 
 exporter = TorchExporter()
 regions = exporter.regions(layer_tensors)           # [num_blocks, ...] each
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
-from kvsidecar.client.strides import View, regions_of
+from kvsidecar.client.regions import StridedView, regions_of
 from kvsidecar.errors import NotExportable
 from kvsidecar.support import cuda_driver
 from kvsidecar.types import Region
@@ -31,7 +31,7 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class TorchExporter:
-    """Collects the tensors of one rank. Every allocation under them is exported once, however many tensors it holds."""
+    """Collects the tensors of one rank. An allocation is exported once, however many tensors it holds."""
 
     def __init__(self) -> None:
         self._device: str | None = None
@@ -46,24 +46,24 @@ class TorchExporter:
             block_dim: the dimension that counts blocks, the same for all.
 
         Raises:
-            NotExportable: the memory cannot be shared, or lies on another device than the tensors before it.
+            NotExportable: the memory cannot be shared, or is on another device than that of earlier tensors.
         """
         return regions_of([self._view(tensor, block_dim) for tensor in tensors])
 
     def kv_buffers(self) -> KVBuffers:
-        """All allocations that `regions` came across."""
+        """All allocations of the tensors that were passed to `regions`."""
         if self._device is None:
-            raise NotExportable("no tensor was exported")
+            raise NotExportable("no tensor was exported: call regions() first")
         return KVBuffers(self._device, tuple(self._allocations))
 
-    def _view(self, tensor: torch.Tensor, block_dim: int) -> View:
+    def _view(self, tensor: torch.Tensor, block_dim: int) -> StridedView:
         if not -tensor.dim() <= block_dim < tensor.dim():
             raise NotExportable(f"block_dim {block_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}")
         if tensor.numel() == 0:
-            raise NotExportable(f"a tensor of shape {tuple(tensor.shape)} holds nothing")
+            raise NotExportable(f"a tensor of shape {tuple(tensor.shape)} is empty")
         allocation, base = self._allocation(tensor)
         itemsize = tensor.element_size()
-        return View(
+        return StridedView(
             allocation=allocation,
             offset=tensor.data_ptr() - base,
             shape=tuple(tensor.shape),
@@ -73,7 +73,7 @@ class TorchExporter:
         )
 
     def _allocation(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Index and base address of the allocation that a tensor lies in."""
+        """Index and base address of a tensor's allocation."""
         pointer = tensor.data_ptr()
         for index, base in enumerate(self._bases):
             if base <= pointer < base + self._allocations[index].size:
@@ -81,7 +81,7 @@ class TorchExporter:
         if tensor.is_cuda:
             if not cuda_driver.is_legacy_ipc_capable(pointer):
                 raise NotExportable(
-                    "the KV cache lies in memory that CUDA IPC cannot share: unset "
+                    "the KV cache is in memory that CUDA IPC cannot share: unset "
                     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and turn off the engine's sleep mode"
                 )
             device = cuda_driver.pointer_uuid(pointer)
@@ -91,13 +91,13 @@ class TorchExporter:
             buffer = HostBuffer.holding(pointer)
             if buffer is None:
                 raise NotExportable(
-                    "a CPU tensor lies in memory of this process alone: allocate it with "
+                    "a CPU tensor is in memory of this process alone: allocate it with "
                     "kvsidecar.client.torch.shared_empty"
                 )
             device, base = "host", buffer.address
             allocation = Allocation(buffer.nbytes, fd=buffer.fd)
         if self._device not in (None, device):
-            raise NotExportable(f"the tensors of one rank lie on two devices, {self._device} and {device}")
+            raise NotExportable(f"the tensors of one rank are on two devices, {self._device} and {device}")
         self._device = device
         self._allocations.append(allocation)
         self._bases.append(base)
@@ -107,34 +107,29 @@ class TorchExporter:
 class TorchEventRing:
     """Interprocess events of one GPU, for stores with ``after=DEVICE``. Implements `kvsidecar.client.EventRing`.
 
-    The daemon needs the engine's ``/dev/shm`` and user to open them: the driver keeps their state in files there. Where
-    it has not, it says so at Attach, and stores wait on the host.
+    To open them, the daemon must share the engine's ``/dev/shm`` and user: the driver keeps their state in files there.
+    Otherwise stores wait on the host (`Client.device_order_refused`).
 
     Args:
-        size: events; as many stores may wait for their turn on the device, further ones wait on the host.
+        size: number of events: of stores that may wait on the device. More stores wait on the host.
         device: of the KV cache; by default the current one.
 
     Raises:
-        RuntimeError: the driver does not make them or cannot share them.
+        RuntimeError: the driver cannot create or share them.
     """
 
     def __init__(self, size: int = 64, device: torch.device | int | None = None) -> None:
-        # Events live as long as this ring: what a daemon reads of one that its owner has destroyed is undefined.
+        # Events live as long as this ring: to wait for a destroyed event is undefined.
         with torch.cuda.device(device):
             self._events = [torch.cuda.Event(enable_timing=False, interprocess=True) for _ in range(size)]
-            self._handles = tuple(bytes(event.ipc_handle()) for event in self._events)
-
-    @property
-    def handles(self) -> tuple[bytes, ...]:
-        """64 bytes each."""
-        return self._handles
+            self.handles = tuple(bytes(event.ipc_handle()) for event in self._events)
 
     def record(self, index: int) -> None:
         """On the current stream of the current device, which must be the ring's."""
         self._events[index].record()
 
     def mark(self) -> torch.cuda.Event:
-        """A fresh event on the current stream, for this process alone."""
+        """Record a new event on the current stream, for this process alone."""
         event = torch.cuda.Event(enable_timing=False)
         event.record()
         return event

@@ -1,33 +1,35 @@
-"""What carries the client's messages to one run of the daemon, and back: the interface that its carriers share."""
+"""The interface of the transports, which carry messages to one run of the daemon and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvsidecar.client.link import Link
-from kvsidecar.client.messages import CarrierError
-from kvsidecar.client.outbox import Outbox
+from kvsidecar.client.connection import Connection
+from kvsidecar.client.messages import TransportError
+from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.v1 import sidecar_pb2 as pb
 
-Then = Callable[[Any], None]
-"""Is given an answer: the reply's message, or the CarrierError that says why there is none."""
+Query = pb.StatusRequest | pb.ReleaseRequest
+OnAnswer = Callable[[Any], None]
+"""Called with the reply's message, or with the TransportError that says why there is none."""
 
 
 class AttachStream(Protocol):
-    """One Attach stream. Its owner's thread alternates `wait` and `receive` until it has ended, then closes it."""
+    """One Attach stream. Its owner's thread alternates `wait` and `receive` until the stream has ended, then calls
+    `close`."""
 
     ended: bool
-    """Nothing more will arrive; what had arrived before was received."""
-    error: CarrierError | None
-    """Why it has ended; None if the daemon ended it in order, and before."""
+    """Nothing more will arrive, and everything that had arrived was received."""
+    error: TransportError | None
+    """Why it has ended; None before, and if the daemon ended it in order."""
     quiesced: bool
-    """The daemon itself has said that the session is over: no copy of it runs, and the memory is unmapped."""
+    """The daemon has said that the session is over: none of its copies runs, and the memory is unmapped."""
 
     def pump(self) -> None:
-        """Send what waits in the outbox, as far as that goes; the rest follows by itself. Never waits. With the lock
-        held."""
+        """Send from the send queue as much as the socket takes; the rest follows in the background. Never waits. With
+        the lock held."""
 
     def wait(self) -> None:
         """Wait until there may be something to receive, or the stream has ended. For the owner's thread."""
@@ -36,75 +38,75 @@ class AttachStream(Protocol):
         """What has arrived, in order. Never waits. One thread at a time.
 
         Args:
-            helping: in another thread than the owner's, which leaves the next answers to it.
+            helping: in another thread than the owner's, which then leaves the next answers to that thread.
         """
 
     def wait_readable(self, seconds: float) -> bool:
-        """Wait until there may be something to receive, or another thread has received it. False, at once: this carrier
-        cannot, since it has a thread of its own."""
+        """Wait until there may be something to receive, or another thread has received it. False, at once: this
+        transport receives in a thread of its own."""
 
     def wake_reader(self) -> None:
-        """The end was received by another thread: end the owner's `wait`."""
+        """End the owner's `wait`: another thread has received the end."""
 
     def cancel(self) -> None:
-        """Break the stream off. The daemon, if it lives, sees that and ends the session."""
+        """Break the stream off. The daemon, if it lives, then ends the session."""
 
     def close(self) -> None:
-        """Send nothing more, and end the threads. After the end."""
+        """Stop sending, and end the threads. After the stream has ended."""
 
 
 class Transport(Protocol):
-    """Made with a link, which is its own from then on. All methods may be called from any thread."""
+    """Owns the connection that it is made with. All methods may be called from any thread."""
 
-    link: Link
+    connection: Connection
     is_local: bool
-    """Whether its messages go over the local protocol."""
+    """Whether its messages use the local protocol."""
 
-    def open_stream(self, outbox: Outbox, monitor: Monitor) -> AttachStream:
-        """The Attach stream of this connection; there is one.
+    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
+        """Open the Attach stream; once.
 
         Args:
-            outbox: what it sends.
-            monitor: guards the outbox and the stream's own state; notified when the outbox has ended a job.
+            send_queue: what it sends.
+            monitor: guards the send queue and the stream's state; notified when the send queue has ended a job.
         """
 
     def call(self, request: pb.LocalRequest, seconds: float) -> Any:
-        """Ask for the ``lookup``, ``release`` or ``renew`` in it, and wait for the answer at most ``seconds``.
+        """Send the ``lookup``, ``release`` or ``renew``, and wait at most ``seconds`` for the reply.
 
         Raises:
-            CarrierError: DEADLINE_EXCEEDED, UNAVAILABLE, or why the daemon refuses.
+            TransportError: DEADLINE_EXCEEDED, UNAVAILABLE, or the daemon's refusal.
         """
 
-    def post(self, request: pb.LocalRequest, then: Then | None) -> bool:
-        """Send a call whose answer nobody waits for here; never waits, never raises.
+    def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
+        """Send a call without waiting for its answer. Never waits, never raises.
 
         Args:
-            then: is given the answer: by a later `call` or `collect`, or in a thread of the carrier's; UNAVAILABLE if
-                the connection is lost before.
+            on_answer: called by a later `call` or `collect`, or in a thread of the transport; with UNAVAILABLE if the
+                connection is lost first.
 
         Returns:
-            False: it could not be sent, and ``then`` will not be called.
+            False: it could not be sent, and ``on_answer`` will not be called.
         """
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
-        """Hand on the answers to what was posted that have arrived.
+        """Deliver the answers to posted calls that have arrived.
 
         Args:
-            is_done: wait for more until it says so, at most ``seconds``. Without it this never waits.
+            is_done: wait for more until it returns true, at most ``seconds``. Without it this never waits.
         """
 
-    def ask(self, request: pb.StatusRequest | pb.ReleaseRequest, seconds: float, then: Then) -> Callable[[], None]:
-        """Ask in the background what everybody may ask, whether or not the daemon still knows us; never waits.
+    def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
+        """Send a request in the background that needs no token: the daemon may have forgotten this client. Never waits.
 
         Args:
-            then: is given the answer, or the CarrierError if there is none in time, once, in any thread.
+            on_answer: called once, in any thread; with a TransportError if there is no reply in time.
 
         Returns:
-            Gives the question up, unless it was answered.
+            A function that cancels the query.
         """
 
     def going_down(self) -> bool:
-        """Whether the daemon has told, apart from the end of the stream, that it goes down with its pool."""
+        """Whether the daemon has announced, apart from the end of the stream, that it goes down with its pool."""
 
     def close(self) -> None:
-        """A call that waits ends; so does the link."""
+        """Close the connection. A call that waits ends."""

@@ -1,4 +1,4 @@
-"""Why a socket cannot be connected to, for the person who has to mend it."""
+"""Explains why a socket cannot be connected to, and what to change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unreachable(path: str, error: Exception) -> DaemonUnreachable:
 
 
 def _elsewhere(path: str) -> str:
-    """Where the machine's own daemon is, for a user whom nobody has told and who has none."""
+    """Where the system's daemon is, if this user has none and looked at the default path."""
     system = attach_path(default_socket_path(uid=0))
     if path == system or path != attach_path(default_socket_path()):
         return ""
@@ -38,7 +38,7 @@ def _elsewhere(path: str) -> str:
 
 
 def _denied(path: str) -> str:
-    """Who may open a socket, why we may not, and what would change that."""
+    """Who may open a socket, why this user may not, and what to change."""
     # connect() needs to search every directory on the way, and to write to the socket (unix(7)).
     directories = [str(each) for each in reversed(Path(path).parents)]
     closed = next((each for each in directories if not os.access(each, os.X_OK, effective_ids=True)), path)

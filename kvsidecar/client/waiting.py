@@ -1,54 +1,56 @@
-"""How the client's threads wait: one lock with its condition, and a light sleep for answers that come soon.
+"""How the client's threads wait: one lock with its condition, short naps for answers that come soon, and poll().
 
-A thread that waits lightly wakes up every `NAP_SECONDS`, which `kvsidecar.support.keep_awake` explains.
+`kvsidecar.support.keep_awake` explains why a thread that expects an answer wakes up every `NAP_SECONDS`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import select
 import threading
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from kvsidecar.client.connection import Connection
 from kvsidecar.support import keep_awake
 
 NAP_SECONDS: Final = keep_awake.NAP_SECONDS if keep_awake.CORES_TO_SPARE else 5e-3
 LIGHT_SECONDS = 0.05
-"""A job that takes longer is slow, and not worth a tenth of a core."""
+"""How long a wait for a job naps: a slower job is not worth a tenth of a core."""
 LIGHT_ANSWER_SECONDS: Final = 0.005
-"""A daemon that answers a call does so sooner."""
+"""The same for the answer to a call, which comes sooner."""
 
 
 class Reader(Protocol):
     """Reads the daemon's answers in the thread that waits for them."""
 
     def wait_readable(self, seconds: float) -> bool:
-        """Wait until there may be something for `read_now`, or somebody else has read it. False, at once: it cannot."""
+        """Wait until `read_now` may find something, or another thread has read it. False, at once: not supported."""
 
     def read_now(self) -> None:
-        """Take what has arrived. Never waits."""
+        """Handle what has arrived. Never waits."""
 
 
 class Monitor:
-    """The one lock of a client, and the condition that is notified when anything it guards has changed."""
+    """A client's only lock, and the condition to notify after a change of anything it guards."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """To enter it takes a quarter of the time that the condition takes."""
+        """Entering it takes a quarter of the time that entering the condition takes."""
         self.changed = threading.Condition(self.lock)
 
     def wait_until(self, is_done: Callable[[], bool], deadline: float, reader: Callable[[], Reader | None]) -> None:
-        """Wait for something that the daemon's answers, or the end of a connection, bring about.
+        """Wait for a change that an answer of the daemon, or the end of a connection, causes.
 
-        The thread that waits reads the answers itself, and sleeps lightly at first: each saves a wake-up that takes
-        longer than a small copy.
+        The waiting thread reads the answers itself, and naps at first: each saves a wake-up that takes longer than a
+        small copy.
 
         Args:
-            is_done: asked with the lock held, after every change.
+            is_done: called with the lock held, after every change.
             deadline: monotonic seconds.
-            reader: of the answers that are waited for, with the lock held; None if there is none.
+            reader: returns the reader of the answers, or None; called with the lock held.
         """
         light_until = time.monotonic() + LIGHT_SECONDS
         while True:
@@ -66,6 +68,60 @@ class Monitor:
                 light_until = now
 
 
+class Waker:
+    """An eventfd that wakes a thread in poll(). Readable from `set` to `clear`.
+
+    Threads may call `set` after `close`: it has no effect then.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def set(self) -> None:
+        with self._lock:  # without it the number could already be another file's
+            if not self._closed:
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.fd)
+
+
+class DaemonPoller:
+    """Waits for `Waker.set`, and once each for the end of the daemon's process and of its socket.
+
+    Args:
+        connection: to the daemon; None if there is none.
+    """
+
+    def __init__(self, waker: Waker, connection: Connection | None = None) -> None:
+        self._waker = waker
+        self._poll = select.poll()
+        self._poll.register(waker.fd, select.POLLIN)
+        if connection is not None:
+            self._poll.register(connection.sock, select.POLLRDHUP)  # not POLLIN: the stream's thread reads the data
+            if connection.process.fd is not None:
+                self._poll.register(connection.process.fd, select.POLLIN)
+
+    def wait(self, seconds: float | None) -> None:
+        """Return after an event, or after ``seconds``; None for no limit."""
+        for fd, _ in self._poll.poll(None if seconds is None else max(1.0, seconds * 1000)):
+            if fd == self._waker.fd:
+                self._waker.clear()
+            else:
+                self._poll.unregister(fd)  # it stays readable, and was reported
+
+
 class _PollFd(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
 
@@ -74,26 +130,21 @@ _ppoll = ctypes.CDLL(None).ppoll
 _ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(keep_awake.Timespec), ctypes.c_void_p)
 
 
-def wait_readable(fd: int, seconds: float) -> bool:
-    """Wait until a descriptor is readable, at most ``seconds``. The poll() of Python counts in milliseconds, its
-    select() ends at descriptor 1023, and the kernel's timeouts of a socket are rounded up to its ticks, of 4 ms."""
-    return _wait(fd, select.POLLIN, seconds)
+def wait_readable(fd: int, seconds: float, events: int = select.POLLIN) -> bool:
+    """Wait until a descriptor is readable, at most ``seconds``. Python's poll() counts in milliseconds, its select()
+    ends at descriptor 1023, and the kernel rounds a socket's timeouts up to its ticks of 4 ms."""
+    return bool(_ppoll(_PollFd(fd, events, 0), 1, keep_awake.Timespec.of(seconds), None) > 0)
 
 
 def wait_writable(fd: int, seconds: float) -> bool:
-    """The same until it is writable."""
-    return _wait(fd, select.POLLOUT, seconds)
+    return wait_readable(fd, seconds, select.POLLOUT)
 
 
 def wait_for_answer(fd: int, seconds: float) -> bool:
-    """As `wait_readable`, lightly at first."""
+    """`wait_readable`, with naps at first."""
     began = time.monotonic()
     while not wait_readable(fd, min(NAP_SECONDS, seconds)):
         waited = time.monotonic() - began
         if waited >= min(LIGHT_ANSWER_SECONDS, seconds):
             return wait_readable(fd, seconds - waited)
     return True
-
-
-def _wait(fd: int, events: int, seconds: float) -> bool:
-    return bool(_ppoll(_PollFd(fd, events, 0), 1, keep_awake.Timespec.of(seconds), None) > 0)

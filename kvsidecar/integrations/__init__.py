@@ -1,5 +1,5 @@
-"""Connectors that run inside engines, on the public client: `vllm`. What connectors share stands beside them: weights
-are identified by content (`weights`), a changed model moves to a new generation (`generations`).
+"""Connectors that run inside engines, on the public client: `vllm`. Beside it stand the engine-independent parts:
+`weights` identifies weights by their content, `weights_version` separates blocks after weights change in place.
 
 Imports `client`, `types` and `errors` only. Begin with ``vllm/connector.py``.
 """

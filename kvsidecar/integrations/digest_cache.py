@@ -1,5 +1,4 @@
-"""A cache of digests of files, in a small file that belongs to the user. Only the user may write it, because a wrong
-digest would mean wrong KV."""
+"""A cache of digests of files, in a file that only the user may write: a wrong digest would mean wrong KV."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from pathlib import Path
 _log = logging.getLogger("kvsidecar")
 
 VERSION = 1
-"""The version of how digests are made; digests of another version are forgotten."""
+"""Version of the digest algorithm; digests of other versions are discarded."""
 MAX_ENTRIES = 8192
 MAX_BYTES = 4 << 20
 SETTLED_SECONDS = 2.0
-"""A file that was written to so shortly before may be written to once more without another time."""
+"""A file modified more recently than this may change again without a change of its timestamps."""
 
 
 def default_path() -> Path | None:
-    """None where the user has no place for caches."""
+    """None if the user has no cache directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(root) if root else Path.home() / ".cache") / "kvsidecar" / "weights.json"
@@ -33,12 +32,12 @@ def default_path() -> Path | None:
 
 
 class DigestCache:
-    """Digests by device, inode, size and times of a file. May be used by several threads.
+    """Digests by device, inode, size and times of a file. Thread-safe.
 
-    Neither a file that cannot be read nor one that cannot be written is an error: digests are made again.
+    Errors of reading or writing the cache file are ignored: digests are computed again.
 
     Args:
-        path: None: nothing is kept.
+        path: None to keep nothing.
     """
 
     def __init__(self, path: Path | None, *, settled_seconds: float = SETTLED_SECONDS) -> None:
@@ -56,7 +55,7 @@ class DigestCache:
                 self._new[_key(of)] = digest
 
     def save(self) -> None:
-        """Write what is new, beside what others have written meanwhile; the oldest are forgotten."""
+        """Add the new digests to the file, which others may have written meanwhile; drop the oldest."""
         if self._path is None or not self._new:
             return
         digests = {**_read(self._path), **self._new}
@@ -64,13 +63,13 @@ class DigestCache:
         name = None
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Whole or not at all: another process may read it, or write its own, at any instant.
+            # Atomic: another process may read or replace the file at any instant.
             fd, name = tempfile.mkstemp(dir=self._path.parent, prefix=".weights-")  # mode 0600
             with os.fdopen(fd, "w") as file:
                 json.dump({"version": VERSION, "digests": kept}, file)
             os.replace(name, self._path)
         except OSError as error:
-            _log.info("kvsidecar: what was found in the weights is not kept for the next start: %s", error)
+            _log.info("kvsidecar: digests of the weights cannot be cached for the next start: %s", error)
             if name is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
@@ -79,12 +78,12 @@ class DigestCache:
 
 
 def _key(of: os.stat_result) -> str:
-    # The time of the inode too: a tool may set that of the content, nobody sets this one.
+    # ctime as well: tools may set mtime, but not ctime.
     return f"{of.st_dev}:{of.st_ino}:{of.st_size}:{of.st_mtime_ns}:{of.st_ctime_ns}"
 
 
 def _read(path: Path | None) -> dict[str, str]:
-    """Nothing, unless it is a whole file that only this user can have written."""
+    """The digests in a valid file that only this user can have written; else none."""
     if path is None:
         return {}
     try:
@@ -96,7 +95,7 @@ def _read(path: Path | None) -> dict[str, str]:
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
             return {}
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            _log.warning("kvsidecar: %s is not this user's alone: it is not used", path)
+            _log.warning("kvsidecar: %s is not this user's alone, so it is ignored: set its mode to 0600", path)
             return {}
         content = json.loads(os.pread(fd, MAX_BYTES, 0))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Identifies the weights in a directory or file by their content: copies of one download are equal. Engine-independent.
 
-To read all of it would take as long as to load it. So of every tensor some places are read: a fine-tune, or an adapter
-merged into a tensor, changes nearly all of its bytes. What changes a few rows of one tensor alone may go unnoticed.
+Reading all of it would take as long as loading it, so samples of every tensor are read: a fine-tune, or an adapter
+merged into a tensor, changes nearly all of its bytes. A change of a few rows of one tensor may go unnoticed.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from pathlib import Path
 from kvsidecar.integrations.digest_cache import VERSION, DigestCache, default_path
 
 PIECE = 4096
-"""Bytes that are read at one place."""
+"""Bytes of one sample."""
 PIECES = 8
-"""Places in a tensor. One of less than so many pieces is read whole."""
+"""Samples of a tensor. A tensor of no more bytes is read whole."""
 MANY_TENSORS = 4096
 PIECES_OF_MANY = 2
-"""Places in a tensor of a file that has more than ``MANY_TENSORS``: experts would take seconds."""
+"""Samples of a tensor in a file with more than ``MANY_TENSORS``: experts would take seconds."""
 STRIDE = 1 << 20
-"""Bytes from place to place in a file whose tensors are not known."""
+"""Bytes between samples in a file of unknown format."""
 TAIL = 1 << 20
-"""Bytes at the end of such a file that are read whole: a torch checkpoint has its list of tensors there, with their
-checksums."""
+"""Bytes at the end of such a file that are read whole: a torch checkpoint has its tensor list and checksums there."""
 CHUNK = 1 << 20
 MAX_HEADER = 100_000_000
-"""Bytes of a safetensors header; its own limit."""
+"""Bytes of a safetensors header; the format's own limit."""
 MAX_TEXT = 16 << 20
-"""Longer texts are read in places."""
+"""Longer text files are sampled."""
 READERS = 8
-"""Files that are read at the same time: a disk, or a file server, answers several at once."""
+"""Files that are read in parallel."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz")
 TEXTS = (".json", ".py", ".yaml", ".yml")
-"""Read whole: configuration and code of the model. All other files are read in places."""
+"""Read whole: configuration and code of the model. All other files are sampled."""
 IGNORED_NAMES = (
     "tokenizer", "tekken", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template",
     "generation_config", "readme", "license", "notice",
@@ -45,20 +44,20 @@ IGNORED_NAMES = (
 IGNORED_SUFFIXES = (
     ".md", ".txt", ".jinja", ".tiktoken", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".html", ".lock",
 )  # fmt: skip
-"""What makes no KV. Hashes are made of token ids, so how these are made of text does not matter."""
+"""Files that do not affect KV. Blocks are hashed by token ids, so tokenizers do not matter."""
 
 
 def digest_of(model: str | Path, cache: DigestCache | None = None) -> str | None:
-    """The weights and configuration in a directory, or in a single file, as a hexadecimal digest.
+    """The hexadecimal digest of the weights and configuration in a directory, or of a single file.
 
     Args:
-        cache: of files that were read before; by default the user's.
+        cache: digests of files read before; by default the user's.
 
     Returns:
-        None: there are no weights of a known format: the engine has them from somewhere else.
+        None if there are no weights of a known format: the engine loads them from elsewhere.
 
     Raises:
-        OSError: a file cannot be read, or was written to meanwhile.
+        OSError: a file cannot be read, or was modified meanwhile.
     """
     files = files_of(Path(model))
     if Path(model).is_dir() and not any(each.suffix in WEIGHTS for each in files):
@@ -68,11 +67,12 @@ def digest_of(model: str | Path, cache: DigestCache | None = None) -> str | None
         digests = list(readers.map(lambda file: _digest_of_file(file, cache), files))
     cache.save()
     names = [each.name for each in files] if Path(model).is_dir() else ["weights"]
-    return _hash(json.dumps([VERSION, *zip(names, digests, strict=True)]).encode())
+    listing = json.dumps([VERSION, *zip(names, digests, strict=True)])
+    return hashlib.blake2b(listing.encode(), digest_size=32).hexdigest()
 
 
 def files_of(model: Path) -> list[Path]:
-    """What of a directory is looked at, by name; the file itself, if it is one."""
+    """The files of a directory that are read, by name; of a file, the file itself."""
     if not model.is_dir():
         return [model]
     return sorted(
@@ -86,8 +86,8 @@ def files_of(model: Path) -> list[Path]:
 
 
 def hub_snapshot(model: str | Path) -> tuple[str, str] | None:
-    """Name and commit of a hub's model, if this is its directory in the hub's local cache: links to files which that
-    never changes."""
+    """Name and commit of a Hugging Face Hub model, if this is its directory in the hub's local cache: symbolic links to
+    files that never change."""
     directory = Path(os.path.abspath(model))
     snapshots, root = directory.parent, directory.parent.parent
     if snapshots.name != "snapshots" or not root.name.startswith("models--"):
@@ -108,17 +108,13 @@ def _digest_of_file(path: Path, cache: DigestCache) -> str:
         digest = None if text else cache.get(before)
         if digest is None:
             if not text:
-                # Else each place would be read with the pages around it.
+                # Without this, each sample would be read with the pages around it.
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            spans = iter([(0, before.st_size)]) if text else _places(fd, before.st_size, path)
+            spans = iter([(0, before.st_size)]) if text else _samples(fd, before.st_size, path)
             digest = _digest_of_spans(fd, before.st_size, spans)
             after = os.fstat(fd)
-            if (after.st_size, after.st_mtime_ns, after.st_ctime_ns) != (
-                before.st_size,
-                before.st_mtime_ns,
-                before.st_ctime_ns,
-            ):
-                raise OSError(f"{path} was written to while it was read")
+            if any(getattr(before, name) != getattr(after, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
+                raise OSError(f"{path} was written to while it was read: try again")
             if not text:
                 cache.put(before, digest)
         return digest
@@ -132,14 +128,14 @@ def _digest_of_spans(fd: int, size: int, spans: Iterator[tuple[int, int]]) -> st
         while length > 0:
             data = os.pread(fd, min(length, CHUNK), offset)
             if not data:
-                break  # it was cut short: its times tell
+                break  # truncated: its timestamps show it
             found.update(data)
             offset, length = offset + len(data), length - len(data)
     return found.hexdigest()
 
 
-def _places(fd: int, size: int, path: Path) -> Iterator[tuple[int, int]]:
-    """Offsets and lengths of what is read of a file."""
+def _samples(fd: int, size: int, path: Path) -> Iterator[tuple[int, int]]:
+    """Offsets and lengths of the samples of a file."""
     tensors = _tensors(fd, size) if path.suffix == ".safetensors" else None
     if tensors is None:
         yield from ((offset, PIECE) for offset in range(0, max(0, size - TAIL), STRIDE))
@@ -157,7 +153,7 @@ def _places(fd: int, size: int, path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(fd: int, size: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """Bytes of a safetensors file before its data, and where the tensors are in that; None if it is not one."""
+    """The length of a safetensors header, and begin and end of each tensor in the data; None if it is not one."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):
         return None
@@ -170,7 +166,3 @@ def _tensors(fd: int, size: int) -> tuple[int, list[tuple[int, int]]] | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return 8 + length, spans
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()

@@ -9,29 +9,29 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvsidecar.client.messages import CarrierError
-from kvsidecar.client.outbox import Outbox
-from kvsidecar.client.transport import AttachStream, Then, Transport
+from kvsidecar.client.messages import TransportError
+from kvsidecar.client.send_queue import SendQueue
+from kvsidecar.client.transport import AttachStream, OnAnswer, Transport
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import SECONDS
 
 
 class FakeStream(AttachStream):
-    """Takes everything out of the outbox at once, unless it is ``full``."""
+    """Takes everything out of the send_queue at once, unless it is ``full``."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, send_queue: SendQueue) -> None:
         self.ended = False
-        self.error: CarrierError | None = None
+        self.error: TransportError | None = None
         self.quiesced = False
         self.full = False
         self.cancelled = False
         self.finished = threading.Event()
         self.said: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
-        self._outbox = outbox
+        self._send_queue = send_queue
         self._coming: queue.SimpleQueue[pb.AttachReply | None] = queue.SimpleQueue()
         self._arrived: list[pb.AttachReply] = []
-        self._end: tuple[CarrierError | None, bool] = None, False
+        self._end: tuple[TransportError | None, bool] = None, False
 
     def next(self) -> pb.AttachRequest:
         """The next message of the session."""
@@ -43,17 +43,17 @@ class FakeStream(AttachStream):
     def done(self, job: int, **fields: Any) -> None:
         self.reply(done=pb.JobDone(job=job, outcome=pb.JobDone.OUTCOME_DONE, **fields))
 
-    def end(self, error: CarrierError | None = None, *, quiesced: bool = False) -> None:
+    def end(self, error: TransportError | None = None, *, quiesced: bool = False) -> None:
         """Behind what was replied before."""
         self._end = error, quiesced
         self._coming.put(None)
 
     def pump(self) -> None:
-        while self._outbox.waiting and not self.full:
+        while self._send_queue.waiting and not self.full:
             message = pb.AttachRequest()
-            if self._outbox.take(message):
+            if self._send_queue.take(message):
                 self.said.put(message)
-            elif self._outbox.is_finished:
+            elif self._send_queue.is_finished:
                 self.finished.set()
 
     def wait(self) -> None:
@@ -90,42 +90,42 @@ class FakeTransport(Transport):
         self.gone = threading.Event()
         self.closed = threading.Event()
         self.streams: list[FakeStream] = []
-        self.questions: queue.SimpleQueue[tuple[Any, Then]] = queue.SimpleQueue()
+        self.questions: queue.SimpleQueue[tuple[Any, OnAnswer]] = queue.SimpleQueue()
         process: Any = SimpleNamespace(fd=None, gone=self.gone.is_set, close=lambda: None)
         process.duplicate = lambda: process
-        self.link: Any = SimpleNamespace(
-            connection=near, process=process, token=b"t", epoch=epoch, ended=lambda: self.far.fileno() < 0
+        self.connection: Any = SimpleNamespace(
+            sock=near, process=process, token=b"t", epoch=epoch, ended=lambda: self.far.fileno() < 0
         )
 
     @property
     def stream(self) -> FakeStream:
         return self.streams[-1]
 
-    def open_stream(self, outbox: Outbox, monitor: Monitor) -> AttachStream:
-        self.streams.append(FakeStream(outbox))
+    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
+        self.streams.append(FakeStream(send_queue))
         self.stream.reply(registered=pb.Registered(epoch=self.epoch, session=self.session))
         return self.stream
 
-    def ask(self, request: Any, seconds: float, then: Then) -> Callable[[], None]:
+    def query(self, request: Any, seconds: float, then: OnAnswer) -> Callable[[], None]:
         self.questions.put((request, then))
         return lambda: None
 
-    def asked(self) -> tuple[Any, Then]:
+    def asked(self) -> tuple[Any, OnAnswer]:
         """The next question, and what takes its answer."""
         return self.questions.get(timeout=SECONDS)
 
     def call(self, request: pb.LocalRequest, seconds: float) -> Any:
         raise NotImplementedError
 
-    def post(self, request: pb.LocalRequest, then: Then | None) -> bool:
+    def post(self, request: pb.LocalRequest, then: OnAnswer | None) -> bool:
         return False
 
     def collect(self) -> None:
         pass
 
     def going_down(self) -> bool:
-        return bool(self.link.ended())
+        return bool(self.connection.ended())
 
     def close(self) -> None:
-        self.link.connection.close()
+        self.connection.sock.close()
         self.closed.set()

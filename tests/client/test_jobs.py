@@ -12,7 +12,7 @@ import pytest
 from kvsidecar.client import Blocks, Client, HostBuffer
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.ledger import MAX_UNPOLLED, Job, Ledger
-from kvsidecar.client.results import NOT_ATTACHED, JobDone
+from kvsidecar.client.types import NOT_ATTACHED, JobDone
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, Outcome
 from tests.client.fake_daemon import FakeDaemon
@@ -23,7 +23,7 @@ from tests.marks import both_protocols
 class FakeSession:
     """Counts how often somebody looks for answers."""
 
-    unsaid = ()
+    unsent = ()
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from kvsidecar.client import Client, KeptLease, Namespace
+from kvsidecar.client import Client, LeaseRenewal, Namespace
 from kvsidecar.client.grpc_transport import GrpcTransport
 from kvsidecar.client.local_transport import LocalTransport
-from kvsidecar.client.messages import CarrierError
+from kvsidecar.client.messages import TransportError
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
 from tests.harness import SECONDS, hashes
@@ -23,7 +23,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.released: list[int] = []
-        self.lease: KeptLease | None = None
+        self.lease: LeaseRenewal | None = None
         self.arrives: Any = None
 
     def post(self, request: pb.LocalRequest, then: object) -> None:
@@ -33,7 +33,7 @@ class FakeTransport:
     def collect(self) -> None:
         if self.arrives is not None and self.lease is not None:
             answer, self.arrives = self.arrives, None
-            self.lease.answered(answer)
+            self.lease.on_answer(answer)
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def transport() -> FakeTransport:
 
 
 @pytest.fixture
-def lease(transport: FakeTransport) -> KeptLease:
-    transport.lease = KeptLease(transport, 7)  # type: ignore[arg-type]
+def lease(transport: FakeTransport) -> LeaseRenewal:
+    transport.lease = LeaseRenewal(transport, 7)  # type: ignore[arg-type]
     return transport.lease
 
 
-def test_one_is_released_once(lease: KeptLease, transport: FakeTransport) -> None:
-    assert lease.asked
+def test_one_is_released_once(lease: LeaseRenewal, transport: FakeTransport) -> None:
+    assert lease.sent
     assert not transport.released
     for _ in range(2):
         lease.release()
@@ -57,23 +57,23 @@ def test_one_is_released_once(lease: KeptLease, transport: FakeTransport) -> Non
 
 @pytest.mark.parametrize("renewed", [True, False])
 def test_whether_it_was_kept_is_known_when_it_is_released(
-    lease: KeptLease, transport: FakeTransport, renewed: bool
+    lease: LeaseRenewal, transport: FakeTransport, renewed: bool
 ) -> None:
-    assert lease.kept is None
+    assert lease.renewed is None
     transport.arrives = pb.RenewReply(renewed=renewed)
     lease.release()
-    assert lease.kept is renewed
+    assert lease.renewed is renewed
     assert transport.released == [7]
 
 
 def test_one_that_is_refused_is_logged(
-    lease: KeptLease, transport: FakeTransport, caplog: pytest.LogCaptureFixture
+    lease: LeaseRenewal, transport: FakeTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        lease.answered(CarrierError(grpc.StatusCode.PERMISSION_DENIED, "somebody else's"))
+        lease.on_answer(TransportError(grpc.StatusCode.PERMISSION_DENIED, "somebody else's"))
     lease.release()
     assert "somebody else's" in caplog.text
-    assert lease.kept is None
+    assert lease.renewed is None
 
 
 @pytest.mark.parametrize("local_protocol", [True, False])
@@ -84,12 +84,12 @@ def test_whether_it_was_asked_for_is_known(
         FakeDaemon(short_dir, local_protocol=local_protocol) as daemon,
         Client(daemon.socket, step_budget=SECONDS) as client,
     ):
-        assert not client.keep(7, 60.0).asked, "nothing is connected yet"
-        client.drop(7)
+        assert not client.renew_nowait(7, 60.0).sent, "nothing is connected yet"
+        client.release_nowait(7)
         client.lookup(Namespace("m", "d", "l", 16, 1, 1, "h"), {0: hashes("a")})
-        assert client.keep(7, 60.0).asked
+        assert client.renew_nowait(7, 60.0).sent
         monkeypatch.setattr(LocalTransport if local_protocol else GrpcTransport, "post", lambda *_: False)
-        assert not client.keep(7, 60.0).asked
+        assert not client.renew_nowait(7, 60.0).sent
 
 
 def test_it_is_asked_for_once_on_the_first_transport_that_takes_it() -> None:
@@ -110,6 +110,6 @@ def test_it_is_asked_for_once_on_the_first_transport_that_takes_it() -> None:
 
 
 def test_one_that_could_not_be_asked_for_is_none() -> None:
-    lease = KeptLease(None)
+    lease = LeaseRenewal(None)
     lease.release()
-    assert (lease.kept, lease.asked) == (None, False)
+    assert (lease.renewed, lease.sent) == (None, False)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvsidecar.client.flushing import Flush
-from kvsidecar.client.ledger import Job, Ledger, Phase
+from kvsidecar.client.ledger import Flush, Job, Ledger, Phase
 from kvsidecar.client.ordering import RingSlots
-from kvsidecar.client.outbox import Outbox
-from kvsidecar.client.results import Blocks, JobDone
+from kvsidecar.client.send_queue import SendQueue
+from kvsidecar.client.types import Blocks, JobDone
 from kvsidecar.types import Direction, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import hashes
@@ -71,11 +70,11 @@ def test_a_client_that_leaves_ends_only_what_still_waits(ledger: Ledger) -> None
 def test_the_verdict_of_a_daemon_is_what_is_reported_when_the_copy_cannot_run_any_more(ledger: Ledger) -> None:
     job(ledger, 1, Direction.LOAD, Phase.SENT)
     verdict = JobDone(1, Outcome.FAILED, "device_lost")
-    assert ledger.hold(verdict)
+    assert ledger.set_verdict(verdict)
     assert not ledger.take_finished()
     ledger.end_all("lost", "why")
     assert ledger.take_finished() == [verdict]
-    assert not ledger.hold(verdict), "it had ended"
+    assert not ledger.set_verdict(verdict), "it had ended"
 
 
 def test_a_job_that_ends_gives_its_ring_entry_back_whatever_ends_it(ledger: Ledger) -> None:
@@ -96,59 +95,59 @@ def test_a_job_that_ends_gives_its_ring_entry_back_whatever_ends_it(ledger: Ledg
 # -- what is said next -------------------------------------------------------------------------------------------------
 
 
-def said(outbox: Outbox) -> list[pb.AttachRequest]:
+def said(send_queue: SendQueue) -> list[pb.AttachRequest]:
     messages = []
-    while outbox.waiting:
+    while send_queue.waiting:
         message = pb.AttachRequest()
-        if outbox.take(message):
+        if send_queue.take(message):
             messages.append(message)
     return messages
 
 
 def test_what_is_put_is_said_in_order_and_nothing_behind_the_end(ledger: Ledger) -> None:
-    outbox = Outbox(ledger)
+    send_queue = SendQueue(ledger)
     first, last = job(ledger, 1), job(ledger, 2, Direction.LOAD)
-    outbox.put(first, pb.AttachRequest(idle=pb.Idle(idle=True)), last)
-    outbox.finish()
-    outbox.put(job(ledger, 3))
-    assert [message.WhichOneof("message") for message in said(outbox)] == ["store", "idle", "load"]
-    assert outbox.is_finished
+    send_queue.put(first, pb.AttachRequest(idle=pb.Idle(idle=True)), last)
+    send_queue.finish()
+    send_queue.put(job(ledger, 3))
+    assert [message.WhichOneof("message") for message in said(send_queue)] == ["store", "idle", "load"]
+    assert send_queue.is_finished
     assert [first.phase, last.phase] == [Phase.SENT, Phase.SENT]
 
 
 def test_a_job_that_has_ended_before_its_turn_is_never_said(ledger: Ledger) -> None:
-    outbox = Outbox(ledger)
-    outbox.put(ended := job(ledger, 1), job(ledger, 2))
+    send_queue = SendQueue(ledger)
+    send_queue.put(ended := job(ledger, 1), job(ledger, 2))
     ledger.cancel_unsent([ended], "cancelled")
-    assert [message.store.job for message in said(outbox)] == [2]
+    assert [message.store.job for message in said(send_queue)] == [2]
 
 
 def test_a_job_whose_time_is_over_at_its_turn_is_declined_and_not_said(ledger: Ledger) -> None:
     now = 100.0
-    outbox = Outbox(ledger, lambda: now)
+    send_queue = SendQueue(ledger, lambda: now)
     late, timely = job(ledger, 1), job(ledger, 2)
     late.deadline, timely.deadline = 100.0, 100.5
-    outbox.put(late, timely)
-    assert [(message.store.job, message.store.deadline_ms) for message in said(outbox)] == [(2, 500)]
+    send_queue.put(late, timely)
+    assert [(message.store.job, message.store.deadline_ms) for message in said(send_queue)] == [(2, 500)]
     assert ends(ledger) == {1: "deadline"}
 
 
 def test_what_makes_no_message_is_declined(ledger: Ledger) -> None:
-    outbox = Outbox(ledger)
+    send_queue = SendQueue(ledger)
     huge, wrong = job(ledger, 1), job(ledger, 2)
     huge.blocks = [Blocks(0, bytes(5 << 20), [0])]
     wrong.blocks = [Blocks(0, hashes("a"), [2**70])]
-    outbox.put(huge, wrong)
-    assert not said(outbox)
+    send_queue.put(huge, wrong)
+    assert not said(send_queue)
     assert ends(ledger) == {1: "invalid_request", 2: "invalid_request"}
 
 
 def test_an_outbox_that_nobody_listens_to_forgets_what_waits(ledger: Ledger) -> None:
-    outbox = Outbox(ledger)
-    outbox.put(waiting := job(ledger, 1))
-    outbox.close()
-    outbox.put(job(ledger, 2))
-    assert not said(outbox)
+    send_queue = SendQueue(ledger)
+    send_queue.put(waiting := job(ledger, 1))
+    send_queue.close()
+    send_queue.put(job(ledger, 2))
+    assert not said(send_queue)
     assert waiting.phase is Phase.WAITING
 
 
@@ -160,30 +159,30 @@ def test_a_flush_asks_about_each_job_once_when_it_is_on_its_way(ledger: Ledger) 
     job(ledger, 2, phase=Phase.QUEUED)
     job(ledger, 3, Direction.LOAD, Phase.SENT)
     flush = Flush(ledger, (), cancel=False)
-    assert flush.to_ask() == [2], "all stores, and no load"
-    assert flush.to_ask() == []
+    assert flush.take_unrequested() == [2], "all stores, and no load"
+    assert flush.take_unrequested() == []
     waits.phase = Phase.SENT
-    assert flush.to_ask() == [1]
-    assert flush.busy() == {1, 2}
+    assert flush.take_unrequested() == [1]
+    assert flush.pending() == {1, 2}
 
 
 def test_a_flush_is_over_when_every_job_has_ended_or_the_daemon_says_so(ledger: Ledger) -> None:
     for number in (1, 2, 3):
         job(ledger, number, phase=Phase.SENT)
     flush = Flush(ledger, (1, 2, 3, 4711), cancel=False)
-    flush.answered(flush.to_ask(), [2, 3])
-    assert flush.busy() == {2, 3}
+    flush.on_answer(flush.take_unrequested(), [2, 3])
+    assert flush.pending() == {2, 3}
     ledger.finish(JobDone(2, Outcome.DONE))
-    assert flush.busy() == {3}
+    assert flush.pending() == {3}
 
 
 def test_a_flush_does_not_believe_the_daemon_of_a_copy_that_it_has_given_up(ledger: Ledger) -> None:
     job(ledger, 1, phase=Phase.SENT)
     flush = Flush(ledger, (1,), cancel=False)
-    asked = flush.to_ask()
-    ledger.hold(JobDone(1, Outcome.FAILED, "device_lost"))
-    flush.answered(asked, [])
-    assert flush.busy() == {1}
+    asked = flush.take_unrequested()
+    ledger.set_verdict(JobDone(1, Outcome.FAILED, "device_lost"))
+    flush.on_answer(asked, [])
+    assert flush.pending() == {1}
 
 
 def test_a_flush_that_cancels_ends_here_what_was_not_sent(ledger: Ledger) -> None:
@@ -191,4 +190,4 @@ def test_a_flush_that_cancels_ends_here_what_was_not_sent(ledger: Ledger) -> Non
         job(ledger, phase + 1, phase=phase)
     flush = Flush(ledger, (), cancel=True)
     assert ends(ledger) == {1: "cancelled", 2: "cancelled"}
-    assert (flush.busy(), flush.to_ask()) == ({3}, [3])
+    assert (flush.pending(), flush.take_unrequested()) == ({3}, [3])

@@ -15,11 +15,11 @@ import pytest
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.client.local_calls import MAX_POST_BYTES, LocalCalls
-from kvsidecar.client.messages import CarrierError
+from kvsidecar.client.messages import TransportError
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.client.fake_connection import FakeConnection, found, lookup_reply
 from tests.client.fake_daemon import FakeDaemon
-from tests.client.fake_link import FakeLink, found, lookup_reply
 from tests.harness import NAMESPACE, SECONDS, eventually, hashes
 
 LOOKUP = pb.LocalRequest(lookup=pb.LookupRequest())
@@ -27,15 +27,15 @@ RELEASE = pb.LocalRequest(release=pb.ReleaseRequest(lease=7))
 
 
 @pytest.fixture
-def links() -> list[FakeLink]:
+def peers() -> list[FakeConnection]:
     return []
 
 
 @pytest.fixture
-def calls(links: list[FakeLink]) -> Iterator[LocalCalls]:
+def calls(peers: list[FakeConnection]) -> Iterator[LocalCalls]:
     def make(timeout: float) -> Any:
-        links.append(FakeLink())
-        return links[-1]
+        peers.append(FakeConnection())
+        return peers[-1]
 
     calls = LocalCalls(make)
     yield calls
@@ -47,26 +47,28 @@ def ask(calls: LocalCalls, seconds: float = SECONDS) -> int:
     return reply.groups[0].hits
 
 
-def answer(links: list[FakeLink], *replies: bytes) -> threading.Thread:
-    """Answer so many requests of the newest link with these bytes, in a thread."""
+def answer(peers: list[FakeConnection], *replies: bytes) -> threading.Thread:
+    """Answer so many requests of the newest connection with these bytes, in a thread."""
 
     def run() -> None:
-        eventually(lambda: links, pause=0.0)
-        for reply, _ in zip(replies, links[-1].requests(), strict=False):
-            links[-1].far.sendall(reply)
+        eventually(lambda: peers, pause=0.0)
+        for reply, _ in zip(replies, peers[-1].requests(), strict=False):
+            peers[-1].far.sendall(reply)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(calls: LocalCalls, links: list[FakeLink]) -> None:
-    with pytest.raises(CarrierError) as caught:
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_ones(
+    calls: LocalCalls, peers: list[FakeConnection]
+) -> None:
+    with pytest.raises(TransportError) as caught:
         ask(calls, 0.02)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    answer(links, lookup_reply(1, 111), lookup_reply(2, 222))
+    answer(peers, lookup_reply(1, 111), lookup_reply(2, 222))
     assert ask(calls) == 222
-    assert len(links) == 1, "a late answer is no reason to connect again"
+    assert len(peers) == 1, "a late answer is no reason to connect again"
 
 
 @pytest.mark.alone
@@ -75,7 +77,7 @@ def test_no_call_waits_longer_than_it_may(calls: LocalCalls) -> None:
     best = SECONDS
     for _ in range(1000):
         began = time.monotonic()
-        with pytest.raises(CarrierError) as caught:
+        with pytest.raises(TransportError) as caught:
             ask(calls, 0.005)
         waited = time.monotonic() - began
         assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -85,86 +87,86 @@ def test_no_call_waits_longer_than_it_may(calls: LocalCalls) -> None:
     assert best < 0.007
 
 
-def test_an_answer_in_pieces_is_put_together(calls: LocalCalls, links: list[FakeLink]) -> None:
+def test_an_answer_in_pieces_is_put_together(calls: LocalCalls, peers: list[FakeConnection]) -> None:
     whole = lookup_reply(1, 5)
 
     def run() -> None:
-        eventually(lambda: links, pause=0.0)
-        next(links[0].requests())
+        eventually(lambda: peers, pause=0.0)
+        next(peers[0].requests())
         for byte in whole:
-            links[0].far.sendall(bytes((byte,)))
+            peers[0].far.sendall(bytes((byte,)))
 
     threading.Thread(target=run, daemon=True).start()
     assert ask(calls) == 5
 
 
 def test_the_answers_to_what_was_posted_come_with_the_next_call_and_by_collect(
-    calls: LocalCalls, links: list[FakeLink]
+    calls: LocalCalls, peers: list[FakeConnection]
 ) -> None:
     got: list[Any] = []
     assert not calls.post(LOOKUP, got.append), "nothing is connected yet"
-    answer(links, lookup_reply(1, 5))
+    answer(peers, lookup_reply(1, 5))
     assert ask(calls) == 5
     assert calls.post(LOOKUP, got.append)
     assert calls.post(RELEASE, None)
     calls.collect()
     assert not got
-    link = links[0]
-    link.far.sendall(lookup_reply(2, 22) + lookup_reply(3, 0) + lookup_reply(4, 44))
+    connection = peers[0]
+    connection.far.sendall(lookup_reply(2, 22) + lookup_reply(3, 0) + lookup_reply(4, 44))
     assert ask(calls) == 44
     assert [each.groups[0].hits for each in got] == [22]
 
     assert calls.post(LOOKUP, got.append)
-    link.far.sendall(lookup_reply(5, 55))
+    connection.far.sendall(lookup_reply(5, 55))
     calls.collect()
     assert [each.groups[0].hits for each in got] == [22, 55]
-    assert len(links) == 1
+    assert len(peers) == 1
 
 
-def test_who_is_given_an_answer_may_post_again(calls: LocalCalls, links: list[FakeLink]) -> None:
-    answer(links, lookup_reply(1, 5))
+def test_who_is_given_an_answer_may_post_again(calls: LocalCalls, peers: list[FakeConnection]) -> None:
+    answer(peers, lookup_reply(1, 5))
     ask(calls)
     posted: list[bool] = []
     calls.post(LOOKUP, lambda _: posted.append(calls.post(RELEASE, None)))
-    links[0].far.sendall(lookup_reply(2, 22))
+    peers[0].far.sendall(lookup_reply(2, 22))
     calls.collect()
     assert posted == [True]
 
 
 def test_a_refusal_is_handed_on_and_so_is_that_the_connection_was_lost(
-    calls: LocalCalls, links: list[FakeLink]
+    calls: LocalCalls, peers: list[FakeConnection]
 ) -> None:
-    answer(links, lookup_reply(1, 5))
+    answer(peers, lookup_reply(1, 5))
     ask(calls)
     got: list[Any] = []
     calls.post(LOOKUP, got.append)
     refusal = pb.LocalReply(call=2, error=pb.LocalError(code=3, text="too long")).SerializeToString()
-    links[0].far.sendall(frame(refusal))
+    peers[0].far.sendall(frame(refusal))
     calls.collect()
     assert [each.text for each in got] == ["too long"]
     calls.post(LOOKUP, got.append)
-    links[0].far.shutdown(socket.SHUT_RDWR)
+    peers[0].far.shutdown(socket.SHUT_RDWR)
     calls.collect()
     assert not calls.post(LOOKUP, got.append)
-    links.clear()
-    answer(links, lookup_reply(4, 1))  # its number goes on: a late answer must not be taken for another's
+    peers.clear()
+    answer(peers, lookup_reply(4, 1))  # its number goes on: a late answer must not be taken for another's
     assert ask(calls) == 1
     assert [each.code for each in got[1:]] == [grpc.StatusCode.UNAVAILABLE]
 
 
-def test_an_answer_of_another_kind_ends_the_connection(calls: LocalCalls, links: list[FakeLink]) -> None:
-    answer(links, lookup_reply(1, 5))
+def test_an_answer_of_another_kind_ends_the_connection(calls: LocalCalls, peers: list[FakeConnection]) -> None:
+    answer(peers, lookup_reply(1, 5))
     ask(calls)
     got: list[Any] = []
     assert calls.post(RELEASE, got.append)
-    links[0].far.sendall(lookup_reply(2, 5))
+    peers[0].far.sendall(lookup_reply(2, 5))
     calls.collect()
     assert not got
     assert not calls.post(RELEASE, got.append)
 
 
-def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LocalCalls, links: list[FakeLink]) -> None:
-    answer(links, lookup_reply(1, 5))
+def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LocalCalls, peers: list[FakeConnection]) -> None:
+    answer(peers, lookup_reply(1, 5))
     ask(calls)
 
     def asking(nbytes: int) -> pb.LocalRequest:
@@ -178,14 +180,14 @@ def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LocalCalls, 
     assert not got, "a part of a frame was sent, so the connection had to go"
 
 
-def test_to_post_does_not_wait_for_a_call_either(calls: LocalCalls, links: list[FakeLink]) -> None:
+def test_to_post_does_not_wait_for_a_call_either(calls: LocalCalls, peers: list[FakeConnection]) -> None:
     waiting = threading.Thread(target=lambda: ask(calls))
     waiting.start()
     eventually(lambda: calls.busy)
     assert not calls.post(LOOKUP, None)
     calls.collect()
-    eventually(lambda: links)
-    links[0].far.sendall(lookup_reply(1, 5))
+    eventually(lambda: peers)
+    peers[0].far.sendall(lookup_reply(1, 5))
     waiting.join(SECONDS)
     assert not waiting.is_alive()
 
@@ -195,40 +197,40 @@ def test_to_post_does_not_wait_for_a_call_either(calls: LocalCalls, links: list[
     [(2**31).to_bytes(4, "little"), frame(b"\xff\xff\xff"), lookup_reply(0, 0)],
     ids=["too long", "no protobuf", "the daemon ends the connection"],
 )
-def test_after_nonsense_it_connects_again(calls: LocalCalls, links: list[FakeLink], nonsense: bytes) -> None:
-    answer(links, nonsense)
-    with pytest.raises(CarrierError) as caught:
+def test_after_nonsense_it_connects_again(calls: LocalCalls, peers: list[FakeConnection], nonsense: bytes) -> None:
+    answer(peers, nonsense)
+    with pytest.raises(TransportError) as caught:
         ask(calls)
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
-    links.clear()
-    answer(links, lookup_reply(2, 7))
+    peers.clear()
+    answer(peers, lookup_reply(2, 7))
     assert ask(calls) == 7
 
 
-def test_a_daemon_that_does_not_read_costs_a_budget(calls: LocalCalls, links: list[FakeLink]) -> None:
+def test_a_daemon_that_does_not_read_costs_a_budget(calls: LocalCalls, peers: list[FakeConnection]) -> None:
     huge = pb.LocalRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(3 << 20))]))
-    with pytest.raises(CarrierError) as caught:
+    with pytest.raises(TransportError) as caught:
         calls.call(huge, 0.05)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    links.clear()
-    answer(links, lookup_reply(2, 3))
+    peers.clear()
+    answer(peers, lookup_reply(2, 3))
     assert ask(calls) == 3, "half a request was followed by another"
 
 
-def test_a_call_that_waits_ends_with_the_connection(calls: LocalCalls, links: list[FakeLink]) -> None:
+def test_a_call_that_waits_ends_with_the_connection(calls: LocalCalls, peers: list[FakeConnection]) -> None:
     codes: list[grpc.StatusCode] = []
 
     def wait() -> None:
         try:
             ask(calls)
-        except CarrierError as error:
+        except TransportError as error:
             codes.append(error.code)
 
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    eventually(lambda: links)
-    next(links[0].requests())
+    eventually(lambda: peers)
+    next(peers[0].requests())
     calls.close()
     for thread in threads:
         thread.join(SECONDS)
@@ -245,10 +247,10 @@ def test_schedulers_of_many_threads_get_their_own_answers(short_dir: Path) -> No
         def ask_often(size: int) -> None:
             namespace = Namespace("m", "d", "l", size, 1, 1, "h")
             for _ in range(100):
-                lease = client.keep(size, 60.0)
+                lease = client.renew_nowait(size, 60.0)
                 hits = client.lookup(namespace, {0: hashes("a")}).groups[0].hits
                 lease.release()
-                if hits != size or lease.kept not in (None, bool(size % 2)):
+                if hits != size or lease.renewed not in (None, bool(size % 2)):
                     wrong.append(hits)
 
         threads = [threading.Thread(target=ask_often, args=(size,)) for size in range(1, 9)]
@@ -267,17 +269,17 @@ def unknown_kind(call: int) -> bytes:
     return frame(payload)
 
 
-def test_replies_of_an_unknown_kind_are_skipped(calls: LocalCalls, links: list[FakeLink]) -> None:
+def test_replies_of_an_unknown_kind_are_skipped(calls: LocalCalls, peers: list[FakeConnection]) -> None:
     got: list[Any] = []
-    answer(links, unknown_kind(0) + unknown_kind(1) + lookup_reply(1, 5))
+    answer(peers, unknown_kind(0) + unknown_kind(1) + lookup_reply(1, 5))
     assert ask(calls) == 5
     assert calls.post(LOOKUP, got.append)
-    links[0].far.sendall(unknown_kind(0) + unknown_kind(2) + lookup_reply(2, 22) + unknown_kind(0))
+    peers[0].far.sendall(unknown_kind(0) + unknown_kind(2) + lookup_reply(2, 22) + unknown_kind(0))
     calls.collect()
     assert [each.groups[0].hits for each in got] == [22]
-    links[0].far.sendall(lookup_reply(3, 33))
+    peers[0].far.sendall(lookup_reply(3, 33))
     assert ask(calls) == 33
-    assert len(links) == 1, "it is no reason to connect again"
+    assert len(peers) == 1, "it is no reason to connect again"
 
 
 def test_a_newer_daemon_that_says_more_is_asked_as_before(short_dir: Path) -> None:

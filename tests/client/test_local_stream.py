@@ -12,27 +12,27 @@ import grpc
 import pytest
 
 from kvsidecar.client.ledger import Job, Ledger
-from kvsidecar.client.local_stream import LocalStream, Replies
-from kvsidecar.client.outbox import Outbox
-from kvsidecar.client.results import Blocks
+from kvsidecar.client.local_stream import LocalStream, ReplyReader
+from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.session import Session
+from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.protocol.framing import frame
 from kvsidecar.types import Direction
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.client.fake_connection import FakeConnection, lookup_reply
 from tests.client.fake_daemon import send
-from tests.client.fake_link import FakeLink, lookup_reply
 from tests.harness import SECONDS
 
 
 class Stream:
-    """A LocalStream to the test, and the outbox that it sends."""
+    """A LocalStream to the test, and the send_queue that it sends."""
 
-    def __init__(self, link: FakeLink, monitor: Any = None) -> None:
+    def __init__(self, connection: FakeConnection, monitor: Any = None) -> None:
         self.monitor = monitor or Monitor()
         self.ledger = Ledger(10_000)
-        self.outbox = Outbox(self.ledger)
-        self.stream = LocalStream(link, self.outbox, self.monitor)  # type: ignore[arg-type]
+        self.send_queue = SendQueue(self.ledger)
+        self.stream = LocalStream(connection, self.send_queue, self.monitor)  # type: ignore[arg-type]
 
     def put(self, *numbers: int, nbytes: int = 0) -> None:
         """Stores of so many bytes; those whose number is a multiple of ten have ended."""
@@ -41,12 +41,12 @@ class Stream:
                 job = Job(number, Direction.STORE, [Blocks(0, bytes(nbytes), [])])
                 if number % 10:
                     self.ledger.add(job)
-                self.outbox.put(job)
+                self.send_queue.put(job)
             self.stream.pump()
 
     def finish(self) -> None:
         with self.monitor.lock:
-            self.outbox.finish()
+            self.send_queue.finish()
             self.stream.pump()
 
     def read(self) -> None:
@@ -62,14 +62,14 @@ def flushing_threads() -> list[str]:
 
 
 def test_more_than_the_socket_holds_is_sent_in_order_and_nobody_waits_for_it() -> None:
-    link = FakeLink()
-    stream = Stream(link)
+    connection = FakeConnection()
+    stream = Stream(connection)
     reader = threading.Thread(target=stream.read)
     reader.start()
     arrived: list[int] = []
 
     def take() -> None:
-        for request in link.requests():
+        for request in connection.requests():
             if request.WhichOneof("message") == "detach":
                 break
             arrived.append(request.attach.store.job)
@@ -83,11 +83,11 @@ def test_more_than_the_socket_holds_is_sent_in_order_and_nobody_waits_for_it() -
     stream.finish()
     taking.join(SECONDS)
     assert arrived == [item for item in range(1, 2001) if item % 10], "or one was sent that had ended"
-    send(link.far, ended=pb.Ended())
+    send(connection.far, ended=pb.Ended())
     reader.join(SECONDS)
     assert stream.stream.quiesced
     assert not flushing_threads()
-    link.far.close()
+    connection.far.close()
 
 
 class NosyLock:
@@ -110,9 +110,9 @@ class NosyLock:
 
 
 def test_what_is_put_while_the_backlog_is_sent_goes_behind_it() -> None:
-    link, lock = FakeLink(), NosyLock()
+    connection, lock = FakeConnection(), NosyLock()
     numbers = iter([number for number in range(1, 1000) if number % 10])
-    stream = Stream(link, SimpleNamespace(lock=lock, changed=SimpleNamespace(notify_all=lambda: None)))
+    stream = Stream(connection, SimpleNamespace(lock=lock, changed=SimpleNamespace(notify_all=lambda: None)))
     expected = [number for number in range(1, 1000) if number % 10][:60]
 
     def put_another() -> None:
@@ -122,19 +122,19 @@ def test_what_is_put_while_the_backlog_is_sent_goes_behind_it() -> None:
     for _ in range(30):
         stream.put(next(numbers), nbytes=30_000)
     lock.between = put_another
-    arrived = [request.attach.store.job for _, request in zip(range(60), link.requests(), strict=False)]
+    arrived = [request.attach.store.job for _, request in zip(range(60), connection.requests(), strict=False)]
     assert arrived == expected
     stream.stream.cancel()
     stream.read()
-    link.far.close()
+    connection.far.close()
 
 
 def test_whoever_waits_reads_the_answers_itself_and_each_is_taken_once_and_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    link, taken = FakeLink(), []
-    monkeypatch.setattr(Session, "_take", lambda _, reply: taken.append(reply.done.job))
-    transport: Any = SimpleNamespace(open_stream=lambda outbox, monitor: LocalStream(link, outbox, monitor))  # type: ignore[arg-type]
+    connection, taken = FakeConnection(), []
+    monkeypatch.setattr(Session, "_handle", lambda _, reply: taken.append(reply.done.job))
+    transport: Any = SimpleNamespace(open_stream=lambda *args: LocalStream(connection, *args))  # type: ignore[arg-type]
     session = Session(transport, pb.Register(), Ledger(1), Monitor(), ring_size=0, wake=lambda: None)
     stop = threading.Event()
 
@@ -147,8 +147,8 @@ def test_whoever_waits_reads_the_answers_itself_and_each_is_taken_once_and_in_or
     for thread in threads:
         thread.start()
     for job in range(1, 3001):
-        send(link.far, attach=pb.AttachReply(done=pb.JobDone(job=job)))
-    send(link.far, ended=pb.Ended())
+        send(connection.far, attach=pb.AttachReply(done=pb.JobDone(job=job)))
+    send(connection.far, ended=pb.Ended())
     session._thread.join(SECONDS)  # also if another thread has read the end
     assert session.ended
     stop.set()
@@ -156,21 +156,21 @@ def test_whoever_waits_reads_the_answers_itself_and_each_is_taken_once_and_in_or
         thread.join(SECONDS)
     assert taken == list(range(1, 3001))
     assert session.quiesced
-    link.far.close()
+    connection.far.close()
 
 
 def test_an_answer_is_received_without_the_reading_thread() -> None:
-    link = FakeLink()
-    stream = Stream(link).stream
+    connection = FakeConnection()
+    stream = Stream(connection).stream
     assert not stream.receive(helping=True)
-    send(link.far, attach=pb.AttachReply(done=pb.JobDone(job=7)))
+    send(connection.far, attach=pb.AttachReply(done=pb.JobDone(job=7)))
     assert [reply.done.job for reply in stream.receive(helping=True)] == [7]
-    link.far.close()
+    connection.far.close()
 
 
 def test_answers_are_taken_while_somebody_sends_on_and_on_and_never_reads() -> None:
-    link, taken = FakeLink(), threading.Event()
-    stream = Stream(link)
+    connection, taken = FakeConnection(), threading.Event()
+    stream = Stream(connection)
 
     def read() -> None:
         while not stream.stream.ended:
@@ -183,18 +183,18 @@ def test_answers_are_taken_while_somebody_sends_on_and_on_and_never_reads() -> N
     for item in range(1, 5000):  # the socket holds them all
         stream.put(item)
         if item == 10:
-            send(link.far, attach=pb.AttachReply(done=pb.JobDone(job=1)))
+            send(connection.far, attach=pb.AttachReply(done=pb.JobDone(job=1)))
         if taken.wait(1e-4):
             break
     assert taken.is_set()
     stream.stream.cancel()
     reader.join(SECONDS)
-    link.far.close()
+    connection.far.close()
 
 
 @pytest.mark.parametrize("reader_first", [True, False])
 def test_cancelling_a_stream_with_a_backlog_ends_its_threads(reader_first: bool) -> None:
-    stream = Stream(FakeLink())
+    stream = Stream(FakeConnection())
     for item in range(1, 10):
         stream.put(item, nbytes=1_000_000)
     assert flushing_threads()
@@ -219,11 +219,11 @@ def test_only_the_daemons_own_word_quiesces_a_stream() -> None:
         (pb.LocalReply(error=pb.LocalError(code=99, text="x")), False, grpc.StatusCode.UNKNOWN),
         (None, False, grpc.StatusCode.UNAVAILABLE),
     ):
-        link = FakeLink()
-        stream = Stream(link)
+        connection = FakeConnection()
+        stream = Stream(connection)
         payload = reply.SerializeToString() if reply else b"\xff"
-        link.far.sendall(frame(payload))
-        link.far.shutdown(socket.SHUT_WR)
+        connection.far.sendall(frame(payload))
+        connection.far.shutdown(socket.SHUT_WR)
         stream.read()
         assert (stream.stream.error and stream.stream.error.code) is code
         assert stream.stream.quiesced is quiesced
@@ -232,7 +232,7 @@ def test_only_the_daemons_own_word_quiesces_a_stream() -> None:
 def test_replies_are_cut_wherever_the_bytes_are() -> None:
     data = b"".join(lookup_reply(call, call) for call in range(1, 5))
     for size in (1, 2, 5, 7, len(data)):
-        replies, calls = Replies(), []
+        replies, calls = ReplyReader(), []
         for start in range(0, len(data), size):
             replies.feed(data[start : start + size])
             while (each := replies.next()) is not None:

@@ -70,9 +70,9 @@ def test_a_lease_that_nobody_wants_any_more_is_dropped(
     client: Client, stored: list[bytes], daemon: DaemonProcess
 ) -> None:
     kept, early, late = (begin(client, stored, lease_seconds=600.0) for _ in range(3))
-    early.give_up()
+    early.cancel()
     lease = kept.result(SECONDS).lease
-    late.give_up()
+    late.cancel()
 
     def dropped() -> bool:
         client.lookup(NAMESPACE, {0: stored})  # reads what has come

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvsidecar.client.link import connect
+from kvsidecar.client.connection import connect
 from kvsidecar.client.operator import Operator
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
 from kvsidecar.v1 import sidecar_pb2 as pb

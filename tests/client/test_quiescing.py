@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvsidecar.client.link import LostDaemon
-from kvsidecar.client.messages import CarrierError
+from kvsidecar.client.connection import LostDaemon
+from kvsidecar.client.messages import TransportError
 from kvsidecar.client.quiescing import quiesce
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -34,16 +34,16 @@ def asked(
     left = list(answers)
     questions = 0
 
-    def ask(_request: Any, _seconds: float, then: Callable[[Any], None]) -> Callable[[], None]:
+    def query(_request: Any, _seconds: float, then: Callable[[Any], None]) -> Callable[[], None]:
         nonlocal questions
         questions += 1
         answer = left.pop(0)
-        then(CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer") if answer is None else answer)
+        then(TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer") if answer is None else answer)
         return lambda: None
 
     process = SimpleNamespace(fd=3 if watched else None, gone=lambda: dies_after == questions)
     transport: Any = SimpleNamespace(
-        link=SimpleNamespace(process=process), going_down=lambda: link_ended, ask=ask
+        connection=SimpleNamespace(process=process), going_down=lambda: link_ended, query=query
     )  # fmt: skip
     session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH, copy_may_run=unsettled)
     proven = quiesce(
@@ -108,7 +108,7 @@ def test_the_end_of_a_process_is_seen_and_not_before() -> None:
     import subprocess
     import sys
 
-    from kvsidecar.client.link import DaemonProcess
+    from kvsidecar.client.connection import DaemonProcess
 
     script = (
         "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); s.listen(); c, _ = s.accept(); "

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from kvsidecar.client.flushing import Flush
-from kvsidecar.client.ledger import Job, Ledger, Phase
-from kvsidecar.client.messages import CarrierError
-from kvsidecar.client.results import Blocks
+from kvsidecar.client.ledger import Flush, Job, Ledger, Phase
+from kvsidecar.client.messages import TransportError
 from kvsidecar.client.session import Session
+from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -104,18 +103,18 @@ def test_a_flush_is_told_what_the_daemon_answers_to_it_and_nobody_who_has_gone(o
     numbers = []
     for flush in flushes:
         with opened.monitor.lock:
-            opened.session.flush(flush, flush.to_ask(), 5.0)
+            opened.session.flush(flush, flush.take_unrequested(), 5.0)
         message = opened.stream.next().flush
         assert list(message.jobs) == [1, 2]
         assert message.mode == (pb.Flush.MODE_CANCEL if flush.cancel else pb.Flush.MODE_FINISH)
         assert 0 < message.timeout_ms <= 5000
         numbers.append(message.flush)
     with opened.monitor.lock:
-        opened.session.forget(flushes[0])
+        opened.session.forget_flush(flushes[0])
     for number in numbers:
         opened.stream.reply(flushed=pb.Flushed(flush=number, pending=[2]))
-    opened.until(lambda: flushes[1].busy() == {2})
-    assert flushes[0].busy() == {1, 2}
+    opened.until(lambda: flushes[1].pending() == {2})
+    assert flushes[0].pending() == {1, 2}
 
 
 def test_a_copy_that_may_still_run_spoils_the_end_of_the_session(opened: Opened) -> None:
@@ -129,9 +128,9 @@ def test_a_copy_that_may_still_run_spoils_the_end_of_the_session(opened: Opened)
     assert not opened.session.quiesced
 
 
-@pytest.mark.parametrize("error", [None, CarrierError(grpc.StatusCode.UNAVAILABLE, "gone")])
+@pytest.mark.parametrize("error", [None, TransportError(grpc.StatusCode.UNAVAILABLE, "gone")])
 def test_what_was_said_before_the_end_is_taken_and_nothing_is_sent_after_it(
-    opened: Opened, error: CarrierError | None
+    opened: Opened, error: TransportError | None
 ) -> None:
     opened.stream.full = True
     sent, queued = opened.job(1), opened.job(2)

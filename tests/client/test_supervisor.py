@@ -15,9 +15,9 @@ from kvsidecar.client import supervisor as module
 from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.ledger import Job, Ledger
-from kvsidecar.client.messages import CarrierError, Registration
-from kvsidecar.client.results import Blocks
+from kvsidecar.client.messages import Registration, TransportError
 from kvsidecar.client.supervisor import Supervisor
+from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable
 from kvsidecar.types import Direction, Outcome
@@ -37,8 +37,8 @@ class Node:
         self.options: list[dict[str, Any]] = []
         self.ledger, self.monitor = Ledger(10), Monitor()
         self.breaker = CircuitBreaker(failures=1, backoff=Backoff(1e-3, 1e-3))
-        monkeypatch.setattr(module, "dial", self._dial)
-        monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.05)
+        monkeypatch.setattr(module, "open_transport", self._dial)
+        monkeypatch.setattr(module, "STREAM_END_SECONDS", 0.05)
         self.supervisor = Supervisor(
             "kvs.sock", name="test", local=True, timeout=SECONDS, probe_seconds=SECONDS, ledger=self.ledger,
             monitor=self.monitor, breaker=self.breaker, backoff=Backoff(1e-3, 1e-3),
@@ -122,7 +122,7 @@ def test_a_daemon_that_refuses_the_registration_is_closed_and_tried_again(node: 
     node.supervisor.start(REGISTRATION)
     while not refusing.streams:
         threading.Event().wait(1e-3)
-    refusing.stream.end(CarrierError(grpc.StatusCode.INVALID_ARGUMENT, "no such device"))
+    refusing.stream.end(TransportError(grpc.StatusCode.INVALID_ARGUMENT, "no such device"))
     assert node.supervisor.wait_attempt(0, SECONDS)
     assert isinstance(node.supervisor.error, AttachRefused)
     assert refusing.closed.is_set()
@@ -143,14 +143,14 @@ def test_a_lost_daemon_is_seen_however_it_is_lost_and_its_jobs_end_with_the_proo
         case "socket":
             daemon.far.close()
         case "stream":
-            daemon.stream.end(CarrierError(grpc.StatusCode.UNAVAILABLE, "broken"))
+            daemon.stream.end(TransportError(grpc.StatusCode.UNAVAILABLE, "broken"))
     node.until(lambda: node.supervisor.session is None and not node.ledger.is_outstanding(3))
     assert node.supervisor.transport is None
     if how == "process":
         node.until(lambda: not node.ledger.count)
         return
     if how == "socket":
-        daemon.stream.end(CarrierError(grpc.StatusCode.UNAVAILABLE, "broken"))
+        daemon.stream.end(TransportError(grpc.StatusCode.UNAVAILABLE, "broken"))
         node.until(lambda: not node.ledger.is_outstanding(2))  # it will never be served
         assert node.ended() == {3: (Outcome.FAILED, "daemon_lost"), 2: (Outcome.FAILED, "daemon_lost")}
     question, answer = daemon.asked()
@@ -167,7 +167,7 @@ def test_a_lost_daemon_is_seen_however_it_is_lost_and_its_jobs_end_with_the_proo
 def test_the_next_session_begins_when_every_job_of_the_last_has_ended(node: Node) -> None:
     daemon = node.attached()
     node.submit(1)
-    daemon.stream.end(CarrierError(grpc.StatusCode.UNAVAILABLE, "broken"))
+    daemon.stream.end(TransportError(grpc.StatusCode.UNAVAILABLE, "broken"))
     _, answer = daemon.asked()
     successor = FakeTransport(epoch=8)
     node.daemons.put(successor)
@@ -182,7 +182,7 @@ def test_the_last_words_of_a_dead_daemon_are_heard(node: Node) -> None:
     daemon = node.attached()
     node.submit(1)
     daemon.stream.done(1)
-    daemon.stream.end(CarrierError(grpc.StatusCode.UNAVAILABLE, "broken"))
+    daemon.stream.end(TransportError(grpc.StatusCode.UNAVAILABLE, "broken"))
     daemon.gone.set()
     node.supervisor.wake()
     node.until(lambda: not node.ledger.count)
@@ -205,7 +205,7 @@ def test_a_client_that_leaves_lets_the_daemon_finish(node: Node) -> None:
     closing.join(SECONDS)
     assert not closing.is_alive()
     assert node.ended() == {1: (Outcome.DONE, "")}
-    assert (node.supervisor.left, daemon.closed.is_set()) == (None, True)
+    assert (node.supervisor.lost_daemon, daemon.closed.is_set()) == (None, True)
 
 
 def test_a_client_that_cannot_wait_leaves_a_daemon_behind_and_its_jobs_do_not_end(node: Node) -> None:
@@ -213,9 +213,9 @@ def test_a_client_that_cannot_wait_leaves_a_daemon_behind_and_its_jobs_do_not_en
     node.submit(1)
     node.supervisor.close(0.05)
     assert daemon.stream.cancelled
-    assert node.supervisor.left is not None
-    assert not node.supervisor.left.gone(0)
-    assert node.supervisor.left.gone(8), "another daemon is at the socket"
+    assert node.supervisor.lost_daemon is not None
+    assert not node.supervisor.lost_daemon.gone(0)
+    assert node.supervisor.lost_daemon.gone(8), "another daemon is at the socket"
     assert (node.ended(), node.ledger.count) == ({}, 1)
 
 
@@ -225,7 +225,7 @@ def test_a_breaker_that_opens_is_probed_until_the_daemon_answers(node: Node) -> 
     node.supervisor.wake()
     question, answer = daemon.asked()
     assert question == pb.ReleaseRequest(lease=0)
-    answer(CarrierError(grpc.StatusCode.DEADLINE_EXCEEDED, "late"))
+    answer(TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "late"))
     assert node.breaker.state is not BreakerState.CLOSED
     _, answer = daemon.asked()
     answer(pb.ReleaseReply(released=False))

@@ -12,12 +12,12 @@ import grpc
 import pytest
 
 from kvsidecar.client import HostBuffer
-from kvsidecar.client.dialling import dial
 from kvsidecar.client.ledger import Job, Ledger, Phase
-from kvsidecar.client.messages import CarrierError, Registration, lookup_request
-from kvsidecar.client.outbox import Outbox
-from kvsidecar.client.results import Blocks
+from kvsidecar.client.messages import LookupQuery, Registration, TransportError
+from kvsidecar.client.send_queue import SendQueue
+from kvsidecar.client.supervisor import open_transport
 from kvsidecar.client.transport import AttachStream, Transport
+from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, LookupMode
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -35,7 +35,7 @@ def buffer() -> Iterator[HostBuffer]:
 @pytest.fixture(params=["local", "grpc"])
 def transport(request: pytest.FixtureRequest, daemon: DaemonProcess, buffer: HostBuffer) -> Iterator[Transport]:
     local = request.param == "local"
-    transport = dial(daemon.socket, fds=[buffer.fd], name="contract", timeout=SECONDS, local=local)
+    transport = open_transport(daemon.socket, fds=[buffer.fd], name="contract", timeout=SECONDS, local=local)
     assert transport.is_local is local
     yield transport
     transport.close()
@@ -46,17 +46,17 @@ class Rank:
 
     def __init__(self, transport: Transport, buffer: HostBuffer, *, register: bool = True) -> None:
         self.ledger, self.monitor = Ledger(1000), Monitor()
-        self.outbox = Outbox(self.ledger)
-        self.stream: AttachStream = transport.open_stream(self.outbox, self.monitor)
+        self.send_queue = SendQueue(self.ledger)
+        self.stream: AttachStream = transport.open_stream(self.send_queue, self.monitor)
         self.replies: list[pb.AttachReply] = []
         if register:
             registration = Registration("contract", NAMESPACE, buffer.kv_buffers(), (layout(),), 0, 1)
-            self.put(pb.AttachRequest(register=registration.message(transport.link.token)))
+            self.put(pb.AttachRequest(register=registration.message(transport.connection.token)))
             assert self.next().HasField("registered")
 
     def put(self, *items: Any) -> None:
         with self.monitor.lock:
-            self.outbox.put(*items)
+            self.send_queue.put(*items)
             self.stream.pump()
 
     def store(self, number: int) -> Job:
@@ -68,7 +68,7 @@ class Rank:
 
     def finish(self) -> None:
         with self.monitor.lock:
-            self.outbox.finish()
+            self.send_queue.finish()
             self.stream.pump()
 
     def receive(self) -> None:
@@ -91,7 +91,7 @@ class Rank:
 
 
 def lookup(*names: object) -> pb.LocalRequest:
-    return lookup_request(NAMESPACE, {0: hashes(*names)}, LookupMode.PREFIX, 0.0, b"")
+    return LookupQuery(NAMESPACE, {0: hashes(*names)}, LookupMode.PREFIX).request(b"")
 
 
 def test_what_is_put_arrives_and_is_answered(transport: Transport, buffer: HostBuffer) -> None:
@@ -130,7 +130,7 @@ def test_a_registration_that_is_refused_ends_the_stream_with_the_daemons_words(
     transport: Transport, buffer: HostBuffer
 ) -> None:
     rank = Rank(transport, buffer, register=False)
-    rank.put(pb.AttachRequest(register=pb.Register(token=transport.link.token, protocol=4711)))
+    rank.put(pb.AttachRequest(register=pb.Register(token=transport.connection.token, protocol=4711)))
     rank.read_to_the_end()
     assert rank.stream.error is not None
     assert "protocol" in rank.stream.error.text
@@ -162,12 +162,12 @@ def test_a_job_that_ends_in_the_outbox_is_told_to_who_waits(transport: Transport
 def test_calls_are_answered_refused_or_late(transport: Transport, daemon: DaemonProcess) -> None:
     assert transport.call(lookup("a"), SECONDS).ready
     assert not transport.call(pb.LocalRequest(release=pb.ReleaseRequest(lease=4711)), SECONDS).released
-    with pytest.raises(CarrierError) as refused:
+    with pytest.raises(TransportError) as refused:
         transport.call(pb.LocalRequest(lookup=pb.LookupRequest(namespace=pb.Namespace(block_size=0))), SECONDS)
     assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.text
     pause(daemon)
-    with pytest.raises(CarrierError) as late:
+    with pytest.raises(TransportError) as late:
         transport.call(lookup("a"), 0.05)
     daemon.process.send_signal(signal.SIGCONT)
     assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -196,7 +196,7 @@ def test_what_is_posted_is_done_though_nobody_wants_the_answer(
     rank.store(1)
     assert rank.next().done.job == 1
     for _ in range(5):
-        leased = lookup_request(NAMESPACE, {0: hashes(1)}, LookupMode.PREFIX, 600.0, transport.link.token)
+        leased = LookupQuery(NAMESPACE, {0: hashes(1)}, LookupMode.PREFIX, 600.0).request(transport.connection.token)
         lease = transport.call(leased, SECONDS).lease
         assert daemon.metric("kvsidecar_leases") == 1
         assert transport.post(pb.LocalRequest(release=pb.ReleaseRequest(lease=lease)), None)
@@ -241,13 +241,13 @@ def test_a_question_in_the_background_is_answered_also_when_the_daemon_knows_us_
         got.append(answer)
         came.set()
 
-    transport.ask(pb.ReleaseRequest(lease=0), SECONDS, then)
+    transport.query(pb.ReleaseRequest(lease=0), SECONDS, then)
     assert came.wait(SECONDS)
     assert got == [pb.ReleaseReply(released=False)]
-    transport.link.shut_down()
+    transport.connection.shut_down()
     for _ in range(3):  # whether or not it has noticed
         came.clear()
-        transport.ask(pb.StatusRequest(session=4711), SECONDS, then)
+        transport.query(pb.StatusRequest(session=4711), SECONDS, then)
         assert came.wait(SECONDS)
         assert got[-1].session_ended, got[-1]
 
@@ -262,16 +262,16 @@ def test_the_end_of_the_daemon_is_told_to_all_who_wait(
     rank.read_to_the_end()
     assert rank.stream.error is not None
     assert not rank.stream.quiesced
-    with pytest.raises(CarrierError) as lost:
+    with pytest.raises(TransportError) as lost:
         transport.call(lookup("a"), SECONDS)
     assert lost.value.code is grpc.StatusCode.UNAVAILABLE
-    assert transport.link.process.gone()
+    assert transport.connection.process.gone()
 
 
 def test_nothing_is_carried_by_one_that_is_closed(transport: Transport) -> None:
     transport.call(lookup("a"), SECONDS)
     transport.close()
-    with pytest.raises(CarrierError) as closed:
+    with pytest.raises(TransportError) as closed:
         transport.call(lookup("a"), SECONDS)
     assert closed.value.code is grpc.StatusCode.UNAVAILABLE
     assert not transport.post(lookup("a"), None)

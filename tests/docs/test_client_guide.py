@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.client import results
+from kvsidecar.client import types
 from tests.docs.pages import fences, text
 from tests.harness import SECONDS, DaemonProcess, environment
 
@@ -50,6 +50,6 @@ def test_the_example_for_a_gpu_is_python() -> None:
 
 
 def test_every_reason_of_the_client_is_named() -> None:
-    own = {value for name, value in vars(results).items() if name.isupper() and isinstance(value, str)}
+    own = {value for name, value in vars(types).items() if name.isupper() and isinstance(value, str)}
     assert len(own) > 5
     assert {reason for reason in own if f"`{reason}`" not in text(GUIDE)} == set()

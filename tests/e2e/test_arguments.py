@@ -16,7 +16,7 @@ pytestmark = both_protocols
 
 LEASES: dict[str, Callable[[Client, float], Any]] = {
     "lookup": lambda client, seconds: client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=seconds),
-    "keep": lambda client, seconds: client.keep(1, seconds),
+    "renew_nowait": lambda client, seconds: client.renew_nowait(1, seconds),
     "renew": lambda client, seconds: client.renew(1, seconds),
 }
 

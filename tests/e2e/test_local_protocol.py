@@ -435,7 +435,7 @@ def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> 
     def leases_become(count: int) -> None:
         eventually(lambda: daemon.metric("kvsidecar_leases") == count)
 
-    rank, scheduler = Rank(daemon), Client(daemon.socket)
+    rank, scheduler = Rank(daemon), Client(daemon.socket, step_budget=SECONDS)
     done(rank.store("a", "b"))
 
     def lease(seconds: float) -> int:
@@ -443,24 +443,24 @@ def test_a_lease_is_kept_and_given_up_without_waiting(daemon: DaemonProcess) -> 
         assert found is not None
         return found
 
-    long, short, lapsed = lease(60.0), lease(2.0), lease(0.01)
-    kept = scheduler.keep(short, 60.0)
+    long, short, lapsed = lease(60.0), lease(30.0), lease(0.01)
+    kept = scheduler.renew_nowait(short, 60.0)
     leases_become(2)
-    gone = scheduler.keep(lapsed, 60.0)
+    gone = scheduler.renew_nowait(lapsed, 60.0)
     scheduler.lookup(NAMESPACE, {0: hashes("a")})  # with the local protocol, their answers come with another's
-    eventually(lambda: (kept.kept, gone.kept) == (True, False))
-    scheduler.drop(long)
+    eventually(lambda: (kept.renewed, gone.renewed) == (True, False))
+    scheduler.release_nowait(long)
     leases_become(1)
     kept.release()
     leases_become(0)
     long = lease(60.0)
-    scheduler.drop(long)
+    scheduler.release_nowait(long)
     leases_become(0)
     scheduler.close()
-    late = scheduler.keep(long, 60.0)
+    late = scheduler.renew_nowait(long, 60.0)
     late.release()
-    scheduler.drop(long)
-    assert (late.asked, late.kept) == (False, None)
+    scheduler.release_nowait(long)
+    assert (late.sent, late.renewed) == (False, None)
     rank.close()
 
 

@@ -11,7 +11,7 @@ from itertools import compress
 from typing import Any
 
 from kvsidecar.client import BreakerState
-from kvsidecar.client.results import GroupHits, LookupResult
+from kvsidecar.client.types import GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -255,13 +255,13 @@ class TinyDaemon:
     def renew(self, lease: int, lease_seconds: float, *, timeout: float | None) -> float:
         return 0.0
 
-    def keep(self, lease: int, lease_seconds: float) -> TinyLease:
+    def renew_nowait(self, lease: int, lease_seconds: float) -> TinyLease:
         kept = lease in self.leases
         if kept and not self.reason:
             self.kept.add(lease)
         return TinyLease(self, lease, None if self.reason else kept)
 
-    def drop(self, lease: int) -> None:
+    def release_nowait(self, lease: int) -> None:
         self.leases.pop(lease, None)
 
     def expire(self) -> None:
@@ -289,22 +289,22 @@ class TinyQuestion:
     def result(self, timeout: float) -> LookupResult:
         if not self._daemon.reason:
             return self._answer
-        self.give_up()
+        self.cancel()
         return LookupResult(False, {index: GroupHits(0) for index in self._answer.groups}, reason=self._daemon.reason)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         if self._answer.lease is not None:
-            self._daemon.drop(self._answer.lease)
+            self._daemon.release_nowait(self._answer.lease)
 
 
 class TinyLease:
-    asked = True
+    sent = True
 
     def __init__(self, daemon: TinyDaemon, lease: int, kept: bool | None) -> None:
-        self._daemon, self._lease, self.kept = daemon, lease, kept
+        self._daemon, self._lease, self.renewed = daemon, lease, kept
 
     def release(self) -> None:
-        self._daemon.drop(self._lease)
+        self._daemon.release_nowait(self._lease)
 
 
 class Clock:

@@ -22,8 +22,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Blocks
 from kvsidecar.integrations.vllm import KVSidecarConnector, connector, memory, ranks, register
-from kvsidecar.integrations.vllm.carriers import NO_ORDERS, Orders, Reports
-from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
+from kvsidecar.integrations.vllm.connector import NO_PLAN, StepMetadata, WorkerReport
+from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
 from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.types import Outcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes
@@ -109,9 +109,9 @@ def allocated(of: KVSidecarConnector) -> dict[str, torch.Tensor]:
     return dict(zip(LAYERS, layers, strict=True))
 
 
-def step(worker: KVSidecarConnector, orders: StepOrders) -> tuple[set[str], set[str], Reports | None]:
+def step(worker: KVSidecarConnector, orders: StepPlan) -> tuple[set[str], set[str], WorkerReport | None]:
     """One step with vLLM's hooks. Requests that are done, those that failed, and the report."""
-    worker.bind_connector_metadata(Orders(orders))
+    worker.bind_connector_metadata(StepMetadata(orders))
     worker.start_load_kv(None)
     worker.wait_for_save()
     if hasattr(worker, "get_transfer_results"):
@@ -125,12 +125,12 @@ def step(worker: KVSidecarConnector, orders: StepOrders) -> tuple[set[str], set[
 
 
 def until(
-    worker: KVSidecarConnector, over: Callable[[RankReport], object], orders: StepOrders | None = None
+    worker: KVSidecarConnector, over: Callable[[RankReport], object], orders: StepPlan | None = None
 ) -> RankReport:
     """Steps, the first with these orders, until the reports together are as wanted."""
     whole = RankReport()
     while not over(whole):
-        report, orders = step(worker, orders or StepOrders())[2], None
+        report, orders = step(worker, orders or StepPlan())[2], None
         if report is not None:
             whole = whole.merged(report.report)
     return whole
@@ -144,10 +144,10 @@ def test_memory_of_the_hook_is_stored_and_loaded(worker: KVSidecarConnector) -> 
     kv = worker.kv_caches
     for i, layer in enumerate(LAYERS):
         kv[layer].copy_(torch.arange(kv[layer].numel()).view(kv[layer].shape) + i)
-    orders = StepOrders(stores=(store(1, "a", "b", at=[1, 2]),))
+    orders = StepPlan(stores=(store(1, "a", "b", at=[1, 2]),))
     assert not until(worker, lambda report: report.stored, orders).not_stored
     wanted = [kv[layer][1:3].clone() for layer in LAYERS]
-    orders = StepOrders(loads=(load(2, "a", "b", at=[5, 6]),))
+    orders = StepPlan(loads=(load(2, "a", "b", at=[5, 6]),))
     assert not until(worker, lambda report: report.loaded, orders).not_loaded
     assert [torch.equal(kv[layer][5:7], want) for layer, want in zip(LAYERS, wanted, strict=True)] == [True, True]
     stats = worker.get_kv_connector_stats()
@@ -169,14 +169,14 @@ def test_stores_come_after_the_kernels_that_the_engines_stream_was_given(
     client = one._worker._client
     assert client is not None
     client.wait_ready(SECONDS)
-    step(one, StepOrders(stores=(store(1, "a", at=[1]),)))
+    step(one, StepPlan(stores=(store(1, "a", at=[1]),)))
     later = client.store([Blocks(0, hashes("b"), [2])])
     assert client.wait([later], SECONDS)[later].outcome is Outcome.DONE
     for layer in LAYERS:
         kv[layer][1] = 7
     kernels.run()
     assert not until(one, lambda report: report.stored).not_stored
-    step(one, StepOrders(loads=(load(2, "a", at=[5]),)))
+    step(one, StepPlan(loads=(load(2, "a", at=[5]),)))
     kernels.run()
     assert not until(one, lambda report: report.loaded).not_loaded
     assert [bool((kv[layer][5] == 7).all()) for layer in LAYERS] == [True, True]
@@ -186,29 +186,29 @@ def test_stores_come_after_the_kernels_that_the_engines_stream_was_given(
 def test_the_report_that_a_rank_is_attached_names_its_namespace(worker: KVSidecarConnector) -> None:
     assert worker._worker is not None
     assert worker._worker.wait_attached(SECONDS)
-    report = step(worker, StepOrders())[2]
+    report = step(worker, StepPlan())[2]
     assert report is not None
     assert report.report.attached == {0: worker._worker._client.epoch}
     assert report.namespaces == {worker._worker.namespace}
-    assert step(worker, StepOrders())[2] is None
+    assert step(worker, StepPlan())[2] is None
     worker.shutdown()
 
 
-GONE = StepOrders(loads=(load(1, "never stored", at=[3], request="q"),))
+GONE = StepPlan(loads=(load(1, "never stored", at=[3], request="q"),))
 
 
 @pytest.mark.skipif(not hasattr(base, "KVConnectorTransferResults"), reason="this vLLM knows failed blocks only")
 def test_a_failed_load_is_reported_by_request(worker: KVSidecarConnector) -> None:
     finished, failed, _ = step(worker, GONE)
     while not finished:
-        finished, failed, _ = step(worker, StepOrders())
+        finished, failed, _ = step(worker, StepPlan())
     assert (finished, failed) == ({"q"}, {"q"})
     assert worker.get_block_ids_with_load_errors() == set()
     worker.shutdown()
 
 
 def test_a_failed_load_is_reported_to_older_engines_by_block(worker: KVSidecarConnector) -> None:
-    worker.bind_connector_metadata(Orders(GONE))
+    worker.bind_connector_metadata(StepMetadata(GONE))
     worker.start_load_kv(None)
     while worker.get_finished(set()) != (None, {"q"}):
         pass
@@ -219,7 +219,7 @@ def test_a_failed_load_is_reported_to_older_engines_by_block(worker: KVSidecarCo
 
 def test_after_sleep_the_memory_is_registered_again(worker: KVSidecarConnector) -> None:
     until(worker, lambda report: report.attached)
-    step(worker, StepOrders(stores=(store(7, "z", at=[1]),)))
+    step(worker, StepPlan(stores=(store(7, "z", at=[1]),)))
     worker.unregister_kv_caches()
     worker.unregister_kv_caches()
     worker.restore_kv_caches()
@@ -227,7 +227,7 @@ def test_after_sleep_the_memory_is_registered_again(worker: KVSidecarConnector) 
     assert worker._worker is not None
     assert worker._worker.wait_attached(SECONDS)
     worker._worker._client.wait_ready(SECONDS)
-    report = until(worker, lambda report: 1 in report.stored, StepOrders(stores=(store(1, "a", at=[1]),)))
+    report = until(worker, lambda report: 1 in report.stored, StepPlan(stores=(store(1, "a", at=[1]),)))
     assert report.stored == {7: 1, 1: 1}, "what was under way before is reported too"
     assert 1 not in report.not_stored
     worker.shutdown()
@@ -253,7 +253,7 @@ def test_memory_that_cannot_be_shared_is_an_error_in_the_log_and_no_offload(
         one.register_kv_caches({LAYERS[0]: torch.zeros(BLOCKS, 4)})
     assert "shared_empty" in caplog.text
     assert "hold 16 bytes per block" in caplog.text
-    step(one, StepOrders())
+    step(one, StepPlan())
     assert one.get_handshake_metadata() is None
     one.shutdown()
 
@@ -265,7 +265,7 @@ def test_without_prefix_caching_it_does_nothing_and_says_so(short_dir: Path, cap
         one = KVSidecarConnector(config, role, kv_cache_config())
         one.register_kv_caches({})
         assert one.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
-        assert one.build_connector_meta(SimpleNamespace()) is NO_ORDERS
+        assert one.build_connector_meta(SimpleNamespace()) is NO_PLAN
         assert one.request_finished_all_groups(SimpleNamespace(), ()) == (False, None)
         assert not one.has_pending_push_work()
         assert not one.has_pending_block_frees()
@@ -287,7 +287,7 @@ def test_where_vllm_takes_failed_loads_of_one_group_only_it_does_nothing_for_sev
     config.kv_cache_groups.append(KVCacheGroupSpec(["another"], SPEC))
     several = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config)
     assert several._scheduler is None
-    assert several.build_connector_meta(SimpleNamespace()) is NO_ORDERS
+    assert several.build_connector_meta(SimpleNamespace()) is NO_PLAN
     (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
     assert "no offload" in said
     assert "this one has 2" in said
@@ -307,10 +307,10 @@ def test_ranks_that_hold_kv_of_different_kinds_are_not_used(
     one = made(KVConnectorRole.SCHEDULER, daemon.socket)
     assert one._scheduler is not None
     one.set_xfer_handshake_metadata_pp_aware(
-        {(0, 0): Reports(RankReport({0: 5}), frozenset([NAMESPACE])), (0, 1): None}
+        {(0, 0): WorkerReport(RankReport({0: 5}), frozenset([NAMESPACE])), (0, 1): None}
     )
     assert one._scheduler.attached
-    other = Reports(RankReport({0: 6}), frozenset([replace(NAMESPACE, extra="another backend")]))
+    other = WorkerReport(RankReport({0: 6}), frozenset([replace(NAMESPACE, extra="another backend")]))
     one.update_connector_output(SimpleNamespace(kv_connector_worker_meta=other))
     assert not one._scheduler.attached
     assert "another backend" in caplog.text
@@ -346,9 +346,9 @@ def told_hashes(config: Any) -> Any:
 
 
 def test_reports_of_ranks_are_merged() -> None:
-    one = Reports(RankReport({0: 5}, {1: 1}), frozenset([NAMESPACE]))
-    both = one.aggregate(Reports(RankReport({1: 5}, {1: 1}, frozenset([1])), frozenset([NAMESPACE])))
-    assert both == Reports(RankReport({0: 5, 1: 5}, {1: 2}, frozenset([1])), frozenset([NAMESPACE]))
+    one = WorkerReport(RankReport({0: 5}, {1: 1}), frozenset([NAMESPACE]))
+    both = one.aggregate(WorkerReport(RankReport({1: 5}, {1: 1}, frozenset([1])), frozenset([NAMESPACE])))
+    assert both == WorkerReport(RankReport({0: 5, 1: 5}, {1: 2}, frozenset([1])), frozenset([NAMESPACE]))
 
 
 def test_it_is_a_cache_whose_hits_come_from_host_memory(short_dir: Path) -> None:

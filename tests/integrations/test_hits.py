@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.hits import asked, limit, longest_hit
+from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range
 from tests.integrations.engine import full, group
 
 
@@ -50,7 +50,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Group], dict[int, list[bool]], int, int
     most = limit(groups, num_tokens, local)
     found = {}
     for each in groups:
-        blocks = asked(each, local, most)
+        blocks = lookup_range(each, local, most)
         # A block has a hash when all of its tokens are known.
         blocks = range(blocks.start, max(blocks.start, min(blocks.stop, num_tokens // each.block_tokens)))
         found[each.index] = draw(st.lists(st.integers(0, 4).map(bool), min_size=len(blocks), max_size=len(blocks)))
@@ -75,7 +75,7 @@ def test_the_last_token_is_always_computed() -> None:
 def test_a_draft_head_asks_for_one_more_block_and_drops_it() -> None:
     eagle = full(eagle=True)
 
-    assert asked(eagle, 0, 8) == range(3)
+    assert lookup_range(eagle, 0, 8) == range(3)
     assert longest_hit([eagle], {0: [True, True, True]}, 0, 8) == 8
     assert longest_hit([eagle], {0: [True, True]}, 0, 8) == 4
 

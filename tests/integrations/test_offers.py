@@ -8,7 +8,7 @@ import pytest
 
 from kvsidecar.client import Blocks, Client, Outcome
 from kvsidecar.integrations.vllm import lookups
-from kvsidecar.integrations.vllm.lookups import UNTAKEN_SECONDS
+from kvsidecar.integrations.vllm.lookups import UNCLAIMED_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, eventually
 from tests.integrations.engine import Allocated, Clock, Request, Step, TinyPool, side
@@ -28,7 +28,7 @@ class Engine:
         self.others = 0
 
     def step(self) -> None:
-        orders = self.side.build_orders(Step())
+        orders = self.side.build_plan(Step())
         self.worker.step(*orders.stores, loads=orders.loads)
         report, self.worker.report = self.worker.report, RankReport()
         self.side.take_report(report)
@@ -102,7 +102,7 @@ def test_an_offer_that_vllm_asks_for_no_more_is_given_up(engine: Engine, monkeyp
     engine.stores(request)
     assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
     assert engine.leases() == 1
-    engine.clock.now += UNTAKEN_SECONDS
+    engine.clock.now += UNCLAIMED_SECONDS
     engine.step()
     eventually(lambda: engine.leases() == 0)
     assert engine.expired() == 0

@@ -32,16 +32,16 @@ def test_until_the_interval_ends_no_request_is_looked_at() -> None:
     made.take_report(ATTACHED)
     request = Request("r", list(range(12)))
     run(made, pool, request, 4)
-    (job,) = made.build_orders(Step({"r": 4})).stores
+    (job,) = made.build_plan(Step({"r": 4})).stores
     made.take_report(RankReport(stored={job.number: 1}))
     run(made, pool, request, 12)
     for _ in range(3):
         clock.now += INTERVAL / 4
-        assert made.build_orders(Step(Unseen(r=1))) is NOTHING
+        assert made.build_plan(Step(Unseen(r=1))) is NOTHING
     clock.now += INTERVAL / 4
-    (job,) = made.build_orders(Step({"r": 1})).stores
+    (job,) = made.build_plan(Step({"r": 1})).stores
     assert stored_hashes((job,)) == request.block_hashes[1:]
-    assert made.build_orders(Step()) is IDLE
+    assert made.build_plan(Step()) is IDLE
 
 
 def test_the_blocks_of_a_preempted_request_are_not_waited_for() -> None:
@@ -50,10 +50,10 @@ def test_the_blocks_of_a_preempted_request_are_not_waited_for() -> None:
     made.take_report(ATTACHED)
     first, request = Request("first", [*range(100, 104)]), Request("r", list(range(8)))
     run(made, pool, first, 4)
-    made.build_orders(Step({"first": 1}))
+    made.build_plan(Step({"first": 1}))
     blocks = run(made, pool, request, 8)
     pool.free_blocks(reversed(blocks))
-    (job,) = made.build_orders(Step(Unseen(first=1), preempted_req_ids={"r"})).stores
+    (job,) = made.build_plan(Step(Unseen(first=1), preempted_req_ids={"r"})).stores
     assert stored_hashes((job,)) == request.block_hashes
 
 
@@ -63,10 +63,10 @@ def test_what_is_due_is_not_waited_for() -> None:
     made.take_report(ATTACHED)
     request = Request("r", list(range(8)))
     run(made, pool, request, 8)
-    (job,) = made.build_orders(Step({"r": 1})).stores
+    (job,) = made.build_plan(Step({"r": 1})).stores
     made.take_report(RankReport(stored={job.number: 1}, not_stored=frozenset({job.number})))
     clock.now += RETRY_SECONDS
-    (job,) = made.build_orders(Step(Unseen(r=1))).stores
+    (job,) = made.build_plan(Step(Unseen(r=1))).stores
     assert stored_hashes((job,)) == request.block_hashes
 
 
@@ -76,9 +76,9 @@ def test_counters_are_read_behind_a_step_that_did_something_alone() -> None:
     made.take_report(ATTACHED)
     request = Request("r", list(range(8)))
     run(made, pool, request, 4)
-    made.build_orders(Step({"r": 1}))
+    made.build_plan(Step({"r": 1}))
     assert made.take_counts()["stores"] == 1
-    made.build_orders(Step(Unseen(r=1)))
+    made.build_plan(Step(Unseen(r=1)))
     made.counters.stores += 1  # nobody does
     assert made.take_counts() == {}
     made.request_finished(request)
@@ -133,8 +133,8 @@ def test_the_daemon_hears_of_an_idle_gpu_once_with_the_poll_of_that_step() -> No
 
 def test_nothing_is_little_to_send_to_a_worker() -> None:
     pytest.importorskip("vllm")
-    from kvsidecar.integrations.vllm.carriers import NO_ORDERS
+    from kvsidecar.integrations.vllm.connector import NO_PLAN
 
-    sent = pickle.dumps(NO_ORDERS, pickle.HIGHEST_PROTOCOL)
-    assert b"StepOrders" not in sent
-    assert pickle.loads(sent) == NO_ORDERS
+    sent = pickle.dumps(NO_PLAN, pickle.HIGHEST_PROTOCOL)
+    assert b"StepPlan" not in sent
+    assert pickle.loads(sent) == NO_PLAN

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.client import BreakerState, KeptLease
-from kvsidecar.client.results import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
+from kvsidecar.client import BreakerState, LeaseRenewal
+from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.lookups import FRESH_SECONDS, UNTAKEN_SECONDS
+from kvsidecar.integrations.vllm.lookups import FRESH_SECONDS, UNCLAIMED_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stores import HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
@@ -47,7 +47,7 @@ def run(made: SchedulerSide, pool: TinyPool, request: Request, tokens: int) -> l
     for block, each in zip(blocks, request.block_hashes, strict=False):
         pool.cache(block, each + bytes(4))
     made.update_state_after_alloc(request, Allocated([each.block_id for each in blocks]), 0)
-    made.build_orders(Step({request.request_id: tokens}))
+    made.build_plan(Step({request.request_id: tokens}))
     request.num_computed_tokens = tokens
     return blocks
 
@@ -70,7 +70,7 @@ def test_a_hit_is_offered_loaded_under_a_lease_and_the_lease_released_when_every
     assert made.get_num_new_matched_tokens(request, 4) == (8, True)
     assert (list(daemon.leases), daemon.kept) == ([1], set())  # a short one
     made.update_state_after_alloc(request, Allocated([5, 9, 3, 8]), 8)
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
 
     (blocks,) = load.blocks
     assert (load.request_id, blocks.hashes) == ("r", b"".join(request.block_hashes[1:3]))
@@ -93,7 +93,7 @@ def test_the_same_question_is_not_asked_twice_within_a_tenth_of_a_second() -> No
     for now in (100.0, 100.05, 100.2):
         clock.now = now
         assert made.get_num_new_matched_tokens(request, 0) == (0, False)
-        made.build_orders(Step())
+        made.build_plan(Step())
 
     assert len(daemon.asked) == 2
     made.get_num_new_matched_tokens(request, 4)  # another question
@@ -154,11 +154,11 @@ def test_a_step_asks_only_as_long_as_its_budget_lasts() -> None:
 
     daemon = Slow()
     made = attached(daemon=daemon, clock=clock, lookup_budget="5ms")
-    made.build_orders(Step())
+    made.build_plan(Step())
 
     answers = [made.get_num_new_matched_tokens(Request(str(i), list(range(9))), 0)[0] for i in range(4)]
     assert answers == [0, 0, None, None]
-    made.build_orders(Step())
+    made.build_plan(Step())
     assert made.get_num_new_matched_tokens(Request("2", list(range(9))), 0) == (0, False)
 
 
@@ -193,7 +193,7 @@ def test_a_request_whose_load_failed_is_computed() -> None:
     daemon.put(0, request.block_hashes)
     made.get_num_new_matched_tokens(request, 0)
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
 
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -216,7 +216,7 @@ def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None
     daemon.expire()
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
 
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     assert [len(each) for each in load.blocks] == [2]
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
     assert (made.counters.failed_loads, made.counters.gone_loads) == (1, 1)
@@ -230,10 +230,10 @@ def test_a_hit_that_cannot_be_leased_at_once_is_loaded_all_the_same_and_counted(
     request = Request("r", list(range(9)))
     daemon.put(0, request.block_hashes)
     made.get_num_new_matched_tokens(request, 0)
-    monkeypatch.setattr(daemon, "keep", lambda *_: KeptLease(None))
+    monkeypatch.setattr(daemon, "renew_nowait", lambda *_: LeaseRenewal(None))
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
 
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     made.take_report(RankReport(loaded={load.number: 1}))
     assert (made.counters.unleased_loads, made.counters.gone_loads, made.counters.failed_loads) == (1, 0, 0)
 
@@ -248,7 +248,7 @@ def test_a_load_without_a_lease_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(daemon, "lookup", lambda *a, **k: replace(lookup(*a, **k), lease=None))
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     made.take_report(RankReport(loaded={load.number: 1}))
     assert (made.counters.unleased_loads, made.counters.failed_loads) == (1, 0)
 
@@ -263,7 +263,7 @@ def test_an_offer_that_is_not_taken_holds_nothing_for_long() -> None:
     for _ in range(20):
         assert made.get_num_new_matched_tokens(requests[0], 0) == (8, True)
         assert len(daemon.leases) == 1
-        made.build_orders(Step())
+        made.build_plan(Step())
         clock.now += FRESH_SECONDS
     assert made.get_num_new_matched_tokens(requests[0], 4) == (4, True)
     assert list(daemon.leases.values()) == [{0: requests[0].block_hashes[1]}]
@@ -274,10 +274,10 @@ def test_an_offer_that_is_not_taken_holds_nothing_for_long() -> None:
     made.request_finished(requests[1])
     assert not daemon.leases
     made.get_num_new_matched_tokens(requests[2], 0)
-    clock.now += UNTAKEN_SECONDS / 2
+    clock.now += UNCLAIMED_SECONDS / 2
     made.get_num_new_matched_tokens(requests[0], 0)
-    clock.now += UNTAKEN_SECONDS / 2
-    made.build_orders(Step())
+    clock.now += UNCLAIMED_SECONDS / 2
+    made.build_plan(Step())
     assert len(daemon.leases) == 1
     # It is not lost: what is taken late is loaded, and the daemon says whether it is still there.
     made.update_state_after_alloc(requests[2], Allocated([1, 2, 3]), 8)
@@ -294,7 +294,7 @@ def test_fewer_tokens_than_offered_are_loaded_if_vllm_takes_fewer() -> None:
     assert made.get_num_new_matched_tokens(request, 0) == (12, True)
     made.update_state_after_alloc(request, Allocated([1, 2, 3, 4]), 8)
 
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     assert load.blocks[0].ids() == [1, 2]
 
 
@@ -306,7 +306,7 @@ def test_what_is_loaded_is_what_the_request_needs_at_its_allocation() -> None:
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
     made.update_state_after_alloc(other, Allocated([1, 2, 3]), 8)
 
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     assert load.blocks[0].split() == other.block_hashes[:2]
 
 
@@ -329,7 +329,7 @@ def test_a_hybrid_load_skips_null_blocks_and_takes_the_last_hash_of_a_coarse_blo
 
     assert made.get_num_new_matched_tokens(request, 0) == (16, True)
     made.update_state_after_alloc(request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 8, 9]), 16)
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
 
     loaded = {each.group: (each.hashes, each.ids()) for each in load.blocks}
     assert loaded == {0: (b"".join(hashes[:4]), [1, 2, 3, 4]), 1: (hashes[3], [6]), 2: (hashes[3], [8])}
@@ -344,7 +344,7 @@ def test_a_load_whose_needed_block_is_null_fails_instead_of_going_on_without_it(
     made.get_num_new_matched_tokens(request, 0)
     made.update_state_after_alloc(request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 0, 9]), 16)
 
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     (state,) = (each for each in load.blocks if each.group == 2)
     assert state.hashes == bytes(32)  # which nobody has
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
@@ -361,11 +361,11 @@ def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_ra
     request = Request("r", list(range(14)))
     blocks = run(made, pool, request, 14)
 
-    (job,) = made.build_orders(Step({"r": 1})).stores
+    (job,) = made.build_plan(Step({"r": 1})).stores
     assert stored_hashes((job,)) == request.block_hashes[:3]
     assert job.blocks[0].ids() == [each.block_id for each in blocks[:3]]
     assert [each.ref_cnt for each in blocks] == [2, 2, 2, 1]
-    assert made.build_orders(Step({"r": 1})).stores == ()
+    assert made.build_plan(Step({"r": 1})).stores == ()
 
     pool.free_blocks(blocks)
     assert made.has_pending_block_frees()
@@ -386,17 +386,17 @@ def test_blocks_of_running_requests_are_stored_together_and_those_of_one_that_en
         Request(name, [*range(first, first + 8)]) for name, first in (("a", 0), ("b", 100), ("c", 200))
     )
     run(made, pool, one, 8)
-    (job,) = made.build_orders(Step({"a": 1})).stores
+    (job,) = made.build_plan(Step({"a": 1})).stores
     assert stored_hashes((job,)) == one.block_hashes
 
     run(made, pool, other, 8)
     run(made, pool, third, 8)
-    assert made.build_orders(Step({"b": 1, "c": 1})).stores == ()
+    assert made.build_plan(Step({"b": 1, "c": 1})).stores == ()
     made.request_finished(other)
-    (job,) = made.build_orders(Step({"c": 1})).stores
+    (job,) = made.build_plan(Step({"c": 1})).stores
     assert stored_hashes((job,)) == other.block_hashes
     clock.now += 0.05
-    (job,) = made.build_orders(Step({"c": 1})).stores
+    (job,) = made.build_plan(Step({"c": 1})).stores
     assert stored_hashes((job,)) == third.block_hashes
 
 
@@ -407,7 +407,7 @@ def test_tokens_in_flight_are_not_stored() -> None:
     run(made, pool, request, 8)
     request.num_output_placeholders = 1  # async scheduling: the token behind these is not known yet
 
-    assert stored_hashes(made.build_orders(Step({"r": 1})).stores) == request.block_hashes[:1]
+    assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes[:1]
 
 
 def test_tokens_that_a_draft_model_may_write_again_are_not_stored() -> None:
@@ -416,7 +416,7 @@ def test_tokens_that_a_draft_model_may_write_again_are_not_stored() -> None:
     request = Request("r", list(range(10)))
     run(made, pool, request, 10)
 
-    assert stored_hashes(made.build_orders(Step({"r": 1})).stores) == request.block_hashes[:1]
+    assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes[:1]
 
 
 def test_what_another_request_has_stored_is_not_stored_again_unless_that_failed() -> None:
@@ -425,13 +425,13 @@ def test_what_another_request_has_stored_is_not_stored_again_unless_that_failed(
     for name, expected in (("a", 2), ("b", 0)):
         request = Request(name, list(range(8)))
         run(made, pool, request, 8)
-        jobs = made.build_orders(Step({name: 1})).stores
+        jobs = made.build_plan(Step({name: 1})).stores
         assert len(stored_hashes(jobs)) == expected
     number = 1
     made.take_report(RankReport(stored={number: 1}, not_stored=frozenset({number})))
     request = Request("c", list(range(8)))
     run(made, pool, request, 8)
-    assert len(stored_hashes(made.build_orders(Step({"c": 1})).stores)) == 2
+    assert len(stored_hashes(made.build_plan(Step({"c": 1})).stores)) == 2
     assert made.counters.failed_stores == 1
 
 
@@ -444,13 +444,13 @@ def test_what_was_loaded_is_not_stored_unless_the_load_failed(failed: bool) -> N
     made.get_num_new_matched_tokens(request, 0)
     blocks = pool.take(3)
     made.update_state_after_alloc(request, Allocated([each.block_id for each in blocks]), 8)
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset([load.number] * failed)))
     for block, each in zip(blocks, request.block_hashes, strict=False):
         pool.cache(block, each + bytes(4))
     request.num_computed_tokens = 8
 
-    assert len(stored_hashes(made.build_orders(Step({"r": 1})).stores)) == 2 * failed
+    assert len(stored_hashes(made.build_plan(Step({"r": 1})).stores)) == 2 * failed
 
 
 def test_what_a_lookup_misses_is_stored_again() -> None:
@@ -458,12 +458,12 @@ def test_what_a_lookup_misses_is_stored_again() -> None:
     made = attached(pool=pool, daemon=daemon)
     request = Request("a", list(range(9)))
     run(made, pool, request, 8)
-    made.build_orders(Step({"a": 1}))
+    made.build_plan(Step({"a": 1}))
 
     other = Request("b", list(range(9)))
     assert made.get_num_new_matched_tokens(other, 0) == (0, False)  # the daemon has evicted them
     run(made, pool, other, 8)
-    assert stored_hashes(made.build_orders(Step({"b": 1})).stores) == other.block_hashes
+    assert stored_hashes(made.build_plan(Step({"b": 1})).stores) == other.block_hashes
 
 
 def test_a_finished_requests_last_blocks_are_stored_and_held_though_vllm_frees_them() -> None:
@@ -476,7 +476,7 @@ def test_a_finished_requests_last_blocks_are_stored_and_held_though_vllm_frees_t
     pool.free_blocks(blocks)
     assert made.has_pending_push_work()
     assert pool.num_free == 13
-    (job,) = made.build_orders(Step()).stores
+    (job,) = made.build_plan(Step()).stores
     assert stored_hashes((job,)) == request.block_hashes
     made.take_report(RankReport(stored={job.number: 1}))
     assert pool.num_free == 15
@@ -491,13 +491,13 @@ def test_a_preempted_requests_blocks_are_stored_as_far_as_they_are_still_there()
     request.num_computed_tokens = 0
     pool.take(3)  # the two that were never used, and the end of the prefix
 
-    (job,) = made.build_orders(Step(preempted_req_ids={"r"})).stores
+    (job,) = made.build_plan(Step(preempted_req_ids={"r"})).stores
     assert stored_hashes((job,)) == request.block_hashes[:2]
 
     again = pool.take(0) + blocks[:2]
     pool.touch(again)
     request.num_computed_tokens = 8
-    assert made.build_orders(Step({"r": 4})).stores == ()
+    assert made.build_plan(Step({"r": 4})).stores == ()
 
 
 def test_prompt_only_stores_no_answer() -> None:
@@ -507,7 +507,7 @@ def test_prompt_only_stores_no_answer() -> None:
     request.append(range(6, 12))
     run(made, pool, request, 12)
 
-    assert stored_hashes(made.build_orders(Step({"r": 1})).stores) == request.block_hashes[:1]
+    assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes[:1]
 
 
 def test_without_attached_ranks_nothing_is_held_and_what_was_confirmed_before_is_stored_when_they_attach() -> None:
@@ -515,11 +515,11 @@ def test_without_attached_ranks_nothing_is_held_and_what_was_confirmed_before_is
     made = side(pool=pool)
     request = Request("r", list(range(8)))
     blocks = run(made, pool, request, 8)
-    assert made.build_orders(Step({"r": 1})).stores == ()
+    assert made.build_plan(Step({"r": 1})).stores == ()
     assert {each.ref_cnt for each in blocks} == {1}
 
     made.take_report(ATTACHED)
-    assert stored_hashes(made.build_orders(Step({"r": 1})).stores) == request.block_hashes
+    assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes
 
 
 def test_another_run_of_the_daemon_gets_everything_again() -> None:
@@ -527,11 +527,11 @@ def test_another_run_of_the_daemon_gets_everything_again() -> None:
     made = attached(pool=pool, daemon=daemon)
     request = Request("r", list(range(8)))
     run(made, pool, request, 8)
-    (job,) = made.build_orders(Step({"r": 1})).stores
+    (job,) = made.build_plan(Step({"r": 1})).stores
     made.take_report(RankReport(stored={job.number: 1}, attached={0: 0}))
     made.take_report(RankReport(attached={0: 8}))
 
-    assert stored_hashes(made.build_orders(Step({"r": 1})).stores) == request.block_hashes
+    assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes
 
 
 @pytest.mark.parametrize(
@@ -549,7 +549,7 @@ def test_stores_that_are_not_over_leave_the_engine_room_for_its_longest_request(
     made = attached(pool=pool, longest_blocks=longest)
     request = Request("r", list(range(64)))
     run(made, pool, request, 64)
-    (job,) = made.build_orders(Step({"r": 1})).stores
+    (job,) = made.build_plan(Step({"r": 1})).stores
     assert len(stored_hashes((job,))) == most
 
 
@@ -558,31 +558,31 @@ def test_no_block_is_waited_for_that_a_daemon_does_not_give_back_soon() -> None:
     made = attached(pool=pool, clock=clock, daemon=daemon)
     requests = [Request(f"r{i}", list(range(100 * i, 100 * i + 14))) for i in range(3)]
     tables = [run(made, pool, each, 14) for each in requests[:2]]
-    (job,) = made.build_orders(Step({"r0": 1})).stores
+    (job,) = made.build_plan(Step({"r0": 1})).stores
     pool.free_blocks(tables[0])
     assert made.has_pending_block_frees()
     for _ in range(REPORT_STEPS - 1):
         clock.now += HUNG_SECONDS  # steps take as long as they take: the end of a store is known only after some
-        made.build_orders(Step())
+        made.build_plan(Step())
         assert made.has_pending_block_frees()
-    made.build_orders(Step())
+    made.build_plan(Step())
     assert not made.has_pending_block_frees()
 
-    # Nor is it given more of them, by no way of storing.
+    # Nor is it given more of them, by no way of selection.
     before = made.counters.held_back_stores
-    assert made.build_orders(Step({"r1": 1})).stores == ()
+    assert made.build_plan(Step({"r1": 1})).stores == ()
     made.request_finished(requests[1])
-    assert made.build_orders(Step()).stores == ()
+    assert made.build_plan(Step()).stores == ()
     assert made.counters.held_back_stores > before
     assert made.has_pending_push_work(), "the engine goes on asking whether it has come back"
 
     made.take_report(RankReport(stored={job.number: 1}))
-    (late,) = made.build_orders(Step()).stores
+    (late,) = made.build_plan(Step()).stores
     assert stored_hashes((late,)) == requests[1].block_hashes[:3], "what was due meanwhile is stored"
     made.take_report(RankReport(stored={late.number: 1}))
     assert not made.has_pending_push_work()
     blocks = run(made, pool, requests[2], 14)
-    assert made.build_orders(Step({"r2": 1})).stores
+    assert made.build_plan(Step({"r2": 1})).stores
     pool.free_blocks(blocks)
     assert made.has_pending_block_frees()
     daemon.breaker_state = BreakerState.OPEN
@@ -594,12 +594,12 @@ def test_a_reset_does_not_make_the_engine_wait_for_a_daemon_that_hangs() -> None
     made = attached(pool=pool, clock=clock)
     request = Request("r", list(range(14)))
     blocks = run(made, pool, request, 14)
-    made.build_orders(Step({"r": 1}))
+    made.build_plan(Step({"r": 1}))
     pool.free_blocks(blocks)
     assert made.reset_cache() is False
     for _ in range(REPORT_STEPS):
         clock.now += SOON_SECONDS
-        made.build_orders(Step())
+        made.build_plan(Step())
     assert not made.has_pending_block_frees()
 
 
@@ -609,12 +609,12 @@ def test_stores_that_are_not_over_leave_the_engine_half_of_its_blocks() -> None:
     request = Request("r", list(range(24)))
     run(made, pool, request, 24)
 
-    (job,) = made.build_orders(Step({"r": 1})).stores
+    (job,) = made.build_plan(Step({"r": 1})).stores
     assert len(stored_hashes((job,))) == 4
-    assert made.build_orders(Step({"r": 1})).stores == ()
+    assert made.build_plan(Step({"r": 1})).stores == ()
     assert made.counters.held_back_stores
     made.take_report(RankReport(stored={job.number: 1}))
-    assert len(stored_hashes(made.build_orders(Step({"r": 1})).stores)) == 2
+    assert len(stored_hashes(made.build_plan(Step({"r": 1})).stores)) == 2
 
 
 def test_blocks_that_vllm_does_not_cache_are_not_stored() -> None:
@@ -624,7 +624,7 @@ def test_blocks_that_vllm_does_not_cache_are_not_stored() -> None:
     blocks = run(made, pool, request, 12)
     pool.uncache(blocks[1])
 
-    jobs = made.build_orders(Step({"r": 1})).stores
+    jobs = made.build_plan(Step({"r": 1})).stores
     assert stored_hashes(jobs) == [request.block_hashes[0], request.block_hashes[2]]
 
 
@@ -634,7 +634,7 @@ def test_without_a_block_pool_nothing_is_stored() -> None:
     made.update_state_after_alloc(request, Allocated([1, 2]), 0)
     request.num_computed_tokens = 8
 
-    assert made.build_orders(Step({"r": 1})).stores == ()
+    assert made.build_plan(Step({"r": 1})).stores == ()
     made.request_finished(request)
     assert not made.has_pending_push_work()
 
@@ -647,13 +647,13 @@ def test_lazy_mode_stores_what_is_evicted_next_before_it_is() -> None:
     made = attached(pool=pool, store_mode="lazy", lazy_watermark=8)
     request = Request("r", list(range(16)))
     blocks = run(made, pool, request, 16)
-    assert made.build_orders(Step({"r": 1})).stores == ()
+    assert made.build_plan(Step({"r": 1})).stores == ()
     pool.free_blocks(reversed(blocks))  # behind the 8 that were never used
-    made.build_orders(Step())
+    made.build_plan(Step())
     other = pool.take(3)
 
     step = Step(scheduled_new_reqs=[NewRequest("s", ([each.block_id for each in other],))])
-    (job,) = made.build_orders(step).stores
+    (job,) = made.build_plan(step).stores
     assert set(stored_hashes((job,))) == set(request.block_hashes[1:])
     assert {each.ref_cnt for each in blocks} == {0, 1}
     made.take_report(RankReport(stored={job.number: 1}))
@@ -663,11 +663,11 @@ def test_lazy_mode_stores_what_is_evicted_next_before_it_is() -> None:
 def test_lazy_mode_does_not_walk_while_nothing_is_allocated() -> None:
     pool = TinyPool(13)
     made = attached(pool=pool, store_mode="lazy", lazy_watermark=8)
-    made.build_orders(Step())
+    made.build_plan(Step())
     del pool.free_block_queue  # a walk would miss it
     cached = CachedRequests(["r"], [None])
 
-    made.build_orders(Step({"r": 1}, scheduled_cached_reqs=cached))
+    made.build_plan(Step({"r": 1}, scheduled_cached_reqs=cached))
 
 
 # -- resets --------------------------------------------------------------------------------------------------------
@@ -680,7 +680,7 @@ def gpu_reset(pool: TinyPool) -> None:
 
 def store_all(made: SchedulerSide, daemon: TinyDaemon, *names: str) -> None:
     """Let the ranks store what these requests have."""
-    (job,) = made.build_orders(Step(dict.fromkeys(names, 1))).stores
+    (job,) = made.build_plan(Step(dict.fromkeys(names, 1))).stores
     daemon.put(0, stored_hashes((job,)))
     made.take_report(RankReport(stored={job.number: 1}))
 
@@ -714,7 +714,7 @@ def test_what_is_stored_after_a_reset_is_this_engines_alone() -> None:
     loading = Request("t", list(range(9)))
     assert made.get_num_new_matched_tokens(loading, 0) == (8, True)
     made.update_state_after_alloc(loading, Allocated([14, 15, 13]), 8)
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     assert set(daemon.blocks) == {(0, each) for each in load.blocks[0].split()}
     (lease,) = daemon.kept
     assert daemon.leases[lease] == {0: load.blocks[0].hashes}
@@ -726,7 +726,7 @@ def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplo
     made = attached(pool=pool, daemon=daemon)
     request = Request("r", list(range(8)))
     blocks = run(made, pool, request, 8)
-    (job,) = made.build_orders(Step({"r": 1})).stores
+    (job,) = made.build_plan(Step({"r": 1})).stores
 
     for _ in range(2):
         assert made.reset_cache() is False
@@ -737,7 +737,7 @@ def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplo
     daemon.put(0, chain(range(8)))
     other = Request("s", list(range(8)))
     run(made, pool, other, 8)
-    assert made.build_orders(Step({"r": 1, "s": 1})).stores == ()
+    assert made.build_plan(Step({"r": 1, "s": 1})).stores == ()
     assert made.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (0, False)
     pool.free_blocks(blocks)
     assert made.reset_cache() is False  # a request goes on
@@ -750,7 +750,7 @@ def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplo
     assert (made.counters.resets, made.counters.refused_resets, made.counters.unnamed_resets) == (5, 4, 1)
     assert made.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (0, False)
     run(made, pool, Request("u", list(range(8))), 8)
-    assert made.build_orders(Step({"u": 1})).stores != ()
+    assert made.build_plan(Step({"u": 1})).stores != ()
 
 
 def test_engines_share_again_when_their_weights_have_the_same_new_name(tmp_path: Path) -> None:
@@ -804,7 +804,7 @@ def test_a_reset_gives_back_what_was_planned_and_not_sent() -> None:
     assert pool.num_free == 15
     gpu_reset(pool)
     assert made.reset_cache() is True
-    assert made.build_orders(Step()).stores == ()
+    assert made.build_plan(Step()).stores == ()
 
 
 def test_shutdown_closes_the_client() -> None:
@@ -824,7 +824,7 @@ def test_a_load_carries_its_requests_traceparent_and_a_store_that_of_its_first_s
     daemon.put(0, loaded.block_hashes)
     made.get_num_new_matched_tokens(loaded, 0)
     made.update_state_after_alloc(loaded, Allocated([14, 15, 13]), 8)
-    (load,) = made.build_orders(Step()).loads
+    (load,) = made.build_plan(Step()).loads
     assert load.traceparent == "t-l"
 
     headers = (None, {"traceparent": "t-b-00"}, {"traceparent": "t-c-01"}, {"traceparent": "t-d-01"})
@@ -834,13 +834,13 @@ def test_a_load_carries_its_requests_traceparent_and_a_store_that_of_its_first_s
     ]
     for request in requests:
         run(made, pool, request, 8)
-    (store,) = made.build_orders(Step(dict.fromkeys("abcd", 1))).stores
+    (store,) = made.build_plan(Step(dict.fromkeys("abcd", 1))).stores
     assert store.traceparent == "t-c-01"
     more = pool.take(1)
     requests[1].append(range(900, 904))
     pool.cache(more[0], requests[1].block_hashes[2] + bytes(4))
     requests[1].num_computed_tokens = 12
-    (store,) = made.build_orders(Step({"b": 1})).stores
+    (store,) = made.build_plan(Step({"b": 1})).stores
     assert store.traceparent is None  # what came before does not stay
 
 
@@ -850,14 +850,14 @@ def test_blocks_that_are_known_take_no_room_from_another_requests(monkeypatch: p
     made = attached(pool=pool)
     first = Request("a", list(range(16)))
     run(made, pool, first, 16)
-    (job,) = made.build_orders(Step({"a": 1})).stores
+    (job,) = made.build_plan(Step({"a": 1})).stores
     made.take_report(RankReport(stored={job.number: 1}))
     made.request_finished(first)
 
     known, new = Request("b", list(range(16))), Request("c", list(range(100, 116)))
     for request in (known, new):
         run(made, pool, request, 16)
-    (job,) = made.build_orders(Step({"b": 1, "c": 1})).stores
+    (job,) = made.build_plan(Step({"b": 1, "c": 1})).stores
     assert stored_hashes((job,)) == new.block_hashes
 
 
@@ -880,7 +880,7 @@ def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:
     for request in (first, second):
         run(made, pool, request, 12)
 
-    (job,) = made.build_orders(Step({"a": 1, "b": 1})).stores
+    (job,) = made.build_plan(Step({"a": 1, "b": 1})).stores
 
     a, b = first.block_hashes, second.block_hashes
     assert told == [("a", 0, a[0]), ("a", 1, a[1]), ("a", 2, a[2]), ("b", 1, b[1]), ("b", 2, b[2])]

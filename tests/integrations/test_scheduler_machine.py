@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.client.results import NO_ANSWER
+from kvsidecar.client.types import NO_ANSWER
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import OFFER_SECONDS
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StoreJob
@@ -181,7 +181,7 @@ class Engine:
             if state is not new:
                 cached.req_ids.append(request.request_id)
                 cached.new_block_ids.append(tuple(added))
-        orders = self.side.build_orders(
+        orders = self.side.build_plan(
             Step(
                 scheduled,
                 self.preempted,
@@ -384,7 +384,7 @@ class Engine:
         }
 
     def another_engine(self, choice: int) -> None:
-        """It shares the namespace, has the weights of the start, and goes on storing."""
+        """It shares the namespace, has the weights of the start, and goes on selection."""
         request = Request("theirs", [choice % 2] * (7 + choice // 2 % 16))
         for each in self.groups:
             for index in range(len(request.block_hashes)):
@@ -428,7 +428,7 @@ class Engine:
 
     def job_of(self, job: StoreJob | LoadJob) -> Job:
         keys = [key for each in job.blocks for key in hashes_of(each)]
-        hashes = {key: self.side._generations.keys(key) for key in keys}  # a mask twice is none
+        hashes = {key: self.side._weights_version.keys(key) for key in keys}  # a mask twice is none
         made = Job(job, self.world_size, self.daemon.epoch, self.weights, hashes)
         made.leased = isinstance(job, LoadJob) and made.blocks <= self.leased(self.daemon.kept)
         return made

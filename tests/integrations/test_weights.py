@@ -192,13 +192,13 @@ def cached(path: Path) -> DigestCache:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Weights that were read, not found in a cache."""
     seen: list[Path] = []
-    places = weights._places
+    places = weights._samples
 
     def note(fd: int, size: int, path: Path) -> object:
         seen.append(path)
         return places(fd, size, path)
 
-    monkeypatch.setattr(weights, "_places", note)
+    monkeypatch.setattr(weights, "_samples", note)
     return seen
 
 

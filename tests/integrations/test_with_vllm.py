@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 from kvsidecar.integrations.vllm import events as vllm_events
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
-from kvsidecar.integrations.vllm.metadata import RankReport, StepOrders
+from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.engine import EPOCH, NAMESPACE, Clock, TinyDaemon
@@ -120,8 +120,8 @@ class Engine:
         blocks, tokens = self.manager.get_computed_blocks(request)[:2]
         return blocks, tokens
 
-    def step(self, scheduled: dict[str, int]) -> StepOrders:
-        return self.side.build_orders(
+    def step(self, scheduled: dict[str, int]) -> StepPlan:
+        return self.side.build_plan(
             SimpleNamespace(
                 num_scheduled_tokens=scheduled,
                 total_num_scheduled_tokens=sum(scheduled.values()),
@@ -131,7 +131,7 @@ class Engine:
             )
         )
 
-    def finish_stores(self, orders: StepOrders) -> None:
+    def finish_stores(self, orders: StepPlan) -> None:
         for job in orders.stores:
             for blocks in job.blocks:
                 self.daemon.put(blocks.group, [blocks.hashes[i : i + 32] for i in range(0, len(blocks.hashes), 32)])
@@ -365,7 +365,7 @@ def test_blocks_that_wait_to_be_stored_are_told_with_their_tokens() -> None:
 
 @pytest.mark.parametrize("loss", ["restart", "reset"])
 def test_routers_are_told_over_the_steps_what_the_daemon_has_lost(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_events, "TAKEN_BACK", 3)
+    monkeypatch.setattr(vllm_events, "RETRACTED_PER_STEP", 3)
     daemon = TinyDaemon()
     engine = Engine(MODELS["full"], daemon, events=True)
     engine.compute(engine.request("a", list(range(16 * 8))), 1000)
@@ -392,7 +392,7 @@ def test_routers_are_told_over_the_steps_what_the_daemon_has_lost(loss: str, mon
 
 
 def test_what_the_next_daemon_has_got_already_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_events, "TAKEN_BACK", 1)
+    monkeypatch.setattr(vllm_events, "RETRACTED_PER_STEP", 1)
     daemon = TinyDaemon()
     engine = Engine(MODELS["full"], daemon, events=True)
     engine.compute(engine.request("a", list(range(32))), 1000)
@@ -411,7 +411,7 @@ def test_what_the_next_daemon_has_got_already_is_not_taken_back(monkeypatch: pyt
 def test_only_so_many_announced_blocks_are_remembered_and_those_before_them_are_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_events, "MOST_ANNOUNCED", 4)
+    monkeypatch.setattr(vllm_events, "MAX_ANNOUNCED", 4)
     engine = Engine(MODELS["full"], TinyDaemon())
     events, hashes = Events(engine.groups), engine.request("a", list(range(16 * 6))).block_hashes
     events.stored(0, hashes)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, pack_ids
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.worker import LoadResults, Order, WorkerSide
 from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, eventually, hashes, layout
@@ -52,7 +52,7 @@ class Worker:
 
     def step(self, *stores: StoreJob, loads: tuple[LoadJob, ...] = (), saves: bool = True) -> None:
         """One step of the engine, in the order of vLLM's hooks."""
-        orders = StepOrders(tuple(stores), loads)
+        orders = StepPlan(tuple(stores), loads)
         self.side.bind(orders)
         self.side.submit_loads()
         if saves:

@@ -7,11 +7,12 @@ import array
 import numpy as np
 import pytest
 
-from kvsidecar.client.messages import lookup_result
+from kvsidecar.client.messages import LookupQuery
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import pack_hashes, pack_ids
 from kvsidecar.server.convert import bitmap_to, blocks_from, ids_from
+from kvsidecar.types import LookupMode
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE, hashes
 
@@ -76,4 +77,5 @@ def test_ids_that_are_cut_are_refused() -> None:
 def test_a_bitmap_means_the_same_on_both_sides(count: int) -> None:
     found = [i % 3 == 0 for i in range(count)]
     reply = pb.LookupReply(groups=[pb.GroupHits(group=2, hits=sum(found), bitmap=bitmap_to(found))])
-    assert lookup_result(reply, NAMESPACE, {2: bytes(32 * count)}).groups[2].found == tuple(found)
+    query = LookupQuery(NAMESPACE, {2: bytes(32 * count)}, LookupMode.BITMAP)
+    assert query.result(reply).groups[2].found == tuple(found)

@@ -6,14 +6,24 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVSidecarConnector",
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
-
-from kvsidecar.integrations.vllm.plugin import CONNECTOR, register
 
 if TYPE_CHECKING:
     from kvsidecar.integrations.vllm.connector import KVSidecarConnector
 
 __all__ = ["KVSidecarConnector", "register"]
+
+CONNECTOR = "KVSidecarConnector"
+
+
+def register() -> None:
+    """Register the connector with vLLM by name. The entry point ``vllm.general_plugins`` calls this in every process of
+    the engine. A `MultiConnector` finds the class only by its name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with contextlib.suppress(ValueError):  # vLLM loads its plugins more than once
+        KVConnectorFactory.register_connector(CONNECTOR, f"{__name__}.connector", CONNECTOR)
 
 
 def __getattr__(name: str) -> Any:

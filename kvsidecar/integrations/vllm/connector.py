@@ -1,6 +1,6 @@
 """The class that vLLM loads in the scheduler and in the workers. It forwards to `SchedulerSide` or `WorkerSide`.
 
-Works with vLLM 0.26 and later by what the engine has, never by its number.
+Supports vLLM 0.26 and later: it tests for features, never for version numbers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -32,22 +32,20 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
-from kvsidecar.integrations.vllm import memory, ranks
-from kvsidecar.integrations.vllm.carriers import NO_ORDERS, Orders, Reports
+from kvsidecar.integrations.vllm import memory, ranks, register
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
-from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport
+from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport, StepPlan
 from kvsidecar.integrations.vllm.namespace import hash_bytes_of, namespace_of
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.integrations.vllm.plugin import register
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.worker import WorkerSide
 
 try:
     from vllm.v1.metrics import cache_hit_source
-except ImportError:  # vLLM 0.26 does not tell hits apart
+except ImportError:  # vLLM 0.26 does not distinguish the sources of hits
     cache_hit_source = None
 
 if TYPE_CHECKING:
@@ -56,7 +54,31 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvsidecar.vllm")
 
 ATTACH_SECONDS = 0.5
-"""How long the engine's start waits for a registration that is under way: the first request can hit then."""
+"""How long the engine's start waits for a registration that is under way, so that the first request can hit."""
+
+
+@dataclass(frozen=True)
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """vLLM's class around a `StepPlan`; it is pickled for each worker process."""
+
+    plan: StepPlan | None
+    """None: `metadata.NOTHING`."""
+
+
+NO_PLAN = StepMetadata(None)
+
+
+@dataclass(frozen=True)
+class WorkerReport(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """vLLM's class around a `RankReport`, in a step and once at the start."""
+
+    report: RankReport
+    namespaces: frozenset[Namespace]
+    """In which ranks store; set at the start and when a rank attaches."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.report.merged(other.report), self.namespaces | other.namespaces)
 
 
 class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -73,11 +95,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._export: Callable[[], ranks.RankMemory] | None = None
         self._failed_block_ids: set[int] = set()
         self._gauges: dict[str, int] = {}
-        """Gauges that vLLM has not been told yet."""
+        """Gauges that were not reported to vLLM yet."""
         self._observed: dict[str, list[float]] = {}
-        """By histogram: the observations that vLLM has not been told yet."""
+        """By histogram: observations that were not reported to vLLM yet."""
         self._deferred: dict[str, float] = {}
-        """By request: monotonic seconds since which its lookup waits for an answer."""
+        """By request: monotonic seconds at which its lookup was first deferred."""
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
             _check_failed_loads(kv_cache_config)
@@ -117,36 +139,25 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
         )
 
-    def _namespace(self, *, layout: str, facts: Sequence[str]) -> Namespace:
-        return namespace_of(
-            self._vllm_config,
-            self._groups,
-            layout=layout,
-            facts=facts,
-            fixed_seed=self._fixed_seed,
-            name=self._options.model_name,
-        )
-
     @property
     def _fixed_seed(self) -> str | None:
-        """The seed of block hashes in every process without PYTHONHASHSEED; None: each process has a random one."""
-        # vLLM 0.26 has none: each engine makes its own. Later ones do so for hashes that can be made to collide.
+        """The seed of block hashes without PYTHONHASHSEED; None: random for each process."""
+        # vLLM 0.26 has none. Later versions use a random seed for hashes that are not collision-resistant.
         fixed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
         return fixed if self._vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256") else None
 
-    def _client(self, name: str, **options: Any) -> Client:
+    def _client(self, name: str) -> Client:
         return Client(
             self._options.socket,
             name=name,
             step_budget=self._options.lookup_budget,
             job_timeout=self._options.load_timeout,
             local_protocol=self._options.local_protocol,
-            **options,
         )
 
     @property
     def _instance(self) -> str:
-        # Each data-parallel replica is an instance of its own, with ranks of its own; vLLM gives each an engine_id.
+        # Each data-parallel replica is an instance, with its own ranks and engine_id.
         return f"{self._options.instance} {self._kv_transfer_config.engine_id}"
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -156,8 +167,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """vLLM 0.26 asks this. Without it, each layer has a storage of its own, and a block is as many copies as there
-        are layers. Later versions have one storage, whose layout the engine chooses."""
+        """For vLLM 0.26: one storage for all layers, so that a block is one copy instead of one per layer. Later
+        versions always have one storage, and choose its layout."""
         return True
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
@@ -178,20 +189,24 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Raises KVSidecarError, ValueError."""
         if current_platform.is_cpu() and not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
             raise NotExportable(
-                "this vLLM does not let a connector make the memory of its KV cache, and what it makes itself on the "
-                "CPU cannot be shared: use a later version"
+                "this vLLM does not let a connector allocate the KV cache, and its own CPU memory cannot be shared: "
+                "use a later version"
             )
         try:
             found = memory.views_of(kv_caches, self._kv_cache_config, self._groups)
         except NotExportable:
             with contextlib.suppress(ValueError):
-                ranks.place_of(self._vllm_config, self._groups, None)  # the other stages wait to hear of it
+                ranks.place_of(self._vllm_config, self._groups, None)  # the other stages wait for this call
             raise
         facts = memory.facts_of(found, self._backends())
         place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
-        namespace = self._namespace(
+        namespace = namespace_of(
+            self._vllm_config,
+            self._groups,
             layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
             facts=[f"vllm {vllm.__version__}", current_platform.get_device_name(), *all_facts],
+            fixed_seed=self._fixed_seed,
+            name=self._options.model_name,
         )
         name = f"{self._instance} rank {place.rank}"
         self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place)
@@ -200,7 +215,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = worker
 
     def _backends(self) -> dict[int, set[str]]:
-        """By group: the names of its layers' attention backends, each of which packs K and V in its own way."""
+        """By group: the names of its layers' attention backends, which lay out K and V differently."""
         layers = self._vllm_config.compilation_config.static_forward_context
         return {
             group.index: {
@@ -219,7 +234,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None or self._export is None or self._worker.registered:
             return
         try:
-            # The same addresses have other memory behind them, with handles of its own.
+            # The same addresses are backed by other memory now, with new handles.
             self._worker.register(self._export())
         except KVSidecarError as error:
             _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
@@ -227,17 +242,17 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            self._worker.bind(connector_metadata.step or NOTHING)
+            self._worker.bind(connector_metadata.plan or NOTHING)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None and self._worker.new_loads:
             self._worker.submit_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads never belong to this step's requests."""
+        """Nothing to do: vLLM schedules a request only after its load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Stores are of earlier steps' tokens."""
+        """Nothing to do: stores cover tokens of earlier steps."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None and self._worker.new_stores:
@@ -272,15 +287,15 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None or (report := self._worker.take_report()) is None:
             return None
-        return Reports(report, frozenset([self._worker.namespace] if report.attached else []))
+        return WorkerReport(report, frozenset([self._worker.namespace] if report.attached else []))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        # A MultiConnector gives what its first child says to all: another connector's handshake is left alone.
+        # A MultiConnector passes its first connector's metadata to all: it must remain that connector's own.
         if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
             return None
         self._worker.wait_attached(ATTACH_SECONDS)
         report = self._worker.take_report() or RankReport()
-        return Reports(report, frozenset([self._worker.namespace]))
+        return WorkerReport(report, frozenset([self._worker.namespace]))
 
     def shutdown(self) -> None:
         atexit.unregister(self.shutdown)
@@ -316,7 +331,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """What is not stored is computed again."""
+        """False: blocks that are not stored are computed again."""
         return False
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
@@ -324,24 +339,24 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         for reports in metadata.values():
-            if isinstance(reports, Reports):
+            if isinstance(reports, WorkerReport):
                 self._take(reports)
         if self._scheduler is not None:
             self._scheduler.connect(ATTACH_SECONDS)
 
     def update_connector_output(self, connector_output: Any) -> None:
         reports = connector_output.kv_connector_worker_meta
-        # Mostly None, and the class is abstract: to ask for it takes some microseconds.
-        if reports is not None and isinstance(reports, Reports):
+        # Mostly None; isinstance() of an abstract class takes microseconds.
+        if reports is not None and isinstance(reports, WorkerReport):
             self._take(reports)
 
-    def _take(self, reports: Reports) -> None:
+    def _take(self, reports: WorkerReport) -> None:
         if self._scheduler is None:
             return
         report = reports.report
         for namespace in reports.namespaces:
             if not self._scheduler.take_namespace(namespace):
-                # As if none were attached: the blocks of one rank would be loaded beside another's of another kind.
+                # As if not attached: blocks of different layouts must not be loaded together.
                 report = replace(report, attached=dict.fromkeys(report.attached, 0))
         self._scheduler.take_report(report)
 
@@ -356,10 +371,10 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        asked = self._scheduler.counters.lookups
+        lookups = self._scheduler.counters.lookups
         began = time.monotonic()
         found = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._scheduler.counters.lookups != asked:
+        if self._scheduler.counters.lookups != lookups:
             self._observed.setdefault(LOOKUP_DELAY, []).append(time.monotonic() - began)
         if found[0] is None:
             self._deferred.setdefault(request.request_id, began)
@@ -368,7 +383,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return found
 
     def _resolved(self, request_id: str) -> None:
-        """Observe how long a deferred lookup took: it was answered, or its request has ended."""
+        """Observe the duration of a deferred lookup, which was answered or whose request has ended."""
         if (since := self._deferred.pop(request_id, None)) is not None:
             self._observed.setdefault(LOOKUP_DEFERRED, []).append(time.monotonic() - since)
 
@@ -377,8 +392,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        orders = NOTHING if self._scheduler is None else self._scheduler.build_orders(scheduler_output)
-        return NO_ORDERS if orders is NOTHING else Orders(orders)
+        plan = NOTHING if self._scheduler is None else self._scheduler.build_plan(scheduler_output)
+        return NO_PLAN if plan is NOTHING else StepMetadata(plan)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is None:
@@ -402,16 +417,16 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _check_failed_loads(kv_cache_config: Any) -> None:
-    """Raises ValueError: a load that fails would end the engine."""
+    """Raises ValueError if a failed load would end the engine."""
     groups = len(kv_cache_config.kv_cache_groups)
-    # vLLM 0.26 is told of a failed load by the ids of its blocks, and takes them for those of the only group.
+    # vLLM 0.26 takes the ids of blocks that were not loaded for ids of the only group.
     if groups > 1 and "failed_recving" not in KVConnectorOutput.__dataclass_fields__:
         raise ValueError(
-            f"this vLLM supports failed loads only for models with one KV cache group, and this one has {groups}: use "
-            "a later version, or --disable-hybrid-kv-cache-manager"
+            f"this vLLM supports failed loads only for models with one KV cache group, and this one has {groups}: "
+            "use a later version, or --disable-hybrid-kv-cache-manager"
         )
 
 
-# A MultiConnector finds the class of statistics by its name, in the process that serves them too. Where the package is
-# on the path only, and not installed, there is no entry point.
+# A MultiConnector finds the class of statistics by the connector's name, also in the process that serves metrics. The
+# entry point does the same, but only if the package is installed.
 register()

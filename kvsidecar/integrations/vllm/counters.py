@@ -7,51 +7,51 @@ from operator import attrgetter
 from typing import Any
 
 
-def _counted(text: str) -> Any:
+def _counter(text: str) -> Any:
     return field(default=0, metadata={"help": text})
 
 
 @dataclass(slots=True)
 class Counters:
-    """Sums since the start."""
+    """Totals since the start."""
 
-    lookups: int = _counted("Lookups sent to the daemon.")
-    unanswered_lookups: int = _counted(
+    lookups: int = _counter("Lookups sent to the daemon.")
+    unanswered_lookups: int = _counter(
         "Lookups that were not answered in time, or not sent because the daemon is lost; they miss."
     )
-    refused_lookups: int = _counted("Lookups that the daemon refused as invalid; they miss, and the log says why.")
-    offered_tokens: int = _counted("Tokens of the hits offered to vLLM, counted each time they are offered.")
-    loads: int = _counted("Loads, one for each hit that vLLM accepted.")
-    loaded_tokens: int = _counted("Tokens of the hits that vLLM accepted.")
-    unleased_loads: int = _counted("Loads without a lease: the daemon granted none, or could not be asked in time.")
-    gone_loads: int = _counted("Loads that failed, and whose lease had ended before blocks were allocated for them.")
-    failed_loads: int = _counted("Loads that some rank did not complete; their requests are computed.")
-    stores: int = _counted("Store jobs.")
-    stored_blocks: int = _counted("Blocks that the ranks were instructed to store.")
-    failed_stores: int = _counted("Store jobs that some rank did not complete: declined or failed.")
-    held_back_stores: int = _counted(
+    refused_lookups: int = _counter("Lookups that the daemon refused as invalid; they miss, and the log says why.")
+    offered_tokens: int = _counter("Tokens of the hits offered to vLLM, counted each time they are offered.")
+    loads: int = _counter("Loads, one for each hit that vLLM accepted.")
+    loaded_tokens: int = _counter("Tokens of the hits that vLLM accepted.")
+    unleased_loads: int = _counter("Loads without a lease: the daemon granted none, or could not be reached in time.")
+    gone_loads: int = _counter("Loads that failed, and whose lease had ended before blocks were allocated for them.")
+    failed_loads: int = _counter("Loads that some rank did not complete; their requests are computed.")
+    stores: int = _counter("Store jobs.")
+    stored_blocks: int = _counter("Blocks that the ranks were instructed to store.")
+    failed_stores: int = _counter("Store jobs that some rank did not complete: declined or failed.")
+    held_back_stores: int = _counter(
         "Times that stores were held back, because running stores hold as many GPU blocks as allowed or run for too "
         "long."
     )
-    given_up_blocks: int = _counted(
-        "Blocks that were due but never stored: the GPU evicted them first, or too many were due."
+    given_up_blocks: int = _counter(
+        "Blocks that were to be stored later but never were: the GPU evicted them first, or too many were waiting."
     )
-    resets: int = _counted("Resets of the prefix cache.")
-    refused_resets: int = _counted(
+    resets: int = _counter("Resets of the prefix cache.")
+    refused_resets: int = _counter(
         "Resets that vLLM refused because requests or stores held blocks; nothing is offloaded until one succeeds."
     )
-    unnamed_resets: int = _counted(
+    unnamed_resets: int = _counter(
         "Resets without a new name for the weights; from then on the engine shares its blocks with no other engine."
     )
-    _told: tuple[int, ...] = field(default=(), init=False, repr=False)
+    _reported: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def take(self) -> dict[str, int]:
-        """Increments since the last call, by name; counters without one are left out."""
+        """Increments since the last call, by name, without zeros."""
         now = _values(self)
-        if now == self._told:
+        if now == self._reported:
             return {}
-        told, self._told = self._told or (0,) * len(now), now
-        return {name: value - then for name, value, then in zip(COUNTED, now, told, strict=True) if value != then}
+        before, self._reported = self._reported or (0,) * len(now), now
+        return {name: value - then for name, value, then in zip(COUNTED, now, before, strict=True) if value != then}
 
 
 OWN_HASHES = "own_hashes"

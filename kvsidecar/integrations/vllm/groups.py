@@ -1,7 +1,5 @@
-"""An engine's KV cache groups, as the scheduler and the workers need them. Pure; identifies specs by class name.
-
-vLLM's classes are told apart by the names in their MRO, because which of them exist depends on its version.
-"""
+"""An engine's KV cache groups. Pure: vLLM's spec classes are identified by the names in their MRO, because its versions
+have different ones."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class Group:
     """One KV cache group that is offloaded."""
 
     index: int
-    """vLLM's index of the group; names it to the daemon."""
+    """vLLM's index of the group; also the daemon's."""
     kind: Kind
     layer_names: tuple[str, ...]
     block_tokens: int
@@ -37,13 +35,13 @@ class Group:
     hash_tokens: int
     """Tokens per hash of ``request.block_hashes``. A block's hash is that of its last tokens."""
     alignment: int
-    """Tokens; a hit ends at a multiple of it. The same for all groups: a multiple of every group's block."""
+    """Hits end at a multiple of so many tokens: a multiple of every group's block, the same for all groups."""
     window: int = 0
     """Tokens that vLLM keeps; sliding window and chunked local only."""
     eagle: bool = False
-    """The draft head's KV of a block depends on the next token: a hit must be followed by one more readable block."""
+    """The draft head's KV depends on the next token: a hit must be followed by one more readable block."""
     lag_tokens: int = 0
-    """The last computed tokens whose KV the draft model may still write again."""
+    """Number of last computed tokens whose KV the draft model may still overwrite."""
     mla: bool = False
     """The KV is the same on all tensor-parallel ranks."""
     page_bytes: int = 0
@@ -58,7 +56,7 @@ class Group:
     def first_needed(self, tokens: int) -> int:
         """Index of the first block that a request needs to continue after a prefix of ``tokens`` tokens.
 
-        vLLM has null blocks before it, and caches the blocks from it on: all of those must be loaded.
+        vLLM has null blocks before it. It caches the blocks from it on, so all of those must be loaded.
         """
         if self.kind is Kind.SLIDING_WINDOW:
             return max(0, tokens - self.window + 1) // self.block_tokens
@@ -69,7 +67,7 @@ class Group:
         return 0
 
     def hashes(self, block_hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
-        """Hashes of the blocks ``first`` to ``end`` (not included), of a request's hashes; fewer if it has fewer."""
+        """The hashes of blocks ``first`` to ``end`` (exclusive) from a request's hashes, as far as it has them."""
         per_block = self.hashes_per_block
         if per_block == 1:
             return block_hashes[first:end]
@@ -77,7 +75,7 @@ class Group:
 
 
 _KINDS = (
-    # In this order: a class is known by the first of these names that it or a base of it has.
+    # The first name that a class or one of its bases has decides.
     ("SinkFullAttentionSpec", None),
     ("RSWASpec", None),
     ("SlidingWindowSpec", Kind.SLIDING_WINDOW),
@@ -100,10 +98,10 @@ def groups_of(
     """The groups to offload: all groups for which vLLM caches prefixes.
 
     Args:
-        resolve: the engine's tokens per scheduler block and per hash; by default vLLM's own function.
+        resolve: returns the tokens per scheduler block and per hash; by default vLLM's own function.
 
     Raises:
-        ValueError: this engine's cache cannot be offloaded; one sentence that says why.
+        ValueError: this engine's cache cannot be offloaded; the text says why.
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError("prefix caching is off, so blocks have no hashes: enable prefix caching")
@@ -113,7 +111,7 @@ def groups_of(
     flagged = {i for i, each in enumerate(kv_cache_config.kv_cache_groups) if getattr(each, "is_eagle_group", False)}
     found = []
     for index, each in enumerate(kv_cache_config.kv_cache_groups):
-        # Scratch that vLLM itself never shares between requests, or builds again after a load.
+        # Scratch memory that vLLM never shares between requests, or rebuilds after a load.
         if not getattr(each.kv_cache_spec, "prefix_cacheable", True) or not getattr(each, "enable_kv_transfer", True):
             continue
         if getattr(each, "host_resident", False):
@@ -147,13 +145,13 @@ def groups_of(
 
 
 def blocks_of_longest(kv_cache_config: Any, vllm_config: Any) -> int:
-    """Blocks of all groups together that one request of the greatest length may need at a time."""
+    """Most blocks, of all groups together, that one request may need at a time."""
     specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups]
     return sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
 
 
 def _drafts(vllm_config: Any) -> tuple[bool, int]:
-    """Whether a draft model works on the target's hidden states, and how many tokens it is ahead."""
+    """Whether a draft model uses the target's hidden states, and how many tokens it is ahead."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None:
         return False, 0
@@ -162,9 +160,9 @@ def _drafts(vllm_config: Any) -> tuple[bool, int]:
 
 
 def _is_sharded(spec: Any) -> bool:
-    """Whether decode-context-parallel ranks hold a part of each block's tokens."""
+    """Whether each decode-context-parallel rank holds a part of a block's tokens."""
     sharded = getattr(spec, "dcp_sharded", None)
-    # Before `dcp_sharded`, all attention was, and state was not.
+    # Versions without `dcp_sharded` shard all attention, but not state.
     return bool(sharded) if sharded is not None else "MambaSpec" not in _names(spec)
 
 

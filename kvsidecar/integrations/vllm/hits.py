@@ -1,7 +1,7 @@
 """The longest hit that all KV cache groups support. Pure.
 
-A request has a local prefix of ``local`` tokens in the GPU's prefix cache. With a hit of ``n`` tokens it continues
-after ``local + n`` tokens, once the daemon's blocks are loaded. `Group.first_needed` says which blocks a group needs.
+``local`` is the number of a request's tokens in the GPU's prefix cache. With a hit of ``n`` tokens the request
+continues after ``local + n`` tokens, when the daemon's blocks are loaded.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from kvsidecar.integrations.vllm.groups import Group, Kind
 
 
 def limit(groups: Sequence[Group], num_tokens: int, local: int) -> int:
-    """Most tokens that a hit may have after ``local``: aligned, and the last token is always computed."""
+    """Most tokens of a hit after ``local``: aligned, and without the last token, which is always computed."""
     alignment = groups[0].alignment
     return max(0, (num_tokens - 1) // alignment * alignment - local)
 
 
-def asked(group: Group, local: int, most: int) -> range:
-    """Indices of the blocks to look up for a hit of at most ``most`` tokens behind ``local``."""
+def lookup_range(group: Group, local: int, most: int) -> range:
+    """Indices of the blocks to look up for a hit of at most ``most`` tokens after ``local``."""
     end = (local + most) // group.block_tokens
     return range(local // group.block_tokens, end + 1 if group.eagle else end)
 
 
 def hashes(groups: Sequence[Group], block_hashes: Sequence[bytes], local: int, most: int) -> dict[int, Sequence[bytes]]:
-    """By group: the hashes of the blocks that are `asked`, of a request's hashes."""
-    blocks = {group: asked(group, local, most) for group in groups}
+    """By group: the hashes of the blocks in `lookup_range`, from a request's hashes."""
+    blocks = {group: lookup_range(group, local, most) for group in groups}
     return {group.index: group.hashes(block_hashes, each.start, each.stop) for group, each in blocks.items()}
 
 
 def packed(hashes: Mapping[int, Sequence[bytes]]) -> dict[int, bytes]:
-    """The same, joined."""
+    """Join the hashes of each group."""
     return {index: b"".join(each) for index, each in hashes.items()}
 
 
@@ -38,14 +38,14 @@ def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], lo
     """Tokens of the longest hit, a multiple of the alignment; 0 for none.
 
     Args:
-        found: by group, for each block of `asked`, whether the daemon has it; those that are missing at the end have
-            no hash yet, and are not found.
-        local: a multiple of the alignment. The GPU has what is needed to go on behind it.
-        most: as `limit` says.
+        found: by group, for each block of `lookup_range`, whether the daemon has it. Blocks without a hash yet are
+            missing at the end, and count as not found.
+        local: a multiple of the alignment. The GPU has the blocks needed to continue after it.
+        most: from `limit`.
     """
     alignment = groups[0].alignment
     best = most // alignment * alignment
-    # By group: for each block, where the run of found blocks that it ends begins.
+    # By group: for each block, the first block of the run of found blocks that ends with it.
     runs: dict[int, list[int]] = {}
     for group in groups:
         flags = found[group.index]
@@ -55,7 +55,7 @@ def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], lo
             ready = run - 1 if group.eagle else run
             best = min(best, max(0, ready) * group.block_tokens // alignment * alignment)
         else:
-            starts, start = [], 0  # the GPU has what lies before `local`
+            starts, start = [], 0  # the GPU has the blocks before `local`
             for i, flag in enumerate(flags):
                 if not flag:
                     start = first + i + 1

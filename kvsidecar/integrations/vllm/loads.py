@@ -1,4 +1,4 @@
-"""The scheduler's load jobs, and the leases that protect their blocks from eviction."""
+"""The scheduler's load jobs, and the leases on their blocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsidecar.client import pack_ids
-from kvsidecar.integrations.vllm.asking import Lease
+from kvsidecar.client import LeaseRenewal, pack_ids
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import Lookups, Offer
@@ -21,15 +20,15 @@ class _Load:
     blocks: tuple[GroupBlocks, ...]
     ranks: int
     """Ranks that have not reported yet."""
-    lease: Lease | None
+    lease: LeaseRenewal | None
     failed: bool = False
 
 
 class Loads:
-    """Plans one load job for each hit that vLLM accepts. A job outlives its request: ranks may still be writing.
+    """Plans one load job for each hit that vLLM accepts. A job may outlive its request: ranks may still be writing.
 
-    The lease of a hit is renewed when vLLM has allocated blocks for it, and released when the load has ended. Neither
-    call waits for an answer: a load pins its blocks itself when it starts.
+    A hit's lease is renewed when vLLM has allocated blocks for it, and released when the load has ended. Neither waits
+    for an answer: a load pins its blocks itself when it starts.
 
     Args:
         hash_bytes: width of a block hash.
@@ -46,10 +45,10 @@ class Loads:
         numbers: Iterator[int],
     ) -> None:
         self._groups, self._world_size = tuple(groups), world_size
-        self._nothing = bytes(hash_bytes)
+        self._unknown_hash = bytes(hash_bytes)
         self._lookups, self._stored_filter, self._counters, self._numbers = lookups, stored_filter, counters, numbers
         self.planned: list[LoadJob] = []
-        """Jobs that the ranks have not received yet."""
+        """Jobs that were not sent to the ranks yet."""
         self._running: dict[int, _Load] = {}
 
     @property
@@ -59,11 +58,11 @@ class Loads:
     def plan(
         self, request: Any, block_ids: Sequence[Sequence[int]], offer: Offer, external: int, null_block: int
     ) -> int:
-        """Plan the load of ``external`` of the offered tokens into the request's GPU blocks.
+        """Plan the load of the first ``external`` offered tokens into the request's GPU blocks.
 
         Args:
-            block_ids: all block ids of the request, by vLLM's index of the group.
-            null_block: the id that vLLM puts where it needs no block.
+            block_ids: all block ids of the request, by group index.
+            null_block: the id of vLLM's null block.
 
         Returns:
             The number of blocks to load.
@@ -74,7 +73,7 @@ class Loads:
             if hashes:
                 packed.append(GroupBlocks(group.index, hashes, pack_ids(ids)))
         number = next(self._numbers)
-        lease = self._lookups.keep(offer)
+        lease = self._lookups.renew_lease(offer)
         load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
         self.planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))
         self._counters.loads += 1
@@ -85,8 +84,8 @@ class Loads:
         if load.lease is None:
             return
         load.lease.release()
-        # The load's end arrived after the renewal's outcome, so that is known.
-        self._counters.gone_loads += load.failed and load.lease.kept is False
+        # The answer to the renewal arrived before the end of the load.
+        self._counters.gone_loads += load.failed and load.lease.renewed is False
 
     def _blocks(
         self,
@@ -97,20 +96,20 @@ class Loads:
         external: int,
         null_block: int,
     ) -> tuple[bytes, Sequence[int]]:
-        """The joined hashes to load, and the GPU block that each is loaded into.
+        """The joined hashes to load, and the GPU block for each.
 
         A load covers the blocks from the end of the local prefix to the end of the external tokens. With full attention
-        it needs all of them. In other groups vLLM puts null blocks before `Group.first_needed`, which are left out. It
-        enters all other blocks in its prefix cache when the load has ended, so every one of them must be loaded.
+        all of them are needed. In other groups the blocks before `Group.first_needed` are null blocks, which are
+        skipped. vLLM caches all others when the load has ended, so every one of them must be loaded.
 
-        If one of these has no hash or no GPU block, the request would run on wrong KV. The result is then a single hash
+        If one of them has no hash or no GPU block, the request would run on wrong KV. The result is then a single hash
         that no block has: the load fails, and vLLM computes the request.
         """
-        tokens, width = offer.local + external, len(self._nothing)
+        tokens, width = offer.local + external, len(self._unknown_hash)
         first, end = offer.local // group.block_tokens, -(-tokens // group.block_tokens)
         ids = block_ids[group.index][first:end]
-        hashes = offer.asked.get(group.index, b"")[: (end - first) * width]
-        # The lookup's hashes are joined already. A hash covers all before it: if the last is the request's, all are.
+        hashes = offer.hashes.get(group.index, b"")[: (end - first) * width]
+        # The lookup's hashes are joined already. If the last one is the request's, all are: a hash covers its prefix.
         if [hashes[-width:]] != group.hashes(block_hashes, end - 1, end):
             hashes = b"".join(group.hashes(block_hashes, first, end))
         complete = len(ids) * width == len(hashes) == (end - first) * width
@@ -118,15 +117,15 @@ class Loads:
             complete = null_block not in ids[max(0, group.first_needed(tokens) - first) :]
             kept = [i for i, block in enumerate(ids) if block != null_block]
             hashes, ids = b"".join([hashes[i * width : (i + 1) * width] for i in kept]), [ids[i] for i in kept]
-        return (hashes, ids) if complete else (self._nothing, [null_block])
+        return (hashes, ids) if complete else (self._unknown_hash, [null_block])
 
     def take_jobs(self) -> tuple[LoadJob, ...]:
-        """The planned jobs, to send to the ranks."""
+        """Remove and return the planned jobs, to send them to the ranks."""
         planned, self.planned = self.planned, []
         return tuple(planned)
 
     def take_report(self, report: RankReport) -> list[str]:
-        """Record what a rank has loaded. Returns the requests whose loads have ended and failed."""
+        """Record which loads have ended. Returns the requests whose loads failed."""
         failed = []
         for number, count in report.loaded.items():
             load = self._running.get(number)
@@ -142,7 +141,7 @@ class Loads:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)
             for each in load.blocks:
-                # Before vLLM runs the request: loaded blocks are not stored again, blocks of a failed load are.
+                # Before vLLM runs the request: loaded blocks need not be stored, those of a failed load must be.
                 tags = tags_of(each.group, each.hashes, len(each))
                 (self._stored_filter.discard if load.failed else self._stored_filter.add)(tags)
         return failed

@@ -1,9 +1,9 @@
-"""vLLM's KV cache tensors -> regions per group; KV memory on the CPU platform that can be shared; CUDA's events.
+"""Converts vLLM's KV cache tensors to regions per group; allocates shareable KV memory on the CPU; records CUDA events.
 
 What vLLM registers depends on its version and the attention backend: views of one buffer or a storage per layer, blocks
-outermost or layers, K and V in one tensor, in two, or along a dimension of it, state tensors, raw bytes. For each layer
-the manager's blocks are found in shape and strides, and compared with the bytes that the engine says a block has.
-Whatever does not fit is refused: copied from a guess it would be wrong KV.
+or layers outermost, K and V in one tensor, in two, or along a dimension, state tensors, raw bytes. For each layer the
+blocks are found by shape and strides, and their size is compared with the engine's configuration. Anything else is
+refused: a guess could copy wrong KV.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvsidecar.types import GroupLayout
 _log = logging.getLogger("kvsidecar.vllm")
 
 KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-"""By layer: a tensor, or several (K and V apart, or the states of a Mamba layer)."""
+"""By layer: a tensor, or several (K and V, or the states of a Mamba layer)."""
 
 
 def export(groups: Mapping[int, GroupViews], num_blocks: int, place: Place) -> RankMemory:
@@ -44,18 +44,18 @@ def export(groups: Mapping[int, GroupViews], num_blocks: int, place: Place) -> R
 
 @dataclass(frozen=True, slots=True)
 class GroupViews:
-    """The blocks of one group: views of shape ``[num_blocks, ...]`` that hold every byte of them once."""
+    """The blocks of one group: views of shape ``[num_blocks, ...]`` that contain each byte of them once."""
 
     views: tuple[torch.Tensor, ...]
     layers: tuple[torch.Tensor, ...]
-    """The same bytes by layer. Not ``views`` itself where a block is one piece of memory."""
+    """The same bytes by layer. Differs from ``views`` if a block is one piece of memory."""
 
 
 def views_of(kv_caches: KVCaches, kv_cache_config: Any, groups: Iterable[Group]) -> dict[int, GroupViews]:
-    """By group of which this rank has layers.
+    """By group, for the groups of which this rank has layers.
 
     Raises:
-        NotExportable: the layout is not understood; one sentence that says why.
+        NotExportable: the layout is not supported; the text says why.
     """
     found = {}
     for group in groups:
@@ -67,10 +67,8 @@ def views_of(kv_caches: KVCaches, kv_cache_config: Any, groups: Iterable[Group])
 
 
 def _whole_blocks(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """``[num_blocks, bytes]`` if the views fill every block without a gap (layouts with blocks outermost), else None.
-
-    Then a block is one copy, in whatever order heads and layers lie in it.
-    """
+    """``[num_blocks, bytes]`` if the views fill every block without a gap (layouts with blocks outermost), else None. A
+    block is then one copy, whatever the order of heads and layers in it."""
     base = min(views, key=lambda view: view.data_ptr())
     start, stride = base.data_ptr(), base.stride(0) * base.element_size()
     size = sum(view[0].numel() * view.element_size() for view in views)
@@ -91,9 +89,9 @@ def _whole_blocks(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def facts_of(groups: Mapping[int, GroupViews], backends: Mapping[int, Iterable[str]]) -> list[str]:
-    """What the bytes of a shard follow from: of each group the kinds of its layers' views, and what else is known.
+    """What determines the bytes of a shard: the dtypes and layouts of each group's layers, and their backends.
 
-    A shard has the bytes of a view in the order in which they lie in memory; where the next block is does not matter.
+    A shard has the bytes of a view in memory order; the distance between blocks does not matter.
     """
     facts = []
     for group, found in groups.items():
@@ -113,7 +111,7 @@ def group_tensors(kv_caches: KVCaches, kv_cache_config: Any, group: Group) -> li
     """Views of shape ``[num_blocks, ...]`` that together are every byte of the group's blocks.
 
     Raises:
-        NotExportable: a layer is missing, or its tensors are not what the engine's configuration says.
+        NotExportable: a layer is missing, or its tensors contradict the engine's configuration.
     """
     spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
     views: list[torch.Tensor] = []
@@ -136,7 +134,7 @@ def _layer_views(
     views = [_by_block(layer, tensor, num_blocks, spec.block_size) for tensor in registered]
     found = sum(view[0].numel() * view.element_size() for view in views)
     page = spec.page_size_bytes
-    # A padded page has bytes behind the layer's own that nobody reads.
+    # A padded page ends with unused bytes.
     if found > page or (found < page and getattr(spec, "page_size_padded", None) is None):
         raise NotExportable(
             f"layer {layer}: the tensors of shapes {[tuple(tensor.shape) for tensor in registered]} hold {found} bytes "
@@ -146,14 +144,14 @@ def _layer_views(
 
 
 def _by_block(layer: str, tensor: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
-    """The tensor with the manager's blocks as its first dimension. A kernel's block may be a part of one."""
+    """The tensor with the manager's blocks as its first dimension. They may consist of several kernel blocks."""
 
     def counts_blocks(dim: int) -> bool:
         parts, rest = divmod(tensor.shape[dim], num_blocks)
         return bool(rest == 0 and parts > 0 and (parts == 1 or block_size % parts == 0))
 
     dims = [0] if counts_blocks(0) else []
-    # K and V outermost: (2, blocks, ...). The strides say where they really are.
+    # K and V outermost: (2, blocks, ...). The strides tell the order in memory.
     if tensor.dim() > 2 and tensor.shape[0] == 2 and counts_blocks(1):
         dims.append(1)
     if len(dims) != 1:
@@ -165,23 +163,18 @@ def _by_block(layer: str, tensor: torch.Tensor, num_blocks: int, block_size: int
 
 
 def _raw_view(layer: str, buffer: torch.Tensor, spec: Any, kv_cache_config: Any) -> torch.Tensor:
-    """The bytes of a layer in the engine's whole buffer, where the configuration places them."""
+    """A layer's bytes in the engine's raw buffer, at the position in the engine's configuration."""
+    page, num_blocks = spec.page_size_bytes, kv_cache_config.num_blocks
     for placed in kv_cache_config.kv_cache_tensors:
         layers = getattr(placed, "layers", None)
         if layers is not None and layer in layers:
-            start = placed.offset + layers.index(layer) * placed.layer_stride
-            return _bytes_of(
-                buffer, start, placed.block_stride, kv_cache_config.num_blocks, spec.page_size_bytes, layer
-            )
+            start, stride = placed.offset + layers.index(layer) * placed.layer_stride, placed.block_stride
+            break
         if layers is None and layer in placed.shared_by:
-            stride = placed.block_stride or spec.page_size_bytes
-            return _bytes_of(buffer, placed.offset, stride, kv_cache_config.num_blocks, spec.page_size_bytes, layer)
-    raise NotExportable(
-        f"layer {layer} has a raw buffer, and the engine's configuration does not say where it is there"
-    )
-
-
-def _bytes_of(buffer: torch.Tensor, start: int, stride: int, num_blocks: int, page: int, layer: str) -> torch.Tensor:
+            start, stride = placed.offset, placed.block_stride or page
+            break
+    else:
+        raise NotExportable(f"layer {layer}: the engine's configuration does not say where it is in the raw buffer")
     raw = buffer.view(torch.int8)
     end = start + (num_blocks - 1) * stride + page
     if end > raw.numel():
@@ -190,11 +183,11 @@ def _bytes_of(buffer: torch.Tensor, start: int, stride: int, num_blocks: int, pa
 
 
 def layers_of_cross_layer(kv_cache: torch.Tensor, backend: Any, kv_cache_config: Any) -> dict[str, torch.Tensor]:
-    """By layer, vLLM 0.26's one tensor of all layers, in which a block is one piece of memory.
+    """Split vLLM 0.26's one tensor of all layers, in which a block is one piece of memory, by layer.
 
     Args:
-        kv_cache: its dimensions in the order of the memory.
-        backend: the attention backend, which knows that order.
+        kv_cache: with its dimensions in memory order.
+        backend: the attention backend, which defines that order.
     """
     order = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
     by_layer = kv_cache.permute(*(order.index(dim) for dim in range(len(order))))
@@ -208,8 +201,8 @@ def layers_of_cross_layer(kv_cache: torch.Tensor, backend: Any, kv_cache_config:
 class SharedKVMemory(TorchFunctionMode):  # type: ignore[misc]
     """While it is active, vLLM's KV cache buffer on the CPU is allocated in memory that the daemon can map.
 
-    vLLM has a hook for the memory of the KV cache (`get_mem_pool_context`), made for CUDA's allocators; torch has none
-    on the CPU. The buffer is made by one ``torch.zeros(size, dtype=torch.int8)`` (vLLM's `allocate_kv_cache`).
+    vLLM's hook for that memory (`get_mem_pool_context`) expects an allocator, and torch has none for the CPU. So this
+    mode replaces the call that allocates it, ``torch.zeros(size, dtype=torch.int8)`` in vLLM's `allocate_kv_cache`.
     """
 
     def __torch_function__(
@@ -229,7 +222,7 @@ class SharedKVMemory(TorchFunctionMode):  # type: ignore[misc]
 
 
 class DeviceOrder:
-    """How a CUDA rank orders its copies. A rank on the CPU needs none: its kernels have completed when they return.
+    """Orders the copies of a CUDA rank after its kernels. Not needed on the CPU, where kernels are synchronous.
 
     Args:
         device: of the KV cache.
@@ -238,15 +231,15 @@ class DeviceOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.ring: TorchEventRing | None = None
-        """None where the driver cannot share events: stores wait for `mark` on the host."""
+        """None if the driver cannot share events: stores wait for `mark` on the host."""
         try:
-            # Here and not in a thread: while the engine captures a CUDA graph, such calls of another thread spoil it.
+            # Not in another thread: such calls would invalidate a CUDA graph that the engine captures.
             self.ring = TorchEventRing(device=device)
         except RuntimeError as error:
             _log.warning("kvsidecar: stores wait for the GPU on the host, not on the device: %s", error)
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind everything that the engine's current stream was given so far."""
+        """Record an event on the engine's current stream."""
         event = torch.cuda.Event(enable_timing=False)
         event.record(torch.cuda.current_stream(self._device))
         return event

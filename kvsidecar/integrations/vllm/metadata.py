@@ -1,6 +1,5 @@
-"""The data that the scheduler and the workers exchange once per step, in both directions.
-
-vLLM wraps both in its own base classes; `kvsidecar.integrations.vllm.connector` does that, so that these need no vLLM.
+"""The data that the scheduler and the workers exchange once per step, in both directions. Needs no vLLM:
+`kvsidecar.integrations.vllm.connector` wraps them in vLLM's classes.
 """
 
 from __future__ import annotations
@@ -14,29 +13,30 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """Blocks of one KV cache group: ``hashes`` holds one hash after the other, each for one of ``block_ids``, which are
-    packed as well: see `kvsidecar.client.pack_ids`."""
+    """Blocks of one KV cache group: their joined hashes, and their ids as packed by `kvsidecar.client.pack_ids`."""
 
     group: int
     hashes: bytes
     block_ids: bytes
 
     def __len__(self) -> int:
-        """Blocks."""
         return len(self.block_ids) // ID_BYTES
 
     def ids(self) -> list[int]:
-        """The block ids."""
         return memoryview(self.block_ids).cast("q").tolist()
 
     def split(self) -> list[bytes]:
-        """The hashes."""
-        width = len(self.hashes) // max(1, len(self))
-        return [self.hashes[i : i + width] for i in range(0, len(self.hashes), width)] if width else []
+        return split_hashes(self.hashes, len(self))
+
+
+def split_hashes(hashes: bytes, count: int) -> list[bytes]:
+    """Split ``count`` joined hashes of equal width."""
+    width = len(hashes) // max(1, count)
+    return [hashes[i : i + width] for i in range(0, len(hashes), width)] if width else []
 
 
 def joined(parts: Sequence[GroupBlocks]) -> GroupBlocks:
-    """Blocks of one group, one part behind the other."""
+    """Concatenate blocks of one group."""
     if len(parts) == 1:
         return parts[0]
     return GroupBlocks(
@@ -46,19 +46,19 @@ def joined(parts: Sequence[GroupBlocks]) -> GroupBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Full blocks whose tokens are confirmed. The scheduler's side holds a reference on each until every rank has
-    reported the job."""
+    """Full blocks of confirmed tokens. The scheduler side holds a reference on each until every rank has reported the
+    job."""
 
     number: int
     blocks: tuple[GroupBlocks, ...]
     traceparent: str | None = None
-    """The context of the first of its requests whose trace is sampled."""
+    """Of the first of its requests with a sampled trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """The external part of one request's hit. vLLM runs the request when every rank has reported it; until then the
-    scheduler's side holds a lease on the blocks."""
+    """The blocks of one request's hit that the GPU lacks. The scheduler side holds a lease on them until every rank has
+    reported the job; then vLLM runs the request."""
 
     number: int
     request_id: str
@@ -67,32 +67,32 @@ class LoadJob:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOrders:
-    """From the scheduler's side to every rank."""
+class StepPlan:
+    """What every rank does in one step; from the scheduler side."""
 
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     idle: bool = False
-    """Nothing is scheduled in this step: stores may use the whole link."""
+    """Nothing is scheduled in this step: stores may use the whole PCIe bandwidth."""
 
 
-NOTHING = StepOrders()
-"""The orders of most steps."""
-IDLE = StepOrders(idle=True)
+NOTHING = StepPlan()
+"""The plan of most steps."""
+IDLE = StepPlan(idle=True)
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """From one rank, when it has something to say. `merged` joins those of one step."""
+    """What has changed on one rank. `merged` joins the reports of one step."""
 
     attached: Mapping[int, int] = field(default_factory=dict)
-    """By rank: the epoch of the daemon run it is attached to; 0 for none. Sent when it changes."""
+    """By rank: the epoch of the daemon run that it is attached to; 0 for none. Only changes are reported."""
     stored: Mapping[int, int] = field(default_factory=dict)
-    """By store job: how many ranks have reported its end since the last report, whatever the outcome."""
+    """By store job: the number of ranks on which it has ended, whatever the outcome."""
     not_stored: frozenset[int] = frozenset()
-    """Those that were not stored whole by some rank: their blocks may be stored again."""
+    """Store jobs that some rank did not complete: their blocks may be stored again."""
     loaded: Mapping[int, int] = field(default_factory=dict)
-    """By load job: how many ranks have reported its end. Their requests are reported to vLLM beside this."""
+    """By load job: the number of ranks on which it has ended. vLLM is told of their requests separately."""
     not_loaded: frozenset[int] = frozenset()
 
     def merged(self, other: RankReport) -> RankReport:
@@ -109,12 +109,12 @@ class RankReport:
 
 
 def traceparent_of(request: Any) -> str | None:
-    """The W3C traceparent that vLLM was sent with a request, if it is told to trace."""
+    """The W3C traceparent that came with a request, if tracing is on."""
     headers = request.trace_headers
     return headers.get("traceparent") if headers else None
 
 
 def sampled_traceparent_of(request: Any) -> str | None:
-    """The same, if its last digit, the flags, says that the trace is sampled."""
+    """The same, if its flags, the last digit, say that the trace is sampled."""
     traceparent = traceparent_of(request)
     return traceparent if traceparent and traceparent.endswith(tuple("13579bdf")) else None

@@ -1,8 +1,8 @@
 """What must be equal for two engines to share blocks, from vLLM's configuration and the files of its weights.
 
-vLLM's block hashes cover tokens, LoRA, multimodal inputs and the cache salt; nothing of the model or of how its KV lies
-in memory. Only the workers know what their attention backends chose, and loading a model changes their configuration
-(``cache_dtype`` is "fp8" then where it was "auto"). So they make the namespace, and the scheduler's side learns it.
+vLLM's block hashes cover tokens, LoRA, multimodal inputs and the cache salt, but not the model or the layout of its KV.
+Only the workers know what their attention backends chose, and loading a model changes their configuration
+(``cache_dtype`` becomes "fp8" where it was "auto"). So the workers make the namespace and report it to the scheduler.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIELDS = {
     ),
     "speculative_config": ("method", "revision", "quantization", "num_speculative_tokens"),
 }  # fmt: skip
-"""Fields of vLLM's configuration that decide what the bytes of a block are. Those that a version lacks are null."""
+"""Fields of vLLM's configuration that determine the bytes of a block. Null in versions that lack them."""
 
 VARIABLES = ("VLLM_PP_LAYER_PARTITION",)
 
@@ -56,18 +56,19 @@ def namespace_of(
     """
     Args:
         layout: vLLM's name of the layout.
-        facts: whatever else the bytes of a block follow from: version of vLLM, device, backends, shapes.
-        fixed_seed: what the hashes begin with where the environment gives no seed; None: a random one per process.
-        name: of the model, for operators and policies; by default it follows from the weights.
+        facts: what else determines the bytes of a block: version of vLLM, device, backends, shapes.
+        fixed_seed: seed of the hashes without PYTHONHASHSEED; None: random for each process.
+        name: of the model, for operators and policies; by default derived from the weights.
 
     Raises:
-        ValueError: the hash algorithm is not one that is known, or the weights cannot be read.
+        ValueError: the hash algorithm is unknown, or the weights cannot be read.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     hash_bytes = hash_bytes_of(vllm_config)
     seed = environment.get("PYTHONHASHSEED", fixed_seed)
     load_format = _plain(getattr(getattr(vllm_config, "load_config", None), "load_format", None))
     weights = checkpoint_of(model.model, model.hf_config)
+    model_name = name or weights.name
     everything = {
         "checkpoint": weights.identity,
         "draft_checkpoint": _draft_of(vllm_config, weights),
@@ -85,7 +86,7 @@ def namespace_of(
         "variables": {name: environment.get(name) for name in VARIABLES},
     }
     return Namespace(
-        model=_short(name or weights.name),
+        model=model_name if len(model_name) <= 200 else hashlib.sha256(model_name.encode()).hexdigest(),
         dtype=f"{model.dtype}/{cache.cache_dtype}".replace("torch.", ""),
         kv_layout=layout,
         block_size=groups[0].block_tokens,
@@ -98,7 +99,7 @@ def namespace_of(
 
 
 def hash_bytes_of(vllm_config: Any) -> int:
-    """Bytes of a block hash. Raises ValueError: the hash algorithm is not one that is known."""
+    """Bytes of a block hash. Raises ValueError if the hash algorithm is unknown."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in HASH_BYTES:
         raise ValueError(f"prefix_caching_hash_algo {algorithm!r} is not one of {', '.join(HASH_BYTES)}")
@@ -107,16 +108,16 @@ def hash_bytes_of(vllm_config: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Which weights a model's name or path stands for."""
+    """The weights that a model's name or path refers to."""
 
     name: str
-    """For people, and the same for the same weights."""
+    """For people; equal for equal weights."""
     identity: str
 
 
 def checkpoint_of(model: str, hf_config: Any) -> Checkpoint:
-    """A hub's model is its name and commit, which is what its files contain; also as a directory of the hub's cache.
-    Other directories and files are what is in them, wherever they lie. Weights from elsewhere are the model's name.
+    """Identify a hub's model, or its directory in the hub's cache, by name and commit; other files and directories by
+    their content, wherever they are; and weights from elsewhere by the model's name.
 
     Raises:
         ValueError: the files cannot be read.
@@ -124,7 +125,7 @@ def checkpoint_of(model: str, hf_config: Any) -> Checkpoint:
     try:
         if (snapshot := hub_snapshot(model)) is not None:
             return Checkpoint(snapshot[0], repr(snapshot))
-        if os.path.exists(model):  # False, and no error, for what cannot be a path
+        if os.path.exists(model):  # False, not an error, for names that cannot be paths
             if (digest := digest_of(model)) is not None:
                 kind = (getattr(hf_config, "architectures", None) or ["model"])[0]
                 return Checkpoint(f"{kind}-{digest[:12]}", digest)
@@ -135,13 +136,13 @@ def checkpoint_of(model: str, hf_config: Any) -> Checkpoint:
 
 
 def _listing_of(model: str) -> str:
-    """The listing of a directory without weights, which may be rewritten."""
+    """The listing of a directory without weights."""
     found = [(each.name, each.stat()) for each in Path(model).iterdir() if each.is_file()]
     return repr((model, sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)))
 
 
 def _draft_of(vllm_config: Any, weights: Checkpoint) -> str | None:
-    """The weights of the draft model, which has layers of the KV cache, too."""
+    """The identity of the draft model, which also has layers of the KV cache."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None:
@@ -151,12 +152,8 @@ def _draft_of(vllm_config: Any, weights: Checkpoint) -> str | None:
     return checkpoint_of(draft.model, draft.hf_config).identity
 
 
-def _short(model: str) -> str:
-    return model if len(model) <= 200 else hashlib.sha256(model.encode()).hexdigest()
-
-
 def _plain(value: Any) -> Any:
-    """The value as JSON knows it, the same in every process."""
+    """A JSON value that is the same in every process."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -167,4 +164,4 @@ def _plain(value: Any) -> Any:
         return sorted(str(each) for each in value)
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    return str(value)  # enums and dtypes; an object's address would differ
+    return str(value)  # enums and dtypes

@@ -1,4 +1,4 @@
-"""The connector's options, as given in ``kv_connector_extra_config``. Each is defined once, here."""
+"""The connector's options in ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Options:
         """Read ``kv_connector_extra_config``.
 
         Raises:
-            ValueError: an option is unknown or has a bad value; one sentence that names it.
+            ValueError: an option is unknown or has a bad value.
         """
         known = {each.name: each.metadata["read"] for each in fields(cls)}
         values = {}

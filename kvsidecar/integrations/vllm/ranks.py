@@ -1,4 +1,4 @@
-"""Which shard of each block a rank holds. Pure, except `place_of`, which asks vLLM."""
+"""Which shard of each block a rank holds. Pure, except `place_of`, which queries vLLM."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One worker among those of its engine (of its data-parallel replica).
+    """A worker's position in its engine (its data-parallel replica).
 
-    A rank of another pipeline stage holds other layers, and may hold none of a KV cache group.
+    Each pipeline stage holds other layers, and may hold none of a KV cache group.
     """
 
     tp_rank: int = 0
@@ -30,9 +30,9 @@ class Place:
     stage: int = 0
     num_stages: int = 1
     replicated: frozenset[int] = frozenset()
-    """Groups whose KV is the same on every tensor-parallel rank: the first stores it, all load it."""
+    """Groups with equal KV on every tensor-parallel rank: the first rank stores it, all load it."""
     stages_of: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By group: the stages that hold layers of it; all of them for groups that are not here."""
+    """By group: the stages that hold layers of it; all stages for groups that are missing here."""
 
     @property
     def rank(self) -> int:
@@ -43,11 +43,11 @@ class Place:
         return self.num_stages * self.tp_size
 
     def stores(self, group: int) -> bool:
-        """Whether it is this rank that stores its part of the group's blocks."""
+        """Whether this rank stores its part of the group's blocks."""
         return group not in self.replicated or self.tp_rank == 0
 
     def shard(self, group: int) -> tuple[int, int]:
-        """This rank's shard of a block of this group, and how many shards it has.
+        """The index of this rank's shard of a block of the group, and the number of shards.
 
         Raises:
             ValueError: this rank holds no layer of the group.
@@ -60,7 +60,7 @@ class Place:
 
 
 def replicated_groups(groups: Sequence[Group], parallel_config: Any) -> frozenset[int]:
-    """Groups whose KV every tensor-parallel rank holds whole."""
+    """Groups with equal KV on every tensor-parallel rank."""
     # With decode context parallelism each rank holds other tokens of the same latent cache.
     if getattr(parallel_config, "decode_context_parallel_size", 1) > 1:
         return frozenset()
@@ -68,15 +68,15 @@ def replicated_groups(groups: Sequence[Group], parallel_config: Any) -> frozense
 
 
 def place_of(vllm_config: Any, groups: Sequence[Group], facts: Sequence[str] | None) -> tuple[Place, tuple[str, ...]]:
-    """This worker's place, and what is true of the layers of all pipeline stages. All ranks must call it at once: the
-    stages exchange what they hold.
+    """This worker's position, and the facts of all pipeline stages. All ranks must call it at the same time: the stages
+    exchange data.
 
     Args:
         groups: with this rank's own layers.
-        facts: of this rank's layers, for the namespace; None: its memory is not understood.
+        facts: of this rank's layers, for the namespace; None if its memory cannot be shared.
 
     Raises:
-        ValueError: another stage has no facts, or how this engine is distributed is not supported.
+        ValueError: the memory of another stage cannot be shared, or the kind of parallelism is not supported.
     """
     from vllm.distributed import parallel_state
 

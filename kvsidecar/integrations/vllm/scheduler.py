@@ -1,6 +1,6 @@
-"""The connector's scheduler side: decides which blocks to load for which request, and which to store. Imports no vLLM.
+"""The connector's scheduler side: decides which blocks to load and to store. Imports no vLLM.
 
-Named as vLLM's hooks, which `kvsidecar.integrations.vllm.connector` forwards. All run on the engine's thread.
+`kvsidecar.integrations.vllm.connector` forwards vLLM's hooks to the methods of the same names, on the engine's thread.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvsidecar.integrations.generations import Generations, read_name
-from kvsidecar.integrations.vllm.asking import Asked, SchedulerClient
+from kvsidecar.client import Client
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Lookups
-from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepOrders, StoreJob
+from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
+from kvsidecar.integrations.vllm.selection import Pool
 from kvsidecar.integrations.vllm.stored_filter import StoredFilter
-from kvsidecar.integrations.vllm.stores import Progress, Stores
-from kvsidecar.integrations.vllm.storing import Pool
+from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
+from kvsidecar.integrations.weights_version import WeightsVersion, read_name
 from kvsidecar.types import Namespace
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -36,12 +37,12 @@ class SchedulerSide:
 
     Args:
         hash_bytes: of a block hash.
-        groups: as `groups_of` says, the same as on the workers.
-        world_size: ranks that attach and report.
-        client: only looks up; closed by `shutdown`.
-        events: collects KV cache events, if vLLM wants them.
-        step_tokens: the most that one step computes (``max_num_batched_tokens``).
-        longest_blocks: the most that one request needs: stores leave it so many of the GPU's.
+        groups: from `groups_of`, the same as on the workers.
+        world_size: number of ranks.
+        client: never attaches; closed by `shutdown`.
+        events: collects KV cache events, if vLLM publishes them.
+        step_tokens: most tokens that one step computes (``max_num_batched_tokens``).
+        longest_blocks: most blocks that one request needs; stores leave it as many.
         clock: seconds, monotonic.
     """
 
@@ -51,7 +52,7 @@ class SchedulerSide:
         hash_bytes: int,
         groups: Sequence[Group],
         world_size: int,
-        client: Asked,
+        client: Client,
         *,
         events: Events | None = None,
         step_tokens: int = 8192,
@@ -60,25 +61,17 @@ class SchedulerSide:
     ) -> None:
         self.counters = Counters()
         self._options, self._world_size, self._clock = options, world_size, clock
-        # A file that is there already was written for weights that this engine does not have: it was just started.
-        had = read_name(options.weights_version_file)
-        self._generations = Generations(hash_bytes, options.weights_version, had=[had] if had else [])
-        self._client = SchedulerClient(client, self._generations)
+        # A file from before the start names older weights.
+        used = read_name(options.weights_version_file)
+        self._weights_version = WeightsVersion(hash_bytes, options.weights_version, used=[used] if used else [])
+        self._client = SchedulerClient(client, self._weights_version)
         self._alignment = groups[0].alignment
         self._stored_filter, self._events = StoredFilter(), events
         numbers = itertools.count(1)
         self._lookups = Lookups(
             options, hash_bytes, groups, self._client, self._stored_filter, self.counters, events, clock
         )
-        self._loads = Loads(
-            groups,
-            hash_bytes,
-            world_size,
-            self._lookups,
-            self._stored_filter,
-            self.counters,
-            numbers,
-        )
+        self._loads = Loads(groups, hash_bytes, world_size, self._lookups, self._stored_filter, self.counters, numbers)
         self._stores = Stores(
             options,
             groups,
@@ -91,17 +84,17 @@ class SchedulerSide:
             longest_blocks,
         )
         self._counts = False
-        """Whether the counters may have changed since `take_counts`."""
-        self._shut = False
-        """vLLM has refused a reset, so the GPU may hold KV of other weights than those of now."""
+        """Whether counters may have changed since `take_counts`."""
+        self._reset_refused = False
+        """vLLM has refused the last reset, so the GPU may hold KV of older weights."""
         self._null_block = 0
         self._ranks: dict[int, int] = {}
         self._epoch = 0
-        """The daemon run that every rank is attached to; 0 while they are not."""
+        """The daemon run to which every rank is attached; 0 if there is none."""
         self._last_epoch = 0
-        self._requests: dict[str, Progress] = {}
+        self._requests: dict[str, RequestProgress] = {}
         self._failed: set[str] = set()
-        """Requests whose load has failed, until they are computed: the next load might fail as well, and so on."""
+        """Requests whose load has failed, until they are computed: another load might fail again and again."""
 
     @property
     def attached(self) -> bool:
@@ -109,18 +102,18 @@ class SchedulerSide:
         return self._epoch != 0
 
     @property
-    def _open(self) -> bool:
-        return self._epoch != 0 and not self._shut
+    def _enabled(self) -> bool:
+        return self._epoch != 0 and not self._reset_refused
 
     # -- hits ------------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens behind ``num_computed_tokens`` that can be loaded, and whether that is done beside the steps.
+        """Tokens after ``num_computed_tokens`` that can be loaded, and whether the load is asynchronous.
 
-        None: not known yet, ask again in the next step. No side effects but a memo, and a lease that ends by itself.
+        None: not known yet; vLLM calls again in the next step. The only side effects are a cache entry and a lease.
         """
         if (
-            not self._open
+            not self._enabled
             or request.skip_reading_prefix_cache
             or num_computed_tokens % self._alignment
             or request.request_id in self._failed
@@ -131,15 +124,15 @@ class SchedulerSide:
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM has allocated ``blocks`` for a request; those of ``num_external_tokens`` tokens are to be loaded."""
+        """vLLM has allocated ``blocks`` for a request; ``num_external_tokens`` of its tokens are to be loaded."""
         request_id = request.request_id
         progress = self._requests.get(request_id)
         if progress is None:
-            progress = self._requests[request_id] = Progress(request)
+            progress = self._requests[request_id] = RequestProgress(request)
         progress.tables = getattr(blocks, "blocks", ())
         if num_external_tokens <= 0:
             self._lookups.forget(request_id)
-            self._failed.discard(request_id)  # it is computed now; when it is preempted it may load again
+            self._failed.discard(request_id)  # it is computed now, and may load again after a preemption
             return
         offer = self._lookups.take(request_id)
         if offer is None:
@@ -150,11 +143,11 @@ class SchedulerSide:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def build_orders(self, scheduler_output: Any) -> StepOrders:
-        """What the ranks are to do in this step; mostly `NOTHING`, found without a look at any request."""
+    def build_plan(self, scheduler_output: Any) -> StepPlan:
+        """What the ranks do in this step; mostly `NOTHING`, without a look at any request."""
         if self._lookups.used:
             self._lookups.new_step()
-        if (self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids) and self._open:
+        if (self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids) and self._enabled:
             self._counts = True
             self._stores.step(self._requests, scheduler_output)
         idle = not scheduler_output.total_num_scheduled_tokens
@@ -162,19 +155,19 @@ class SchedulerSide:
         if not (stores or loads):
             return IDLE if idle else NOTHING
         self._counts = True
-        return StepOrders(self._keyed(stores), self._keyed(loads), idle)
+        return StepPlan(self._with_keys(stores), self._with_keys(loads), idle)
 
-    def _keyed(self, jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
-        """The jobs as the ranks are told of them: with the keys of this generation."""
-        if self._generations.first or not jobs:
+    def _with_keys(self, jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
+        """The jobs with the keys of the current version of the weights instead of hashes."""
+        if self._weights_version.unmasked or not jobs:
             return tuple(jobs)
-        keys = self._generations.keys
+        keys = self._weights_version.keys
         return tuple(
             replace(job, blocks=tuple(replace(each, hashes=keys(each.hashes)) for each in job.blocks)) for job in jobs
         )
 
     def take_namespace(self, namespace: Namespace) -> bool:
-        """Ask in this namespace, which a rank stores in. False: other ranks store in another one, which is kept."""
+        """Make lookups in this namespace, which a rank has reported. False: another rank reported a different one."""
         if self._client.namespace is None:
             self._client.namespace = namespace
             _log.info("kvsidecar: namespace %s", namespace)
@@ -184,12 +177,12 @@ class SchedulerSide:
         return True
 
     def connect(self, timeout: float) -> None:
-        """Connect for the first lookup, if a rank has said its namespace. Waits at most ``timeout`` seconds."""
+        """Connect for the first lookup, if a rank has reported its namespace. Waits at most ``timeout`` seconds."""
         if self._client.namespace is not None:
             self._client.connect(timeout)
 
     def take_report(self, report: RankReport) -> None:
-        """What the ranks have said since the last call."""
+        """Handle the ranks' reports since the last call."""
         self._counts = True
         if report.attached:
             self._take_attached(report)
@@ -204,7 +197,7 @@ class SchedulerSide:
         self._epoch = epochs.pop() if len(self._ranks) == self._world_size and len(epochs) == 1 else 0
         if not self._epoch or self._epoch == self._last_epoch:
             return
-        # Another run of the daemon: it has nothing of what was stored, so all is stored again.
+        # Another daemon run has none of the stored blocks: store all of them again.
         self._last_epoch = self._epoch
         self._stored_filter.clear()
         self._lookups.forget_all()
@@ -220,74 +213,74 @@ class SchedulerSide:
         return self._stores.outstanding or self._loads.outstanding
 
     def has_pending_push_work(self) -> bool:
-        """Whether there is something to tell the ranks, or to hear from them: an idle engine must go on stepping."""
+        """Whether jobs wait to be sent or reported, so that an idle engine must continue to step."""
         return (
             self._jobs_outstanding
-            or (self._open and self._stores.is_due(self._clock))
+            or (self._enabled and self._stores.has_backlog(self._clock()))
             or (self._events is not None and self._events.pending)
         )
 
     def has_pending_block_frees(self) -> bool:
-        """Whether GPU blocks become free soon without a preemption: those that only stores still hold.
+        """Whether GPU blocks that only stores hold become free soon.
 
-        vLLM waits instead of preempting as long as this says so: never for a daemon that does not answer.
+        vLLM then waits for them instead of preempting a request. It never waits for a daemon that does not answer.
         """
         return not self._client.hangs and self._stores.frees_soon(self._clock())
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived: what vLLM will ask for in a step is asked now, and not waited for."""
-        if self._open and not request.skip_reading_prefix_cache:
-            self._lookups.ask_ahead(request)
+        """A request has arrived: send its lookup before its step."""
+        if self._enabled and not request.skip_reading_prefix_cache:
+            self._lookups.begin_early(request)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """A request ends, and still has its blocks. They may be freed at once: stores hold references of their own."""
+        """A request has ended. Its blocks may be freed at once: stores hold their own references."""
         request_id = request.request_id
         self._lookups.forget(request_id)
         self._failed.discard(request_id)
         progress = self._requests.pop(request_id, None)
         if progress is not None:
             self._counts = True
-            self._stores.rest(progress, self._open)
+            self._stores.store_remaining(progress, self._enabled)
         return False, None
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
     def bind_block_pool(self, pool: Pool) -> None:
-        """vLLM's pool of GPU blocks. Without it nothing is stored."""
+        """Set vLLM's pool of GPU blocks. Without it nothing is stored."""
         self._null_block = pool.null_block.block_id
         self._stores.bind(pool)
 
     def reset_cache(self) -> bool | None:
-        """The weights may be others from now on: what was stored until now is not hit any more. Other engines, which
-        may have the old weights still, are left what they share. Asks nobody.
+        """The weights may have changed: earlier blocks are no longer hit. Other engines, which may still have the old
+        weights, continue to share them. Makes no calls.
 
-        False: vLLM has refused to empty the GPU's own cache, where blocks are in use by requests or stores. It must be
-        asked again. Until it has succeeded nothing is hit or stored, since nobody could say of which weights.
+        False: vLLM could not empty the GPU's own cache because requests or stores use blocks. Nothing is hit or stored
+        until a reset succeeds, because it is unknown which weights the blocks belong to.
         """
         self._counts = True
         self.counters.resets += 1
         self._stored_filter.clear()
         self._lookups.forget_all()
-        # Requests that run go on with KV of before the reset: it is not stored. Those that vLLM has preempted are
-        # taken up again when they get blocks.
+        # Running requests continue with KV from before the reset, which is not stored. Preempted requests are added
+        # again when they get blocks.
         self._requests.clear()
         self._stores.reset()
         if self._events is not None:
             self._events.all_removed()
         if self._jobs_outstanding or not self._stores.gpu_is_empty():
             self.counters.refused_resets += 1
-            if not self._shut:
+            if not self._reset_refused:
                 _log.warning(
                     "kvsidecar: vLLM refused to reset its prefix cache because blocks are in use: nothing is offloaded "
                     "until a reset with reset_connector succeeds"
                 )
-            self._shut = True
+            self._reset_refused = True
             return False
-        self._shut = False
+        self._reset_refused = False
         name = read_name(self._options.weights_version_file)
-        if self._generations.next(name):
+        if self._weights_version.advance(name):
             _log.info("kvsidecar: reset: blocks are shared with engines whose weights are named %r", name)
         else:
             self.counters.unnamed_resets += 1
@@ -298,8 +291,8 @@ class SchedulerSide:
         return True
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call, as `Counters.take`. Does not look at the counters behind a step in
-        which nothing was done: to read them takes longer than all else that such a step costs."""
+        """`Counters.take`, skipped after steps in which nothing was done: to read the counters takes longer than all
+        else in such a step."""
         if not self._counts:
             return {}
         self._counts = False
@@ -310,5 +303,5 @@ class SchedulerSide:
         return self._events.take() if self._events is not None else ()
 
     def shutdown(self) -> None:
-        """Leases end with the client's connection."""
+        """Close the client, whose leases end with its connection."""
         self._client.close()

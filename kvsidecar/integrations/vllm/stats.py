@@ -1,7 +1,5 @@
-"""The connector's contribution to vLLM's metrics, under the names that vLLM's in-tree offloading uses.
-
-The pool, its evictions and refusals are the daemon's to export: it is one for all engines of the node.
-"""
+"""The connector's metrics in vLLM, under the names that vLLM's in-tree offloading uses. The daemon exports those of the
+pool, which all engines of the node share."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ COUNTERS = {
 }
 OWN = "vllm:kvsidecar_"
 OWN_COUNTERS = {f"{OWN}{name}": text for name, text in COUNTED.items()}
-"""What vLLM has no name for, named as it names what its other connectors count."""
+"""Metrics that vLLM has no name for, named like those of its other connectors."""
 OWN_GAUGES = {f"{OWN}{name}": text for name, text in GAUGES.items()}
 _SIZES = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 _SECONDS = (1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1)
@@ -55,11 +53,11 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 
 @dataclass
 class SidecarStats(KVConnectorStats):  # type: ignore[misc]
-    """``data`` has sums by the names of counters and lists of observations by those of histograms."""
+    """``data`` has sums by counter name and lists of observations by histogram name."""
 
     @classmethod
     def of_transfers(cls, stores: Transfers, loads: Transfers) -> SidecarStats:
-        """What one rank has copied."""
+        """Of one rank's copies."""
         data: dict[str, Any] = {}
         for each, nbytes, seconds, sizes in (
             (stores, STORE_BYTES, STORE_TIME, STORE_SIZE),
@@ -73,11 +71,11 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of_scheduler(cls, observed: Mapping[str, Any], counted: Mapping[str, int]) -> SidecarStats:
-        """What the scheduler's side has seen.
+        """Of the scheduler side.
 
         Args:
-            observed: by the names of histograms.
-            counted: by the names of `Counters`, what was added; by those of `GAUGES`, what is.
+            observed: observations by histogram name.
+            counted: increments by name of `Counters`, and values by name of `GAUGES`.
         """
         return cls({**observed, **{f"{OWN}{name}": value for name, value in counted.items()}})
 
@@ -103,8 +101,8 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class SidecarPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Makes each series when it is first observed. Beside vLLM's in-tree offloading in a MultiConnector the same series
-    may exist already and is shared; made at the start they would end the engine's, which comes second."""
+    """Creates each series when it is first observed, or shares the one that vLLM's in-tree offloading has created in a
+    MultiConnector. Created at the start, it would make vLLM's own registration fail."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

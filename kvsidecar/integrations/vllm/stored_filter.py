@@ -1,4 +1,4 @@
-"""A filter of blocks that are stored already, as far as the scheduler knows. Pure."""
+"""Which blocks are stored already, as far as the scheduler knows. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _GROUP_FACTOR = 0x9E3779B97F4B
 
 
 class StoredFilter:
-    """Blocks that the daemon has, or had when the scheduler last heard of them, as a direct-mapped table of tags.
+    """The blocks that the daemon had when the scheduler last heard of them, as a direct-mapped table of tags.
 
-    A tag is the first 8 bytes of a block's hash, and its low bits are its index in the table. A new tag replaces the
-    one at its index. Both kinds of error are harmless: a replaced block is sent to the daemon once more, which skips
-    it; a block whose tag equals that of another block (8 equal bytes of two hashes) is not stored.
+    A tag is the first 8 bytes of a block's hash; its low bits are its index in the table. A new tag replaces the one at
+    its index. Both kinds of error are harmless: the daemon skips a replaced block when it is stored again, and a block
+    with the tag of another (8 equal bytes of two hashes) is not stored.
 
-    It is an array, not a set: an engine's CPU caches are cold between two steps, and the memory accesses of 512 lookups
-    in a set follow one another (90 us, measured), those in an array overlap (30).
+    It is an array because the CPU's caches are cold between two steps: the memory accesses of 512 lookups overlap in an
+    array (30 us, measured), but follow one another in a set (90 us).
 
     Args:
         capacity: number of tags, 8 bytes each; a power of 2.
@@ -32,31 +32,31 @@ class StoredFilter:
             raise ValueError(f"a capacity of {capacity} is not a power of 2")
         self._tags = np.full(capacity, 0, _TAG)  # not zeros(): its first access to a page is a page fault
         self._last = _TAG.type(capacity - 1)
-        self._asked: Tags | None = None
-        """The tags whose indices are in ``_at``: most are looked up first, then added."""
+        self._last_tags: Tags | None = None
+        """The tags of which ``_at`` has the indices: most tags are added right after they are looked up."""
         self._at: npt.NDArray[np.int64]
 
     def find(self, tags: Tags) -> Mask:
         """Which of these are in the filter."""
-        return np.asarray(self._tags[self._places(tags)] == tags)
+        return np.asarray(self._tags[self._indices(tags)] == tags)
 
     def add(self, tags: Tags) -> None:
-        """Add these. Cheap after a `find` of the same tags, which has loaded their cache lines: reads overlap, writes
-        do not."""
-        self._tags[self._places(tags)] = tags
+        """Add these. Cheap after a `find` of the same tags, which loads their cache lines: reads overlap, writes do
+        not."""
+        self._tags[self._indices(tags)] = tags
 
     def discard(self, tags: Tags) -> Mask:
         """Remove these. Returns which were in the filter."""
         found = self.find(tags)
-        self._tags[self._places(tags)[found]] = 0
+        self._tags[self._indices(tags)[found]] = 0
         return found
 
     def clear(self) -> None:
         self._tags.fill(0)
 
-    def _places(self, tags: Tags) -> npt.NDArray[np.int64]:
-        if tags is not self._asked:
-            self._asked, self._at = tags, tags & self._last
+    def _indices(self, tags: Tags) -> npt.NDArray[np.int64]:
+        if tags is not self._last_tags:
+            self._last_tags, self._at = tags, tags & self._last
         return self._at
 
 

@@ -1,20 +1,19 @@
-"""The scheduler's store jobs, and the references that they hold on GPU blocks."""
+"""The scheduler's store jobs, and their references on GPU blocks."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.due import Due, Part
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StoreJob, sampled_traceparent_of
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
-from kvsidecar.integrations.vllm.storing import (
+from kvsidecar.integrations.vllm.selection import (
     Candidates,
     Chosen,
     KeysOf,
@@ -26,33 +25,34 @@ from kvsidecar.integrations.vllm.storing import (
     keys_reader,
     walk,
 )
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 
 STEP_BLOCKS = 2048
-"""About as many blocks as one step plans to store; the next step goes on. It bounds what a step costs."""
+"""Most blocks that one step plans to store, which bounds its cost."""
 SOON_SECONDS = 0.1
-"""A store that runs for longer does not end soon: it waits for others, or its daemon hangs."""
+"""A store that has run for longer does not end soon: it waits for others, or the daemon hangs."""
 HUNG_SECONDS = 1.0
-"""No store is planned beside one that runs for longer: its daemon hangs, and would keep those blocks as well."""
+"""While a store runs for longer, none is planned: the daemon hangs, and would hold those blocks as well."""
 REPORT_STEPS = 4
-"""The end of a store that took no time is known after so many steps, however long they are: the ranks see it in the
-step after its own, and the scheduler's side hears of it when two more may be planned already."""
-DUE_BLOCKS = 512
-"""The most of these that are taken from what is due: each is looked for in the GPU's cache, which takes longest."""
+"""Steps until the scheduler side knows the end of even the shortest store: the ranks see it one step later, and their
+report may arrive after two more steps were planned."""
+BACKLOG_BLOCKS = 512
+"""Most blocks that one step takes from the backlog: to find them in the GPU's cache takes longest."""
 RETRY_SECONDS = 1.0
-"""How long after a store that failed its blocks are tried again; twice as long after each that follows it."""
-MOST_RETRY_SECONDS = 8.0
+"""When the blocks of a failed store are tried again; twice as long after each further failure."""
+MAX_RETRY_SECONDS = 8.0
 
 
 @dataclass(slots=True)
-class Progress:
-    """How much of one request has been stored."""
+class RequestProgress:
+    """How much of one request was considered for storing."""
 
     request: Any
     done: int = 0
-    """Tokens whose blocks were considered; a multiple of the alignment."""
+    """Tokens; a multiple of the alignment."""
     tables: Sequence[Sequence[Any]] = ()
-    """The request's blocks by vLLM's index of the group, as of its last allocation. vLLM's own lists: they grow with
-    the request, and may hold anything once it has lost its blocks."""
+    """The request's blocks by group index, since its last allocation. vLLM's own lists: they grow with the request, and
+    are invalid once it has lost its blocks."""
 
     def table(self, group: int) -> Sequence[Any]:
         return self.tables[group] if group < len(self.tables) else ()
@@ -65,23 +65,22 @@ class _Store:
     ranks: int
     """Ranks that have not reported yet."""
     begun: tuple[float, int]
-    """Monotonic seconds and number of the step in which the ranks were told."""
+    """Monotonic seconds and step number when it was sent to the ranks."""
     failed: bool = False
-    again: bool = True
-    """Whether its blocks are stored later if it fails."""
+    retry: bool = True
+    """Whether to store its blocks later if it fails."""
 
 
 class Stores:
     """Plans store jobs.
 
-    A job holds a reference on each of its blocks until every rank has reported the job, so vLLM does not reuse the
-    block even if its request ends. This includes jobs of a daemon that hangs: it may resume at any time, and what it
-    reads then becomes readable under the hashes of the job. The number of blocks that stores may hold is therefore
-    bounded.
+    A job holds a reference on each of its blocks until every rank has reported it, so that vLLM does not reuse them
+    even if the request ends. That includes jobs of a daemon that hangs: it may resume at any time, and would store what
+    it reads then under the job's hashes. The number of blocks that stores may hold is therefore bounded.
 
-    Blocks that could not be stored with their request, because there was no room or no daemon or because the daemon
-    declined them, become due: they are stored later if the GPU's prefix cache still has them. In lazy mode, all blocks
-    that requests leave in the prefix cache become due, and are stored while the engine is idle.
+    Blocks that could not be stored with their request, for lack of room or of a daemon, or because the daemon declined
+    them, enter the backlog: they are stored later if the GPU's prefix cache still has them. In lazy mode, all blocks
+    that requests leave in the prefix cache enter the backlog, and are stored while the engine is idle.
 
     Args:
         numbers: source of the job numbers.
@@ -114,10 +113,10 @@ class Stores:
         self._prompt_only = options.store_prompt_only and not self._lazy
         self._interval = options.store_interval
         self._next = 0.0
-        """When the blocks of running requests are examined again."""
+        """When running requests are next examined; monotonic seconds."""
         self._watermark = options.lazy_watermark or default_watermark(groups, step_tokens)
         self._allocated = self._watermark
-        """Lower bound of the blocks that vLLM has taken from the free queue since the last walk."""
+        """Lower bound of the blocks that vLLM has taken from the free queue since the last walk of it."""
         self._longest = longest_blocks
         self._now, self._step = 0.0, 0
         """Monotonic seconds and number of the last step."""
@@ -130,22 +129,22 @@ class Stores:
         """Blocks considered in this call."""
         self._planned = Selection()
         self._running: dict[int, _Store] = {}
-        self._due = Due(0)
-        self._most_held_due = 0
+        self._backlog = Backlog(0)
+        self._most_held_backlog = 0
         self._pause = RETRY_SECONDS
         self._retry = 0.0
-        """Time before which no due block is tried."""
+        """When the backlog may be tried again; monotonic seconds."""
 
     def bind(self, pool: Pool) -> None:
         self._pool, self._keys_of = pool, keys_reader(pool)
-        # While the daemon hangs, the engine continues with the other blocks, one request at a time if necessary. But
-        # requests that need nearly all blocks must not prevent all stores: only they may wait for such a daemon.
+        # While the daemon hangs, the engine continues with the other blocks: enough for its longest request, unless
+        # that request needs nearly all blocks.
         usable = pool.num_gpu_blocks - 1
         self._most_held = min(usable // 2, max(usable - self._longest, usable // 8))
-        # Due blocks can wait. A request that arrives meanwhile must find room.
-        self._most_held_due = min(self._most_held, max(1, usable // 8))
-        self._due = Due(pool.num_gpu_blocks)  # the GPU cannot have more
-        # There are no more blocks to walk: a watermark above that would only make the walks rarer.
+        # The backlog can wait. A request that arrives meanwhile must find room.
+        self._most_held_backlog = min(self._most_held, max(1, usable // 8))
+        self._backlog = Backlog(pool.num_gpu_blocks)  # the GPU cannot have more
+        # A watermark above the number of blocks would only make the walks rarer.
         self._watermark = self._allocated = min(self._watermark, pool.num_gpu_blocks)
 
     @property
@@ -154,17 +153,17 @@ class Stores:
         return bool(self._running or self._planned)
 
     def gpu_is_empty(self) -> bool:
-        """Whether no block of the GPU is in use or can be hit, so that no earlier KV gets into later stores. Looks at
-        every block."""
+        """Whether no GPU block is in use or can be hit, so that no earlier KV gets into later stores. Checks every
+        block."""
         blocks = () if self._pool is None else self._pool.blocks
         return not any((block.ref_cnt or block.block_hash is not None) and not block.is_null for block in blocks)
 
-    def is_due(self, clock: Callable[[], float]) -> bool:
-        """Whether an idle engine should step, because blocks are due."""
-        return self._due.count > 0 and clock() >= self._retry
+    def has_backlog(self, now: float) -> bool:
+        """Whether an idle engine should step to store the backlog."""
+        return self._backlog.count > 0 and now >= self._retry
 
     def frees_soon(self, now: float) -> bool:
-        """Whether store jobs hold blocks that nobody else holds, and will end soon.
+        """Whether stores that end soon hold blocks that have no other reference.
 
         Args:
             now: monotonic seconds.
@@ -177,45 +176,45 @@ class Stores:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def new_step(self, now: float) -> bool:
-        """A step begins, whether or not anything is stored in it.
+        """Begin a step.
 
         Args:
             now: monotonic seconds.
 
         Returns:
-            Whether `step` may find anything, if vLLM has preempted no request.
+            Whether `step` may find blocks to store. It also may if vLLM has preempted a request.
         """
         self._now, self._step = now, self._step + 1
-        return now >= self._next or self._due.count > 0
+        return now >= self._next or self._backlog.count > 0
 
-    def step(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
-        """Plan what is to be stored next: in eager mode the confirmed full blocks of the requests that run, in lazy
-        mode those that a new request has hit, and the blocks that are evicted next."""
+    def step(self, requests: Mapping[str, RequestProgress], scheduler_output: Any) -> None:
+        """Plan stores: in eager mode of the confirmed full blocks of running requests, in lazy mode of the blocks that
+        new requests have hit and of those that are evicted next."""
         if self._pool is None:
             return
         if self._lazy:
             self._step_lazy(requests, scheduler_output)
         else:
             self._step_eager(requests, scheduler_output)
-        may_plan_due = self._due.count and self._now >= self._retry
-        if may_plan_due and not (self._lazy and scheduler_output.total_num_scheduled_tokens):
-            self._plan_due()
+        may_plan_backlog = self._backlog.count and self._now >= self._retry
+        if may_plan_backlog and not (self._lazy and scheduler_output.total_num_scheduled_tokens):
+            self._plan_backlog()
 
-    def _step_eager(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
+    def _step_eager(self, requests: Mapping[str, RequestProgress], scheduler_output: Any) -> None:
         for request_id in scheduler_output.preempted_req_ids or ():
             if (progress := requests.get(request_id)) is not None:
                 done = progress.done
-                self.rest(progress)
-                # What vLLM gave to others in this very step was not found; it is computed again, or hit.
+                self.store_remaining(progress)
+                # Blocks that vLLM gave to others in this step were not found: they are computed again, or hit.
                 progress.done = done
         if self._now < self._next:
-            return  # a block a step and request would be as many small jobs; a request that ends is not waited for
+            return  # a block per step and request would mean many small jobs; requests that end need no wait
         lag, alignment = self._lag, self._alignment
         for request_id in scheduler_output.num_scheduled_tokens:
             progress = requests.get(request_id)
             if progress is None:
                 continue
-            # Tokens of the steps before this one. In async scheduling the last ones may not be known yet.
+            # Tokens of earlier steps. With async scheduling the last ones may not be known yet.
             request = progress.request
             tokens = request.num_computed_tokens - request.num_output_placeholders - lag
             if tokens >= progress.done + alignment:
@@ -223,12 +222,12 @@ class Stores:
                 self._next = self._now + self._interval
         self._plan()
 
-    def rest(self, progress: Progress, store: bool = True) -> None:
-        """A request is about to lose its blocks: plan the ones that are left, and make those due for which there is no
-        room. vLLM's prefix cache says which ones are computed.
+    def store_remaining(self, progress: RequestProgress, store: bool = True) -> None:
+        """A request is about to lose its blocks: plan the remaining ones, and defer those for which there is no room.
+        vLLM's prefix cache tells which ones are computed.
 
         Args:
-            store: whether stores can be planned; False: there is no daemon, so all blocks become due.
+            store: False without a daemon: defer all of them.
         """
         if self._pool is None:
             return
@@ -238,36 +237,36 @@ class Stores:
             self._plan()
         aligned, end = self._bounds(progress, tokens)
         if aligned > progress.done:
-            self._put_off(progress, aligned, end)
+            self._defer(progress, aligned, end)
 
     def allocated(self, blocks: int) -> None:
-        """Count blocks that vLLM has allocated and that no scheduler output names."""
+        """Count blocks that vLLM has allocated outside of the scheduler's output."""
         self._allocated += blocks
 
     def new_run(self) -> None:
-        """All ranks are attached to another run of the daemon. Running jobs count as failed: it is unknown which run
-        ended them."""
+        """All ranks are attached to another daemon run. Running jobs count as failed: it is unknown which run ended
+        them."""
         for store in self._running.values():
             store.failed = True
         self._retry, self._pause = 0.0, RETRY_SECONDS
 
-    def _bounds(self, progress: Progress, tokens: int) -> tuple[int, int]:
-        """How many of a request's first ``tokens`` tokens can be stored: rounded down to the alignment, and to the
-        blocks that have hashes."""
+    def _bounds(self, progress: RequestProgress, tokens: int) -> tuple[int, int]:
+        """How many of a request's first ``tokens`` tokens can be stored: rounded down to the alignment, and as they
+        are. Only blocks with hashes count."""
         request = progress.request
         if self._prompt_only:
             tokens = min(tokens, request.num_prompt_tokens)
         end = min(tokens, len(request.block_hashes) * self._hash_tokens)
         return end // self._alignment * self._alignment, end
 
-    def _consider(self, progress: Progress, tokens: int) -> None:
-        """Add a request's next blocks, up to ``tokens`` tokens, to the candidates, as many as there is room for."""
+    def _consider(self, progress: RequestProgress, tokens: int) -> None:
+        """Add a request's next blocks, up to ``tokens`` tokens, to the candidates, as far as there is room."""
         aligned, end = self._bounds(progress, tokens)
         if aligned <= progress.done:
             return
         room = self._room()
         if self._considered and room < (aligned - progress.done) // self._alignment * self._unit_blocks:
-            self._plan()  # what turns out to be known needs no room
+            self._plan()  # blocks that are stored already need no room
             room = self._room()
         units = (room - self._extra_blocks) // self._unit_blocks
         if units <= 0:
@@ -277,23 +276,23 @@ class Stores:
             self._considered += self._add(self._candidates[group.index], group, progress, aligned, end)
         progress.done = aligned
 
-    def _add(self, candidates: Candidates, group: Group, progress: Progress, aligned: int, end: int) -> int:
+    def _add(self, candidates: Candidates, group: Group, progress: RequestProgress, aligned: int, end: int) -> int:
         """Add the blocks of one group to the candidates. Returns how many."""
         request, indices = progress.request, block_range(group, progress.done, aligned, end)
-        asked = group.hashes(request.block_hashes, indices.start, indices.stop)
-        candidates.add(request, indices.start, asked, progress.table(group.index))
-        return len(asked)
+        hashes = group.hashes(request.block_hashes, indices.start, indices.stop)
+        candidates.add(request, indices.start, hashes, progress.table(group.index))
+        return len(hashes)
 
-    def _step_lazy(self, requests: Mapping[str, Progress], scheduler_output: Any) -> None:
+    def _step_lazy(self, requests: Mapping[str, RequestProgress], scheduler_output: Any) -> None:
         cached = scheduler_output.scheduled_cached_reqs.new_block_ids
         fresh = (each.block_ids for each in scheduler_output.scheduled_new_reqs)
         self._allocated += sum(len(ids) for groups in (*cached, *fresh) if groups for ids in groups if ids)
         for each in scheduler_output.scheduled_new_reqs:
-            # What is asked for again is worth the most, and never comes near its eviction.
+            # Blocks that are hit again are worth the most, and never come near their eviction.
             if each.num_computed_tokens and (progress := requests.get(each.req_id)) is not None:
                 self._consider(progress, each.num_computed_tokens - self._lag)
         self._plan()
-        # Blocks reach the end of the walk before they reach the front: a walk need not be made for every block.
+        # A quarter of the watermark is enough: blocks enter the walk long before they are evicted.
         if self._allocated >= max(1, self._watermark // 4) and (room := self._room()) > 0:
             self._walk(room)
 
@@ -302,16 +301,16 @@ class Stores:
         self._allocated = 0
         found = walk(self._pool, self._stored_filter, self._by_index, self._watermark)
         if len(found) > room:
-            self._allocated = self._watermark  # go on in the next step
-        for index, each, block in reversed(found[:room]):  # as of a request, whose end is evicted first
+            self._allocated = self._watermark  # continue in the next step
+        for index, each, block in reversed(found[:room]):  # as in a request, where the end is evicted first
             self._candidates[index].hashes.append(each)
             self._candidates[index].blocks.append(block)
         self._plan()
 
-    # -- later -----------------------------------------------------------------------------------------------------
+    # -- backlog ---------------------------------------------------------------------------------------------------
 
-    def _put_off(self, progress: Progress, aligned: int, end: int) -> None:
-        """Make those of a request's blocks due that the GPU's prefix cache has."""
+    def _defer(self, progress: RequestProgress, aligned: int, end: int) -> None:
+        """Add those of a request's blocks to the backlog that the GPU's prefix cache has."""
         assert self._pool is not None
         for group in self._groups:
             candidates = Candidates()
@@ -323,38 +322,38 @@ class Stores:
                 (span,) = candidates.spans
                 for i in chosen.places:
                     self._events.note(span.request, group, span.first + i, candidates.hashes[i])
-            self._add_due(Part(group.index, chosen.packed.hashes, chosen.tags))
+            self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags))
         progress.done = aligned
 
-    def _add_due(self, part: Part) -> None:
-        for each in self._due.add(part):
+    def _add_to_backlog(self, part: BlockHashes) -> None:
+        for each in self._backlog.add(part):
             if unknown := each.only(~self._stored_filter.find(each.tags)):
-                self._give_up(unknown.group, unknown.split())
+                self._abandon(unknown.group, unknown.split())
 
-    def _give_up(self, group: int, hashes: Sequence[bytes]) -> None:
+    def _abandon(self, group: int, hashes: Sequence[bytes]) -> None:
         self._counters.given_up_blocks += len(hashes)
         if self._events is not None:
             self._events.not_stored(group, hashes)
 
-    def _plan_due(self) -> None:
+    def _plan_backlog(self) -> None:
         if self._oldest_runs_for(HUNG_SECONDS, self._now):
             return
-        room = min(DUE_BLOCKS, STEP_BLOCKS - len(self._planned), self._most_held_due - self._held)
-        asked: dict[int, dict[bytes, None]] = {}
-        # Those that became due first are freed, and so evicted, first again.
-        for part in reversed(self._due.take(room)):
+        room = min(BACKLOG_BLOCKS, STEP_BLOCKS - len(self._planned), self._most_held_backlog - self._held)
+        hashes_of: dict[int, dict[bytes, None]] = {}
+        # Reversed, so that the oldest are freed, and so evicted, first.
+        for part in reversed(self._backlog.take(room)):
             unknown = part.only(~self._stored_filter.find(part.tags))
-            asked.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
-        for index, hashes in asked.items():
+            hashes_of.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
+        for index, hashes in hashes_of.items():
             self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
         planned = self._plan()
-        for index, hashes in asked.items():
+        for index, hashes in hashes_of.items():
             places = set(planned[index].places) if index in planned else set()
             if evicted := [each for i, each in enumerate(hashes) if i not in places]:
-                self._give_up(index, evicted)
+                self._abandon(index, evicted)
 
     def _room(self) -> int:
-        """How many more blocks this step may consider."""
+        """Number of further blocks that this step may consider."""
         if self._oldest_runs_for(HUNG_SECONDS, self._now):
             self._counters.held_back_stores += 1
             return 0
@@ -363,15 +362,15 @@ class Stores:
         return min(STEP_BLOCKS - len(self._planned), self._most_held - self._held) - self._considered
 
     def _oldest_runs_for(self, seconds: float, now: float) -> bool:
-        """Whether the oldest store has not ended after ``seconds``, nor after the steps that its report takes."""
+        """Whether the oldest store runs for at least ``seconds``, and longer than its report takes."""
         if not self._running:
             return False
         began, step = next(iter(self._running.values())).begun
         return now - began >= seconds and self._step - step >= REPORT_STEPS
 
     def _plan(self) -> dict[int, Chosen]:
-        """Choose from the candidates of all requests at once: one call per request would cost more than the choice.
-        Returns what was chosen, by group."""
+        """Choose from the candidates of all requests at once, which is faster than one call per request. Returns the
+        choice by group."""
         assert self._pool is not None
         self._considered, planned = 0, {}
         for group in self._groups:
@@ -385,7 +384,7 @@ class Stores:
             self._planned.add(chosen)
             self._stored_filter.add(chosen.tags)
             self._held += len(chosen.blocks)
-            # At once, not when the job is sent: vLLM may free and give away these blocks in between.
+            # Now, not when the job is sent: vLLM may reuse these blocks in between.
             self._pool.touch(chosen.blocks)
             self._note(group, candidates, chosen)
             planned[group.index] = chosen
@@ -410,7 +409,7 @@ class Stores:
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
-        """Turn what is planned into a job for the ranks."""
+        """Make a job of the planned blocks, to send to the ranks."""
         if not self._planned.count:
             return ()
         planned, self._planned = self._planned, Selection()
@@ -429,20 +428,20 @@ class Stores:
             store.ranks -= count
             if store.ranks <= 0:
                 del self._running[number]
-                self._end(store.selection, store.blocks, store.failed, store.again)
+                self._end(store.selection, store.blocks, store.failed, store.retry)
 
     def reset(self) -> None:
-        """Drop everything that is planned or due, and store nothing again that fails from now on."""
+        """Drop the planned blocks and the backlog, and do not retry the running stores."""
         planned, self._planned = self._planned, Selection()
         if planned:
-            self._end(planned, planned.packed(), failed=True, again=False)
+            self._end(planned, planned.packed(), failed=True, retry=False)
         for store in self._running.values():
-            store.again = False
-        for part in self._due.take(self._due.count):
+            store.retry = False
+        for part in self._backlog.take(self._backlog.count):
             if self._events is not None:
                 self._events.not_stored(part.group, part.split())
 
-    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, again: bool) -> None:
+    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, retry: bool) -> None:
         assert self._pool is not None
         self._held -= len(selection)
         self._pool.free_blocks(selection.in_order_of_eviction())
@@ -453,11 +452,11 @@ class Stores:
                     self._events.stored(each.group, each.split())
             return
         self._counters.failed_stores += 1
-        self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MOST_RETRY_SECONDS)
+        self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MAX_RETRY_SECONDS)
         for each in blocks:
             tags = tags_of(each.group, each.hashes, len(each))
             self._stored_filter.discard(tags)
-            if again:
-                self._add_due(Part(each.group, each.hashes, tags))
+            if retry:
+                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags))
             elif self._events is not None:
                 self._events.not_stored(each.group, each.split())

@@ -1,7 +1,7 @@
 """The connector's worker side: registration, the jobs of each step, and their results. Imports neither vLLM nor torch.
 
-One per worker process, used by the engine's thread alone. Nothing here waits for the daemon but the end of a
-registration; `register` only starts a thread.
+There is one per worker process, used by the engine's thread alone. Only `unregister` and `wait_attached` wait for the
+daemon.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvsidecar.client import DEVICE, Blocks, Client, Completion, EventRing, JobDone, Namespace, Outcome
 from kvsidecar.errors import Refusal
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepOrders, StoreJob
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -23,33 +23,33 @@ CLOSE_SECONDS = 10.0
 
 class Mark(Completion, Protocol):
     def query(self) -> bool:
-        """Whether the work recorded before it is over."""
+        """Whether the work recorded before it has completed."""
 
 
 class Order(Protocol):
-    """How copies are ordered on the device, such as by `kvsidecar.integrations.vllm.memory.DeviceOrder`."""
+    """The interface of `kvsidecar.integrations.vllm.memory.DeviceOrder`, which needs torch."""
 
     @property
     def ring(self) -> EventRing | None: ...
 
     def mark(self) -> Mark:
-        """An event behind everything that the engine's current stream was given so far."""
+        """Record an event on the engine's current stream."""
 
 
 @dataclass(slots=True)
 class Transfers:
-    """Copies that have ended since the last call of `WorkerSide.take_transfers`, of one direction."""
+    """Copies in one direction that have ended since the last `WorkerSide.take_transfers`."""
 
     nbytes: int = 0
     seconds: float = 0.0
     """Seconds of DMA alone."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes of each job that copied something."""
+    """Bytes of each job that copied any."""
     declined: int = 0
     """Stores for which the pool had no room."""
 
     def add(self, done: JobDone) -> bool:
-        """Returns whether there is anything to tell."""
+        """Returns whether there is anything to report."""
         if done.reason in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED):
             self.declined += 1
         if done.nbytes:
@@ -61,10 +61,10 @@ class Transfers:
 
 @dataclass(slots=True)
 class LoadResults:
-    """Requests whose loads have ended since the last call."""
+    """Requests whose loads have ended since the last `WorkerSide.take_loads`."""
 
     finished: set[str] = field(default_factory=set)
-    """With those that failed."""
+    """Including failed ones."""
     failed: set[str] = field(default_factory=set)
     failed_block_ids: set[int] = field(default_factory=set)
 
@@ -72,9 +72,9 @@ class LoadResults:
 class WorkerSide:
     """
     Args:
-        namespace: the same that the scheduler's side looks up in.
-        instance: name of the engine, the same for all of its ranks and different from any other's.
-        new_client: a registration that was ended is followed by another one with a client of its own.
+        namespace: in which this rank stores.
+        instance: name of the engine, the same for all of its ranks and unique on the node.
+        new_client: makes a client for each registration.
     """
 
     def __init__(self, namespace: Namespace, instance: str, place: Place, new_client: Callable[[], Client]) -> None:
@@ -85,21 +85,21 @@ class WorkerSide:
         self._client: Client | None = None
         self._held: frozenset[int] = frozenset()
         self._order: Order | None = None
-        self._told_epoch = 0
-        # Of this step, not submitted yet. Who sees that there are none need not call: behind a step's own work nothing
-        # here is in the core's caches, and each call that does nothing takes about a microsecond.
+        self._reported_epoch = 0
+        # Jobs of this step that were not submitted yet. Callers check these fields before a call: the step leaves the
+        # CPU's caches cold, and a call that does nothing takes about a microsecond.
         self.new_stores: tuple[StoreJob, ...] = ()
         self.new_loads: tuple[LoadJob, ...] = ()
         self._idle = False
-        """As the client was told."""
-        self._unsaid = False
-        """That goes to the daemon with the next poll, if with no job before."""
+        """As reported to the client."""
+        self._idle_unsent = False
+        """Whether a change of ``_idle`` waits for the next job or poll."""
         self._loads_after: Mark | None = None
-        # By the client's number.
+        # By job number of the client.
         self._stores: dict[int, StoreJob] = {}
         self._loads: dict[int, LoadJob] = {}
-        self._left: list[tuple[Client, list[LoadJob]]] = []
-        """Clients that were closed before their daemon had let go of the memory, and their loads."""
+        self._closed: list[tuple[Client, list[LoadJob]]] = []
+        """Clients that were closed before the daemon had unmapped the memory, and their loads."""
         # To be reported.
         self._stored: dict[int, int] = {}
         self._not_stored: set[int] = set()
@@ -109,15 +109,15 @@ class WorkerSide:
         self._store_transfers = Transfers()
         self._load_transfers = Transfers()
         self._transferred = False
-        """Whether these hold anything."""
+        """Whether they hold anything."""
 
     # -- registration ----------------------------------------------------------------------------------------------
 
     def register(self, memory: RankMemory, order: Order | None = None) -> None:
-        """Share this rank's memory, as soon as there is a daemon. Returns at once.
+        """Share this rank's memory as soon as a daemon answers. Returns at once.
 
         Args:
-            order: of the device, if it has one; the one of an earlier registration stays.
+            order: for a GPU; by default that of the last registration.
         """
         self._order = order or self._order
         order = self._order
@@ -135,7 +135,7 @@ class WorkerSide:
         )
 
     def unregister(self) -> bool:
-        """End the registration: no copy runs after this. True: the daemon holds no mapping of the memory any more."""
+        """End the registration. Returns whether the daemon has unmapped the memory."""
         client, self._client = self._client, None
         if client is None:
             return True
@@ -143,15 +143,15 @@ class WorkerSide:
         for done in client.poll():
             self._ended(done)
         for store in self._stores.values():
-            self._store_ended(store, done=False)  # also where it may still run: a late read of the device harms nobody
+            self._store_ended(store, done=False)  # even if it may still run: a late read harms nothing
         if unmapped:
-            # Nothing can touch the blocks now, whatever the daemon did not come to say.
+            # Nothing can write to the blocks any more, even of loads that the daemon did not report.
             for load in self._loads.values():
                 self._load_ended(load, done=False)
         else:
-            self._left.append((client, list(self._loads.values())))
+            self._closed.append((client, list(self._loads.values())))
             _log.error(
-                "kvsidecar: the daemon has not unmapped the KV cache within %g s; requests with running loads wait "
+                "kvsidecar: the daemon has not unmapped the KV cache within %g s: requests with running loads wait "
                 "until its process has exited",
                 CLOSE_SECONDS,
             )
@@ -164,26 +164,25 @@ class WorkerSide:
         return self._client is not None
 
     def wait_attached(self, timeout: float) -> bool:
-        """Wait for the registration that was begun, at most ``timeout`` seconds; not while the daemon is known to be
-        away."""
+        """Wait for the registration, at most ``timeout`` seconds, and not at all while the daemon is lost."""
         client = self._client
         return client is not None and (client.attached or (not client.lost_reason and client.wait_attached(timeout)))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def bind(self, orders: StepOrders) -> None:
-        """The orders of this step. Before its forward pass is enqueued."""
+    def bind(self, plan: StepPlan) -> None:
+        """Take the plan of this step, before its forward pass is enqueued."""
         if self.new_loads or self.new_stores:
             self.submit_rest()
-        self.new_stores, self.new_loads = orders.stores, orders.loads
+        self.new_stores, self.new_loads = plan.stores, plan.loads
         if self._client is None:
             return
-        if orders.idle != self._idle:
-            self._idle = orders.idle
-            self._client.set_idle(orders.idle, soon=True)
-            self._unsaid = True
-        if orders.loads and self._order is not None:
-            # The blocks may be written by steps in flight and by this step's zeroing: the copies come after those.
+        if plan.idle != self._idle:
+            self._idle = plan.idle
+            self._client.set_idle(plan.idle, soon=True)
+            self._idle_unsent = True
+        if plan.loads and self._order is not None:
+            # Steps in flight and this step's zeroing may write to the blocks: the copies wait for them.
             self._loads_after = self._order.mark()
 
     def submit_loads(self) -> None:
@@ -199,13 +198,13 @@ class WorkerSide:
             if client is None:
                 self._load_ended(load, done=False)
             elif not blocks:
-                self._load_ended(load, done=True)  # other ranks hold the layers of these groups
+                self._load_ended(load, done=True)  # only other ranks hold layers of these groups
             else:
                 job = client.load(blocks, after=after, traceparent=load.traceparent)
                 self._loads[job] = load
 
     def submit_stores(self) -> None:
-        """After this step's kernels are enqueued: the copies read what they, and those before them, write."""
+        """Call after this step's kernels are enqueued: the copies read what they and earlier ones write."""
         stores, self.new_stores = self.new_stores, ()
         client = self._client
         for store in stores:
@@ -221,20 +220,18 @@ class WorkerSide:
                 self._stores[client.store(blocks, after=after, traceparent=store.traceparent)] = store
 
     def submit_rest(self) -> None:
-        """At the end of a step: what it had no other moment for. vLLM 0.26 saves nothing in steps without a forward."""
-        if self.new_loads:
-            self.submit_loads()
-        if self.new_stores:
-            self.submit_stores()
+        """Submit the remaining jobs at the end of a step: vLLM 0.26 calls no hook in steps without a forward pass."""
+        self.submit_loads()
+        self.submit_stores()
 
     def poll(self) -> None:
-        """See which copies have ended. Never waits."""
-        if not (self._stores or self._loads or self._unsaid or self._left):
+        """Collect the results of jobs. Never waits."""
+        if not (self._stores or self._loads or self._idle_unsent or self._closed):
             return
-        self._unsaid = False
+        self._idle_unsent = False
         client = self._client
-        if self._left:
-            self._settle_left(0 if client is None else client.epoch)
+        if self._closed:
+            self._settle_closed(0 if client is None else client.epoch)
         if client is None:
             return
         for done in client.poll():
@@ -249,16 +246,16 @@ class WorkerSide:
         return results
 
     def take_report(self) -> RankReport | None:
-        """What the scheduler's side does not know yet; None for nothing."""
+        """What has changed since the last report; None if nothing has."""
         client = self._client
         epoch = 0 if client is None else client.attached_epoch
-        if epoch == self._told_epoch and not (self._stored or self._loaded):
+        if epoch == self._reported_epoch and not (self._stored or self._loaded):
             return None
-        attached = {} if epoch == self._told_epoch else {self._place.rank: epoch}
+        attached = {} if epoch == self._reported_epoch else {self._place.rank: epoch}
         report = RankReport(
             attached, self._stored, frozenset(self._not_stored), self._loaded, frozenset(self._not_loaded)
         )
-        self._told_epoch = epoch
+        self._reported_epoch = epoch
         self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()
         return report
 
@@ -273,12 +270,12 @@ class WorkerSide:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _settle_left(self, epoch: int) -> None:
-        """Report the loads of clients that were closed, once nothing can write to their blocks any more."""
-        left, self._left = self._left, []
-        for client, loads in left:
+    def _settle_closed(self, epoch: int) -> None:
+        """Report the loads of closed clients once nothing can write to their blocks any more."""
+        closed, self._closed = self._closed, []
+        for client, loads in closed:
             if not client.unmapped(epoch):
-                self._left.append((client, loads))
+                self._closed.append((client, loads))
                 continue
             for load in loads:
                 self._load_ended(load, done=False)

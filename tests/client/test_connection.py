@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvsidecar.client import BreakerState, Client, DaemonUnreachable
-from kvsidecar.client.link import connect
+from kvsidecar.client.connection import connect
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE, SECONDS, hashes
@@ -42,21 +42,21 @@ def full(short_dir: Path) -> Iterator[SimpleNamespace]:
 def test_a_full_queue_of_connections_is_waited_for(full: SimpleNamespace) -> None:
     def serve() -> None:
         while True:
-            link, _ = full.listener.accept()
-            if link.recv(4096):
+            connection, _ = full.listener.accept()
+            if connection.recv(4096):
                 payload = pb.Welcome(token=b"t", epoch=3).SerializeToString()
-                link.sendall(frame(payload))
+                connection.sendall(frame(payload))
                 return
 
     def close_those_before() -> None:
-        for link in [full.listener.accept()[0]]:
-            link.close()
+        for connection in [full.listener.accept()[0]]:
+            connection.close()
         serve()
 
     threading.Timer(0.05, close_those_before).start()
-    link = connect(full.path, fds=(), client="", timeout=SECONDS)
-    assert link.epoch == 3
-    link.close()
+    connection = connect(full.path, fds=(), client="", timeout=SECONDS)
+    assert connection.epoch == 3
+    connection.close()
 
 
 def test_a_queue_that_stays_full_is_an_unreachable_daemon(full: SimpleNamespace) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvsidecar.integrations.vllm.metadata import split_hashes
 from kvsidecar.integrations.vllm.stored_filter import Mask, StoredFilter, Tags
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockHashes:
     """Blocks of one group, as their joined hashes."""
 
     group: int
@@ -23,33 +24,31 @@ class Part:
         return len(self.tags)
 
     def split(self) -> list[bytes]:
-        """The hashes of the blocks, one by one."""
-        width = len(self.hashes) // max(1, len(self))
-        return [self.hashes[i : i + width] for i in range(0, len(self.hashes), width)] if width else []
+        return split_hashes(self.hashes, len(self))
 
-    def only(self, which: Mask | slice) -> Part:
-        """A part with only these blocks. It is a copy, so that the memory of the others is given back."""
+    def only(self, which: Mask | slice) -> BlockHashes:
+        """These blocks alone. A copy, so that the memory of the others can be freed."""
         rows = np.frombuffer(self.hashes, np.uint8).reshape(len(self), -1)
-        return Part(self.group, rows[which].tobytes(), self.tags[which].copy())
+        return BlockHashes(self.group, rows[which].tobytes(), self.tags[which].copy())
 
 
-class Due:
-    """A bounded queue of due blocks, first in, first out, without duplicates.
+class Backlog:
+    """A bounded queue of blocks without duplicates, first in, first out.
 
     Args:
-        most: capacity in blocks; beyond it, the oldest are pushed out.
+        capacity: in blocks; more push out the oldest.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._parts: deque[Part] = deque()
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._parts: deque[BlockHashes] = deque()
         self.count = 0
         """Blocks."""
-        # A prefix may become due again with every request that shares it.
+        # Every request that shares a prefix may add it again.
         self._queued = StoredFilter()
 
-    def add(self, part: Part) -> list[Part]:
-        """Add blocks that are not due already. Returns the blocks that they push out."""
+    def add(self, part: BlockHashes) -> list[BlockHashes]:
+        """Add blocks that are not queued already. Returns the blocks that they push out."""
         new = ~self._queued.find(part.tags)
         if not new.all():
             part = part.only(new)
@@ -58,13 +57,13 @@ class Due:
         self._queued.add(part.tags)
         self._parts.append(part)
         self.count += len(part)
-        return self.take(self.count - self._most)
+        return self.take(self.count - self._capacity)
 
-    def take(self, most: int) -> list[Part]:
-        """Remove up to ``most`` blocks, and return them."""
+    def take(self, most: int) -> list[BlockHashes]:
+        """Remove and return up to ``most`` blocks."""
         return list(self._taken(most))
 
-    def _taken(self, most: int) -> Iterator[Part]:
+    def _taken(self, most: int) -> Iterator[BlockHashes]:
         while most > 0 and self._parts:
             part = self._parts.popleft()
             if len(part) > most:

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsidecar.client.strides import View, regions_of
+from kvsidecar.client.regions import StridedView, regions_of
 from kvsidecar.errors import NotExportable
 from kvsidecar.types import Region
 
 BLOCKS, PAGE = 10, 64
 
 
-def view_of(array: np.ndarray, base: np.ndarray, block_dim: int) -> View:  # type: ignore[type-arg]
+def view_of(array: np.ndarray, base: np.ndarray, block_dim: int) -> StridedView:  # type: ignore[type-arg]
     offset = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-    return View(0, offset, array.shape, array.strides, array.itemsize, block_dim)
+    return StridedView(0, offset, array.shape, array.strides, array.itemsize, block_dim)
 
 
 def test_layers_stacked_in_one_allocation_become_one_region() -> None:
@@ -45,7 +45,7 @@ def test_padded_pages_keep_their_stride_and_copy_no_padding() -> None:
 
 
 def test_separate_allocations_stay_separate_regions() -> None:
-    views = [View(layer, 0, (BLOCKS, 32), (PAGE, 2), 2, 0) for layer in range(3)]
+    views = [StridedView(layer, 0, (BLOCKS, 32), (PAGE, 2), 2, 0) for layer in range(3)]
     assert [region.allocation for region in regions_of(views)] == [0, 1, 2]
 
 
@@ -56,29 +56,29 @@ def test_an_interior_pointer_becomes_an_offset() -> None:
 
 
 def test_layers_that_share_kv_count_once() -> None:
-    view = View(0, 0, (BLOCKS, 32), (PAGE, 2), 2, 0)
+    view = StridedView(0, 0, (BLOCKS, 32), (PAGE, 2), 2, 0)
     assert len(regions_of([view, view])) == 1
     assert regions_of([view, view])[0].num_rows == 1
 
 
 def test_an_uneven_distance_between_layers_is_not_joined() -> None:
-    views = [View(0, offset, (BLOCKS, 32), (PAGE, 2), 2, 0) for offset in (0, 1000, 2500)]
+    views = [StridedView(0, offset, (BLOCKS, 32), (PAGE, 2), 2, 0) for offset in (0, 1000, 2500)]
     assert [(region.num_rows, region.offset) for region in regions_of(views)] == [(2, 0), (1, 2500)]
 
 
 def test_layers_in_falling_order_keep_the_order_of_the_layers() -> None:
-    views = [View(0, offset, (BLOCKS, 32), (PAGE, 2), 2, 0) for offset in (2000, 1000, 0)]
+    views = [StridedView(0, offset, (BLOCKS, 32), (PAGE, 2), 2, 0) for offset in (2000, 1000, 0)]
     assert [region.offset for region in regions_of(views)] == [2000, 1000, 0]
 
 
 def test_an_expanded_tensor_is_refused() -> None:
     with pytest.raises(NotExportable, match="expanded"):
-        regions_of([View(0, 0, (BLOCKS, 2, 32), (PAGE, 0, 2), 2, 0)])
+        regions_of([StridedView(0, 0, (BLOCKS, 2, 32), (PAGE, 0, 2), 2, 0)])
 
 
 def test_different_numbers_of_blocks_are_refused() -> None:
     with pytest.raises(NotExportable, match=r"\[10, 11\]"):
-        regions_of([View(0, 0, (10, 32), (PAGE, 2), 2, 0), View(1, 0, (11, 32), (PAGE, 2), 2, 0)])
+        regions_of([StridedView(0, 0, (10, 32), (PAGE, 2), 2, 0), StridedView(1, 0, (11, 32), (PAGE, 2), 2, 0)])
 
 
 def test_nothing_is_refused_with_words() -> None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from kvsidecar.client.link import Link
+from kvsidecar.client.connection import Connection
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.frames import frames
 from tests.harness import SECONDS
 
 
-class FakeLink:
-    """A `Link` to the test itself."""
+class FakeConnection:
+    """A `Connection` to the test itself."""
 
     def __init__(self) -> None:
-        self.connection, self.far = socket.socketpair()
+        self.sock, self.far = socket.socketpair()
         self.far.settimeout(SECONDS)
 
-    shut_down = Link.shut_down
+    shut_down = Connection.shut_down
 
     def close(self) -> None:
-        self.connection.close()
+        self.sock.close()
 
     def requests(self) -> Iterator[pb.LocalRequest]:
         return map(pb.LocalRequest.FromString, frames(self.far))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.integrations.vllm import stores
-from kvsidecar.integrations.vllm.due import Due, Part
+from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stored_filter import tags_of
@@ -33,11 +33,11 @@ from tests.integrations.test_scheduler import ATTACHED, attached, run, stored_ha
 IDLE = Step()
 
 
-def part(group: int, hashes: Sequence[bytes]) -> Part:
-    return Part(group, b"".join(hashes), tags_of(group, b"".join(hashes), len(hashes)))
+def part(group: int, hashes: Sequence[bytes]) -> BlockHashes:
+    return BlockHashes(group, b"".join(hashes), tags_of(group, b"".join(hashes), len(hashes)))
 
 
-def names(parts: Sequence[Part]) -> list[tuple[int, bytes]]:
+def names(parts: Sequence[BlockHashes]) -> list[tuple[int, bytes]]:
     return [(each.group, one) for each in parts for one in each.split()]
 
 
@@ -51,7 +51,7 @@ def drain(made: SchedulerSide, failed: bool = False) -> list[list[bytes]]:
     """Idle steps until there is nothing to do. Returns what each job stored."""
     jobs = []
     while made.has_pending_push_work():
-        for job in made.build_orders(IDLE).stores:
+        for job in made.build_plan(IDLE).stores:
             jobs.append(stored_hashes((job,)))
             made.take_report(RankReport(stored={job.number: 1}, not_stored=frozenset([job.number] * failed)))
     return jobs
@@ -72,7 +72,7 @@ def drain(made: SchedulerSide, failed: bool = False) -> list[list[bytes]]:
 def test_each_block_is_due_once_and_the_first_ones_are_taken_or_pushed_out_first(
     most: int, script: list[tuple[int, list[int]] | int]
 ) -> None:
-    hashes, due = chain(range(100)), Due(most)
+    hashes, due = chain(range(100)), Backlog(most)
     model: list[tuple[int, bytes]] = []
     for each in script:
         if isinstance(each, int):
@@ -97,7 +97,7 @@ def test_what_a_step_has_no_room_for_when_a_request_ends_is_stored_by_later_step
     pool = TinyPool(80)
     made = side(pool=pool, store_interval="1h")
     made.take_report(ATTACHED)
-    made.build_orders(Step({"nobody": 1}))
+    made.build_plan(Step({"nobody": 1}))
     request = Request("r", list(range(44)))
     blocks = pool.take(11)
     for block, each in zip(blocks, request.block_hashes, strict=True):
@@ -120,9 +120,9 @@ def test_what_is_due_leaves_the_engine_seven_eighths_of_its_blocks() -> None:
     ends(made, pool, request, run(made, pool, request, 44))
     made.take_report(ATTACHED)
 
-    (job,) = made.build_orders(IDLE).stores
+    (job,) = made.build_plan(IDLE).stores
     assert len(stored_hashes((job,))) == 4
-    assert made.build_orders(IDLE).stores == ()
+    assert made.build_plan(IDLE).stores == ()
     made.take_report(RankReport(stored={job.number: 1}))
     assert [each for one in [stored_hashes((job,)), *drain(made)] for each in one] == request.block_hashes
 
@@ -156,7 +156,7 @@ def test_a_declined_store_is_tried_again_later_and_later_until_one_is_stored() -
 
     other = Request("s", list(range(100, 108)))
     run(made, pool, other, 8)
-    (job,) = made.build_orders(Step({"s": 1})).stores
+    (job,) = made.build_plan(Step({"s": 1})).stores
     made.take_report(RankReport(stored={job.number: 1}))
     clock.now += 1
     assert drain(made) == [request.block_hashes]  # now that the daemon takes something
@@ -181,7 +181,7 @@ def test_a_store_that_ends_after_the_daemon_was_restarted_is_made_again() -> Non
     made = attached(pool=pool)
     request = Request("r", list(range(8)))
     ends(made, pool, request, run(made, pool, request, 8))
-    (job,) = made.build_orders(IDLE).stores
+    (job,) = made.build_plan(IDLE).stores
 
     made.take_report(RankReport(attached={0: EPOCH + 1}, stored={job.number: 1}))
 
@@ -196,12 +196,12 @@ def test_a_reset_forgets_what_is_due_and_what_running_stores_leave() -> None:
     ends(made, pool, requests[0], run(made, pool, requests[0], 8))
     drain(made, failed=True)
     ends(made, pool, requests[1], run(made, pool, requests[1], 8))
-    (job,) = made.build_orders(IDLE).stores
+    (job,) = made.build_plan(IDLE).stores
 
     assert made.reset_cache() is False
     made.take_report(RankReport(stored={job.number: 1}, not_stored=frozenset({job.number})))
     while made.has_pending_push_work():
-        assert made.build_orders(IDLE).stores == ()
+        assert made.build_plan(IDLE).stores == ()
 
     made._stores._retry = 0.0
     assert not made.has_pending_push_work()
@@ -214,7 +214,7 @@ def test_what_no_step_comes_to_is_bounded_by_what_the_gpu_has_and_counted() -> N
     for number in range(5):
         request = Request(f"r{number}", list(range(100 * number, 100 * number + 16)))
         ends(made, pool, request, run(made, pool, request, 16))
-    assert made._stores._due.count == 9
+    assert made._stores._backlog.count == 9
     assert made.counters.given_up_blocks == 11
 
     made.take_report(ATTACHED)
@@ -239,18 +239,18 @@ def test_lazy_mode_stores_what_a_request_hits_and_leaves_the_rest_for_an_idle_st
     system = list(range(8))
     first, second = Request("a", system + [1] * 8), Request("b", system + [2] * 8)
     blocks = run(made, pool, first, 16)
-    assert made.build_orders(busy(first)).stores == ()
+    assert made.build_plan(busy(first)).stores == ()
 
     fresh = pool.take(2)
     pool.touch(blocks[:2])
     made.update_state_after_alloc(second, LiveTables([[*blocks[:2], *fresh]]), 0)
     new = NewRequest("b", ([block.block_id for block in (*blocks[:2], *fresh)],), num_computed_tokens=8)
-    (job,) = made.build_orders(Step({"b": 8}, scheduled_new_reqs=[new])).stores
+    (job,) = made.build_plan(Step({"b": 8}, scheduled_new_reqs=[new])).stores
     assert stored_hashes((job,)) == second.block_hashes[:2]
     made.take_report(RankReport(stored={job.number: 1}))
 
     ends(made, pool, first, blocks)
-    assert made.build_orders(busy(second)).stores == (), "while requests run, only what is hit or evicted is stored"
+    assert made.build_plan(busy(second)).stores == (), "while requests run, only what is hit or evicted is stored"
     assert drain(made) == [first.block_hashes[2:]]
     assert not made.has_pending_push_work()
 
@@ -279,7 +279,7 @@ def test_blocks_that_lazy_mode_stores_before_they_are_evicted_keep_their_order_t
     other = pool.take(3)
 
     step = Step({"s": 12}, scheduled_new_reqs=[NewRequest("s", ([each.block_id for each in other],))])
-    (job,) = made.build_orders(step).stores
+    (job,) = made.build_plan(step).stores
     made.take_report(RankReport(stored={job.number: 1}))
 
     assert [block for block in pool.free_block_queue.blocks if block.block_hash is not None] == blocks[::-1]

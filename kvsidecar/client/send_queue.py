@@ -1,4 +1,4 @@
-"""What is to be said next on one Attach stream. Does no I/O; with the client's lock held."""
+"""The messages to send next on one Attach stream. Pure; used with the client's lock held."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 from kvsidecar.client.ledger import Job, Ledger, Phase
 from kvsidecar.client.messages import MAX_REQUEST_BYTES, fill_job
-from kvsidecar.client.results import JobDone
+from kvsidecar.client.types import JobDone
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 
-class Outbox:
-    """Jobs and other messages in the order in which they are sent.
+class SendQueue:
+    """Jobs and other messages, first in, first out.
 
-    A job becomes a message when it is its turn, and not before: one that has ended by then, here, is never sent, since
-    its blocks may be another request's.
+    A job becomes a message when it is taken, not before: a job that has ended by then is never sent, because its blocks
+    may be another request's.
 
     Args:
         clock: monotonic seconds.
@@ -28,30 +28,30 @@ class Outbox:
         self._ledger = ledger
         self._clock = clock
         self.waiting: deque[Job | pb.AttachRequest | None] = deque()
-        """None is the end."""
+        """None marks the end."""
         self.is_finished = False
-        """The end was taken: nothing comes behind it."""
-        self._takes_more = True
+        """The end was taken."""
+        self._open = True
 
     def put(self, *items: Job | pb.AttachRequest) -> None:
-        """Behind what was put before; nothing if that was the end."""
-        if self._takes_more:
+        """Append items, unless the queue was finished or closed."""
+        if self._open:
             self.waiting += items
 
     def finish(self) -> None:
-        """Nothing more is said."""
-        if self._takes_more:
-            self._takes_more = False
+        """Append the end."""
+        if self._open:
+            self._open = False
             self.waiting.append(None)
 
     def close(self) -> None:
-        """Nobody listens any more: what waits is never said."""
-        self._takes_more = False
+        """Discard everything: the stream has ended."""
+        self._open = False
         self.waiting.clear()
 
     def take(self, message: pb.AttachRequest) -> bool:
-        """Make the next one into a message: the daemon will hear of it. False if there is nothing to say: it is the
-        end, or a job that has ended or ends here."""
+        """Write the next item into a message, which is then sent. False if there is none to send: the item is the end,
+        or a job that has ended, or that ends here because it cannot be sent."""
         item = self.waiting.popleft()
         if isinstance(item, Job):
             return self._take_job(item, message)
@@ -70,11 +70,11 @@ class Outbox:
             if job.deadline is not None and now >= job.deadline:
                 reason = Refusal.DEADLINE
             elif (size := fill_job(job, message, now)) > MAX_REQUEST_BYTES:
-                text = f"a message of {size} bytes is over {MAX_REQUEST_BYTES}: make smaller jobs"
+                text = f"the job has {size} bytes and at most {MAX_REQUEST_BYTES} are allowed: make smaller jobs"
             else:
                 job.phase = Phase.SENT
                 return True
         except (TypeError, ValueError, OverflowError) as error:
-            text = f"not blocks: {error}"
+            text = f"the blocks are invalid: {error}"
         self._ledger.finish(JobDone(job.number, Outcome.DECLINED, reason, text))
         return False

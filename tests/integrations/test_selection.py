@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
-from kvsidecar.integrations.vllm.storing import (
+from kvsidecar.integrations.vllm.selection import (
     Candidates,
     Selection,
     block_range,
@@ -16,6 +15,7 @@ from kvsidecar.integrations.vllm.storing import (
     keys_reader,
     walk,
 )
+from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 from tests.integrations.engine import TinyPool, chain, full, group
 
 

@@ -1,10 +1,9 @@
-"""Chooses the blocks to store next. Pure.
+"""Selects the blocks to store next. Pure.
 
 The GPU's prefix cache defines the content of a GPU block. vLLM enters a block there when it is about to be full of
-known tokens, never writes to it again, and removes it before it gives the block to another request. A request's block
-table is only a hint where to look first: it goes stale with every preemption, sliding window and copy on write. A block
-in the cache need not be written yet: the step that writes it may be in flight. Stores are ordered after that step, on
-the device or by the host.
+known tokens, does not write to it again, and removes it before it gives the block to another request. A request's block
+table is only a hint: preemptions, sliding windows and copy on write make it stale. The step that writes a cached block
+may still be in flight; stores are ordered after it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
 from kvsidecar.integrations.vllm.stored_filter import StoredFilter, Tags, tags_of
 
 KeysOf = Callable[[Sequence[Any]], bytes]
-"""Returns the pool's own keys of the blocks, joined."""
+"""Returns the joined keys of blocks of the pool."""
 GROUP_ID_BYTES = 4
-"""vLLM's key of a block is its hash, followed by the index of its group in big endian."""
+"""vLLM's key of a block is its hash, followed by the index of its group (big endian)."""
 
 
 class Pool(Protocol):
@@ -42,13 +41,13 @@ class Pool(Protocol):
 
 @dataclass(slots=True)
 class Span:
-    """The candidates that belong to one request."""
+    """The candidates of one request."""
 
     request: Any
     first: int
-    """Index of its first candidate in the request's block table."""
+    """Index of the first candidate in the request's block table."""
     begin: int
-    """Index of its first candidate among all candidates."""
+    """Index of the first candidate among all candidates."""
 
 
 @dataclass(slots=True)
@@ -57,15 +56,15 @@ class Candidates:
 
     hashes: list[bytes] = field(default_factory=list)
     blocks: list[Any] = field(default_factory=list)
-    """For each, the pool's block that probably holds it; None if there is no hint."""
+    """For each hash, the pool's block that probably holds it, or None."""
     spans: list[Span] = field(default_factory=list)
-    """Empty in lazy mode, which stores blocks regardless of the request that computed them."""
+    """Empty in lazy mode, where the requests do not matter."""
 
     def add(self, request: Any, first: int, hashes: Sequence[bytes], table: Sequence[Any]) -> None:
         """Add a request's blocks, from index ``first`` on.
 
         Args:
-            table: the request's block table at some earlier time; it may be too short, and its blocks may be stale.
+            table: the request's block table; it may be too short or stale.
         """
         blocks = table[first : first + len(hashes)]
         self.spans.append(Span(request, first, len(self.hashes)))
@@ -87,15 +86,15 @@ class Chosen:
 
 
 def keys_reader(pool: Pool) -> KeysOf:
-    """A function that reads the pool's own keys of blocks. ``block_hash`` is a property, and reading it costs as much
-    as everything else that is read from a block; the attribute behind it is read if it exists.
+    """A function that reads the keys of blocks. It reads the attribute behind the property ``block_hash`` if there is
+    one: the property takes as long as everything else that is read from a block.
 
-    The function raises AttributeError or TypeError if one of the blocks is None or has no key.
+    The function raises AttributeError or TypeError if a block is None or has no key.
     """
     return _fields if hasattr(pool.null_block, "_block_hash") else _properties
 
 
-# One comprehension each, not map(attrgetter(name)): a constant attribute name is read in half the time.
+# Not map(attrgetter(name)): a constant attribute name is read in half the time.
 
 
 def _fields(blocks: Sequence[Any]) -> bytes:
@@ -109,15 +108,14 @@ def _properties(blocks: Sequence[Any]) -> bytes:
 def choose(
     pool: Pool, keys_of: KeysOf, stored_filter: StoredFilter, group: Group, candidates: Candidates
 ) -> Chosen | None:
-    """The candidates that are not stored yet and that the GPU still caches, each hash once. None if there are none.
+    """The candidates that are not stored yet and still in the GPU's cache, each hash once. None if there are none.
 
-    Three filters, each skipped if it cannot remove anything:
+    Three filters remove these, and are skipped where they cannot apply:
 
-    1. Stored blocks, by ``stored_filter``. `walk` applies it to its candidates, which have no spans.
+    1. Stored blocks, by ``stored_filter``. `walk` has applied it to its own candidates, which have no spans.
     2. Duplicates: two requests may compute the same block. The first is kept.
-    3. Blocks that the GPU does not cache any more. A candidate's block is only a hint. If its key is not the expected
-       one, the pool's index is asked which block has that key. Usually all hints are right, and one comparison of the
-       joined keys shows it.
+    3. Blocks that the GPU no longer caches. If a candidate's block does not have the expected key, the pool's index is
+       searched for the key. Usually all blocks are right, which one comparison of the joined keys shows.
 
     Args:
         keys_of: from `keys_reader`.
@@ -151,7 +149,7 @@ def choose(
 
 
 def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
-    """The pool's own keys of these blocks, joined; empty if it does not cache one of them."""
+    """The joined keys of these blocks; empty if one of them is None or not cached."""
     try:
         return keys_of(blocks)
     except (AttributeError, TypeError):  # None, or a block without a key
@@ -179,7 +177,7 @@ class Selection:
         self.count += len(chosen.blocks)
 
     def in_order_of_eviction(self) -> list[Any]:
-        """The pool's blocks, last of each prefix first: vLLM evicts the end of a prefix before its beginning."""
+        """The pool's blocks, the end of each prefix first: vLLM evicts it before the beginning."""
         found: list[Any] = []
         for parts in self._parts.values():
             for part in reversed(parts):
@@ -191,7 +189,7 @@ class Selection:
 
 
 def block_range(group: Group, done: int, aligned: int, end: int) -> range:
-    """Indices of the request's blocks in this group that became candidates with tokens ``done`` to ``aligned``."""
+    """Indices of a request's blocks in this group for tokens ``done`` to ``aligned``."""
     last = aligned // group.block_tokens
     if group.eagle and aligned + group.block_tokens <= end:
         last += 1  # a hit must be followed by one more block: see `Group.eagle`
@@ -201,7 +199,7 @@ def block_range(group: Group, done: int, aligned: int, end: int) -> range:
 def walk(
     pool: Pool, stored_filter: StoredFilter, groups: Mapping[int, Group], watermark: int
 ) -> list[tuple[int, bytes, Any]]:
-    """Lazy mode: of the ``watermark`` blocks that the GPU evicts next, those that are not stored yet.
+    """Lazy mode: those of the ``watermark`` blocks that the GPU evicts next that are not stored yet.
 
     Returns:
         The group's index, the hash, and the block.
@@ -214,7 +212,7 @@ def walk(
         if key is None or block.is_null:
             continue
         group = groups.get(int.from_bytes(key[-GROUP_ID_BYTES:], "big"))
-        # vLLM may cache a partial block under the hash of its tokens so far. Others expect a full block under a hash.
+        # vLLM may cache a partial block under the hash of its tokens so far, but stored blocks must be full.
         tokens = getattr(block, "block_hash_num_tokens", None)
         if group is not None and (tokens is None or tokens % group.block_tokens == 0):
             found[bytes(key)] = block
@@ -232,7 +230,7 @@ def walk(
 
 
 def default_watermark(groups: Sequence[Group], step_tokens: int) -> int:
-    """Twice the number of blocks that a step of ``step_tokens`` tokens can need, as in vLLM's own lazy mode."""
+    """Twice the blocks that a step of ``step_tokens`` tokens can need, as in vLLM's own lazy mode."""
     blocks = 0
     for group in groups:
         if group.kind is Kind.STATE:

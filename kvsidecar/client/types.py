@@ -1,4 +1,4 @@
-"""What a client gives and gets: blocks, the ends of jobs, readiness, answers to lookups. Plain data."""
+"""The client's data types: blocks, results of jobs and lookups, readiness, and the reasons that only a client gives."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DAEMON_LOST = "daemon_lost"
-"""There is no connection to the daemon, or the job's one ended before its answer came."""
+"""There is no connection to the daemon, or it ended before the job did."""
 NOT_ATTACHED = "not_attached"
 """`Client.attach` was not called, or failed."""
 CLOSED = "closed"
 """`Client.close` was called."""
 BACKPRESSURE = "backpressure"
-"""As many jobs are outstanding as this client allows: the daemon hangs, or is far behind."""
+"""Too many jobs are outstanding: the daemon hangs, or is far behind."""
 EVENT_FAILED = "event_failed"
-"""The engine's event that the job comes after could not be recorded or waited for."""
+"""The event that the job comes after could not be recorded or waited for."""
 NO_ANSWER = "no_answer"
-"""A lookup's budget passed without an answer."""
+"""The lookup was not answered within its time budget."""
 BREAKER_OPEN = "breaker_open"
-"""Lookups are not sent: the last ones were not answered in time. A probe in the background ends this."""
+"""The lookup was not sent: the ones before were not answered in time. A background probe ends this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Blocks of one KV cache group: ``hashes[i]`` is the content of block ``block_ids[i]`` of this rank.
 
-    Hashes joined to one `bytes`, and ids in an array of int64 (numpy's, or any with the buffer protocol) or in what
-    `pack_ids` has made of them, cost the engine's thread nothing per block.
+    Fastest are hashes joined in one `bytes`, and ids in an array of int64 (numpy's, or any with the buffer protocol) or
+    packed by `pack_ids`.
     """
 
     group: int
@@ -43,26 +43,26 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """The end of one job. Bytes and seconds."""
+    """The result of one job. Bytes and seconds."""
 
     job: int
     outcome: Outcome
     reason: str = ""
-    """Why it was declined or failed: a name of `kvsidecar.errors.Refusal`, or one of this module's."""
+    """Why it was declined or failed: a value of `kvsidecar.errors.Refusal`, or a constant of this module."""
     error: str = ""
     copied_blocks: int = 0
     skipped_blocks: int = 0
     """Stores only: blocks that the daemon has already, or that another rank is storing."""
     nbytes: int = 0
     copy_seconds: float = 0.0
-    """In which the device moved bytes: no planning, no gaps between its copies."""
+    """Time in which the device moved bytes, without planning and without gaps between copies."""
     queue_seconds: float = 0.0
-    """The rest of the time that the copies took in the daemon."""
+    """The rest of the time that the job took in the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What the daemon said last of itself. Bytes and seconds."""
+    """The daemon's last report on itself. Bytes and seconds."""
 
     state: State
     pool_bytes: int = 0
@@ -79,7 +79,7 @@ class Readiness:
 @dataclass(frozen=True, slots=True)
 class GroupHits:
     hits: int
-    """Readable blocks: length of the prefix, or how many of all."""
+    """Number of readable blocks: of the prefix, or of all."""
     found: tuple[bool, ...] = ()
     """`LookupMode.BITMAP` only: one flag per hash."""
 
@@ -91,6 +91,6 @@ class LookupResult:
     groups: Mapping[int, GroupHits] = field(default_factory=dict)
     lease: int | None = None
     lease_seconds: float = 0.0
-    """Granted; may be shorter than asked."""
+    """Granted; may be shorter than requested."""
     reason: str = ""
-    """Why the daemon did not answer: `DAEMON_LOST`, `NO_ANSWER` or `BREAKER_OPEN`. Empty when it did."""
+    """Why there is no answer: `DAEMON_LOST`, `NO_ANSWER` or `BREAKER_OPEN`. Empty if there is one."""

@@ -1,4 +1,4 @@
-"""Shapes and strides -> regions. Pure; `kvsidecar.client.torch` feeds it with tensors."""
+"""Converts the shapes and strides of arrays to regions. Pure; `kvsidecar.client.torch` calls it for tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvsidecar.types import Region
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A strided array in an allocation, one dimension of which counts blocks."""
+class StridedView:
+    """A strided array in an allocation. One of its dimensions counts blocks."""
 
     allocation: int
     offset: int
@@ -28,10 +28,10 @@ class View:
         return self.shape[self.block_dim]
 
 
-def regions_of(views: Sequence[View]) -> tuple[Region, ...]:
-    """The regions of one KV cache group: rows in the order of the views, neighbours joined where strides allow.
+def regions_of(views: Sequence[StridedView]) -> tuple[Region, ...]:
+    """The regions of one KV cache group: rows in the order of the views, adjacent regions joined where strides allow.
 
-    Views that are the same bytes (layers that share KV) count once.
+    Equal views (layers that share KV) count once.
 
     Args:
         views: of the group's layers, all with the same number of blocks.
@@ -50,8 +50,8 @@ def regions_of(views: Sequence[View]) -> tuple[Region, ...]:
     return _join(regions)
 
 
-def _split(view: View) -> list[Region]:
-    """One view as regions: the contiguous inner dimensions are the row, one outer dimension is the rows."""
+def _split(view: StridedView) -> list[Region]:
+    """Split one view into regions: its contiguous inner dimensions form a row, one outer dimension counts the rows."""
     dims = sorted(
         (stride, size)
         for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True))
@@ -59,7 +59,8 @@ def _split(view: View) -> list[Region]:
     )
     if any(stride <= 0 for stride, _ in dims) or (view.num_blocks > 1 and view.strides[view.block_dim] <= 0):
         raise NotExportable(
-            f"a tensor of shape {view.shape} has strides {view.strides}: it was expanded, its elements share bytes"
+            f"a tensor of shape {view.shape} has strides {view.strides}: it was expanded, so its "
+            "elements overlap: copy it first"
         )
     row_bytes = view.itemsize
     while dims and dims[0][0] == row_bytes:
@@ -84,9 +85,9 @@ def _split(view: View) -> list[Region]:
 
 
 def _join(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """Join runs of regions that are each other's rows: layers at a constant distance in one allocation.
+    """Join adjacent regions into one with more rows: layers at a constant distance in one allocation.
 
-    Each block of the joined region is then one pitched copy instead of one copy a layer.
+    Each block of the joined region is then one pitched copy instead of one copy per layer.
     """
     joined: list[Region] = []
     for region in regions:
@@ -98,7 +99,7 @@ def _join(regions: Sequence[Region]) -> tuple[Region, ...]:
 
 
 def _as_rows(first: Region, then: Region) -> Region | None:
-    """``first`` with the rows of ``then`` behind its own, if one stride reaches them all."""
+    """``first`` followed by the rows of ``then``, if all of them have one stride; else None."""
     same = (first.allocation, first.block_stride, first.row_bytes) == (
         then.allocation,
         then.block_stride,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.errors import ClientError
-from kvsidecar.integrations.vllm.ahead import AHEAD_REQUESTS, AHEAD_SECONDS
+from kvsidecar.integrations.vllm.early_lookups import EARLY_REQUESTS, EARLY_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.engine import EPOCH, Allocated, Clock, Request, Step, TinyDaemon, TinyPool, side
@@ -66,7 +66,7 @@ def test_the_answer_is_right_wherever_the_gpus_own_hit_ends(engine: SchedulerSid
     assert tokens == {0: 0, 4: 8, 8: 4, 12: 0}[local]
     assert daemon.waited == 0
     engine.update_state_after_alloc(asked, Allocated([5, 6, 7, 8]), tokens)
-    orders = engine.build_orders(Step())
+    orders = engine.build_plan(Step())
     loaded = [each.hashes for job in orders.loads for each in job.blocks]
     assert loaded == ([b"".join(asked.block_hashes[local // 4 : 3])] if tokens else [])
 
@@ -78,11 +78,11 @@ def test_an_answer_that_is_too_old_is_given_up_and_asked_for_again(
     daemon.put(0, asked.block_hashes[:2])
     engine.on_new_request(asked)
     engine.on_new_request(other)
-    clock.now += AHEAD_SECONDS
+    clock.now += EARLY_SECONDS
     daemon.put(0, asked.block_hashes[2:3])
     assert engine.get_num_new_matched_tokens(asked, 0) == (12, True)
     assert daemon.waited == 1
-    engine.build_orders(Step())
+    engine.build_plan(Step())
     assert len(daemon.leases) == 1, "that of the request that vLLM has not asked for is dropped"
 
 
@@ -124,7 +124,7 @@ def test_a_request_that_has_grown_is_asked_for_again(engine: SchedulerSide, daem
 
 
 def test_only_so_many_are_asked_ahead(engine: SchedulerSide, daemon: Waited) -> None:
-    wave = [request(f"r{i}") for i in range(AHEAD_REQUESTS + 3)]
+    wave = [request(f"r{i}") for i in range(EARLY_REQUESTS + 3)]
     for each in wave:
         engine.on_new_request(each)
         engine.on_new_request(each)

@@ -1,0 +1,62 @@
+"""The scheduler's client: makes lookups in the ranks' namespace, for the keys of the current version of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvsidecar.client import BreakerState, Client, LeaseRenewal, LookupMode, LookupResult, Namespace, PendingLookup
+from kvsidecar.client.types import NO_ANSWER
+from kvsidecar.integrations.weights_version import WeightsVersion
+
+
+class SchedulerClient:
+    """Converts block hashes to keys for ``client``.
+
+    Only the ranks know the namespace, which depends on their memory. They report it no later than the first attachment;
+    until then no lookup is sent.
+    """
+
+    def __init__(self, client: Client, weights_version: WeightsVersion) -> None:
+        self._client, self._weights_version = client, weights_version
+        self.namespace: Namespace | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._client.epoch
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the daemon has left the last lookups unanswered."""
+        return self._client.breaker_state is not BreakerState.CLOSED
+
+    def connect(self, timeout: float) -> None:
+        """Connect before the first request. Waits at most ``timeout`` seconds."""
+        self._client.renew(0, 1.0, timeout=timeout)
+
+    def lookup(
+        self, groups: Mapping[int, bytes], *, mode: LookupMode, lease_seconds: float, timeout: float
+    ) -> LookupResult:
+        if self.namespace is None:
+            return LookupResult(False, reason=NO_ANSWER)
+        keys = self._keys(groups)
+        return self._client.lookup(self.namespace, keys, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
+
+    def begin_lookup(
+        self, groups: Mapping[int, bytes], *, mode: LookupMode, lease_seconds: float
+    ) -> PendingLookup | None:
+        """Send a lookup. None: it cannot be sent at once."""
+        if self.namespace is None:
+            return None
+        return self._client.begin_lookup(self.namespace, self._keys(groups), mode=mode, lease_seconds=lease_seconds)
+
+    def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
+        return self._client.renew_nowait(lease, lease_seconds)
+
+    def release_nowait(self, lease: int) -> None:
+        self._client.release_nowait(lease)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _keys(self, groups: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        return {index: self._weights_version.keys(hashes) for index, hashes in groups.items()}
