@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, every, few, longer, some, where_zero
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, all_true, any_true, as_list, extended, where_zero
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import LruPolicy
 from kvsidecar.types import Namespace
@@ -144,7 +144,7 @@ class SpaceBlocks:
         for name in COLUMNS:
             column = getattr(self, name)
             # With many shards a huge page for each would be mostly empty.
-            setattr(self, name, longer(column, length, huge=column.ndim == 1 or len(column) == 1))
+            setattr(self, name, extended(column, length, huge=column.ndim == 1 or len(column) == 1))
         self.index.reserve(length)
         self.policy.reserve(length)
 
@@ -163,19 +163,19 @@ class SpaceBlocks:
 
     def can_stay(self, rows: Ints) -> bool:
         """Each of these blocks can be found, and has a sealed shard."""
-        return not some(self.detached[rows]) and not some(self.missing[rows] == self.space.num_shards)
+        return not any_true(self.detached[rows]) and not any_true(self.missing[rows] == self.space.num_shards)
 
     def held_slots(self, rows: Ints) -> Ints | list[int]:
         """Slots of the sealed shards of these blocks."""
         if len(rows) * self.space.num_shards <= FEW:
             shards = range(self.space.num_shards)
-            return [slot for shard in shards for row in few(rows) if (slot := self.slots.item(shard, row)) >= 0]
+            return [slot for shard in shards for row in as_list(rows) if (slot := self.slots.item(shard, row)) >= 0]
         if self.space.num_shards == 1:
             slots: Ints = self.slots[0, rows]
         else:
             slots = self.slots[:, rows].ravel()
         filled = slots >= 0
-        return slots if every(filled) else slots[filled]
+        return slots if all_true(filled) else slots[filled]
 
     def owners(self, rows: Ints) -> Ints:
         """The numbers by which the allocator knows these blocks."""

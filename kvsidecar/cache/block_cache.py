@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.cache.arrays import Bools, Ints, every, first_of_each
+from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
@@ -206,7 +206,7 @@ class BlockCache:
             return Refusal.POOL_FRAGMENTED if table.slots.is_fragmented(needs) else Refusal.POOL_FULL
         if node is not None and not table.slots.can_prefer(node, needs):
             node = None  # opening a slab there might take it from another size class of this request: any slot will do
-        # The larger size classes first, as `Supply` counted.
+        # The larger size classes first, as `AllocationPlan` counted.
         for part in sorted(grant.parts, key=lambda part: part.slot_size, reverse=True):
             table.reserve(part, node)
         self._stores.add(grant)
@@ -244,8 +244,8 @@ class BlockCache:
         while table.sweep(SWEEP):
             if table.slots.can_allocate(needs):
                 return True
-        asked = [Chain(part.blocks, part.chain_rows) for part in grant.parts]
-        victims = choose_victims(needs, table.slots, table.tables, asked)
+        requested = [Chain(part.blocks, part.chain_rows) for part in grant.parts]
+        victims = choose_victims(needs, table.slots, table.tables, requested)
         for chain in victims or ():
             table.evict(chain)
         return victims is not None
@@ -273,7 +273,7 @@ class BlockCache:
             return Refusal.STALE_LEASE
         found = [space.blocks.index.find(space.blocks.index.keys(hashes)) for space, _, hashes in parts]
         for (space, _, _), rows in zip(parts, found, strict=True):
-            if not every(_readable(space, rows)):
+            if not all_true(_readable(space, rows)):
                 return Refusal.NOT_FOUND
         chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]
         self._table.pin(chains)
@@ -361,14 +361,14 @@ def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
     if mode is LookupMode.BITMAP or len(keys) <= PROBE:
         rows = blocks.index.find(keys)
         hits = _readable(space, rows)
-        return rows, hits if mode is LookupMode.BITMAP or len(hits) == 1 or every(hits) else np.logical_and.accumulate(
-            hits
-        )
+        if mode is LookupMode.PREFIX and not all_true(hits):
+            hits = np.logical_and.accumulate(hits)
+        return rows, hits
     rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
     for piece in (slice(PROBE), slice(PROBE, None)):
         rows[piece] = blocks.index.find(keys.take(piece))
         hits[piece] = np.logical_and.accumulate(_readable(space, rows[piece]))
-        if not every(hits[piece]):
+        if not all_true(hits[piece]):
             break
     return rows, hits
 

@@ -10,7 +10,7 @@ from operator import mul
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import FEW, Bools, Ints, Words, every, longer, some, zeros
+from kvsidecar.cache.arrays import FEW, Bools, Ints, Words, all_true, any_true, extended, zeros
 
 LANE_BITS = 4
 LANES = 1 << LANE_BITS
@@ -107,7 +107,7 @@ class BlockIndex:
         rows = self._rows[lanes].astype(np.int64)
         found = np.full(len(words), -1, np.int64)
         other = (self._words.take(rows, axis=0) != words[which]) @ self._any_word
-        if some(other):
+        if any_true(other):
             which, rows = which[~other], rows[~other]
         found[which] = rows
         if self._overflow:
@@ -217,7 +217,7 @@ class BlockIndex:
         lanes += buckets << LANE_BITS
         self._tags.reshape(-1)[lanes[fits]] = tags[fits]
         self._rows[lanes[fits]] = rows[fits]
-        if not every(fits):
+        if not all_true(fits):
             for tag, row in zip(tags[~fits].tolist(), rows[~fits].tolist(), strict=True):
                 self._place_one(tag, row)
 
@@ -247,11 +247,11 @@ class BlockIndex:
 
     def reserve(self, capacity: int) -> None:
         """Make room for more rows. Copies everything."""
-        self._words = longer(self._words, capacity, axis=0)
+        self._words = extended(self._words, capacity, axis=0)
         buckets = _buckets_for(capacity)
-        self._tags = longer(self._tags, buckets, axis=0)
-        self._rows = longer(self._rows, buckets * LANES)
-        self._overflows = longer(self._overflows, buckets)
+        self._tags = extended(self._tags, buckets, axis=0)
+        self._rows = extended(self._rows, buckets * LANES)
+        self._overflows = extended(self._overflows, buckets)
 
 
 def _buckets_for(capacity: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_zero
+from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, all_true, first_of_each, where_zero
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
@@ -201,7 +201,7 @@ class BlockTable:
     def evict(self, chain: Chain) -> None:
         """Make room: forget evictable blocks."""
         blocks, rows = chain.blocks, chain.rows
-        require(every(blocks.evictable[rows]), "a block was chosen for eviction that is in use")
+        require(all_true(blocks.evictable[rows]), "a block was chosen for eviction that is in use")
         self.evicted_blocks += len(rows)
         self.evicted_bytes += self.slots.bytes_of(blocks.held_slots(rows))
         self._detach(blocks, rows)

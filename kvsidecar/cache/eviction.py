@@ -1,15 +1,15 @@
 """Eviction that only chooses (as in Ray's plasma store): a policy orders blocks, `choose_victims` plans, and the
 cache evicts. Nothing here frees a slot.
 
-How a plan is made. `Supply` counts what could be allocated if the victims chosen so far were gone, and names the
-largest size class that still lacks slots. Two kinds of victims give slots of that class: single blocks that have one,
-and all blocks of a slab of another class, which can then be cut anew. What was unused for longest goes first. A slab
-was last used when the newest of its blocks was. So the blocks that are no newer than the oldest slab go first, then
-that slab, then the blocks up to the next slab, and so on. Without slabs in that order the second model on a node
-would starve with its first slab.
+How a plan is made. `AllocationPlan` counts what could be allocated if the victims chosen so far were gone, and names
+the largest size class that still lacks slots. Two kinds of victims provide slots of that class: single blocks with a
+slot of it, and all blocks of a slab of another class, which can then be cut anew. The least recently used victim goes
+first; a slab counts as used when the newest of its blocks was. So blocks no newer than the oldest slab go first, then
+that slab, then the blocks up to the next slab, and so on. If slabs did not take part in this order, a second model on
+the node would never get more than its first slab.
 
-A block is evicted as a whole, with its slots in other slabs and classes. So a later victim may give what an earlier
-one was chosen for; at the end the plan spares the victims that turned out needless, the newest first.
+A block is evicted as a whole, with its slots in other slabs and classes. A later victim may therefore provide what an
+earlier one was chosen for. At the end the plan takes back the victims that turned out to be unnecessary, newest first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvsidecar.cache.arrays import NO_INTS, Ints
 from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.slots import SlotAllocator
 
-ASKED, VICTIM = 1, 2
+REQUESTED, VICTIM = 1, 2
 """In `SpaceBlocks.marks`, while a plan is made."""
 
 
@@ -31,26 +31,26 @@ def choose_victims(
     needs: Mapping[int, int],
     allocator: SlotAllocator,
     tables: Mapping[int, SpaceBlocks],
-    asked: Sequence[Chain],
+    requested: Sequence[Chain],
 ) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if no choice would do. Changes nothing.
 
     Args:
         needs: slots needed per size class.
         tables: all blocks of the pool, by number.
-        asked: blocks that the same request is about; never chosen.
+        requested: blocks that the same request is about; never chosen.
     """
     if sum(size * need for size, need in needs.items()) > allocator.total_bytes - allocator.busy_bytes:
         return None  # or a request that is too large would look at every block first
-    plan = _Plan(needs, allocator, tables)
+    plan = _EvictionPlan(needs, allocator, tables)
     try:
-        for chain in asked:
-            chain.blocks.marks[chain.rows] = ASKED
+        for chain in requested:
+            chain.blocks.marks[chain.rows] = REQUESTED
         if (blocks := plan.only_table()) is not None:
             return plan.oldest_of(blocks)
         return plan.victims() if plan.make() else None
     finally:
-        for chain in (*asked, *plan.chosen()):
+        for chain in (*requested, *plan.chosen()):
             chain.blocks.marks[chain.rows] = 0
 
 
@@ -82,12 +82,12 @@ class _Choice:
     """They free a whole slab, and only all of them do."""
 
 
-class _Plan:
+class _EvictionPlan:
     """The state of one `choose_victims`."""
 
     def __init__(self, needs: Mapping[int, int], allocator: SlotAllocator, tables: Mapping[int, SpaceBlocks]) -> None:
         self._allocator = allocator
-        self._supply = allocator.supply(needs)
+        self._allocation = allocator.plan(needs)
         self._tables = tables
         self._choices: list[_Choice] = []
         self._slabs: dict[int, list[int]] = {}
@@ -95,7 +95,7 @@ class _Plan:
 
     def make(self) -> bool:
         """Choose until the needs are met. False if they cannot be."""
-        while (unmet := self._supply.unmet()) is not None:
+        while (unmet := self._allocation.unmet()) is not None:
             choice = self._oldest_slab(unmet.size)
             blocks = self._oldest_blocks(unmet.size, unmet.missing, None if choice is None else choice.last_used)
             if blocks:
@@ -115,14 +115,14 @@ class _Plan:
         `oldest_of` that table is what `make` would choose.
         """
         tables = [blocks for blocks in self._tables.values() if not blocks.cleared]
-        if len(tables) != 1 or tables[0].space.num_shards > 1 or self._supply.surplus() is None:
+        if len(tables) != 1 or tables[0].space.num_shards > 1 or self._allocation.surplus() is None:
             return None
         size = tables[0].space.slot_sizes[0]
-        return tables[0] if self._supply.largest == size and not len(self._allocator.reclaimable(size)) else None
+        return tables[0] if self._allocation.largest == size and not len(self._allocator.reclaimable(size)) else None
 
     def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
         """The oldest blocks of one table that are enough; None if all together are not."""
-        unmet = self._supply.unmet()
+        unmet = self._allocation.unmet()
         if unmet is None:
             return []
         victims = self._candidates(blocks, unmet.size, unmet.missing, None)
@@ -144,7 +144,7 @@ class _Plan:
         queues = [queue for queue in queues if len(queue.rows)]
         if len(queues) < 2:
             return queues  # it is cut to length already
-        gives = [self._gives(queue, size).tolist() for queue in queues]
+        gives = [self._slots_given(queue, size).tolist() for queue in queues]
         taken = [0] * len(queues)
         for queue, position in oldest_first(queues):
             if missing <= 0:
@@ -164,7 +164,7 @@ class _Plan:
                 rows = rows[:missing]
                 missing -= len(rows)
             else:
-                gives = self._gives(Chain(blocks, rows), size)
+                gives = self._slots_given(Chain(blocks, rows), size)
                 rows, gives = rows[gives > 0], gives[gives > 0]
                 enough = int(np.searchsorted(gives.cumsum(), missing)) + 1
                 rows = rows[:enough]
@@ -181,9 +181,9 @@ class _Plan:
         candidates, slabs = self._slabs[size], self._allocator.slabs
         while candidates:
             slab = candidates[-1]
-            if slabs.nbytes[slab] >= size and not self._supply.is_whole(slab):
+            if slabs.nbytes[slab] >= size and not self._allocation.is_whole(slab):
                 owners = self._owners(slab)
-                if not _with_mark(ASKED, owners):
+                if not _with_mark(REQUESTED, owners):
                     return _Choice(_with_mark(0, owners), int(slabs.touched[slab]), slab=True)
             candidates.pop()
         return None
@@ -193,36 +193,36 @@ class _Plan:
     def _mark(self, victims: Iterable[Chain]) -> None:
         for chain in victims:
             chain.blocks.marks[chain.rows] = VICTIM
-            self._supply.free(chain.blocks.held_slots(chain.rows))
+            self._allocation.free(chain.blocks.held_slots(chain.rows))
 
     def _unmark(self, victims: Iterable[Chain]) -> None:
         for chain in victims:
             chain.blocks.marks[chain.rows] = 0
-            self._supply.keep(chain.blocks.held_slots(chain.rows))
+            self._allocation.undo_free(chain.blocks.held_slots(chain.rows))
 
     def _spare(self) -> None:
         """Take back each victim without which the needs are still met, the newest first. A slab is whole or of no
         use, so its blocks are taken back together."""
         for choice in sorted(self._choices, key=lambda choice: choice.last_used, reverse=True):
-            if self._supply.surplus() == 0:
+            if self._allocation.surplus() == 0:
                 return  # any victim that were taken back now would be missing
             for victims in [choice.victims] if choice.slab else self._one_by_one(choice):
                 self._unmark(victims)
-                if self._supply.unmet() is not None:
+                if self._allocation.unmet() is not None:
                     self._mark(victims)
 
     def _one_by_one(self, choice: _Choice) -> list[list[Chain]]:
         """The blocks of a choice that might be spared, the newest first."""
-        surplus, size = self._supply.surplus(), self._supply.largest
+        surplus, size = self._allocation.surplus(), self._allocation.largest
         spared = choice.victims
         if surplus is not None:  # then only this class counts: a block that gives more than is left over must go
-            spared = [Chain(chain.blocks, chain.rows[self._gives(chain, size) <= surplus]) for chain in spared]
+            spared = [Chain(chain.blocks, chain.rows[self._slots_given(chain, size) <= surplus]) for chain in spared]
         order = oldest_first(spared)[::-1] if any(len(chain.rows) for chain in spared) else []
         return [[Chain(spared[queue].blocks, spared[queue].rows[at : at + 1])] for queue, at in order]
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _gives(self, chain: Chain, size: int) -> Ints:
+    def _slots_given(self, chain: Chain, size: int) -> Ints:
         """Slots of this class that each block gives."""
         blocks = chain.blocks
         if blocks.space.num_shards == 1:

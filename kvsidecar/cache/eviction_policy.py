@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import FEW, Ints, longer, tally, zeros
+from kvsidecar.cache.arrays import FEW, Ints, extended, unique_counts, zeros
 
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
@@ -77,7 +77,7 @@ class LruPolicy:
             return
         segments = (self._place[rows] - 1) >> SEGMENT_BITS
         self._place[rows] = 0
-        for segment, count in zip(*(each.tolist() for each in tally(segments)), strict=True):
+        for segment, count in zip(*(each.tolist() for each in unique_counts(segments)), strict=True):
             self._lose(segment, count)
 
     def candidates(self) -> Iterator[Ints]:
@@ -100,7 +100,7 @@ class LruPolicy:
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` rows."""
-        self._place = longer(self._place, capacity)
+        self._place = extended(self._place, capacity)
 
     def _living_rows(self, segment: int) -> Ints:
         rows = self._segments[segment]

@@ -12,15 +12,15 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, few, longer, some, tally
+from kvsidecar.cache.allocation_plan import AllocationPlan
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, extended, unique_counts
 from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
-from kvsidecar.cache.supply import Supply
 
 SLOT_ALIGN = 4096
 """Slots begin at a multiple of this many bytes and are a multiple long. So a page (and a cache line) holds bytes of one
 slot only, two DMAs never share a line, and sizes that differ by a few bytes share a class."""
 
-NOBODY = -1
+NO_OWNER = -1
 """Owner of a slot that is free or quarantined."""
 
 
@@ -115,22 +115,22 @@ class SlotAllocator:
     def bytes_of(self, slots: Slots) -> int:
         """Bytes of all these slots."""
         if len(slots) <= FEW:
-            return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in few(slots)])
+            return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in as_list(slots)])
         return int(self.slabs.size[self.slabs.holding(slots)].sum())
 
     def owners(self, slab: int) -> Ints:
         """Owners of the slots of a slab; one that owns several comes several times."""
         first = self.slabs.first[slab]
         owners = self._owners[first : first + self.slabs.capacity[slab]]
-        used: Ints = owners[owners != NOBODY]
+        used: Ints = owners[owners != NO_OWNER]
         return used
 
-    def supply(self, needs: Mapping[int, int]) -> Supply:
+    def plan(self, needs: Mapping[int, int]) -> AllocationPlan:
         """A plan of what could be allocated without a preferred node. Needs are slots per size class."""
         last = len(self.slabs) - 1
         short = 0 if self.slabs.size[last] else int(self.slabs.nbytes[last])
         free_slots = {size: self.free_slots(size) for size in needs}
-        return Supply(
+        return AllocationPlan(
             self.slabs,
             needs,
             free_slots,
@@ -142,7 +142,7 @@ class SlotAllocator:
         """All needs can be allocated now, larger size classes first."""
         if self._has_free(needs):
             return True
-        return any(home.whole for home in self._nodes.values()) and self.supply(needs).unmet() is None
+        return any(home.whole for home in self._nodes.values()) and self.plan(needs).unmet() is None
 
     def can_prefer(self, node: int, needs: Mapping[int, int]) -> bool:
         """All needs can be allocated with ``node`` preferred, larger size classes first.
@@ -153,7 +153,9 @@ class SlotAllocator:
         if self._has_free(needs, node):
             return True
         free_slots = {size: self.free_slots(size, node) for size in needs}
-        return Supply(self.slabs, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
+        return (
+            AllocationPlan(self.slabs, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
+        )
 
     def is_fragmented(self, needs: Mapping[int, int]) -> bool:
         """Whether enough bytes for these needs are free or evictable, but lie in slabs of other size classes, where
@@ -182,7 +184,7 @@ class SlotAllocator:
         before any slab elsewhere: a copy across sockets is slow.
 
         Raises:
-            AssertionError: there are fewer slots (see `supply`). Nothing has changed.
+            AssertionError: there are fewer slots (see `plan`). Nothing has changed.
         """
         pieces: dict[int, Ints] = {}
         missing = len(owners)
@@ -240,16 +242,16 @@ class SlotAllocator:
     def free(self, slots: Slots) -> None:
         """RESERVED, HELD or EVICTABLE to FREE."""
         if len(slots) == 1 <= FEW:
-            source = self._states.item(self._locate_one(few(slots)[0])[2])
+            source = self._states.item(self._locate_one(as_list(slots)[0])[2])
             if source in _UNOWNED:
                 raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
             self._free(slots, source)
             return
         ordered = np.sort(np.asarray(slots, np.int64))
-        if some(ordered[1:] == ordered[:-1]):
+        if any_true(ordered[1:] == ordered[:-1]):
             raise AssertionError("a slot is freed twice")
         states = self._states[self._locate(ordered)[2]]
-        if some((states == _FREE) | (states == _QUARANTINED)):
+        if any_true((states == _FREE) | (states == _QUARANTINED)):
             raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
         for each in set(states.tolist()):
             self._free(ordered[states == each], each)
@@ -272,7 +274,7 @@ class SlotAllocator:
             raise AssertionError("a slot is FREE: its slab is not even cut")
         offsets = slots - self.slabs.start[slabs]
         inside = offsets // sizes
-        if some(inside * sizes != offsets):
+        if any_true(inside * sizes != offsets):
             raise AssertionError("that is no slot: its slab is cut to another size")
         return slabs, sizes, self.slabs.first[slabs] + inside
 
@@ -292,21 +294,21 @@ class SlotAllocator:
             self._move_few(slots, source, target)
             return
         slabs, sizes, at = self._locate(slots)
-        if some(self._states[at] != source):
+        if any_true(self._states[at] != source):
             raise AssertionError(f"a slot is not {SlotState(source).name}")
         self._states[at] = target
         nbytes = int(np.add.reduce(sizes))
         self._bytes[source] -= nbytes
         self._bytes[target] += nbytes
         if target in _UNOWNED:
-            self._owners[at] = NOBODY
+            self._owners[at] = NO_OWNER
         if _EVICTABLE in (source, target):
-            distinct, counts = tally(slabs)
+            distinct, counts = unique_counts(slabs)
             self.slabs.evictable[distinct] += counts if target == _EVICTABLE else -counts
 
     def _move_few(self, slots: Slots, source: int, target: int) -> None:
         """`_move`, slot by slot."""
-        places = [self._locate_one(slot) for slot in few(slots)]
+        places = [self._locate_one(slot) for slot in as_list(slots)]
         for _, _, at in places:
             if self._states.item(at) != source:
                 raise AssertionError(f"a slot is not {SlotState(source).name}")
@@ -315,7 +317,7 @@ class SlotAllocator:
             self._bytes[source] -= size
             self._bytes[target] += size
             if target in _UNOWNED:
-                self._owners[at] = NOBODY
+                self._owners[at] = NO_OWNER
             if source == _EVICTABLE:
                 self.slabs.evictable[slab] -= 1
             if target == _EVICTABLE:
@@ -325,12 +327,12 @@ class SlotAllocator:
         """Free slots that are all in one state, in ascending order."""
         self._move(slots, state, _FREE)
         if len(slots) <= FEW:
-            for slot in few(slots):
+            for slot in as_list(slots):
                 slab, _, place = self._locate_one(slot)
                 self._give_back(slab, 1, place - self.slabs.first.item(slab))
             return
         slabs, _, at = self._locate(slots)
-        distinct, counts = tally(slabs)
+        distinct, counts = unique_counts(slabs)
         lowest = at[np.searchsorted(slabs, distinct)] - self.slabs.first[distinct]
         for slab, count, index in zip(distinct.tolist(), counts.tolist(), lowest.tolist(), strict=True):
             self._give_back(slab, count, index)
@@ -433,7 +435,7 @@ class SlotAllocator:
         slabs.size[slab], slabs.capacity[slab], slabs.lowest_free[slab] = size, capacity, 0
         slabs.first[slab] = first = self._new_columns(capacity)
         self._states[first : first + capacity] = _FREE
-        self._owners[first : first + capacity] = NOBODY
+        self._owners[first : first + capacity] = NO_OWNER
         if size not in home.partial:
             home.partial[size] = tuple({} for _ in range(LEVELS))
         home.partial[size][0][slab] = None
@@ -461,8 +463,8 @@ class SlotAllocator:
         first = self._columns_used
         self._columns_used += capacity
         if self._columns_used > len(self._states):  # slabs of many capacities in turn, each with columns of its own
-            self._states = longer(self._states, 2 * self._columns_used)
-            self._owners = longer(self._owners, 2 * self._columns_used)
+            self._states = extended(self._states, 2 * self._columns_used)
+            self._owners = extended(self._owners, 2 * self._columns_used)
         return first
 
     def _whole_slabs(self) -> int:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvsidecar import __version__
 from kvsidecar.support import terminal
-from kvsidecar.support.imports import uncollected
+from kvsidecar.support.imports import gc_disabled
 
-with uncollected():
+with gc_disabled():
     import click
 
     from kvsidecar.daemon.config import click_options
@@ -67,7 +67,7 @@ def _was_given(option: str) -> bool:
 
 
 @contextmanager
-def _asking(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Iterator[Client | RemoteClient]:
+def _connected(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Iterator[Client | RemoteClient]:
     """A client for the daemon that the options name. Exits if the daemon does not answer, or refuses."""
     from kvsidecar.client import ClientError, RequestDenied, SocketDenied
 
@@ -101,7 +101,7 @@ def _serve(**flags: str | None) -> None:
     use, 74 a copy hangs or its outcome is unknown (restart it), 75 a port is in use or an address does not exist yet
     (a restart may help), 78 a setting is invalid.
     """
-    gc.disable()  # as in `uncollected`, until the daemon is there: `serve` enables it again
+    gc.disable()  # as in `gc_disabled`, until the daemon is there: `serve` enables it again
     from kvsidecar.daemon.serve import serve
     from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
 
@@ -168,7 +168,7 @@ def status(as_json: bool, **where: str | None) -> None:
     from kvsidecar.cli.status_view import print_status
     from kvsidecar.server.report import message_json
 
-    with _asking(where, "kvsidecar status") as client:
+    with _connected(where, "kvsidecar status") as client:
         reply = client.status(everything=as_json)
     if as_json:
         click.echo(json.dumps(message_json(reply), indent=2))
@@ -200,7 +200,7 @@ def top(interval: float, once: bool, **where: str | None) -> None:
 
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")
-    with _asking(where, "kvsidecar top", watching.ANSWER_SECONDS) as client:
+    with _connected(where, "kvsidecar top", watching.ANSWER_SECONDS) as client:
         if once:
             watching.once(client, interval, Console())
         else:
@@ -222,7 +222,7 @@ def engines(as_json: bool, **where: str | None) -> None:
     from kvsidecar.cli.operate.commands import engines_table
     from kvsidecar.server.report import message_json
 
-    with _asking(where, "kvsidecar engines") as client:
+    with _connected(where, "kvsidecar engines") as client:
         reply = client.status(everything=True)
     if as_json:
         click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
@@ -248,7 +248,7 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
 
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace MODEL or --all")
-    with _asking(where, "kvsidecar clear") as client:
+    with _connected(where, "kvsidecar clear") as client:
         chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
         if isinstance(chosen, str):
             _fail(chosen, 1)
@@ -287,7 +287,7 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
     if timeout is not None and not wait:
         raise click.UsageError("--timeout goes with --wait")
     console = Console()
-    with _asking(where, "kvsidecar drain") as client:
+    with _connected(where, "kvsidecar drain") as client:
         if cancel:
             succeeded = cancel_drain(client, console)
         else:

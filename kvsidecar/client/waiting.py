@@ -1,6 +1,6 @@
 """How the client's threads wait: one lock with its condition, and a light sleep for answers that come soon.
 
-A thread that waits lightly wakes up every `NAP_SECONDS`, which `kvsidecar.support.keep_awake` explains.
+A thread that waits lightly wakes up every `NAP_SECONDS`, which `kvsidecar.support.cpu_sleep` explains.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from kvsidecar.support import keep_awake
+from kvsidecar.support import cpu_sleep
 
-NAP_SECONDS: Final = keep_awake.NAP_SECONDS if keep_awake.CORES_TO_SPARE else 5e-3
+NAP_SECONDS: Final = cpu_sleep.NAP_SECONDS if cpu_sleep.CORES_TO_SPARE else 5e-3
 LIGHT_SECONDS = 0.05
 """A job that takes longer is slow, and not worth a tenth of a core."""
 LIGHT_ANSWER_SECONDS: Final = 0.005
@@ -71,7 +71,7 @@ class _PollFd(ctypes.Structure):
 
 
 _ppoll = ctypes.CDLL(None).ppoll
-_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(keep_awake.Timespec), ctypes.c_void_p)
+_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(cpu_sleep.Timespec), ctypes.c_void_p)
 
 
 def wait_readable(fd: int, seconds: float) -> bool:
@@ -96,4 +96,4 @@ def wait_for_answer(fd: int, seconds: float) -> bool:
 
 
 def _wait(fd: int, events: int, seconds: float) -> bool:
-    return bool(_ppoll(_PollFd(fd, events, 0), 1, keep_awake.Timespec.of(seconds), None) > 0)
+    return bool(_ppoll(_PollFd(fd, events, 0), 1, cpu_sleep.Timespec.of(seconds), None) > 0)

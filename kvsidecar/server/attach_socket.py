@@ -129,7 +129,7 @@ class AttachSocket:
             self._connections[connection] = None
             self._tasks.spawn(self._serve(connection, who), name="attach-connection")
 
-    def _turn_away(self, connection: socket.socket, reason: Refusal, text: str) -> None:
+    def _reject(self, connection: socket.socket, reason: Refusal, text: str) -> None:
         self._refuse(reason)
         _log.warning("attach connection refused", error=text)
         _send_at_once(connection, self._welcome_error(text))
@@ -144,10 +144,10 @@ class AttachSocket:
             try:
                 hello, fds = await asyncio.wait_for(_receive_hello(connection), HELLO_SECONDS)
             except TimeoutError:
-                self._turn_away(connection, Refusal.UNFINISHED, f"no Hello was complete within {HELLO_SECONDS:g} s")
+                self._reject(connection, Refusal.UNFINISHED, f"no Hello was complete within {HELLO_SECONDS:g} s")
                 return
             except InvalidRequest as error:
-                self._turn_away(connection, Refusal.INVALID_REQUEST, str(error))
+                self._reject(connection, Refusal.INVALID_REQUEST, str(error))
                 return
             if refused := self._hello_problem(hello, fds, who.uid):
                 _close_all(fds)
@@ -163,7 +163,7 @@ class AttachSocket:
             if local is not None:
                 await self._serve_local_protocol(connection, local)
             else:
-                await _until_gone(connection, asyncio.ensure_future(_until_closed(connection)))
+                await _wait_until_gone(connection, asyncio.ensure_future(_wait_until_closed(connection)))
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
         finally:
@@ -193,12 +193,12 @@ class AttachSocket:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: local, connection)
         self._connections[connection] = local
         try:
-            await _until_gone(connection, local.closed)
+            await _wait_until_gone(connection, local.closed)
         finally:
             transport.abort()
 
 
-async def _until_gone(connection: socket.socket, closed: asyncio.Future[None]) -> None:
+async def _wait_until_gone(connection: socket.socket, closed: asyncio.Future[None]) -> None:
     """Return when the process has gone: its connection is ``closed``, or its pidfd says so.
 
     Each alone has a gap: a forked child that outlives the engine keeps the connection open, and a pidfd of a process
@@ -221,7 +221,7 @@ async def _until_gone(connection: socket.socket, closed: asyncio.Future[None]) -
             os.close(pidfd)
 
 
-async def _until_closed(connection: socket.socket) -> None:
+async def _wait_until_closed(connection: socket.socket) -> None:
     """A client says nothing more here; a read ends when every copy of its descriptor is closed."""
     with contextlib.suppress(OSError):
         while await asyncio.get_running_loop().sock_recv(connection, 1024):

@@ -11,7 +11,7 @@ from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.errors import InvalidRequest, Refusal
-from kvsidecar.server import convert as translate
+from kvsidecar.server import convert
 from kvsidecar.support import log
 from kvsidecar.types import Direction
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -43,16 +43,16 @@ class AttachStream:
         self._instances = instances
         self._runner = runner
         self._flushes = 0
-        self._stop_listening = readiness.listen(self._tell_readiness)
+        self._stop_listening = readiness.listen(self._send_readiness)
 
     def close(self) -> None:
         """Nothing more is taken. The answers of jobs that run are still sent."""
         self._stop_listening()
 
-    def _tell_readiness(self, snapshot: Snapshot) -> None:
-        self._send(pb.AttachReply(readiness=translate.readiness_to(snapshot)))
+    def _send_readiness(self, snapshot: Snapshot) -> None:
+        self._send(pb.AttachReply(readiness=convert.readiness_to(snapshot)))
 
-    def take(self, message: pb.AttachRequest) -> None:
+    def handle(self, message: pb.AttachRequest) -> None:
         """Start what one message asks for. The jobs begin in the order of their messages.
 
         Raises:
@@ -103,7 +103,7 @@ class AttachStream:
 
     def _job(self, message: pb.Store | pb.Load, direction: Direction) -> Job:
         """Raises InvalidRequest for a message that makes no sense."""
-        parts = translate.blocks_from(message.blocks, self._session.registration.namespace.hash_bytes)
+        parts = convert.blocks_from(message.blocks, self._session.registration.namespace.hash_bytes)
         order = lease = None
         if isinstance(message, pb.Store):
             order = self._order(message.event) if message.event else None
@@ -121,7 +121,7 @@ class AttachStream:
         )
 
     def _done(self, job: int, result: JobResult) -> None:
-        self._send(pb.AttachReply(done=translate.job_done_to(job, result)))
+        self._send(pb.AttachReply(done=convert.job_done_to(job, result)))
 
     def _order(self, event: int) -> StoreOrder:
         """The event of the ring that a store comes after. Raises InvalidRequest if there is none of that number."""

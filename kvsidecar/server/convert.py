@@ -28,7 +28,7 @@ MAX_PARTS = 512
 
 
 def registration_from(message: pb.Register) -> Generator[None, None, RankRegistration]:
-    """In small steps, see `kvsidecar.support.tasks.StepTurns`.
+    """In small steps, see `kvsidecar.support.tasks.RoundRobin`.
 
     Raises:
         InvalidRequest: an allocation names no source, or there is more of something than a rank may have.

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.server.status import code_of
+from kvsidecar.server.status_codes import code_of
 
 
 class TolerantRegistrar:

@@ -14,8 +14,8 @@ from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.errors import Refusal, SocketInUse
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.decoding import TolerantRegistrar
-from kvsidecar.server.endpoint import Endpoint
 from kvsidecar.server.service import Service
+from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import State
@@ -65,7 +65,7 @@ class ClientsGone(logging.Filter):
 
 
 class RpcServer:
-    """Serves one endpoint. Call ``start`` before pinning: clients attach at once and are notified when ready.
+    """Serves one socket_files. Call ``start`` before pinning: clients attach at once and are notified when ready.
 
     Args:
         refuse: counts a refusal.
@@ -73,13 +73,13 @@ class RpcServer:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        socket_files: SocketFiles,
         service: Service,
         readiness: DaemonReadiness,
         tasks: TaskSet,
         refuse: Callable[[Refusal], None],
     ) -> None:
-        self._endpoint = endpoint
+        self._socket_files = socket_files
         self._readiness = readiness
         self._tasks = tasks
         self.health = health.aio.HealthServicer()
@@ -91,20 +91,20 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> None:
-        """Bind and serve. The endpoint's lock is held.
+        """Bind and serve. The socket_files's lock is held.
 
         Raises:
             SocketInUse: the path cannot be bound.
         """
         old = os.umask(0o177)  # nobody else may connect between bind and chmod
         try:
-            self._server.add_insecure_port(f"unix:{self._endpoint.grpc_path}")
+            self._server.add_insecure_port(f"unix:{self._socket_files.grpc_path}")
         except RuntimeError as error:
-            raise SocketInUse(f"{self._endpoint.grpc_path} cannot be bound: {error}") from error
+            raise SocketInUse(f"{self._socket_files.grpc_path} cannot be bound: {error}") from error
         finally:
             os.umask(old)
         _GRPC_LOG.addFilter(self._clients_gone)
-        await self._tell_health(self._readiness.now)
+        await self._set_health(self._readiness.now)
         self._readiness.listen(self._readiness_changed)
         await self._server.start()
 
@@ -114,9 +114,9 @@ class RpcServer:
         _GRPC_LOG.removeFilter(self._clients_gone)
 
     def _readiness_changed(self, now: Snapshot) -> None:
-        self._tasks.spawn(self._tell_health(now), name="health")
+        self._tasks.spawn(self._set_health(now), name="health")
 
-    async def _tell_health(self, now: Snapshot) -> None:
+    async def _set_health(self, now: Snapshot) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING if now.state is State.READY else (
             health_pb2.HealthCheckResponse.NOT_SERVING
         )  # fmt: skip

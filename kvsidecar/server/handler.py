@@ -28,7 +28,7 @@ from kvsidecar.errors import (
     UnknownPeer,
 )
 from kvsidecar.protocol.wire import namespace_from_wire
-from kvsidecar.server import convert as translate
+from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
@@ -99,14 +99,14 @@ class Handler:
         """Whether lookups and leases need no caller: there is no policy, and whoever could connect may use all."""
         return self._instances.access.policy is None
 
-    def refused(self, error: KVSidecarError) -> None:
+    def count_refusal(self, error: KVSidecarError) -> None:
         """Count a refusal that a carrier is about to answer."""
         if (reason := REASONS.get(type(error))) is not None:
             self._metrics.refuse(reason)
 
     # -- attach ----------------------------------------------------------------------------------------------------
 
-    def registering(self, first: Any) -> asyncio.Task[RankSession | KVSidecarError]:
+    def start_registration(self, first: Any) -> asyncio.Task[RankSession | KVSidecarError]:
         """Register the rank of a stream's first message, in a task: a driver call that imports memory cannot be taken
         back half way when the client dies. A refusal is an answer, not a failure of the task."""
         return self.tasks.spawn(self._try_to_register(first), name="register")
@@ -122,7 +122,7 @@ class Handler:
         registered = pb.Registered(
             epoch=self._epoch,
             session=session.id,
-            readiness=translate.readiness_to(self._readiness.now),
+            readiness=convert.readiness_to(self._readiness.now),
             version=__version__,
             device_order=bool(session.events),
             device_order_refused=session.device_order_refused,
@@ -170,7 +170,7 @@ class Handler:
             )
         if self._readiness.refusal is Refusal.DRAINING:
             raise Unavailable("the daemon is draining and accepts no new ranks", refusal=Refusal.DRAINING)
-        registration = await self._instances.turns.run(translate.registration_from(message))
+        registration = await self._instances.turns.run(convert.registration_from(message))
         session = await self._instances.register(registration)
         _log.info(
             "rank attached",
@@ -190,7 +190,7 @@ class Handler:
         permit(caller, namespace)
         if len(request.groups) > MAX_GROUPS:
             raise InvalidRequest(f"a lookup in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
-        mode = translate.mode_from(request.mode)
+        mode = convert.mode_from(request.mode)
         owner = self._instances.peer(request.token).token if request.token else None
         result = self._lookups.lookup(
             namespace,
@@ -205,7 +205,7 @@ class Handler:
         for group in result.groups:
             hits = reply.groups.add(group=group.group, hits=group.hits)
             if mode is LookupMode.BITMAP:
-                hits.bitmap = translate.bitmap_to(group.found)
+                hits.bitmap = convert.bitmap_to(group.found)
         return reply
 
     def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseReply:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import Refusal
+from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_connection import Connections, HttpConnection, note_arrival
-from kvsidecar.server.plain_http import web
 from kvsidecar.support.addresses import cannot_listen
 
 if TYPE_CHECKING:

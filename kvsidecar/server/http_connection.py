@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsidecar.errors import Refusal
-from kvsidecar.server.plain_http import HttpProcessingError, web
+from kvsidecar.server.aiohttp_server import HttpProcessingError, web
 from kvsidecar.support import log
 
 MAX_CONNECTIONS = 128

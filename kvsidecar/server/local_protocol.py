@@ -16,9 +16,9 @@ from kvsidecar.core.sessions import Peer, RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unavailable, UnknownPeer
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.attach_stream import AttachStream
-from kvsidecar.server.half_read import HalfMessage, HalfRead
 from kvsidecar.server.handler import INTERNAL, Handler
-from kvsidecar.server.status import code_of
+from kvsidecar.server.partial_messages import PartialMessage, PartialMessages
+from kvsidecar.server.status_codes import code_of
 from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -26,9 +26,9 @@ MAX_UNREAD_BYTES = 1024 * 1024
 """Answers kept for a client that does not read: some ten thousand."""
 MAX_EARLY_BYTES = 1024 * 1024
 """The most bytes of messages kept while a driver imports the rank's memory."""
-FRAMES_PER_TURN = 64
+FRAMES_PER_ITERATION = 64
 """Frames of one connection that are handled before the event loop serves the others: about a millisecond."""
-LAST_WORDS_SECONDS = 5.0
+LINGER_SECONDS = 5.0
 """A client that was refused has this long to read why."""
 
 _log = log.get("local")
@@ -38,17 +38,17 @@ class LocalConnection(asyncio.Protocol):
     """One client's connection after its Welcome. Used from the event loop.
 
     Args:
-        half_read: of all such connections.
+        partial_messages: of all such connections.
         peer: who it is. The owner of the connection drops its sessions when `closed` is done.
     """
 
-    def __init__(self, handler: Handler, half_read: HalfRead, peer: Peer) -> None:
+    def __init__(self, handler: Handler, partial_messages: PartialMessages, peer: Peer) -> None:
         self._handler = handler
-        self._half_read = half_read
+        self._partial_messages = partial_messages
         self._peer = peer
         self._transport: asyncio.Transport
         self._frames = FrameReader()
-        self._half: HalfMessage | None = None
+        self._partial: PartialMessage | None = None
         """The message of which a part has arrived."""
         self._refused: KVSidecarError | None = None
         self._registering: asyncio.Task[None] | None = None
@@ -96,15 +96,15 @@ class LocalConnection(asyncio.Protocol):
 
     def _take_frames(self) -> None:
         try:
-            for _ in range(FRAMES_PER_TURN):
+            for _ in range(FRAMES_PER_ITERATION):
                 payload = self._frames.next()
                 if payload is None:
                     if (length := self._frames.announced) is not None:
                         self._wait_for_rest(length)
                     return
-                if self._half is not None:
-                    self._half_read.end(self._half)
-                    self._half = None
+                if self._partial is not None:
+                    self._partial_messages.end(self._partial)
+                    self._partial = None
                 self._take(payload)
                 if self._refused is not None:
                     return
@@ -117,11 +117,11 @@ class LocalConnection(asyncio.Protocol):
 
     def _wait_for_rest(self, length: int) -> None:
         """The message at the end of what has arrived is not complete."""
-        if self._half is None:
-            self._half = self._half_read.begin(
+        if self._partial is None:
+            self._partial = self._partial_messages.begin(
                 self._peer.uid, length, on_room=self._go_on_reading, on_late=self._refuse
             )
-            if not self._half.has_room:
+            if not self._partial.has_room:
                 self._transport.pause_reading()
 
     def _go_on_reading(self) -> None:
@@ -130,9 +130,9 @@ class LocalConnection(asyncio.Protocol):
 
     def _forget_frames(self) -> None:
         self._frames.clear()
-        if self._half is not None:
-            self._half_read.end(self._half)
-            self._half = None
+        if self._partial is not None:
+            self._partial_messages.end(self._partial)
+            self._partial = None
 
     def _next_turn(self) -> None:
         if self._refused is None and not self._transport.is_closing():
@@ -165,7 +165,7 @@ class LocalConnection(asyncio.Protocol):
                     reply.error.code, _ = grpc.StatusCode.UNIMPLEMENTED.value
                     reply.error.text = "this daemon knows no such request"
         except KVSidecarError as error:
-            self._handler.refused(error)
+            self._handler.count_refusal(error)
             reply.error.CopyFrom(_error(error))
         except Exception as error:  # noqa: BLE001 - as gRPC does: one bad request costs nobody else's connection
             _log.error("a request failed unexpectedly", request=kind, error=str(error), exc_info=error)
@@ -193,7 +193,7 @@ class LocalConnection(asyncio.Protocol):
 
     def _take_attach(self, stream: AttachStream, message: pb.AttachRequest) -> None:
         try:
-            stream.take(message)
+            stream.handle(message)
         except KVSidecarError as error:
             self._end_stream(error)
         except Exception as error:  # noqa: BLE001 - costs this stream, and nobody else's
@@ -206,7 +206,7 @@ class LocalConnection(asyncio.Protocol):
             # The session would outlive this connection, and nobody would read its answers.
             session = UnknownPeer("the token is not this connection's: register with the one that its Welcome has")
         else:
-            session = await self._handler.registering(first)
+            session = await self._handler.start_registration(first)
         if isinstance(session, KVSidecarError):
             self._early.clear()
             self._register_refused = session
@@ -259,13 +259,13 @@ class LocalConnection(asyncio.Protocol):
             self._handler.tasks.spawn(self._finish(error), name="local-end")
 
     async def _finish(self, error: KVSidecarError) -> None:
-        self._handler.refused(error)
+        self._handler.count_refusal(error)
         _log.warning("connection closed", client=self._peer.client, reason=str(error))
         if self._registering is not None:
             await asyncio.wait([self._end_stream(error)])
         self._send(pb.LocalReply(error=_error(error)))
         self._transport.close()
-        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._transport.abort)
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.abort)
 
     def shut_down(self) -> None:
         """The daemon goes down. A session that has ended by now is told so; another one's client hears nothing, since

@@ -12,9 +12,9 @@ from kvsidecar.core.access import Caller
 from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, UnknownPeer
 from kvsidecar.server.attach_stream import AttachStream
+from kvsidecar.server.fair_queue import FairQueue
 from kvsidecar.server.handler import Handler
-from kvsidecar.server.status import code_of
-from kvsidecar.server.turns import Turns
+from kvsidecar.server.status_codes import code_of
 from kvsidecar.support import log
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -27,7 +27,7 @@ LARGE_LOOKUP_BYTES = 16 * 1024
 """A lookup with more bytes of hashes waits for its user's turn."""
 FIRST_MESSAGE_SECONDS = 5.0
 """An Attach stream that says nothing for this long is ended."""
-LAST_WORDS_SECONDS = 5.0
+LINGER_SECONDS = 5.0
 """A client whose attach connection has ended has this long to read the answers that it is owed."""
 MAX_UNREAD = 8192
 """Answers kept for a client that does not read its stream; each is about 100 bytes."""
@@ -67,12 +67,12 @@ class Service(pb_grpc.SidecarServicer):
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._turns = Turns()
+        self._fair_queue = FairQueue()
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
         try:
             if _is_large(request):
-                await self._turns.wait(self._user(request, context))
+                await self._fair_queue.wait(self._user(request, context))
             return self._handler.lookup(request, self._caller(request, context))
         except KVSidecarError as error:
             await self._refuse(context, error)
@@ -94,7 +94,7 @@ class Service(pb_grpc.SidecarServicer):
         return self._handler.uid_of(token_of(request, context))
 
     async def _refuse(self, context: Context, error: KVSidecarError) -> NoReturn:
-        self._handler.refused(error)
+        self._handler.count_refusal(error)
         await abort(context, error)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
@@ -105,7 +105,7 @@ class Service(pb_grpc.SidecarServicer):
         except TimeoutError:
             silent = LimitExceeded(f"the stream said nothing for {FIRST_MESSAGE_SECONDS:g} s: register at once")
             await self._refuse(context, silent)
-        registering = self._handler.registering(first)
+        registering = self._handler.start_registration(first)
         try:
             session = await asyncio.shield(registering)
         except asyncio.CancelledError:
@@ -152,7 +152,7 @@ class _Attached:
         finally:
             writer.cancel()
         if refused is not None:
-            self._handler.refused(refused)
+            self._handler.count_refusal(refused)
             await abort(self._context, refused)
 
     async def _serve(self, stream: AttachStream, writer: asyncio.Task[None]) -> KVSidecarError | None:
@@ -170,7 +170,7 @@ class _Attached:
         if not isinstance(refused, LimitExceeded):  # what is owed would wait for a client that does not read
             self._outbox.put_nowait(None)
             # Whose attach connection has ended has mostly gone as a whole, or else need not be reading.
-            await asyncio.wait([writer], timeout=LAST_WORDS_SECONDS if self._dropped else None)
+            await asyncio.wait([writer], timeout=LINGER_SECONDS if self._dropped else None)
         return refused
 
     async def _read(self, stream: AttachStream) -> KVSidecarError | None:
@@ -191,7 +191,7 @@ class _Attached:
                         f"{MAX_UNREAD} replies wait for this client to read them: "
                         "read the Attach stream while jobs are sent"
                     )
-                stream.take(message)
+                stream.handle(message)
         except KVSidecarError as error:
             return error
         except asyncio.CancelledError:

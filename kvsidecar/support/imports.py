@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Without garbage collection, which is a tenth of the time of imports and finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
@@ -21,7 +21,7 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def without(name: str) -> Iterator[None]:
+def module_hidden(name: str) -> Iterator[None]:
     """Imports inside the block find no module of this name, as if it were not installed. For a library that documents
     how it works without it, and before the process has a second thread."""
     present = name in sys.modules

@@ -13,10 +13,11 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, TextIO, cast
 
 from kvsidecar.support import terminal
-from kvsidecar.support.imports import without
+from kvsidecar.support.imports import module_hidden
 from kvsidecar.support.log_writer import LogStream, LogWriter, Loss
 
-with without("rich"):  # it would draw tracebacks for a renderer that is not used here; a tenth of the daemon's start
+# structlog imports rich for a renderer that is not used here: a tenth of the daemon's start.
+with module_hidden("rich"):
     import structlog
 
 FLUSH_SECONDS: Final = 1.0

@@ -20,7 +20,7 @@ from typing import Final, TextIO
 
 MAX_WAITING_BYTES: Final = 1 << 20
 """Lines that wait for a slow reader; a pipe of the kernel takes 64 KiB more."""
-SAY_AGAIN_SECONDS: Final = 1.0
+REPORT_SECONDS: Final = 1.0
 """While the reader stays too slow, losses are reported at most this often."""
 _CLEAR: Final = "\r\x1b[K"
 
@@ -64,10 +64,10 @@ class LogWriter:
         self._waiting = 0
         """Bytes of them, with the one that is being written."""
         self._lost = dict.fromkeys(Loss, 0)
-        self._said = dict(self._lost)
+        self._reported = dict(self._lost)
         """Losses that the log has reported."""
-        self._said_at = -SAY_AGAIN_SECONDS
-        self._torn = False
+        self._reported_at = -REPORT_SECONDS
+        self._partial_line = False
         """Only a part of the last line was written."""
         self._status = self._drawn = b""
         """The line that a terminal is to show below the log, and the one that it shows."""
@@ -109,12 +109,12 @@ class LogWriter:
             text += line
             if status or self._drawn:
                 text = _CLEAR.encode() + text + status
-            loss = self._put(b"\n" + text if self._torn else text)
+            loss = self._put(b"\n" + text if self._partial_line else text)
             with self._changed:
                 self._drawn = status
                 self._waiting -= len(line)
                 if loss is None:
-                    self._said = told or self._said
+                    self._reported = told or self._reported
                 elif line:
                     self._lost[loss] += 1
                 self._changed.notify_all()
@@ -122,11 +122,13 @@ class LogWriter:
     def _losses(self, *, last: bool) -> tuple[bytes, dict[Loss, int] | None]:
         """The report of lost lines to write before the next line, and the losses that are reported with it."""
         lost = self.lost()
-        new = {reason: count - self._said[reason] for reason, count in lost.items() if count > self._said[reason]}
+        new = {
+            reason: count - self._reported[reason] for reason, count in lost.items() if count > self._reported[reason]
+        }
         now = time.monotonic()
-        if not new or (not last and now - self._said_at < SAY_AGAIN_SECONDS):
+        if not new or (not last and now - self._reported_at < REPORT_SECONDS):
             return b"", None
-        self._said_at = now
+        self._reported_at = now
         return self.describe(new).encode(errors="backslashreplace") + b"\n", lost
 
     def _put(self, data: bytes) -> Loss | None:
@@ -141,9 +143,9 @@ class LogWriter:
                 poll.poll()
             except OSError as error:
                 if written := len(data) - len(left):
-                    self._torn = data[written - 1 : written] != b"\n"
+                    self._partial_line = data[written - 1 : written] != b"\n"
                 return _LOSSES.get(error.errno or 0, Loss.FAILED)
-        self._torn = False
+        self._partial_line = False
         return None
 
 

@@ -56,7 +56,7 @@ class TaskSet:
             self._on_error(task.get_name(), error)
 
 
-class StepTurns:
+class RoundRobin:
     """Runs long computations on the event loop in steps, between which the loop does its other work.
 
     Computations take turns, one step each: many at once delay the loop no more than one does, and a short one does not

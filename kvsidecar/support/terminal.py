@@ -12,7 +12,7 @@ PLAIN: Final = "kvsidecar.plain"
 """Error handler of an encoding: replaces a character by the ASCII character that looks most like it, so that bars and
 tables keep their width."""
 
-_STAND_INS: Final = dict(zip("█░▁▂▃▄▅▆▇━╸╺─│·•…–—×→µ≤≥✓✗�", "#.__--===----|.*~--x>u<>+x?", strict=True))  # noqa: RUF001
+_ASCII_FALLBACKS: Final = dict(zip("█░▁▂▃▄▅▆▇━╸╺─│·•…–—×→µ≤≥✓✗�", "#.__--===----|.*~--x>u<>+x?", strict=True))  # noqa: RUF001
 
 
 class TextStream(Protocol):
@@ -26,7 +26,7 @@ class TextStream(Protocol):
 def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(_STAND_INS.get(each, "?") for each in error.object[error.start : error.end]), error.end
+    return "".join(_ASCII_FALLBACKS.get(each, "?") for each in error.object[error.start : error.end]), error.end
 
 
 codecs.register_error(PLAIN, _plain)
@@ -51,9 +51,9 @@ def width(stream: TextStream) -> int:
 
 def colors(stream: TextStream) -> bool:
     """Whether to color text on this stream (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and moves(stream)
+    return stream.isatty() and not os.environ.get("NO_COLOR") and can_redraw(stream)
 
 
-def moves(stream: TextStream) -> bool:
+def can_redraw(stream: TextStream) -> bool:
     """Whether it is a terminal whose lines can be written over."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

@@ -24,7 +24,7 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
-from kvsidecar.support import child
+from kvsidecar.support import child_process
 from kvsidecar.support.units import format_size
 
 START_SECONDS = 60.0
@@ -92,7 +92,7 @@ def _daemon(kind: str, socket: str, pool: int, log: Path) -> Iterator[subprocess
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", kind, "--socket", socket, "--http-port", "0"]
     command += ["--pool-size", str(pool), "--log-format", "json"]
     with log.open("wb") as stream:
-        daemon = child.start(command, stderr=stream)
+        daemon = child_process.start(command, stderr=stream)
     try:
         yield daemon
     except (DemoFailed, KVSidecarError) as error:

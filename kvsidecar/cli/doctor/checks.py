@@ -244,7 +244,7 @@ def _memory(facts: Facts) -> Iterable[Result]:
 
 
 def _ipc(facts: Facts) -> Iterable[Result]:
-    own = facts.place.ipc_namespace
+    own = facts.isolation.ipc_namespace
     if own is None:
         yield _NOT_CHECKED, "/proc is not readable"
     elif own == _IPC_INIT_INODE:
@@ -254,7 +254,7 @@ def _ipc(facts: Facts) -> Iterable[Result]:
 
 
 def _shm(facts: Facts) -> Iterable[Result]:
-    place = facts.place
+    place = facts.isolation
     without = "stores are ordered on the host, which is slightly slower"
     fix = "Mount one tmpfs at /dev/shm for the daemon and the engines."
     if place.shm_device is None:
@@ -363,11 +363,11 @@ def expandable(value: str) -> bool:
     return bool(found) and found[-1].lower() == "true"
 
 
-def _engine_place(facts: Facts) -> Iterable[Result]:
-    engine, here = facts.engine, facts.place
+def _engine_isolation(facts: Facts) -> Iterable[Result]:
+    engine, here = facts.engine, facts.isolation
     if engine is None or not engine.exists:
         return
-    there = engine.place
+    there = engine.isolation
     if there is None:
         fix = "Run the doctor as the engine's user or as root."
         yield _NOT_CHECKED, f"{facts.user} may not read the namespaces of pid {engine.pid}", fix
@@ -409,5 +409,5 @@ CHECKS: dict[str, Check] = {
     "daemon": _daemon,
     "engine": _engine,
     "allocator": _allocator,
-    "engine's place": _engine_place,
+    "engine isolation": _engine_isolation,
 }

@@ -112,7 +112,7 @@ class Daemon:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Isolation:
     """The namespaces of a process, and its /dev/shm."""
 
     ipc_namespace: int | None
@@ -134,7 +134,7 @@ class Engine:
     environ: Mapping[str, str] | None = None
     """The allocator's variables, as they were when the process started; None: not allowed to read them."""
     command: tuple[str, ...] = ()
-    place: Place | None = None
+    isolation: Isolation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Facts:
     memory: Memory
     socket: SocketFacts
     daemon: Daemon
-    place: Place
+    isolation: Isolation
     """The daemon's place if one answers and its /proc entry is readable, otherwise the doctor's."""
     engine: Engine | None
     """None: no --pid was given."""

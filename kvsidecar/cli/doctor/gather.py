@@ -25,9 +25,9 @@ from kvsidecar.cli.doctor.facts import (
     Engine,
     Facts,
     Gpu,
+    Isolation,
     Kernel,
     Memory,
-    Place,
     SocketFacts,
 )
 from kvsidecar.client import Client
@@ -82,7 +82,7 @@ def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
         memory=_memory(settings, driver),
         socket=_socket(config.socket),
         daemon=daemon,
-        place=(_place(daemon.pid) if daemon.pid else None) or _place("self") or Place(None, None, None),
+        isolation=(_isolation(daemon.pid) if daemon.pid else None) or _isolation("self") or Isolation(None, None, None),
         engine=None if pid is None else _engine(pid),
     )
 
@@ -221,7 +221,7 @@ def _daemon(path: str) -> Daemon:
     return Daemon(state, reply.readiness.reason, False, reply.version, pid, reply.totals.ranks)
 
 
-def _place(process: int | str) -> Place | None:
+def _isolation(process: int | str) -> Isolation | None:
     """None if the process may not be looked at."""
     root = Path("/proc") / str(process)
     try:
@@ -232,9 +232,9 @@ def _place(process: int | str) -> Place | None:
         shm = os.stat(root / "root/dev/shm")
         space = os.statvfs(root / "root/dev/shm")
     except OSError:
-        return Place(ipc, pid, None)
+        return Isolation(ipc, pid, None)
     writable = process != "self" or os.access("/dev/shm", os.W_OK | os.X_OK)
-    return Place(ipc, pid, shm.st_dev, space.f_bsize * space.f_blocks, writable)
+    return Isolation(ipc, pid, shm.st_dev, space.f_bsize * space.f_blocks, writable)
 
 
 def _engine(pid: int) -> Engine:
@@ -248,7 +248,7 @@ def _engine(pid: int) -> Engine:
         pairs = (each.partition("=") for each in (root / "environ").read_bytes().decode(errors="replace").split("\0"))
         environ = {name: value for name, _, value in pairs if name in ALLOCATOR_VARIABLES}
     command = tuple(part for part in _read(root / "cmdline").split("\0") if part)
-    return Engine(pid, True, uid, environ, command, _place(pid))
+    return Engine(pid, True, uid, environ, command, _isolation(pid))
 
 
 def _name_of(uid: int) -> str:

@@ -9,7 +9,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Sample:
     """A status reply and the time it arrived."""
 
     at: float
@@ -38,7 +38,7 @@ class Rates:
         return self.hits / asked if asked else None
 
 
-def between(before: Look, after: Look) -> Rates | None:
+def rates_between(before: Sample, after: Sample) -> Rates | None:
     """None if no time has passed, or if the daemon restarted and its counters began again at 0."""
     seconds = after.at - before.at
     old, new = before.reply, after.reply

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.live import Live
 
-from kvsidecar.cli.operate.rates import Look, Rates, between
+from kvsidecar.cli.operate.rates import Rates, Sample, rates_between
 from kvsidecar.cli.operate.top_view import Screen, render
 from kvsidecar.client import Client, RemoteClient
 from kvsidecar.errors import ClientError
@@ -34,14 +34,14 @@ class Watch:
 
     def __init__(self, client: Client | RemoteClient) -> None:
         self._client = client
-        self._last: Look | None = None
+        self._last: Sample | None = None
         self._rates: Rates | None = None
         self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)
         self._lost_at: float | None = None
         self._lost_reason = ""
         self._restarts = 0
 
-    def look(self) -> Screen:
+    def poll(self) -> Screen:
         """Poll the daemon once."""
         try:
             self._take(self._client.status())
@@ -60,9 +60,9 @@ class Watch:
         )
 
     def _take(self, reply: pb.StatusReply) -> None:
-        now = Look(time.monotonic(), reply)
+        now = Sample(time.monotonic(), reply)
         before, self._last = self._last, now
-        self._rates = None if before is None else between(before, now)
+        self._rates = None if before is None else rates_between(before, now)
         if before is not None and before.reply.epoch != reply.epoch:
             self._restarts += 1
             self._history.clear()
@@ -79,9 +79,9 @@ def once(client: Client | RemoteClient, interval: float, console: Console) -> No
     """
     client.status()
     watch = Watch(client)
-    watch.look()
+    watch.poll()
     time.sleep(interval)
-    console.print(render(watch.look(), console.width, 10_000))
+    console.print(render(watch.poll(), console.width, 10_000))
 
 
 def live(client: Client | RemoteClient, interval: float, console: Console) -> None:
@@ -90,7 +90,7 @@ def live(client: Client | RemoteClient, interval: float, console: Console) -> No
     with _keys() as key_within, Live(console=console, screen=True, auto_refresh=False) as shown:
         while True:
             due = time.monotonic() + interval
-            screen = watch.look()
+            screen = watch.poll()
             shown.update(render(screen, console.width, console.height), refresh=True)
             while (left := due - time.monotonic()) > 0:
                 if key_within(left) in _QUIT:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvsidecar.cache.arrays import Slots, tally
+from kvsidecar.cache.arrays import Slots, unique_counts
 from kvsidecar.cache.slabs import Slabs
 
 
@@ -17,7 +17,7 @@ class Unmet(NamedTuple):
     missing: int
 
 
-class Supply:
+class AllocationPlan:
     """Counts of free slots and whole slabs as they would be, and whether they meet the needs.
 
     It counts exactly what `SlotAllocator.allocate` will do if the slots are then asked for with the larger size
@@ -88,12 +88,12 @@ class Supply:
         """Plan that these used slots, each of them once, are freed."""
         self._change(slots, 1)
 
-    def keep(self, slots: Slots) -> None:
+    def undo_free(self, slots: Slots) -> None:
         """Take back `free`."""
         self._change(slots, -1)
 
     def _change(self, slots: Slots, sign: int) -> None:
-        distinct, counts = tally(self._slabs.holding(slots))
+        distinct, counts = unique_counts(self._slabs.holding(slots))
         for slab, count in zip(distinct.tolist(), counts.tolist(), strict=True):
             size = int(self._slabs.size[slab])
             if sign < 0 and self.is_whole(slab):

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from kvsidecar.errors import LimitExceeded, Unfinished
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 
-MAX_HALF_READ_BYTES = 16 * MAX_MESSAGE_BYTES
+MAX_PARTIAL_BYTES = 16 * MAX_MESSAGE_BYTES
 """The most bytes one user may have in messages whose end has not arrived."""
 MESSAGE_SECONDS = 10.0
 """From the first byte of a message to its last."""
 
 
 @dataclass(eq=False, slots=True)
-class HalfMessage:
-    """One incomplete message, from `HalfRead.begin` to `HalfRead.end`."""
+class PartialMessage:
+    """One incomplete message, from `PartialMessages.begin` to `PartialMessages.end`."""
 
     user: Hashable
     nbytes: int
@@ -35,13 +35,13 @@ class HalfMessage:
 class _OfUser:
     nbytes: int = 0
     """Held by the messages that have room."""
-    waiting: deque[HalfMessage] = field(default_factory=deque)
+    waiting: deque[PartialMessage] = field(default_factory=deque)
 
 
-class HalfRead:
+class PartialMessages:
     """The incomplete messages of all connections. Used from the event loop."""
 
-    def __init__(self, limit: int = MAX_HALF_READ_BYTES, seconds: float = MESSAGE_SECONDS) -> None:
+    def __init__(self, limit: int = MAX_PARTIAL_BYTES, seconds: float = MESSAGE_SECONDS) -> None:
         self._limit = limit
         self._seconds = seconds
         self._users: dict[Hashable, _OfUser] = {}
@@ -53,14 +53,14 @@ class HalfRead:
         *,
         on_room: Callable[[], None],
         on_late: Callable[[LimitExceeded | Unfinished], None],
-    ) -> HalfMessage:
+    ) -> PartialMessage:
         """The first bytes of a message have come, which will have ``nbytes``, at most the limit.
 
         Args:
             on_room: called once there is room for it, if ``has_room`` is false.
             on_late: told why the connection must end. The message is still to be ended.
         """
-        message = HalfMessage(user, nbytes, on_room)
+        message = PartialMessage(user, nbytes, on_room)
         loop, half = asyncio.get_running_loop(), self._seconds / 2
 
         def half_time() -> None:
@@ -73,7 +73,7 @@ class HalfRead:
         self._give_room(of_user)
         return message
 
-    def end(self, message: HalfMessage) -> None:
+    def end(self, message: PartialMessage) -> None:
         """It is whole, or never will be."""
         if message.timer is not None:
             message.timer.cancel()
@@ -87,7 +87,7 @@ class HalfRead:
         if not of_user.nbytes and not of_user.waiting:
             del self._users[message.user]
 
-    def _give_room(self, of_user: _OfUser) -> list[HalfMessage]:
+    def _give_room(self, of_user: _OfUser) -> list[PartialMessage]:
         """Those that have room from now on, in the order in which they began."""
         given = []
         while of_user.waiting and of_user.nbytes + of_user.waiting[0].nbytes <= self._limit:
@@ -97,7 +97,7 @@ class HalfRead:
             given.append(message)
         return given
 
-    def _why(self, message: HalfMessage) -> LimitExceeded | Unfinished:
+    def _why(self, message: PartialMessage) -> LimitExceeded | Unfinished:
         if message.has_room:
             return Unfinished(
                 f"a message of {message.nbytes} bytes was not complete {self._seconds:g} s after its first byte"

@@ -26,7 +26,7 @@ RETRY_SECONDS = 0.05
 _log = log.get("endpoint")
 
 
-class Endpoint:
+class SocketFiles:
     """The lock and the socket paths of one daemon.
 
     Args:

@@ -22,7 +22,7 @@ PAUSE_SHARE = 0.2
 
 
 @dataclass(slots=True)
-class _Queue:
+class _UserQueue:
     began: float
     """When its last turn began; monotonic seconds, as all times here."""
     paid: float
@@ -32,17 +32,17 @@ class _Queue:
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
-class Turns:
+class FairQueue:
     """Used from the event loop."""
 
     def __init__(self) -> None:
-        self._queues: dict[Hashable, _Queue] = {}
+        self._queues: dict[Hashable, _UserQueue] = {}
         """Queues of the users whose turns are not paid for."""
 
     async def wait(self, user: Hashable) -> None:
         """Return when it is this caller's turn; at once if the user has had none since the loop last went round."""
         now = time.monotonic()
-        queue = self._queues.setdefault(user, _Queue(now, now, running=False))
+        queue = self._queues.setdefault(user, _UserQueue(now, now, running=False))
         if queue.running:
             turn = asyncio.get_running_loop().create_future()
             queue.waiting.append(turn)
@@ -50,12 +50,12 @@ class Turns:
         else:
             self._begin(user, queue)
 
-    def _begin(self, user: Hashable, queue: _Queue) -> None:
+    def _begin(self, user: Hashable, queue: _UserQueue) -> None:
         queue.running = True
         queue.began = time.monotonic()
         asyncio.get_running_loop().call_soon(self._had_turn, user, queue)
 
-    def _had_turn(self, user: Hashable, queue: _Queue) -> None:
+    def _had_turn(self, user: Hashable, queue: _UserQueue) -> None:
         now = time.monotonic()
         queue.paid = max(queue.paid, queue.began) + (now - queue.began) * (1 + PAUSE_SHARE)
         if (pause := queue.paid - now) >= PAUSE_SECONDS:
@@ -63,7 +63,7 @@ class Turns:
         else:
             self._next(user, queue)
 
-    def _next(self, user: Hashable, queue: _Queue) -> None:
+    def _next(self, user: Hashable, queue: _UserQueue) -> None:
         while queue.waiting:
             turn = queue.waiting.popleft()
             if not turn.done():  # its caller has not been cancelled
@@ -73,6 +73,6 @@ class Turns:
         queue.running = False
         asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._forget, user, queue)
 
-    def _forget(self, user: Hashable, queue: _Queue) -> None:
+    def _forget(self, user: Hashable, queue: _UserQueue) -> None:
         if not queue.running and time.monotonic() >= queue.paid and self._queues.get(user) is queue:
             del self._queues[user]

@@ -53,7 +53,7 @@ def start(command: Sequence[str], *, cores: frozenset[int] | None = None, **opti
     return process
 
 
-def end(process: subprocess.Popen[Any], seconds: float, *, group: bool = False) -> bool:
+def stop(process: subprocess.Popen[Any], seconds: float, *, group: bool = False) -> bool:
     """SIGTERM, and SIGKILL to what has not ended after ``seconds`` or when this is interrupted.
 
     Args:
