@@ -1,5 +1,5 @@
-"""Eviction that only chooses (as in Ray's plasma store): a policy orders blocks, `choose_victims` plans, and the
-cache evicts. Nothing here frees a slot.
+"""Chooses the blocks to evict. A policy orders blocks, `choose_victims` plans, and the cache evicts, as in Ray's plasma
+store. Nothing here frees a slot.
 
 How a plan is made. `AllocationPlan` counts what could be allocated if the victims chosen so far were gone, and names
 the largest size class that still lacks slots. Two kinds of victims provide slots of that class: single blocks with a
@@ -24,7 +24,7 @@ from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.slots import SlotAllocator
 
 REQUESTED, VICTIM = 1, 2
-"""In `SpaceBlocks.marks`, while a plan is made."""
+"""Values of `SpaceBlocks.marks` during planning."""
 
 
 def choose_victims(
@@ -33,15 +33,15 @@ def choose_victims(
     tables: Mapping[int, SpaceBlocks],
     requested: Sequence[Chain],
 ) -> list[Chain] | None:
-    """Blocks to evict so that all needs can be allocated, or None if no choice would do. Changes nothing.
+    """Blocks to evict so that all needs can be allocated, or None if that is impossible. Changes nothing.
 
     Args:
         needs: slots needed per size class.
         tables: all blocks of the pool, by number.
-        requested: blocks that the same request is about; never chosen.
+        requested: blocks of the same request; never chosen.
     """
     if sum(size * need for size, need in needs.items()) > allocator.total_bytes - allocator.busy_bytes:
-        return None  # or a request that is too large would look at every block first
+        return None  # without this, a request that is too large would visit every block
     plan = _EvictionPlan(needs, allocator, tables)
     try:
         for chain in requested:
@@ -55,31 +55,31 @@ def choose_victims(
 
 
 def oldest_first(queues: Sequence[Chain]) -> list[tuple[int, int]]:
-    """The order in which blocks of several spaces go: (queue, position in it) of each.
+    """The eviction order of the blocks of several spaces, as (queue, position in it) pairs.
 
-    They go by the tick of their last use. The groups of one request have the same tick and take turns: a prefix that
-    one group has lost is of no use in the others.
+    The order is by tick of the last use. The groups of one request share a tick and alternate: a prefix that is lost
+    in one group is useless in the others.
 
     Args:
-        queues: the candidates of each space, the oldest first.
+        queues: the candidates of each space, oldest first.
     """
     ticks = [queue.blocks.last_used[queue.rows] for queue in queues]
-    turns = [np.arange(len(tick)) - np.searchsorted(tick, tick) for tick in ticks]
+    rounds = [np.arange(len(tick)) - np.searchsorted(tick, tick) for tick in ticks]
     number = np.repeat(np.arange(len(queues)), [len(tick) for tick in ticks])
     position = np.concatenate([np.arange(len(tick)) for tick in ticks])
-    order = np.lexsort((number, np.concatenate(turns), np.concatenate(ticks)))
+    order = np.lexsort((number, np.concatenate(rounds), np.concatenate(ticks)))
     return list(zip(number[order].tolist(), position[order].tolist(), strict=True))
 
 
 @dataclass(slots=True)
 class _Choice:
-    """Blocks that are chosen together."""
+    """Victims that are chosen together."""
 
     victims: list[Chain]
     last_used: int
-    """Tick of the last use of the newest of them."""
+    """Tick of the last use of the newest victim."""
     slab: bool
-    """They free a whole slab, and only all of them do."""
+    """Whether they free a whole slab, which only all of them together do."""
 
 
 class _EvictionPlan:
@@ -91,10 +91,10 @@ class _EvictionPlan:
         self._tables = tables
         self._choices: list[_Choice] = []
         self._slabs: dict[int, list[int]] = {}
-        """Size class -> slabs of other classes that could go, the longest unused last."""
+        """Size class -> slabs of other classes that could be freed, least recently used last."""
 
     def make(self) -> bool:
-        """Choose until the needs are met. False if they cannot be."""
+        """Choose victims until the needs are met. False if they cannot be met."""
         while (unmet := self._allocation.unmet()) is not None:
             choice = self._oldest_slab(unmet.size)
             blocks = self._oldest_blocks(unmet.size, unmet.missing, None if choice is None else choice.last_used)
@@ -105,14 +105,14 @@ class _EvictionPlan:
                 return False
             self._choices.append(choice)
             self._mark(choice.victims)
-        self._spare()
+        self._take_back_unnecessary()
         return True
 
     def only_table(self) -> SpaceBlocks | None:
-        """The only table, if each of its blocks gives one slot of the only class that is needed; else None.
+        """The only table, if each of its blocks provides one slot of the only class that is needed; else None.
 
-        This is the rule on a node with one model. There is no slab to weigh against blocks and nothing to spare, so
-        `oldest_of` that table is what `make` would choose.
+        This is the normal case on a node with one model. No slab competes with blocks and no victim is unnecessary, so
+        `oldest_of` chooses what `make` would choose, in less time.
         """
         tables = [blocks for blocks in self._tables.values() if not blocks.cleared]
         if len(tables) != 1 or tables[0].space.num_shards > 1 or self._allocation.surplus() is None:
@@ -121,7 +121,7 @@ class _EvictionPlan:
         return tables[0] if self._allocation.largest == size and not len(self._allocator.reclaimable(size)) else None
 
     def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
-        """The oldest blocks of one table that are enough; None if all together are not."""
+        """Enough of the oldest blocks of one table; None if there are too few."""
         unmet = self._allocation.unmet()
         if unmet is None:
             return []
@@ -129,7 +129,7 @@ class _EvictionPlan:
         return [victims] if len(victims.rows) == unmet.missing else None
 
     def chosen(self) -> list[Chain]:
-        """All blocks that were chosen, also those that are spared."""
+        """All chosen blocks, including those that were taken back."""
         return [chain for choice in self._choices for chain in choice.victims]
 
     def victims(self) -> list[Chain]:
@@ -138,12 +138,12 @@ class _EvictionPlan:
     # -- candidates ----------------------------------------------------------------------------------------------
 
     def _oldest_blocks(self, size: int, missing: int, until: int | None) -> list[Chain]:
-        """The oldest blocks that give ``missing`` slots of this class, or all there are; none used after ``until``."""
+        """The oldest blocks that provide ``missing`` slots of this class, or all of them; none used after ``until``."""
         tables = [blocks for blocks in self._tables.values() if size in blocks.space.slot_sizes and not blocks.cleared]
         queues = [self._candidates(blocks, size, missing, until) for blocks in tables]
         queues = [queue for queue in queues if len(queue.rows)]
         if len(queues) < 2:
-            return queues  # it is cut to length already
+            return queues  # `_candidates` has cut it to length
         gives = [self._slots_given(queue, size).tolist() for queue in queues]
         taken = [0] * len(queues)
         for queue, position in oldest_first(queues):
@@ -154,7 +154,7 @@ class _EvictionPlan:
         return [Chain(queue.blocks, queue.rows[:count]) for queue, count in zip(queues, taken, strict=True) if count]
 
     def _candidates(self, blocks: SpaceBlocks, size: int, missing: int, until: int | None) -> Chain:
-        """`_oldest_blocks` of one space."""
+        """`_oldest_blocks` for one space."""
         pieces: list[Ints] = []
         for piece in blocks.policy.candidates():
             rows = piece[blocks.marks[piece] == 0]
@@ -175,7 +175,7 @@ class _EvictionPlan:
         return Chain(blocks, pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces)))
 
     def _oldest_slab(self, size: int) -> _Choice | None:
-        """All blocks of the longest unused slab of another class that can be freed as a whole."""
+        """All blocks of the least recently used slab of another class that can be freed as a whole."""
         if size not in self._slabs:
             self._slabs[size] = self._allocator.reclaimable(other_than=size).tolist()[::-1]
         candidates, slabs = self._slabs[size], self._allocator.slabs
@@ -200,30 +200,30 @@ class _EvictionPlan:
             chain.blocks.marks[chain.rows] = 0
             self._allocation.undo_free(chain.blocks.held_slots(chain.rows))
 
-    def _spare(self) -> None:
-        """Take back each victim without which the needs are still met, the newest first. A slab is whole or of no
-        use, so its blocks are taken back together."""
+    def _take_back_unnecessary(self) -> None:
+        """Take back each victim that the needs do not require, newest first. Only a whole slab is of use, so its blocks
+        are taken back together."""
         for choice in sorted(self._choices, key=lambda choice: choice.last_used, reverse=True):
             if self._allocation.surplus() == 0:
-                return  # any victim that were taken back now would be missing
+                return  # every remaining victim is required
             for victims in [choice.victims] if choice.slab else self._one_by_one(choice):
                 self._unmark(victims)
                 if self._allocation.unmet() is not None:
                     self._mark(victims)
 
     def _one_by_one(self, choice: _Choice) -> list[list[Chain]]:
-        """The blocks of a choice that might be spared, the newest first."""
+        """The blocks of a choice that might be unnecessary, newest first."""
         surplus, size = self._allocation.surplus(), self._allocation.largest
-        spared = choice.victims
-        if surplus is not None:  # then only this class counts: a block that gives more than is left over must go
-            spared = [Chain(chain.blocks, chain.rows[self._slots_given(chain, size) <= surplus]) for chain in spared]
-        order = oldest_first(spared)[::-1] if any(len(chain.rows) for chain in spared) else []
-        return [[Chain(spared[queue].blocks, spared[queue].rows[at : at + 1])] for queue, at in order]
+        chains = choice.victims
+        if surplus is not None:  # only one class is needed: a block with more slots than the surplus is required
+            chains = [Chain(chain.blocks, chain.rows[self._slots_given(chain, size) <= surplus]) for chain in chains]
+        order = oldest_first(chains)[::-1] if any(len(chain.rows) for chain in chains) else []
+        return [[Chain(chains[queue].blocks, chains[queue].rows[at : at + 1])] for queue, at in order]
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _slots_given(self, chain: Chain, size: int) -> Ints:
-        """Slots of this class that each block gives."""
+        """Number of slots of this class that each block provides."""
         blocks = chain.blocks
         if blocks.space.num_shards == 1:
             return np.ones(len(chain.rows), np.int64)
@@ -238,6 +238,6 @@ class _EvictionPlan:
 
 
 def _with_mark(mark: int, chains: Iterable[Chain]) -> list[Chain]:
-    """The blocks of these chains that carry ``mark``; chains without any are left out."""
+    """The blocks of these chains that carry ``mark``, without empty chains."""
     marked = [Chain(each.blocks, each.rows[each.blocks.marks[each.rows] == mark]) for each in chains]
     return [chain for chain in marked if len(chain.rows)]

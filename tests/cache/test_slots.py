@@ -194,7 +194,7 @@ def test_a_slot_cannot_be_freed_twice_in_one_call() -> None:
 def test_what_is_no_slot_of_a_cut_slab_cannot_be_freed() -> None:
     slots = allocator(4, 4)
     take(slots, 2)
-    with pytest.raises(AssertionError, match="no slot"):
+    with pytest.raises(AssertionError, match="not a slot"):
         slots.free(at(1))
 
 
