@@ -1,4 +1,4 @@
-"""Answers requests that do not parse with a clear error; gRPC itself answers UNKNOWN, with a stack trace in the log."""
+"""Answers requests that do not parse with a clear error. gRPC itself answers UNKNOWN and logs a stack trace."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvsidecar.server.status_codes import code_of
 
 
 class TolerantRegistrar:
-    """Stands in for the server when a service is added, so that its methods also get requests that do not parse.
+    """Takes the server's place when a service is added, and wraps its methods to handle requests that do not parse.
 
-    A unary method is not called then. A streaming method reads the `InvalidRequest` in the place of the message, and
-    must raise it. Done here, once per method, since an interceptor would cost every call.
+    A unary method is not called for such a request. A streaming method reads an `InvalidRequest` instead of the
+    message, and must raise it. Wrapping costs nothing per call, unlike an interceptor.
     """
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
-        """The same methods again, in another form."""
+        """Ignored: `add_registered_method_handlers` gets the same methods."""
 
     def add_registered_method_handlers(self, service: str, methods: Mapping[str, Any]) -> None:
         tolerant = {name: _tolerant(method) for name, method in methods.items()}

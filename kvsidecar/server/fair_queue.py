@@ -1,10 +1,10 @@
-"""Lookups of one user take turns, so that other users are served between them.
+"""Fair queueing of large lookups between users.
 
-One of 100,000 hashes takes tens of milliseconds of the event loop, and one user may have hundreds under way. One of
-a user's runs each time the loop goes round, and the user's turns leave a part of the time to others: gRPC hands new
-calls over from a thread of its own, one at a time, and a loop that is never idle keeps that thread waiting (measured
-with 128 lookups of 20,000 hashes under way: another user's call came behind all of them; with pauses, on an otherwise
-idle machine, behind none).
+A lookup of 100,000 hashes takes tens of milliseconds on the event loop, and one user may have hundreds outstanding. In
+each iteration of the loop, one lookup per user runs. Pauses between the lookups of a user leave time to others: gRPC
+hands over new calls from its own thread, one at a time, and a loop that is never idle keeps that thread waiting.
+(Measured with 128 outstanding lookups of 20,000 hashes: another user's call waited for all of them. With pauses, on an
+otherwise idle machine, it waited for none.)
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 PAUSE_SECONDS = 0.001
-"""The shortest pause; turns whose pauses come to less follow each other."""
+"""Shortest pause. Shorter ones accumulate over several turns."""
 PAUSE_SHARE = 0.2
-"""Of the time that a turn has taken."""
+"""Length of the pause as a share of the turn's time."""
 
 
 @dataclass(slots=True)
 class _UserQueue:
     began: float
-    """When its last turn began; monotonic seconds, as all times here."""
-    paid: float
-    """When its turns, and pauses for all of them, would have been over."""
+    """Start of the last turn, in monotonic seconds."""
+    busy_until: float
+    """End of all turns including their pauses, in monotonic seconds."""
     running: bool = True
-    """A turn or a pause is under way."""
+    """Whether a turn or a pause is in progress."""
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
 class FairQueue:
-    """Used from the event loop."""
+    """Gives each user one turn per iteration of the event loop."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, _UserQueue] = {}
-        """Queues of the users whose turns are not paid for."""
+        """Queues of users with a turn or pause in progress."""
 
     async def wait(self, user: Hashable) -> None:
-        """Return when it is this caller's turn; at once if the user has had none since the loop last went round."""
+        """Wait for the user's next turn. Returns at once if the user has no turn or pause in progress."""
         now = time.monotonic()
         queue = self._queues.setdefault(user, _UserQueue(now, now, running=False))
         if queue.running:
@@ -53,12 +53,12 @@ class FairQueue:
     def _begin(self, user: Hashable, queue: _UserQueue) -> None:
         queue.running = True
         queue.began = time.monotonic()
-        asyncio.get_running_loop().call_soon(self._had_turn, user, queue)
+        asyncio.get_running_loop().call_soon(self._end, user, queue)
 
-    def _had_turn(self, user: Hashable, queue: _UserQueue) -> None:
+    def _end(self, user: Hashable, queue: _UserQueue) -> None:
         now = time.monotonic()
-        queue.paid = max(queue.paid, queue.began) + (now - queue.began) * (1 + PAUSE_SHARE)
-        if (pause := queue.paid - now) >= PAUSE_SECONDS:
+        queue.busy_until = max(queue.busy_until, queue.began) + (now - queue.began) * (1 + PAUSE_SHARE)
+        if (pause := queue.busy_until - now) >= PAUSE_SECONDS:
             asyncio.get_running_loop().call_later(pause, self._next, user, queue)
         else:
             self._next(user, queue)
@@ -74,5 +74,5 @@ class FairQueue:
         asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._forget, user, queue)
 
     def _forget(self, user: Hashable, queue: _UserQueue) -> None:
-        if not queue.running and time.monotonic() >= queue.paid and self._queues.get(user) is queue:
+        if not queue.running and time.monotonic() >= queue.busy_until and self._queues.get(user) is queue:
             del self._queues[user]

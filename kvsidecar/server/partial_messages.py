@@ -1,7 +1,7 @@
-"""Limits on incomplete messages: buffer space per user, and a time limit for the rest.
+"""Limits on partially received messages: buffer space per user, and a time limit for the rest of a message.
 
-Room is taken for the whole message as soon as its length is known, so that every message that has room can be
-completed; one that finds none waits unread for those before it. It never waits longer than a message may take.
+Space for the whole message is reserved as soon as its length is known, so that every message with space can be
+completed. A message without space waits unread for those before it, at most for the time limit.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvsidecar.errors import LimitExceeded, Unfinished
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 
 MAX_PARTIAL_BYTES = 16 * MAX_MESSAGE_BYTES
-"""The most bytes one user may have in messages whose end has not arrived."""
+"""Limit per user on the bytes of partially received messages."""
 MESSAGE_SECONDS = 10.0
-"""From the first byte of a message to its last."""
+"""Time limit from the first byte of a message to its last."""
 
 
 @dataclass(eq=False, slots=True)
 class PartialMessage:
-    """One incomplete message, from `PartialMessages.begin` to `PartialMessages.end`."""
+    """A message between `PartialMessages.begin` and `PartialMessages.end`."""
 
     user: Hashable
     nbytes: int
@@ -32,19 +32,19 @@ class PartialMessage:
 
 
 @dataclass(slots=True)
-class _OfUser:
+class _Held:
     nbytes: int = 0
-    """Held by the messages that have room."""
+    """Bytes of the messages that have space."""
     waiting: deque[PartialMessage] = field(default_factory=deque)
 
 
 class PartialMessages:
-    """The incomplete messages of all connections. Used from the event loop."""
+    """The partially received messages of all connections. Used from the event loop."""
 
     def __init__(self, limit: int = MAX_PARTIAL_BYTES, seconds: float = MESSAGE_SECONDS) -> None:
         self._limit = limit
         self._seconds = seconds
-        self._users: dict[Hashable, _OfUser] = {}
+        self._users: dict[Hashable, _Held] = {}
 
     def begin(
         self,
@@ -54,11 +54,12 @@ class PartialMessages:
         on_room: Callable[[], None],
         on_late: Callable[[LimitExceeded | Unfinished], None],
     ) -> PartialMessage:
-        """The first bytes of a message have come, which will have ``nbytes``, at most the limit.
+        """Register a message whose first bytes have arrived.
 
         Args:
-            on_room: called once there is room for it, if ``has_room`` is false.
-            on_late: told why the connection must end. The message is still to be ended.
+            nbytes: length of the whole message; at most the limit.
+            on_room: called when there is space for it, if ``has_room`` is false.
+            on_late: called with the reason why the connection must end. The caller must still `end` the message.
         """
         message = PartialMessage(user, nbytes, on_room)
         loop, half = asyncio.get_running_loop(), self._seconds / 2
@@ -66,34 +67,34 @@ class PartialMessages:
         def half_time() -> None:
             message.timer = loop.call_later(half, lambda: on_late(self._why(message)))
 
-        # In two halves: a daemon that was itself stopped finds its timers due before it reads what has come meanwhile.
+        # Two timers in a row: after a pause of the daemon itself, timers fire before it reads the data of the meantime.
         message.timer = loop.call_later(half, half_time)
-        of_user = self._users.setdefault(user, _OfUser())
-        of_user.waiting.append(message)
-        self._give_room(of_user)
+        held = self._users.setdefault(user, _Held())
+        held.waiting.append(message)
+        self._reserve(held)
         return message
 
     def end(self, message: PartialMessage) -> None:
-        """It is whole, or never will be."""
+        """Remove a message that is complete or will never be."""
         if message.timer is not None:
             message.timer.cancel()
-        of_user = self._users[message.user]
+        held = self._users[message.user]
         if message.has_room:
-            of_user.nbytes -= message.nbytes
+            held.nbytes -= message.nbytes
         else:
-            of_user.waiting.remove(message)
-        for other in self._give_room(of_user):
+            held.waiting.remove(message)
+        for other in self._reserve(held):
             other.on_room()
-        if not of_user.nbytes and not of_user.waiting:
+        if not held.nbytes and not held.waiting:
             del self._users[message.user]
 
-    def _give_room(self, of_user: _OfUser) -> list[PartialMessage]:
-        """Those that have room from now on, in the order in which they began."""
+    def _reserve(self, held: _Held) -> list[PartialMessage]:
+        """Reserve space in the order of `begin`. Returns the messages that got it."""
         given = []
-        while of_user.waiting and of_user.nbytes + of_user.waiting[0].nbytes <= self._limit:
-            message = of_user.waiting.popleft()
+        while held.waiting and held.nbytes + held.waiting[0].nbytes <= self._limit:
+            message = held.waiting.popleft()
             message.has_room = True
-            of_user.nbytes += message.nbytes
+            held.nbytes += message.nbytes
             given.append(message)
         return given
 

@@ -26,9 +26,9 @@ def cannot_listen(service: str, address: str, option: str, error: OSError) -> KV
     else:
         temporary, why = error.errno in _TEMPORARY, os.strerror(error.errno) if error.errno else str(error)
     text = f"{service} cannot listen on {address} ({why})"
-    return (
-        AddressUnavailable(f"{text}: free it, or set {option}") if temporary else ConfigError(f"{text}: set {option}")
-    )
+    if temporary:
+        return AddressUnavailable(f"{text}: free it, or set {option}")
+    return ConfigError(f"{text}: set {option}")
 
 
 def bind_error(host: str, port: int) -> OSError | None:

@@ -57,7 +57,7 @@ class Text:
 
 
 def _printable(value: object, *, quote: bool = True) -> str:
-    """A value on one line, without control characters: clients choose some values, and could manipulate the terminal."""
+    """A value on one line, without control characters: clients choose some values and could manipulate the terminal."""
     text = value if isinstance(value, str) else repr(value)
     plain = text.isprintable() and not (quote and isinstance(value, str) and (not text or set(text) & set(" =\"'")))
     return text if plain else repr(text)

@@ -241,7 +241,7 @@ def test_a_bad_request_is_counted_and_one_quiet_line_of_the_log(daemon: DaemonPr
         assert b"400" in until_closed(connection)
     assert refusals(daemon, "invalid_request") == 1
     assert daemon.terminate() == 0
-    line = daemon.wait_log("a request is refused")
+    line = daemon.wait_log("request refused")
     daemon.wait_log("stopped")
     assert line["level"] == "debug"
     assert not [each for each in daemon.log if each.get("level") == "error" or each["event"] == "stderr"], daemon.log
