@@ -1,6 +1,6 @@
 """The command line: ``kvsidecar serve | status | top | engines | clear | drain | doctor | demo | bench``.
 
-Imports what a command needs when it runs: help is instant.
+Each command imports what it needs when it runs, so that help is fast.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _client(where: dict[str, str | None], name: str, timeout: float) -> Client | RemoteClient:
-    """A client for the daemon that the options name."""
+    """A client for the daemon that the options select."""
     from kvsidecar.client import Client, ClientError, RemoteClient, Tls
 
     address, tls = where["connect"], {option: where[f"connect_{option}"] for option in ("ca", "certificate", "key")}
@@ -68,7 +68,7 @@ def _was_given(option: str) -> bool:
 
 @contextmanager
 def _connected(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Iterator[Client | RemoteClient]:
-    """A client for the daemon that the options name. Exits if the daemon does not answer, or refuses."""
+    """A client for the daemon that the options select. Exits if the daemon does not answer or refuses the request."""
     from kvsidecar.client import ClientError, RequestDenied, SocketDenied
 
     with _client(where, name, timeout) as client:
@@ -81,8 +81,8 @@ def _connected(where: dict[str, str | None], name: str, timeout: float = 5.0) ->
 def _fail(message: str, code: int) -> NoReturn:
     try:
         click.echo(f"kvsidecar: {message}", err=True)
-    except OSError:  # nobody reads it, or the disk is full: the exit code says it all the same
-        sys.stderr = None  # the interpreter would try again at its end, and exit with 120
+    except OSError:  # the reader is gone or the disk is full; the exit code remains
+        sys.stderr = None  # else the interpreter would retry at exit, and exit with 120
     sys.exit(code)
 
 
@@ -101,22 +101,21 @@ def _serve(**flags: str | None) -> None:
     use, 74 a copy hangs or its outcome is unknown (restart it), 75 a port is in use or an address does not exist yet
     (a restart may help), 78 a setting is invalid.
     """
-    gc.disable()  # as in `gc_disabled`, until the daemon is there: `serve` enables it again
+    gc.disable()  # see `gc_disabled`; `serve` enables it again when the daemon is built
     from kvsidecar.daemon.serve import serve
     from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
 
+    exit_codes: dict[type[Exception], int] = {
+        ConfigError: EXIT_CONFIG,
+        SocketInUse: EXIT_SOCKET,
+        AddressUnavailable: EXIT_AGAIN,
+        DriverUnusable: EXIT_UNAVAILABLE,
+        PoolRefused: 1,
+    }
     try:
         sys.exit(serve(flags))
-    except ConfigError as error:
-        _fail(str(error), EXIT_CONFIG)
-    except SocketInUse as error:
-        _fail(str(error), EXIT_SOCKET)
-    except AddressUnavailable as error:
-        _fail(str(error), EXIT_AGAIN)
-    except DriverUnusable as error:
-        _fail(str(error), EXIT_UNAVAILABLE)
-    except PoolRefused as error:
-        _fail(str(error), 1)
+    except tuple(exit_codes) as error:
+        _fail(str(error), exit_codes[type(error)])
 
 
 main.add_command(click.Command("serve", callback=_serve, help=_serve.__doc__, params=[*click_options()]))
@@ -196,15 +195,15 @@ def top(interval: float, once: bool, **where: str | None) -> None:
     """
     from rich.console import Console
 
-    from kvsidecar.cli.operate import top as watching
+    from kvsidecar.cli.operate import top as top_command
 
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")
-    with _connected(where, "kvsidecar top", watching.ANSWER_SECONDS) as client:
+    with _connected(where, "kvsidecar top", top_command.ANSWER_SECONDS) as client:
         if once:
-            watching.once(client, interval, Console())
+            top_command.once(client, interval, Console())
         else:
-            watching.live(client, interval, Console())
+            top_command.live(client, interval, Console())
 
 
 @main.command()
@@ -245,6 +244,7 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
     Exit codes: 0, 1 not confirmed or no such namespace, 69 no daemon answers, 77 permission denied.
     """
     from kvsidecar.cli.operate.commands import clear_question, find_namespace
+    from kvsidecar.support.units import count
 
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace MODEL or --all")
@@ -255,7 +255,7 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
         if chosen is None and not yes:
             click.confirm(clear_question(client.status()), abort=True)
         blocks = client.clear(chosen)
-    click.echo(f"{blocks} block{'' if blocks == 1 else 's'} cleared.")
+    click.echo(f"{count(blocks, 'block')} cleared.")
 
 
 @main.command()

@@ -104,6 +104,11 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if minutes else f"{hours} h"
 
 
+def count(number: int, noun: str) -> str:
+    """``1 job``, ``2 jobs``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _in_units(value: float, step: int, units: tuple[str, ...], *, decimals: int) -> str:
     exponent = 0
     # 1023.995 rounds to 1024, which belongs to the next unit.

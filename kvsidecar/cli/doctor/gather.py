@@ -1,4 +1,5 @@
-"""Reads the facts. What cannot be read is left out, never an error: the doctor is called where things are broken."""
+"""Reads the facts. A fact that cannot be read is left out and is never an error: the doctor runs where things are
+broken."""
 
 from __future__ import annotations
 
@@ -40,15 +41,15 @@ from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support import memory_limits, peer
 
 PROBE_SECONDS = 20.0
-"""A driver without persistence mode takes seconds to start."""
+"""A driver without persistence mode takes seconds to initialise."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
-    """All facts, for a daemon that would be started with these flags by this user.
+    """All facts for a daemon that this user starts with these flags.
 
     Args:
-        flags: as `load_settings` takes them.
+        flags: as for `load_settings`.
         pid: of an engine.
     """
     settings: Settings | None = None
@@ -120,20 +121,20 @@ def _driver() -> Driver:
     command = [sys.executable, "-m", "kvsidecar.cli.doctor.probe"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-        said: dict[str, Any] = json.loads(ran.stdout)
+        found: dict[str, Any] = json.loads(ran.stdout)
     except subprocess.TimeoutExpired:
-        said = {"installed": True, "problem": f"the CUDA driver did not start within {PROBE_SECONDS:g} s"}
+        found = {"installed": True, "problem": f"the CUDA driver did not start within {PROBE_SECONDS:g} s"}
     except ValueError:
         last = (ran.stderr.strip().splitlines() or ["no output"])[-1]
-        said = {"installed": True, "problem": f"the probe of the CUDA driver exited with {ran.returncode}: {last}"}
-    gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in said.pop("gpus", ()))
+        found = {"installed": True, "problem": f"the probe of the CUDA driver exited with {ran.returncode}: {last}"}
+    gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in found.pop("gpus", ()))
     for name in ("missing_calls", "missing_optional_calls"):
-        said[name] = tuple(said.get(name, ()))
-    return Driver(**said, **known, gpus=gpus)
+        found[name] = tuple(found.get(name, ()))
+    return Driver(**found, **known, gpus=gpus)
 
 
 class _Limits(HostPlatform):
-    """Stands in for the platform in a pool that is never pinned: its limit of locked memory is a finding of its own."""
+    """The platform of a pool that is never pinned. It has no pin limit, because memlock is a separate finding."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ def _daemon(path: str) -> Daemon:
 
 
 def _isolation(process: int | str) -> Isolation | None:
-    """None if the process may not be looked at."""
+    """None if this user may not inspect the process."""
     root = Path("/proc") / str(process)
     try:
         ipc, pid = (os.stat(root / "ns" / name).st_ino for name in ("ipc", "pid"))

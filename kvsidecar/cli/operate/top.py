@@ -1,4 +1,4 @@
-"""`kvsidecar top`: polls the daemon's status and draws it."""
+"""`kvsidecar top`: polls the daemon's status and displays it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvsidecar.errors import ClientError
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 ANSWER_SECONDS = 1.0
-"""A daemon that takes longer counts as not answering. A key press waits no longer than this."""
+"""Timeout of a status request, and so the longest delay of a key press."""
 _HISTORY = 60
 _QUIT = frozenset("qQ\x03\x04")
-"""q, and Ctrl-C and Ctrl-D where the terminal does not make a signal of them."""
+"""q, and Ctrl-C and Ctrl-D if the terminal does not turn them into signals."""
 
 
 class Watch:
-    """What was observed of one daemon so far. It may go away and come back."""
+    """The observations of one daemon, which may disappear and come back."""
 
     def __init__(self, client: Client | RemoteClient) -> None:
         self._client = client
@@ -42,7 +42,7 @@ class Watch:
         self._restarts = 0
 
     def poll(self) -> Screen:
-        """Poll the daemon once."""
+        """Request the status once."""
         try:
             self._take(self._client.status())
         except ClientError as error:
@@ -72,11 +72,7 @@ class Watch:
 
 
 def once(client: Client | RemoteClient, interval: float, console: Console) -> None:
-    """Print one screen, with the rates of ``interval`` seconds.
-
-    Raises:
-        ClientError: no daemon answers.
-    """
+    """Print one screen, with rates over ``interval`` seconds. Raises ClientError if no daemon answers."""
     client.status()
     watch = Watch(client)
     watch.poll()
@@ -85,20 +81,20 @@ def once(client: Client | RemoteClient, interval: float, console: Console) -> No
 
 
 def live(client: Client | RemoteClient, interval: float, console: Console) -> None:
-    """Draw until q or Ctrl-C."""
+    """Refresh the screen until q or Ctrl-C."""
     watch = Watch(client)
     with _keys() as key_within, Live(console=console, screen=True, auto_refresh=False) as shown:
         while True:
-            due = time.monotonic() + interval
+            next_poll = time.monotonic() + interval
             screen = watch.poll()
             shown.update(render(screen, console.width, console.height), refresh=True)
-            while (left := due - time.monotonic()) > 0:
+            while (left := next_poll - time.monotonic()) > 0:
                 if key_within(left) in _QUIT:
                     return
 
 
 class _Keys:
-    """Single keys of a terminal; without one, time passes."""
+    """Waits for a key press; without a terminal, only for the time to pass."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -110,12 +106,12 @@ class _Keys:
         if not select.select([self._fd], [], [], seconds)[0]:
             return "\0"
         pressed = os.read(self._fd, 1).decode(errors="replace")
-        return pressed or "\x04"  # the terminal has gone
+        return pressed or "\x04"  # the terminal is gone
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[_Keys]:
-    """Keys arrive one by one and are not shown; SIGTERM ends `live` like q, so that the terminal is put right again."""
+    """Read single keys without echo. SIGTERM ends `live` like q, so that the terminal is restored."""
 
     def end(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
