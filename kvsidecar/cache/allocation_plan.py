@@ -77,7 +77,6 @@ class AllocationPlan:
 
     @property
     def largest(self) -> int:
-        """The largest size class in the needs."""
         return self._needs[0][0]
 
     def is_whole(self, slab: int) -> bool:

@@ -39,7 +39,6 @@ def any_true(mask: Bools) -> bool:
 
 
 def all_true(mask: Bools) -> bool:
-    """Whether all are true."""
     return int(np.count_nonzero(mask)) == len(mask)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, all_true, any_true, as_list, extended
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import LruPolicy
 from kvsidecar.types import Namespace
@@ -163,12 +163,8 @@ class SpaceBlocks:
         if len(rows) * self.space.num_shards <= FEW:
             shards = range(self.space.num_shards)
             return [slot for shard in shards for row in as_list(rows) if (slot := self.slots.item(shard, row)) >= 0]
-        if self.space.num_shards == 1:
-            slots: Ints = self.slots[0, rows]
-        else:
-            slots = self.slots[:, rows].ravel()
-        filled = slots >= 0
-        return slots if all_true(filled) else slots[filled]
+        slots: Ints = self.slots[:, rows].ravel()
+        return slots[slots >= 0]
 
     def owners(self, rows: Ints) -> Ints:
         """The numbers that identify these blocks in the allocator."""

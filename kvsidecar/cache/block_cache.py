@@ -121,9 +121,8 @@ class BlockCache:
 
         Counts hits and misses. A lookup does not count as a use of the blocks; a lease, a load or a store does.
         """
-        _, hits = _find(space, hashes, mode)
-        _count(space, hits)
-        return _list(hits)
+        answer: list[bool] = _find(space, hashes, mode)[1].tolist()
+        return answer
 
     def lookup_and_lease(
         self, parts: Sequence[Part], mode: LookupMode, now: float, ttl: float, owner: Hashable
@@ -132,9 +131,8 @@ class BlockCache:
         chains, answers = [], []
         for space, hashes in parts:
             rows, hits = _find(space, hashes, mode)
-            _count(space, hits)
             chains.append(_chain(space, rows[hits]))
-            answers.append(_list(hits))
+            answers.append(hits.tolist())
         lease = None
         if any(len(chain.rows) for chain in chains):
             self._table.pin(chains)
@@ -356,21 +354,24 @@ class BlockCache:
 
 
 def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
-    """The row of each hash, and whether it is a hit in this mode."""
-    blocks = space.blocks
-    keys = blocks.index.keys(hashes)
+    """The row of each hash, and whether it is a hit in this mode. Counts hits and misses."""
+    index = space.blocks.index
+    keys = index.keys(hashes)
     if mode is LookupMode.BITMAP or len(keys) <= PROBE:
-        rows = blocks.index.find(keys)
+        rows = index.find(keys)
         hits = _readable(space, rows)
         if mode is LookupMode.PREFIX and not all_true(hits):
             hits = np.logical_and.accumulate(hits)
-        return rows, hits
-    rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
-    for piece in (slice(PROBE), slice(PROBE, None)):
-        rows[piece] = blocks.index.find(keys.take(piece))
-        hits[piece] = np.logical_and.accumulate(_readable(space, rows[piece]))
-        if not all_true(hits[piece]):
-            break
+    else:
+        rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
+        for piece in (slice(PROBE), slice(PROBE, None)):
+            rows[piece] = index.find(keys.take(piece))
+            hits[piece] = np.logical_and.accumulate(_readable(space, rows[piece]))
+            if not all_true(hits[piece]):
+                break
+    num_hits = int(np.count_nonzero(hits))
+    space.hits += num_hits
+    space.misses += len(hits) - num_hits
     return rows, hits
 
 
@@ -380,19 +381,8 @@ def _readable(space: Space, rows: Ints) -> Bools:
     return readable
 
 
-def _list(hits: Bools) -> list[bool]:
-    answer: list[bool] = hits.tolist()
-    return answer
-
-
 def _chain(space: Space, rows: Ints) -> Chain:
     return Chain(space.blocks, rows[first_of_each(rows)] if len(rows) > 1 else rows)
-
-
-def _count(space: Space, hits: Bools) -> None:
-    num_hits = int(np.count_nonzero(hits))
-    space.hits += num_hits
-    space.misses += len(hits) - num_hits
 
 
 def _check_shard(space: Space, shard: int) -> None:

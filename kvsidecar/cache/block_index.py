@@ -120,7 +120,6 @@ class BlockIndex:
         self._place(keys.tags, rows)
 
     def remove(self, rows: Ints) -> None:
-        """Remove rows that are in the index."""
         self._len -= len(rows)
         tags = self.keys_of(rows).tags
         if len(rows) <= FEW:
@@ -135,8 +134,6 @@ class BlockIndex:
             in_overflow[which[mine]] = False
             for tag, row in zip(tags[in_overflow].tolist(), rows[in_overflow].tolist(), strict=True):
                 self._remove_one(tag, row)
-
-    # -- inside ------------------------------------------------------------------------------------------------
 
     def _tags_of(self, words: Words) -> Tags:
         """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest bits depend on all bits of the hash; they

@@ -62,7 +62,6 @@ class BlockTable:
     # -- spaces ------------------------------------------------------------------------------------------------
 
     def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
-        """See `BlockCache.open_space`."""
         if not 0 <= shard < num_shards:
             raise InvalidRequest(f"group {group}: shard is {shard}; it must be 0 to num_shards - 1 ({num_shards - 1})")
         if shard_bytes <= 0:
@@ -72,26 +71,23 @@ class BlockTable:
                 f"group {group}: one block of shard {shard} has {shard_bytes} bytes, but the largest slot of this pool "
                 f"has {self.slots.largest_slot}; the daemon needs a larger --slab-size (and pool)"
             )
-        space = self.spaces.get((namespace, group))
-        if space is None:
-            space = Space(namespace, group, num_shards)
-            _set_geometry(space, num_shards, shard, shard_bytes)
+        known = self.spaces.get((namespace, group))
+        space = known or Space(namespace, group, num_shards)
+        _set_geometry(space, num_shards, shard, shard_bytes)
+        if known:
+            space.blocks.capacity = max(space.blocks.capacity, self._capacity(space))
+        else:
             space.blocks = self._new_blocks(space)
             self.spaces[namespace, group] = space
-        else:
-            _set_geometry(space, num_shards, shard, shard_bytes)
-            space.blocks.capacity = max(space.blocks.capacity, self._capacity(space))
         space.users += 1
         return space
 
     def empty_space(self, hash_bytes: int) -> Space:
-        """See `BlockCache.empty_space`."""
         space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
         space.blocks = SpaceBlocks(space, 0, 0, self._seed)
         return space
 
     def close_space(self, space: Space) -> None:
-        """See `BlockCache.close_space`."""
         require(space.users > 0, "the space was closed more often than opened")
         space.users -= 1
         self._drop_if_unused(space)
@@ -245,8 +241,6 @@ class BlockTable:
             del self._sparse[number]
             return True
         return False
-
-    # -- inside ------------------------------------------------------------------------------------------------
 
     def _hold(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Make evictable blocks not evictable."""

@@ -190,15 +190,11 @@ class _EvictionPlan:
 
     # -- the choice ----------------------------------------------------------------------------------------------
 
-    def _mark(self, victims: Iterable[Chain]) -> None:
+    def _mark(self, victims: Iterable[Chain], mark: int = VICTIM) -> None:
+        plan = self._allocation.free if mark == VICTIM else self._allocation.undo_free
         for chain in victims:
-            chain.blocks.marks[chain.rows] = VICTIM
-            self._allocation.free(chain.blocks.held_slots(chain.rows))
-
-    def _unmark(self, victims: Iterable[Chain]) -> None:
-        for chain in victims:
-            chain.blocks.marks[chain.rows] = 0
-            self._allocation.undo_free(chain.blocks.held_slots(chain.rows))
+            chain.blocks.marks[chain.rows] = mark
+            plan(chain.blocks.held_slots(chain.rows))
 
     def _take_back_unnecessary(self) -> None:
         """Take back each victim that the needs do not require, newest first. Only a whole slab is of use, so its blocks
@@ -207,7 +203,7 @@ class _EvictionPlan:
             if self._allocation.surplus() == 0:
                 return  # every remaining victim is required
             for victims in [choice.victims] if choice.slab else self._one_by_one(choice):
-                self._unmark(victims)
+                self._mark(victims, 0)
                 if self._allocation.unmet() is not None:
                     self._mark(victims)
 
@@ -219,8 +215,6 @@ class _EvictionPlan:
             chains = [Chain(chain.blocks, chain.rows[self._slots_given(chain, size) <= surplus]) for chain in chains]
         order = oldest_first(chains)[::-1] if any(len(chain.rows) for chain in chains) else []
         return [[Chain(chains[queue].blocks, chains[queue].rows[at : at + 1])] for queue, at in order]
-
-    # -- inside --------------------------------------------------------------------------------------------------
 
     def _slots_given(self, chain: Chain, size: int) -> Ints:
         """Number of slots of this class that each block provides."""

@@ -95,7 +95,6 @@ class LruPolicy:
                 window = min(2 * window, SEGMENT)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` rows."""
         self._place = extended(self._place, capacity)
 
     def _live_rows(self, segment: int) -> Ints:

@@ -88,7 +88,6 @@ class LeaseTable:
         return lease_id in self._released
 
     def pop_expired(self, now: float) -> list[Lease]:
-        """Remove and return the expired leases."""
         expired = []
         while self._expiries and self._expiries[0][0] <= now:
             _, lease_id = heappop(self._expiries)
@@ -99,7 +98,6 @@ class LeaseTable:
         return expired
 
     def pop_owner(self, owner: Hashable) -> list[Lease]:
-        """Remove and return all leases of an owner."""
         leases = list(self._by_owner.get(owner, {}).values())
         for lease in leases:
             self.pop(lease.id)

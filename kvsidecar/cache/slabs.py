@@ -41,7 +41,6 @@ class Slabs:
         return len(self.start)
 
     def holding(self, slots: Slots) -> Ints:
-        """The slab of each slot."""
         return np.asarray(slots, np.int64) // self.slab_bytes
 
 

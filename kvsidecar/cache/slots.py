@@ -207,7 +207,6 @@ class SlotAllocator:
         return slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
 
     def own(self, slots: Ints, owners: Ints) -> None:
-        """Change the owners of used slots."""
         self._owners[self._locate(slots)[2]] = owners
 
     def seal(self, slots: Slots) -> None:
@@ -255,8 +254,6 @@ class SlotAllocator:
         for each in set(states.tolist()):
             self._free(ordered[states == each], each)
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _has_free(self, needs: Mapping[int, int], node: int | None = None) -> bool:
         """Whether the slabs that are already cut have enough free slots, as for nearly every request."""
         return all(self.free_slots(size, node) >= need for size, need in needs.items())
@@ -274,7 +271,6 @@ class SlotAllocator:
         return slabs, sizes, self.slabs.first[slabs] + inside
 
     def _locate_one(self, slot: int) -> tuple[int, int, int]:
-        """`_locate` for one slot."""
         slab = slot // self.slab_bytes
         size = self.slabs.size.item(slab)
         if not size:
@@ -302,7 +298,6 @@ class SlotAllocator:
             self.slabs.evictable[distinct] += counts if target == _EVICTABLE else -counts
 
     def _move_few(self, slots: Slots, source: int, target: int) -> None:
-        """`_move` for a few slots."""
         places = [self._locate_one(slot) for slot in as_list(slots)]
         for _, _, at in places:
             if self._states.item(at) != source:

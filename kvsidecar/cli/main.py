@@ -164,7 +164,9 @@ def status(as_json: bool, **where: str | None) -> None:
     """
     import json
 
-    from kvsidecar.cli.status_view import print_status
+    from rich.console import Console
+
+    from kvsidecar.cli.status_view import render
     from kvsidecar.server.report import message_json
 
     with _connected(where, "kvsidecar status") as client:
@@ -172,7 +174,7 @@ def status(as_json: bool, **where: str | None) -> None:
     if as_json:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
-        print_status(reply)
+        Console().print(render(reply))
 
 
 @main.command()

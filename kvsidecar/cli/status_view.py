@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,11 +16,6 @@ CELL = 96
 """Maximum length of a client's text in a table cell; --json prints all of it."""
 SHOWN = 32
 """Maximum number of namespaces and of engines that `kvsidecar status` lists."""
-
-
-def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
-    """Print a StatusReply to standard output, or to ``console``."""
-    (console or Console()).print(render(reply))
 
 
 def render(reply: pb.StatusReply) -> RenderableType:

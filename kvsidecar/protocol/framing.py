@@ -75,6 +75,5 @@ class FrameReader:
         return (HEADER_BYTES if length is None else HEADER_BYTES + length) - (len(self._buffer) - self._start)
 
     def clear(self) -> None:
-        """Discard all bytes."""
         self._buffer.clear()
         self._start = 0

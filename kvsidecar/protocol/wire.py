@@ -16,28 +16,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-STATE_TO_WIRE = {
-    State.STARTING: pb.Readiness.STATE_STARTING,
-    State.PINNING: pb.Readiness.STATE_PINNING,
-    State.READY: pb.Readiness.STATE_READY,
-    State.DRAINING: pb.Readiness.STATE_DRAINING,
-    State.FAILED: pb.Readiness.STATE_FAILED,
-}
+STATE_TO_WIRE = {state: getattr(pb.Readiness, f"STATE_{state.name}") for state in State}
 STATE_FROM_WIRE = {wire: state for state, wire in STATE_TO_WIRE.items()}
-
-OUTCOME_TO_WIRE = {
-    Outcome.DONE: pb.JobDone.OUTCOME_DONE,
-    Outcome.DECLINED: pb.JobDone.OUTCOME_DECLINED,
-    Outcome.FAILED: pb.JobDone.OUTCOME_FAILED,
-}
+OUTCOME_TO_WIRE = {outcome: getattr(pb.JobDone, f"OUTCOME_{outcome.name}") for outcome in Outcome}
 OUTCOME_FROM_WIRE = {wire: outcome for outcome, wire in OUTCOME_TO_WIRE.items()}
-
-MODE_TO_WIRE = {
-    LookupMode.PREFIX: pb.LookupRequest.MODE_PREFIX,
-    LookupMode.BITMAP: pb.LookupRequest.MODE_BITMAP,
-}
+MODE_TO_WIRE = {mode: getattr(pb.LookupRequest, f"MODE_{mode.name}") for mode in LookupMode}
 MODE_FROM_WIRE = {wire: mode for mode, wire in MODE_TO_WIRE.items()}
-
 
 # These types and their messages have the same fields.
 _NAMESPACE_FIELDS = tuple(field.name for field in fields(Namespace))

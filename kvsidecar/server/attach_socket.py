@@ -93,7 +93,6 @@ class AttachSocket:
         self._accepting = self._tasks.spawn(self._accept(listener), name="attach-socket")
 
     async def stop(self) -> None:
-        """Close the socket and every connection."""
         if self._accepting is not None:
             self._accepting.cancel()
         for connection, local in tuple(self._connections.items()):

@@ -96,7 +96,7 @@ def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[JobBlocks]:
 def mode_from(mode: int) -> LookupMode:
     """Raises InvalidRequest for an unknown mode."""
     try:
-        return MODE_FROM_WIRE[mode]  # type: ignore[index]
+        return MODE_FROM_WIRE[mode]
     except KeyError:
         raise InvalidRequest(f"lookup mode {mode} is unknown: use MODE_PREFIX or MODE_BITMAP") from None
 

@@ -91,7 +91,6 @@ class Handler:
 
     @property
     def access(self) -> Access:
-        """The current access rules."""
         return self._instances.access
 
     @property

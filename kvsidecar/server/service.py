@@ -59,8 +59,6 @@ def token_of(request: Any, context: Context) -> bytes:
 
 
 class Service(pb_grpc.SidecarServicer):
-    """One method per RPC."""
-
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._fair_queue = FairQueue()

@@ -113,5 +113,4 @@ class RemoteServer:
         return port
 
     async def stop(self, grace: float) -> None:
-        """As `RpcServer.stop`."""
         await self._server.stop(grace)

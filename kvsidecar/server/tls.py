@@ -19,8 +19,6 @@ _log = log.get("tls")
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files."""
-
     certificate: Path
     """The daemon's certificate chain."""
     key: Path

@@ -174,20 +174,21 @@ def device_uuid(ordinal: int) -> str:
 
 
 def device_name(ordinal: int) -> str:
-    name = ctypes.create_string_buffer(128)
-    call("cuDeviceGetName", name, len(name), _device(ordinal))
-    return name.value.decode(errors="replace")
+    return _text("cuDeviceGetName", ordinal)
 
 
 def device_bus_id(ordinal: int) -> str:
     """PCI bus id as the driver writes it, such as ``0000:18:00.0``."""
-    bus = ctypes.create_string_buffer(32)
-    call("cuDeviceGetPCIBusId", bus, len(bus), _device(ordinal))
-    return bus.value.decode(errors="replace")
+    return _text("cuDeviceGetPCIBusId", ordinal)
+
+
+def _text(name: str, ordinal: int) -> str:
+    buffer = ctypes.create_string_buffer(128)
+    call(name, buffer, len(buffer), _device(ordinal))
+    return buffer.value.decode(errors="replace")
 
 
 def device_memory(ordinal: int) -> int:
-    """Total bytes of a GPU's memory."""
     return _value(ctypes.c_size_t, "cuDeviceTotalMem_v2", _device(ordinal))
 
 
@@ -208,7 +209,6 @@ def pointer_ordinal(pointer: int) -> int:
 
 
 def pointer_uuid(pointer: int) -> str:
-    """UUID of the GPU of a device pointer."""
     return device_uuid(pointer_ordinal(pointer))
 
 

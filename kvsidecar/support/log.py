@@ -104,7 +104,6 @@ def configure(*, log_format: str, level: str) -> None:
 
 
 def _stream() -> LogStream:
-    """The stream that replaces standard error."""
     if isinstance(sys.stderr, LogStream):
         return sys.stderr
     if sys.stderr is None:

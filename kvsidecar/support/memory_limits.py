@@ -47,8 +47,6 @@ class HugePages(StrEnum):
 
 
 class PageKind(StrEnum):
-    """The kind of pages of the pool."""
-
     HUGETLB = "hugetlb"
     THP = "thp"
     SMALL = "small"
@@ -343,9 +341,6 @@ def check_fits(
                 f"the pool needs {_apart(part, node.available)} on NUMA node {number} but "
                 f"{format_size(node.available)} are free there: lower --pool-size or use --numa off"
             )
-
-
-# -- helpers -----------------------------------------------------------------------------------------------------
 
 
 def _need(nbytes: int, beside: int, room: int) -> str:

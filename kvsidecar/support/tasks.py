@@ -28,7 +28,6 @@ class TaskSet:
         return len(self._tasks)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
-        """Start a task that this set owns."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         # The event loop keeps only weak references to tasks (see asyncio.create_task).
         self._tasks.add(task)

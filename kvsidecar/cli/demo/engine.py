@@ -94,7 +94,6 @@ class Engine:
             self.clients.append(client)
 
     def jobs(self) -> list[Blocks]:
-        """All blocks, split into jobs."""
         return [
             Blocks(0, self.hashes[start : start + JOB_BLOCKS], self.block_ids[start : start + JOB_BLOCKS])
             for start in range(0, self.shape.num_blocks, JOB_BLOCKS)

@@ -34,7 +34,6 @@ class Shape:
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of all ranks together."""
         return self.rank_bytes * TP_SIZE
 
     def namespace(self) -> Namespace:

@@ -65,7 +65,6 @@ def _some(texts: list[str], separator: str) -> str:
 
 
 def clear_question(reply: pb.StatusReply) -> str:
-    """The confirmation prompt for clearing all namespaces."""
     totals = reply.totals
     return (
         f"Clear all {totals.blocks} blocks ({format_size(totals.bytes)}) in {totals.namespaces} namespaces? "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,11 +52,7 @@ def rates_between(before: Sample, after: Sample) -> Rates | None:
         hits=(new.lookups.hits - old.lookups.hits) / seconds,
         misses=(new.lookups.misses - old.lookups.misses) / seconds,
         evicted_bytes=(new.pool.evicted_bytes - old.pool.evicted_bytes) / seconds,
-        refusals={
-            reason: count - old.refusals.get(reason, 0)
-            for reason, count in new.refusals.items()
-            if count > old.refusals.get(reason, 0)
-        },
+        refusals=Counter(new.refusals) - Counter(old.refusals),
         ranks={
             rank.session: (
                 (rank.stored_bytes - ranks_before[rank.session].stored_bytes) / seconds,

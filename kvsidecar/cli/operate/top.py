@@ -11,7 +11,7 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.live import Live
@@ -42,7 +42,6 @@ class Watch:
         self._restarts = 0
 
     def poll(self) -> Screen:
-        """Request the status once."""
         try:
             self._take(self._client.status())
         except ClientError as error:
@@ -93,25 +92,17 @@ def live(client: Client | RemoteClient, interval: float, console: Console) -> No
                     return
 
 
-class _Keys:
-    """Waits for a key press; without a terminal, only for the time to pass."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def __call__(self, seconds: float) -> str:
-        if self._fd is None:
-            time.sleep(seconds)
-            return "\0"
-        if not select.select([self._fd], [], [], seconds)[0]:
-            return "\0"
-        pressed = os.read(self._fd, 1).decode(errors="replace")
-        return pressed or "\x04"  # the terminal is gone
-
-
 @contextlib.contextmanager
-def _keys() -> Iterator[_Keys]:
-    """Read single keys without echo. SIGTERM ends `live` like q, so that the terminal is restored."""
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Read single keys without echo: yields a function that waits some seconds for a key, and returns it or "".
+
+    SIGTERM ends `live` like q, so that the terminal is restored.
+    """
+
+    def key_within(seconds: float) -> str:
+        if not select.select([] if fd is None else [fd], [], [], seconds)[0] or fd is None:
+            return ""
+        return os.read(fd, 1).decode(errors="replace") or "\x04"  # the terminal is gone
 
     def end(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -122,7 +113,7 @@ def _keys() -> Iterator[_Keys]:
     try:
         if fd is not None:
             tty.setcbreak(fd)
-        yield _Keys(fd)
+        yield key_within
     except KeyboardInterrupt:
         pass
     finally:

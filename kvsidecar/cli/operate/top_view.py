@@ -28,8 +28,6 @@ _CELL_COLUMNS = 14
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """The content of one screen."""
-
     reply: pb.StatusReply | None
     """The last reply; None if there was none."""
     rates: Rates | None
