@@ -150,9 +150,9 @@ class SpaceBlocks:
 
     def unpin(self, rows: Ints) -> Ints:
         """Remove one pin of each of these blocks. Returns the blocks that are no longer pinned."""
-        self.pins[rows] -= 1
-        unpinned: Ints = rows[self.pins[rows] == 0]
-        return unpinned
+        pins = self.pins[rows] - 1
+        self.pins[rows] = pins
+        return rows[pins == 0] if np.count_nonzero(pins) else rows
 
     def can_stay(self, rows: Ints) -> bool:
         """Whether each of these blocks is in the index and has a sealed shard."""

@@ -260,15 +260,14 @@ class BlockTable:
             return 0
         if blocks.cleared:
             self._free(blocks, idle)
-            return len(idle)
-        if blocks.can_stay(idle):
+        elif blocks.can_stay(idle):
             self._mark_evictable(blocks, idle, tick, slots_are)
-            return len(idle)
-        self._detach(blocks, idle[blocks.missing[idle] == blocks.space.num_shards])
-        detached = blocks.detached[idle]
-        self._free(blocks, idle[detached])
-        self._mark_evictable(blocks, idle[~detached], tick, slots_are)
-        self._drop_if_unused(blocks.space)
+        else:
+            self._detach(blocks, idle[blocks.missing[idle] == blocks.space.num_shards])
+            detached = blocks.detached[idle]
+            self._free(blocks, idle[detached])
+            self._mark_evictable(blocks, idle[~detached], tick, slots_are)
+            self._drop_if_unused(blocks.space)
         return len(idle)
 
     def _mark_evictable(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState) -> None:

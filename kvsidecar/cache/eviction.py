@@ -48,7 +48,7 @@ def choose_victims(
             chain.blocks.marks[chain.rows] = REQUESTED
         if (blocks := plan.only_table()) is not None:
             return plan.oldest_of(blocks)
-        return plan.victims() if plan.make() else None
+        return _with_mark(VICTIM, plan.chosen()) if plan.make() else None
     finally:
         for chain in (*requested, *plan.chosen()):
             chain.blocks.marks[chain.rows] = 0
@@ -131,9 +131,6 @@ class _EvictionPlan:
     def chosen(self) -> list[Chain]:
         """All chosen blocks, including those that were taken back."""
         return [chain for choice in self._choices for chain in choice.victims]
-
-    def victims(self) -> list[Chain]:
-        return _with_mark(VICTIM, self.chosen())
 
     # -- candidates ----------------------------------------------------------------------------------------------
 

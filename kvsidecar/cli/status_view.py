@@ -20,11 +20,8 @@ SHOWN = 32
 
 def render(reply: pb.StatusReply) -> RenderableType:
     """A StatusReply in sections, with the largest namespaces only."""
-    parts: list[RenderableType] = [head(reply)]
-    if reply.partial:
-        parts.append(Text(f"Pool  {format_size(reply.pool.total_bytes)}"))
-    else:
-        parts.append(pool_bar(reply.pool))
+    pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply.pool)
+    parts: list[RenderableType] = [head(reply), pool]
     if reply.namespaces:
         parts.append(_namespaces(reply))
     parts.append(_ranks(reply) if reply.ranks else no_engine(reply))

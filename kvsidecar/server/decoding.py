@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -31,7 +31,12 @@ class TolerantRegistrar:
 
 
 def _tolerant(method: Any) -> Any:
-    decode = _decoder(method.request_deserializer)
+    def decode(data: bytes) -> Any:
+        try:
+            return method.request_deserializer(data)
+        except DecodeError as error:
+            return InvalidRequest(f"a message of {len(data)} bytes does not parse: {error}")
+
     if method.request_streaming:
         return grpc.stream_stream_rpc_method_handler(method.stream_stream, decode, method.response_serializer)
 
@@ -41,13 +46,3 @@ def _tolerant(method: Any) -> Any:
         return await method.unary_unary(request, context)
 
     return grpc.unary_unary_rpc_method_handler(call, decode, method.response_serializer)
-
-
-def _decoder(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def tolerant(data: bytes) -> Any:
-        try:
-            return decode(data)
-        except DecodeError as error:
-            return InvalidRequest(f"a message of {len(data)} bytes does not parse: {error}")
-
-    return tolerant

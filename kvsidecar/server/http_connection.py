@@ -35,9 +35,6 @@ class Connections:
         self._open: dict[HttpConnection, None] = {}
         """In the order in which they connected or last sent a whole request."""
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def add(self, connection: HttpConnection) -> None:
         """Add a connection; closes another one if there are too many."""
         if len(self._open) >= MAX_CONNECTIONS:

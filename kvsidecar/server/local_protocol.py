@@ -211,13 +211,10 @@ class LocalConnection(asyncio.Protocol):
         self._session = session
         if self._transport.is_closing():
             return  # the owner of the connection ends the sessions of its peer
-        self._stream = self._handler.open(session, self._send_attach)
+        self._stream = self._handler.open(session, lambda reply: self._send(pb.LocalReply(attach=reply)))
         early, self._early = self._early, []
         for message in early:
             self._take_attach(self._stream, message)
-
-    def _send_attach(self, reply: pb.AttachReply) -> None:
-        self._send(pb.LocalReply(attach=reply))
 
     def _end_stream(self, error: KVSidecarError | None) -> asyncio.Task[None]:
         """Accept no more messages, finish the jobs, unmap the memory, and tell the client."""

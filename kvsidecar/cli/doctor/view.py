@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -51,10 +52,5 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """``{"problems": 0, "findings": [{"check", "verdict", "text", "fix"}]}``"""
-    return {
-        "problems": sum(finding.verdict is Verdict.PROBLEM for finding in findings),
-        "findings": [
-            {"check": each.check, "verdict": each.verdict.value, "text": each.text, "fix": each.fix}
-            for each in findings
-        ],
-    }
+    problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
+    return {"problems": problems, "findings": [asdict(finding) for finding in findings]}
