@@ -241,14 +241,14 @@ class Handler:
         if not caller.grant.admin:
             raise _not_admin(caller, "drain")
         self._readiness.drain("an operator asked to drain")
-        _log.info("draining", by=str(caller.identity or "whoever may open the socket"))
+        _log.info("draining", by=str(caller.identity or "anonymous"))
         return pb.DrainReply()
 
     def cancel_drain(self, _request: pb.CancelDrainRequest, caller: Caller) -> pb.CancelDrainReply:
         if not caller.grant.admin:
-            raise _not_admin(caller, "take back a drain")
+            raise _not_admin(caller, "cancel a drain")
         if cancelled := self._readiness.cancel_drain():
-            _log.info("drain cancelled", by=str(caller.identity or "whoever may open the socket"))
+            _log.info("drain cancelled", by=str(caller.identity or "anonymous"))
         return pb.CancelDrainReply(cancelled=cancelled)
 
     def _permit_clear(self, namespace: Namespace | None, caller: Caller) -> None:
@@ -275,10 +275,10 @@ def check_protocol(version: int) -> None:
 def _not_admin(caller: Caller, what: str) -> KVSidecarError:
     if caller.identity is None:
         return UnknownPeer(
-            f"only admins may {what}: connect to the attach socket, keep that connection open, and send the token it "
-            f"answered in the metadata {TOKEN_METADATA}"
+            f"only admins may {what}: connect to the attach socket, keep that connection open, and send the token of "
+            f"its Welcome in the metadata {TOKEN_METADATA}"
         )
-    return NotPermitted(f"only admins may {what}, and {caller.identity} is none")
+    return NotPermitted(f"only admins may {what}, and {caller.identity} is not an admin")
 
 
 _CACHED_BYTES = 1024

@@ -33,16 +33,16 @@ KNOWN: dict[str, str] = {
     "pool.reserve": "before address space for the host pool is reserved",
     "pool.prefault_chunk": "before the pages of one chunk of the pool are faulted in",
     "pool.pin_chunk": "before one chunk of the pool is pinned",
-    "store.after_reserve": "a store job has its slots, nothing is copied yet",
+    "store.after_reserve": "a store job has reserved its slots and has copied nothing",
     "store.before_copy": "before the copies of a store job are issued",
-    "store.before_seal": "the copies of a store job are over, its blocks are not readable yet",
+    "store.before_seal": "the copies of a store job are complete, its blocks are not readable yet",
     "load.before_copy": "before the copies of a load job are issued",
-    "store.in_flight": "in the worker's thread: the copies of a store job are issued, and not over",
-    "load.in_flight": "in the worker's thread: the copies of a load job are issued, and not over",
-    "copy.device_lost": "in the worker's thread, before a job's copies: raise() stands for a sticky CUDA error",
-    "copy.quiesce": "in the worker's thread, before the device is asked whether all that it was given is over",
+    "store.in_flight": "in the worker thread: the copies of a store job are issued but not complete",
+    "load.in_flight": "in the worker thread: the copies of a load job are issued but not complete",
+    "copy.device_lost": "in the worker thread, before a job's copies: raise() simulates a sticky CUDA error",
+    "copy.quiesce": "in the worker thread, before it asks the device whether all submitted work is complete",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
-    "start.load": "probes are answered; in the thread that imports the rest of the daemon, before it does",
+    "start.load": "in the thread that imports the rest of the daemon, before the imports; probes are answered",
 }
 """All failpoints and where they are. Tests check that each occurs once in the code, is hit in ordinary use, and is used
 by a test to inject a fault."""

@@ -365,14 +365,8 @@ def _engine_isolation(facts: Facts) -> Iterable[Result]:
         yield _NOT_CHECKED, f"{facts.user} may not read the namespaces of pid {engine.pid}", fix
         return
     whose = "the daemon" if facts.daemon.pid else "the doctor"
-    apart = [
-        name
-        for name, mine, its in (
-            ("IPC namespace", here.ipc_namespace, there.ipc_namespace),
-            ("/dev/shm", here.shm_device, there.shm_device),
-        )
-        if mine != its
-    ]
+    ipc, shm = here.ipc_namespace == there.ipc_namespace, here.shm_device == there.shm_device
+    apart = [name for name, shared in (("IPC namespace", ipc), ("/dev/shm", shm)) if not shared]
     if apart:
         fix = "To order stores on the device, share the IPC namespace and /dev/shm (--ipc, hostIPC)."
         yield _WARNING, f"{' and '.join(apart)} not shared with {whose}: stores are ordered on the host", fix

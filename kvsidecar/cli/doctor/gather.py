@@ -113,11 +113,6 @@ def _driver() -> Driver:
     for package in ("cuda-bindings", "cuda-python"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             bindings = bindings or importlib.metadata.version(package)
-    known: dict[str, Any] = {
-        "module_version": _read("/sys/module/nvidia/version"),
-        "bindings": bindings,
-        "mps": mps_runs(),
-    }
     command = [sys.executable, "-m", "kvsidecar.cli.doctor.probe"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
@@ -130,7 +125,8 @@ def _driver() -> Driver:
     gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in found.pop("gpus", ()))
     for name in ("missing_calls", "missing_optional_calls"):
         found[name] = tuple(found.get(name, ()))
-    return Driver(**found, **known, gpus=gpus)
+    module_version = _read("/sys/module/nvidia/version")
+    return Driver(**found, module_version=module_version, bindings=bindings, mps=mps_runs(), gpus=gpus)
 
 
 class _Limits(HostPlatform):
