@@ -1,6 +1,6 @@
 """Every reason for a refusal, and every exception that kvsidecar raises on purpose.
 
-``server/status.py`` maps each exception to a gRPC code; a test holds that.
+``server/status_codes.py`` maps each exception to a gRPC code; a test holds that.
 
 The text of an error is written for the person who gets it: what was wrong, with numbers, and what to do. It never
 names another client's instance, address or handle (CVE-2025-23320 showed what such a text is worth to an attacker).

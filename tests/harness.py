@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Namespace, Outcome, Region, State
-from kvsidecar.support import child
-from kvsidecar.support.child import environment
+from kvsidecar.support import child_process
+from kvsidecar.support.child_process import environment
 
 SECONDS = 60.0
 """Nothing here takes this long, also on a machine that is slow and busy; a test that waits for it has failed."""
@@ -121,7 +121,7 @@ class DaemonProcess:
             command += ["--log-level", "debug"]
         if "--pool-size" not in flags:
             command += ["--pool-size", "1MiB"]
-        self.process = child.start(
+        self.process = child_process.start(
             command,
             stdin=subprocess.DEVNULL,  # at a terminal SIGHUP would not reload
             stderr=subprocess.PIPE if stderr is None else stderr,

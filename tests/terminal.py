@@ -11,7 +11,7 @@ import struct
 import sys
 import termios
 
-from kvsidecar.support import child
+from kvsidecar.support import child_process
 from tests.harness import environment, eventually
 
 
@@ -32,7 +32,7 @@ class Terminal:
         command = [sys.executable, "-m", "kvsidecar", *arguments]
         ours = ("COLUMNS", "LINES", "NO_COLOR")
         inherited = {name: value for name, value in environment().items() if name not in ours}
-        self.process = child.start(
+        self.process = child_process.start(
             command, stdin=slave, stdout=slave, stderr=slave, env={**inherited, "TERM": "xterm", **variables},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from kvsidecar.support import child
+from kvsidecar.support import child_process
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 """The checkout: workers are started as modules of it."""
@@ -57,7 +57,7 @@ class Child:
 
     def __enter__(self) -> Child:
         with self.log.open("wb") as log:
-            self._process = child.start(
+            self._process = child_process.start(
                 self._command,
                 cwd=ROOT,
                 env=self._environment,
@@ -107,7 +107,7 @@ class Child:
     def end(self) -> None:
         """SIGTERM to the group, SIGKILL after a while. Harmless if it is over."""
         if self._process is not None:
-            child.end(self._process, GRACE, group=True)
+            child_process.stop(self._process, GRACE, group=True)
 
     def last_words(self) -> str:
         """The last line of its log that says something, and where the log is."""

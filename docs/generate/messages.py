@@ -14,7 +14,7 @@ from kvsidecar import errors, types
 from kvsidecar.core import layout, lookups, registration
 from kvsidecar.core import sessions as instances
 from kvsidecar.protocol import framing
-from kvsidecar.server import attach_socket, attach_stream, half_read, local_protocol, service, status
+from kvsidecar.server import attach_socket, attach_stream, local_protocol, partial_messages, service, status_codes
 from kvsidecar.server import convert as translate
 
 ROOT = Path(__file__).parents[2]
@@ -59,11 +59,11 @@ LIMITS = (
     (attach_socket, "MAX_HELLO_BYTES"),
     (attach_socket, "MAX_FDS"),
     (attach_socket, "HELLO_SECONDS"),
-    (half_read, "MAX_HALF_READ_BYTES"),
-    (half_read, "MESSAGE_SECONDS"),
+    (partial_messages, "MAX_PARTIAL_BYTES"),
+    (partial_messages, "MESSAGE_SECONDS"),
     (local_protocol, "MAX_EARLY_BYTES"),
     (local_protocol, "MAX_UNREAD_BYTES"),
-    (local_protocol, "LAST_WORDS_SECONDS"),
+    (local_protocol, "LINGER_SECONDS"),
 )
 """Module and name of each."""
 
@@ -93,11 +93,11 @@ WHAT = {
     "MAX_HELLO_BYTES": "bytes of a Hello",
     "MAX_FDS": "file descriptors with a Hello",
     "HELLO_SECONDS": "seconds that a new attach-socket connection has to send its Hello",
-    "MAX_HALF_READ_BYTES": "bytes of one user's incomplete messages (local protocol)",
+    "MAX_PARTIAL_BYTES": "bytes of one user's incomplete messages (local protocol)",
     "MESSAGE_SECONDS": "seconds from the first byte of a message to its last (local protocol)",
     "MAX_EARLY_BYTES": "bytes of messages queued behind an unanswered registration (local protocol)",
     "MAX_UNREAD_BYTES": "bytes of replies queued for a client that does not read (local protocol)",
-    "LAST_WORDS_SECONDS": "seconds that a refused client has to read the error (local protocol)",
+    "LINGER_SECONDS": "seconds that a refused client has to read the error (local protocol)",
 }
 
 _KINDS = {
@@ -187,10 +187,10 @@ def _limits() -> str:
 def _codes() -> str:
     rows = [
         (code(grpc_code.name), code(error.__name__), prose(error.__doc__ or "").partition("\n")[0])
-        for error, grpc_code in status.CODES.items()
+        for error, grpc_code in status_codes.CODES.items()
         if _reaches_clients(error)
     ]
-    rows.append((code(status.CODES[errors.KVSidecarError].name), "any other", "Unexpected error; see the log."))
+    rows.append((code(status_codes.CODES[errors.KVSidecarError].name), "any other", "Unexpected error; see the log."))
     return table(("Code", "Error", "When"), rows)
 
 

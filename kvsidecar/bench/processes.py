@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.client import Client, State
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
-from kvsidecar.support import child, peer
+from kvsidecar.support import child_process, peer
 from kvsidecar.support.units import format_size
 
 READY_SECONDS = 300.0
@@ -102,7 +102,7 @@ class PrivateDaemon:
         with self._log.open("wb") as stream:
             self.started = time.perf_counter()
             # In a session of its own, as every child: Ctrl-C is for the bench alone.
-            self._process = child.start(
+            self._process = child_process.start(
                 self._command, cores=self._cores, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
             )
         self.pid = self._process.pid
@@ -145,11 +145,11 @@ class PrivateDaemon:
         return self._process is not None and self._process.poll() is not None
 
     def log_end(self) -> str:
-        return child.last_lines(self._log)
+        return child_process.last_lines(self._log)
 
     def stop(self) -> None:
         """End it in order, or by force if it does not end."""
-        if self._process is not None and not child.end(self._process, STOP_SECONDS):
+        if self._process is not None and not child_process.stop(self._process, STOP_SECONDS):
             raise BenchError(f"the daemon did not end in {STOP_SECONDS:g} s; its log ends:\n{self.log_end()}")
 
 
@@ -188,7 +188,7 @@ class Child:
         self._buffer = b""
         command, pipe = [sys.executable, "-m", module, json.dumps(config)], subprocess.PIPE
         with self._log.open("wb") as stream:
-            self._process = child.start(
+            self._process = child_process.start(
                 command, cores=cores, stdin=pipe, stdout=pipe, stderr=stream, start_new_session=True
             )
 
@@ -225,7 +225,9 @@ class Child:
 
     def _ended(self) -> BenchError:
         code = self._process.wait()
-        return BenchError(f"the {self._what} process ended with exit code {code}:\n{child.last_lines(self._log)}")
+        return BenchError(
+            f"the {self._what} process ended with exit code {code}:\n{child_process.last_lines(self._log)}"
+        )
 
     def close(self) -> None:
         """Let it end, or end it."""

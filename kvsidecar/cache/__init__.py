@@ -1,5 +1,5 @@
-"""Which blocks there are, which are in use, and which go first. Pure: no I/O, no clock, no thread, no log.
+"""Tracks which blocks exist and which are in use, and chooses which to evict. Pure: no I/O, clock, thread or log.
 
-Imports `types` and `errors`. Begin with `block_cache`: its methods are the steps of a store, a load and a lookup;
-`eviction` chooses the blocks that go, `slots` hands out the pool's bytes.
+Imports `types` and `errors`. Begin with `block_cache`: its methods are the steps of a store, a load and a lookup.
+`eviction` chooses victims, `slots` allocates the pool's bytes.
 """

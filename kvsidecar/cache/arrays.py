@@ -1,4 +1,4 @@
-"""Names for the arrays that the cache computes with, and functions on them that numpy lacks."""
+"""Types of the arrays that the cache computes with, and functions on them that numpy lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 """Rows of blocks, slots (byte offsets in the pool), slabs, ticks."""
 Slots = Ints | list[int]
-"""Slots of one request; a list if they are few, because making an array takes longer than using the list."""
+"""Slots of one request. A short one may be a list: creating an array takes longer than walking the list."""
 Words = npt.NDArray[np.uint64]
 """Block hashes, [n, words]: each padded with zeros to a multiple of eight bytes."""
 Bools = npt.NDArray[np.bool_]
@@ -22,66 +22,43 @@ NO_INTS: Ints = np.empty(0, np.int64)
 
 FEW = 8
 """Up to this many rows a loop is faster than a handful of array operations, each of which costs as much for one value
-as for a hundred. Engines that decode send jobs of one to a few blocks, so the steps that dominate such a job have both
+as for a hundred. Decoding engines send jobs of one to a few blocks, so the steps that dominate such a job have both
 forms: the states of slots (``slots``), the index of hashes (``block_index``), the log of uses (`LruPolicy`), and the
-pins and slots of blocks (``block``). With the arrays only, a store of one block took 212 µs instead of 89, and a load
-of one 68 instead of 27 (benchmarks/scale.py). ``tests/cache/test_few.py`` checks that both forms have one result."""
+slots of blocks (``block``). With the array operations only, a store or a load of one block takes twice as long
+(benchmarks/scale.py). ``tests/cache/test_few.py`` checks that both forms give the same result."""
 
 MAPPED_BYTES = 64 * 1024
-"""Arrays from this size on are mappings of their own; malloc itself maps only larger ones."""
+"""Arrays of at least this size are mappings of their own; malloc itself maps only larger ones."""
 HUGE_BYTES = 4 * 1024 * 1024
-"""Arrays from this size on have huge pages, as numpy's own: a lookup touches one page per hash in each of them."""
+"""Arrays of at least this size use huge pages, as numpy's do: a lookup touches one page per hash in each of them."""
 
 
-def some(mask: Bools) -> bool:
+def any_true(mask: Bools) -> bool:
     """Whether any is true. For a few values this is four times as fast as numpy's ``any``."""
     return bool(np.count_nonzero(mask))
 
 
-def every(mask: Bools) -> bool:
-    """Whether all are true."""
+def all_true(mask: Bools) -> bool:
     return int(np.count_nonzero(mask)) == len(mask)
 
 
-def add_to(column: npt.NDArray[Any], rows: Ints, change: int) -> None:
-    """Add to the values of these rows, each once."""
-    if len(rows) <= FEW:
-        for row in rows.tolist():
-            column[row] += change
-    else:
-        column[rows] += change
-
-
-def few(values: Slots) -> list[int]:
-    """To be walked one by one."""
+def as_list(values: Slots) -> list[int]:
     return values if isinstance(values, list) else values.tolist()
 
 
-def where_zero(column: npt.NDArray[Any], rows: Ints) -> Bools:
-    """True for the rows whose value is zero."""
-    zero: Bools = column[rows] == 0
-    return zero
-
-
-def has_duplicates(values: npt.NDArray[Any]) -> bool:
-    """Whether any value comes twice."""
-    if len(values) < 2 or every(values[1:] > values[:-1]):
-        return False
-    ordered = np.sort(values)
-    return some(ordered[1:] == ordered[:-1])
-
-
 def first_of_each(values: npt.NDArray[Any]) -> Bools:
-    """True where a value comes for the first time."""
+    """True where a value occurs for the first time."""
     first = np.ones(len(values), np.bool_)
-    if has_duplicates(values):
-        first[:] = False
-        first[np.unique(values, return_index=True)[1]] = True
+    if len(values) > 1 and not all_true(values[1:] > values[:-1]):
+        ordered = np.sort(values)  # faster than np.unique, which only duplicates need
+        if any_true(ordered[1:] == ordered[:-1]):
+            first[:] = False
+            first[np.unique(values, return_index=True)[1]] = True
     return first
 
 
-def tally(values: Ints) -> tuple[Ints, Ints]:
-    """The distinct values, and how often each comes: a faster ``np.unique`` where most values are the same."""
+def unique_counts(values: Ints) -> tuple[Ints, Ints]:
+    """The distinct values and the number of each: faster than ``np.unique`` where most values are the same."""
     if len(values) < 2:
         return values, np.ones_like(values)
     ordered = np.sort(values)
@@ -90,10 +67,10 @@ def tally(values: Ints) -> tuple[Ints, Ints]:
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, *, huge: bool = True) -> npt.NDArray[Any]:
-    """Zeros that cost no memory where nothing was written, and give all of it back with the array.
+    """Zeros that take no memory until they are written, and free all of it with the array.
 
-    Large ones are a mapping of their own. C's malloc keeps freed memory: it zeroes every page of it to hand it out
-    again, and returns it to the system only from the end of the heap.
+    Large arrays are a mapping of their own. malloc would keep the freed memory, zero every page of it for the next
+    allocation, and return only the end of the heap to the system.
 
     Args:
         huge: use huge pages, if the array is large enough.
@@ -108,8 +85,8 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, *, huge: bool = True) ->
     return np.frombuffer(mapping, dtype).reshape(shape)
 
 
-def longer(column: npt.NDArray[Any], length: int, axis: int = -1, *, huge: bool = True) -> npt.NDArray[Any]:
-    """A copy that is ``length`` long along an axis; new values are zero."""
+def extended(column: npt.NDArray[Any], length: int, axis: int = -1, *, huge: bool = True) -> npt.NDArray[Any]:
+    """A copy with length ``length`` along an axis; new values are zero."""
     shape = list(column.shape)
     shape[axis] = length
     grown = zeros(tuple(shape), column.dtype, huge=huge)

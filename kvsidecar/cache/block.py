@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, every, few, longer, some, where_zero
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import LruPolicy
 from kvsidecar.types import Namespace
@@ -17,11 +17,11 @@ NO_SLOT = -1
 FILLING = -2
 """A store has a slot reserved for this shard."""
 FIRST_ROWS = 16
-"""Rows of a table that gets its first block."""
+"""Rows of a table with its first block."""
 COPIED_ROWS = 65536
-"""A table that grows beyond this gets all the rows it may ever need: copying this many takes a few milliseconds."""
+"""A table that grows beyond this gets all rows it may ever need: copying this many takes a few milliseconds."""
 SLOTS_BYTES = 1 << 32
-"""A table reserves no more address space than this for the slots of all its rows, unless its blocks need more."""
+"""Most address space that a table reserves for the slots of all its rows, unless its blocks need more."""
 SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
@@ -29,14 +29,14 @@ COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detac
 
 
 class SpaceBlocks:
-    """The blocks of one space, as columns: a block is a row, the same number in each of them.
+    """The blocks of one space, stored as columns: a block is the same row in each of them.
 
-    There may be ten million, so a block is no Python object: it costs about 100 bytes (docs/benchmarks.md), the
-    garbage collector never walks over it, and one array operation changes all blocks of a request. A table without
-    blocks has no rows; it grows with its blocks, and gives all memory back with the last of them.
+    There may be ten million blocks, so a block is not a Python object. It takes about 100 bytes (docs/benchmarks.md),
+    the garbage collector never visits it, and one array operation changes all blocks of a request. The table grows
+    with its blocks and frees all of its memory with the last one.
 
     Args:
-        number: of this table in its cache; see `owners`.
+        number: identifies this table in its cache; see `owners`.
         capacity: expected number of blocks; more are possible.
     """
 
@@ -46,43 +46,43 @@ class SpaceBlocks:
         self.capacity = capacity
         self._seed = seed
         self.cleared = False
-        """All blocks are detached. `BlockTable.sweep` frees those that are not pinned."""
+        """Whether all blocks are detached. `BlockTable.sweep` frees those that are not pinned."""
         self.swept = 0
-        """Rows that the sweep has passed."""
+        """Number of rows that the sweep has visited."""
         self.readable = 0
-        """Blocks that a lookup would find."""
+        """Number of blocks that a lookup would find."""
         self._start_empty()
 
     def _start_empty(self) -> None:
-        # One row, though there is no block: a lookup of many hashes reads the columns for the row -1, too.
+        # One row though there is no block: a lookup of many hashes also reads the columns at row -1.
         self.policy = LruPolicy(1)
         self.index = BlockIndex(self.space.namespace.hash_bytes, 1, self._seed)
         """The blocks that can be found, readable or not."""
         self.slots = np.zeros((self.space.num_shards, 1), np.int64)
-        """Per shard the slot of its sealed bytes, or `NO_SLOT`, or `FILLING`."""
+        """Per shard the slot of its sealed bytes, `NO_SLOT` or `FILLING`."""
         self.missing = np.zeros(1, np.int32)
-        """Shards that are not sealed. A block is readable when none is missing."""
+        """Number of shards that are not sealed. A block is readable when none is missing."""
         self.pins = np.zeros(1, np.int32)
-        """Leases, running loads and open reservations of a block."""
+        """Number of leases, running loads and open reservations."""
         self.evictable = np.zeros(1, np.bool_)
-        """Not pinned, and with a sealed shard. The eviction policy has exactly these blocks."""
+        """Whether the block is not pinned and has a sealed shard. The eviction policy has exactly these blocks."""
         self.last_used = np.zeros(1, np.int64)
-        """Tick of its last use; set when it becomes evictable."""
+        """Tick of the last use; set when the block becomes evictable."""
         self.marks = np.zeros(1, np.uint8)
-        """Scratch of `kvsidecar.cache.eviction`; 0 outside of it."""
+        """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
-        """No longer in the index; the block lives until its last pin ends."""
+        """Whether the block has left the index. It exists until its last pin ends."""
         self._freed_rows = np.zeros(1, np.int64)
         self._num_freed = 0
         self.rows_used = 0
-        """Rows from this one on have never been used."""
+        """First row that has never been used."""
 
     def __len__(self) -> int:
-        """Blocks there are, findable or not."""
+        """Number of blocks, in the index or detached."""
         return self.rows_used - self._num_freed
 
     def create(self, keys: Keys) -> Ints:
-        """Add empty blocks to the index. Returns their rows."""
+        """Add blocks without slots to the index. Returns their rows."""
         recycled = min(len(keys), self._num_freed)
         fresh = len(keys) - recycled
         if self.rows_used + fresh > len(self.pins):
@@ -99,13 +99,13 @@ class SpaceBlocks:
         return rows
 
     def recycle(self, rows: Ints) -> None:
-        """These blocks are gone: reuse their rows."""
+        """Make the rows of deleted blocks available again."""
         self.evictable[rows] = False
         self.detached[rows] = False
         self._freed_rows[self._num_freed : self._num_freed + len(rows)] = rows
         self._num_freed += len(rows)
 
-    def give_back(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory of a table without blocks."""
         if self.rows_used:
             self.rows_used = self._num_freed = 0
@@ -113,21 +113,21 @@ class SpaceBlocks:
 
     @property
     def sparse(self) -> bool:
-        """It has many more rows than blocks, and so few blocks that `rebuild` is quick."""
+        """Whether it has many more rows than blocks, and few enough blocks that `rebuild` is quick."""
         return COPIED_ROWS // SPARSE >= len(self) <= self.rows_used // SPARSE - FIRST_ROWS
 
     def rebuild(self) -> tuple[Ints, Ints] | None:
-        """Shrink the table to the rows that its blocks need. Between requests only: it renumbers the rows.
+        """Shrink the table to the rows that its blocks need. It renumbers rows: call it between requests only.
 
         Returns:
-            The slots of the blocks and their new owners; or None, with nothing changed, if a block is pinned.
+            The slots of the blocks and their new owners; None, with nothing changed, if a block is pinned.
         """
         rows = np.concatenate((NO_INTS, *self.policy.candidates()))
         if len(rows) < len(self):
             return None
         kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used")}
         keys = self.index.keys_of(rows)
-        self.give_back()
+        self.free_memory()
         new = self.create(keys)
         for name, values in kept.items():
             getattr(self, name)[..., new] = values
@@ -143,62 +143,51 @@ class SpaceBlocks:
             length = max(2 * rows, min(self.capacity, SLOTS_BYTES // self.slots.itemsize // self.space.num_shards))
         for name in COLUMNS:
             column = getattr(self, name)
-            # With many shards a huge page for each would be mostly empty.
-            setattr(self, name, longer(column, length, huge=column.ndim == 1 or len(column) == 1))
+            # With many shards, a huge page for each would be mostly empty.
+            setattr(self, name, extended(column, length, huge=column.ndim == 1 or len(column) == 1))
         self.index.reserve(length)
         self.policy.reserve(length)
 
     def unpin(self, rows: Ints) -> Ints:
-        """End one pin of each of these blocks. Returns those that have no pin any more."""
-        if len(rows) > FEW:
-            self.pins[rows] -= 1
-            last: Ints = rows[self.pins[rows] == 0]
-            return last
-        places, busy = rows.tolist(), False
-        for row in places:
-            left = self.pins.item(row) - 1
-            self.pins[row] = left
-            busy |= left > 0
-        return rows[where_zero(self.pins, rows)] if busy else rows
+        """Remove one pin of each of these blocks. Returns the blocks that are no longer pinned."""
+        pins = self.pins[rows] - 1
+        self.pins[rows] = pins
+        return rows[pins == 0] if np.count_nonzero(pins) else rows
 
     def can_stay(self, rows: Ints) -> bool:
-        """Each of these blocks can be found, and has a sealed shard."""
-        return not some(self.detached[rows]) and not some(self.missing[rows] == self.space.num_shards)
+        """Whether each of these blocks is in the index and has a sealed shard."""
+        return not any_true(self.detached[rows]) and not any_true(self.missing[rows] == self.space.num_shards)
 
     def held_slots(self, rows: Ints) -> Ints | list[int]:
-        """Slots of the sealed shards of these blocks."""
+        """The slots of the sealed shards of these blocks."""
         if len(rows) * self.space.num_shards <= FEW:
             shards = range(self.space.num_shards)
-            return [slot for shard in shards for row in few(rows) if (slot := self.slots.item(shard, row)) >= 0]
-        if self.space.num_shards == 1:
-            slots: Ints = self.slots[0, rows]
-        else:
-            slots = self.slots[:, rows].ravel()
-        filled = slots >= 0
-        return slots if every(filled) else slots[filled]
+            return [slot for shard in shards for row in as_list(rows) if (slot := self.slots.item(shard, row)) >= 0]
+        slots: Ints = self.slots[:, rows].ravel()
+        return slots[slots >= 0]
 
     def owners(self, rows: Ints) -> Ints:
-        """The numbers by which the allocator knows these blocks."""
+        """The numbers that identify these blocks in the allocator."""
         return rows | self.number << 32
 
 
 @dataclass(slots=True, eq=False)
 class Space:
-    """The blocks of one namespace and KV cache group. No space ever sees another's blocks."""
+    """One namespace and KV cache group. A space never sees the blocks of another."""
 
     namespace: Namespace
     group: int
     num_shards: int
     blocks: SpaceBlocks = field(init=False)
-    """Those that can be found. A clear puts an empty table here."""
+    """The current table. A clear replaces it by an empty one."""
     shard_bytes: list[int | None] = field(init=False)
     """Bytes per shard; None until a rank with that shard has attached."""
     slot_sizes: list[int] = field(init=False)
     """Size class per shard; 0 where ``shard_bytes`` is None."""
     users: int = field(default=0, init=False)
-    """Ranks that have it open."""
+    """Number of ranks that have it open."""
     dropped: bool = field(default=False, init=False)
-    """The cache has forgotten it: it had neither users nor blocks."""
+    """Whether the cache has removed it, because it had neither users nor blocks."""
     hits: int = field(default=0, init=False)
     misses: int = field(default=0, init=False)
 
@@ -208,13 +197,13 @@ class Space:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the slots of a readable block."""
+        """Bytes of all slots of a readable block."""
         return sum(self.slot_sizes)
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """Blocks of one part of a request, each once, in the order of the prefix."""
+    """Blocks of one part of a request, without duplicates, in prefix order."""
 
     blocks: SpaceBlocks
     rows: Ints
@@ -222,69 +211,69 @@ class Chain:
 
 @dataclass(slots=True, eq=False)
 class StorePart:
-    """The blocks that one part of a store has to copy."""
+    """The blocks to copy for one part of a store."""
 
     blocks: SpaceBlocks
     shard: int
     index: Ints
-    """Which of the part's hashes: ``index[i]`` goes to ``slots[i]``. Ascending."""
+    """Positions in the part's hashes: hash ``index[i]`` goes to ``slots[i]``. Ascending."""
     rows: Ints
-    """Their blocks."""
+    """Rows of these blocks."""
     created: Ints
-    """Those that did not exist before."""
+    """Rows of the blocks that this store created."""
     chain: Keys
-    """Hashes of the blocks that are reserved here or present, in order: the blocks that the store uses when it ends."""
+    """Hashes of the blocks that are reserved here or present, in order: those that the store uses at its end."""
     chain_rows: Ints
-    """Rows of `chain`. Those of present blocks are valid only until the next request."""
+    """Rows of `chain`. Rows of present blocks are valid only until the next request."""
     slots: Ints = field(default_factory=lambda: NO_INTS)
     """Byte offsets in the pool, ascending; adjacent as far as free slots allow."""
 
     @property
     def slot_size(self) -> int:
-        """Size class of the slots, in bytes."""
+        """Size class in bytes."""
         return self.blocks.space.slot_sizes[self.shard]
 
 
 @dataclass(slots=True, eq=False)
 class StoreGrant:
-    """Answer to a store: the blocks to copy, and how many need no copy. Ends in exactly one of `BlockCache.seal_all`,
-    ``abort_all`` and ``quarantine_all``."""
+    """The blocks that a store has to copy. Ends with one call of `BlockCache.seal_all`, `BlockCache.abort_all` or
+    `BlockCache.quarantine_all`."""
 
     parts: list[StorePart] = field(default_factory=list)
     """One per part of the request."""
     present: int = 0
-    """Blocks of which this shard was already sealed."""
+    """Number of blocks whose shard was already sealed."""
     in_flight: int = 0
-    """Blocks of which this shard is being filled already, by another store or earlier in this one."""
+    """Number of blocks whose shard is already being filled, by another store or earlier in this one."""
     open: bool = True
 
     @property
     def reserved(self) -> int:
-        """Slots to be filled."""
+        """Number of slots to fill."""
         return sum(len(part.index) for part in self.parts)
 
 
 @dataclass(slots=True, eq=False)
 class LoadGrant:
-    """Answer to a load: the slots of its blocks, which are pinned until `BlockCache.end_load`."""
+    """The slots of the blocks of a load. The blocks stay pinned until `BlockCache.end_load`."""
 
     slots: list[Ints]
-    """Per part the byte offsets in the pool, in the order of its hashes."""
+    """Per part: byte offsets in the pool, in the order of its hashes."""
     rows: list[Ints]
-    """Per part the blocks of its hashes."""
+    """Per part: rows of its hashes."""
     chains: list[Chain]
-    """Per part the pinned blocks."""
+    """Per part: the pinned blocks."""
     open: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A promise that blocks will not be evicted before ``expires_at`` (seconds on the caller's clock)."""
+    """Prevents the eviction of blocks until ``expires_at`` (seconds on the caller's clock)."""
 
     id: int
     owner: Hashable
     chains: list[Chain]
-    """Per part of the lookup the blocks that were readable, each once."""
+    """Per part of the lookup: the readable blocks, without duplicates."""
     expires_at: float
 
     @property

@@ -1,55 +1,54 @@
-"""Block hash -> row, for many hashes at once."""
+"""Maps block hashes to rows, many at once."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
 
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import FEW, Bools, Ints, Words, every, longer, some, zeros
+from kvsidecar.cache.arrays import FEW, Bools, Ints, Words, all_true, any_true, extended, zeros
 
 LANE_BITS = 4
 LANES = 1 << LANE_BITS
-"""Entries of a bucket: the tags of one bucket are one cache line."""
+"""Entries per bucket: the tags of one bucket fill one cache line."""
 BLOCKS_PER_BUCKET = 6
-"""Average. With linear hashing a bucket holds up to a third more before it is split, and one in thousands overflows."""
+"""Average. With linear hashing a bucket holds up to a third more before it is split; one in thousands overflows."""
 
 Tags = npt.NDArray[np.uint32]
 
 
 @dataclass(slots=True)
 class Keys:
-    """Block hashes as an index searches for them."""
+    """Block hashes in the form that an index searches for."""
 
     words: Words
     tags: Tags
-    """32 bits of each, the low ones of which say the bucket; never 0."""
+    """32 bits of each hash; the low bits select the bucket. Never 0."""
 
     def __len__(self) -> int:
         return len(self.tags)
 
     def take(self, which: Ints | Bools | slice) -> Keys:
-        """Some of them."""
         return Keys(self.words[which], self.tags[which])
 
 
 class BlockIndex:
-    """A hash table that is searched for all hashes of a request in a few array operations.
+    """A hash table that finds all hashes of a request in a few array operations.
 
-    A dict costs 65 bytes for the hash, 32 for the row and 33 for the entry; it waits for memory up to five times per
-    hash, one after the other, and now and then it rebuilds itself as a whole: 5 s with ten million entries. Here a
-    block costs its hash and about 20 bytes, the processor waits for many hashes at the same time, and the table grows
-    by a few buckets per call (linear hashing: W. Litwin, VLDB 1980). Bucket ``i`` of ``2**level`` is split in two by
-    one more bit of the hashes in it; buckets are split in order, and when all are, the level rises.
+    A dict takes 65 bytes for the hash, 32 for the row and 33 for the entry. It has up to five cache misses per hash,
+    one after the other, and a resize takes 5 s with ten million entries. Here a block takes its hash and about 20
+    bytes, the cache misses of many hashes overlap, and the table grows by a few buckets per call (linear hashing:
+    W. Litwin, VLDB 1980). Bucket ``i`` of ``2**level`` is split in two by one more bit of its hashes. Buckets are
+    split in order; when all are split, the level rises.
 
     Args:
         hash_bytes: width of a block hash.
-        capacity: the highest number of rows, until `reserve`.
-        seed: of the numbers that spread the hashes. A secret: with it one could choose hashes that share one bucket.
+        capacity: maximum number of rows, until `reserve`.
+        seed: for the multipliers of the hash function. A secret: knowing it, a client could choose hashes that share
+            one bucket.
     """
 
     def __init__(self, hash_bytes: int, capacity: int, seed: int) -> None:
@@ -65,7 +64,7 @@ class BlockIndex:
         self._level = 0
         """``2**level <= num_buckets < 2**(level + 1)``; the first ``num_buckets - 2**level`` buckets are split."""
         self._overflow: dict[int, list[int]] = {}
-        """Bucket -> rows that found no free lane in it."""
+        """Bucket -> rows for which it had no free lane."""
         self._overflows = zeros((buckets,), np.bool_)
         """Whether `_overflow` has the bucket."""
         self._len = 0
@@ -77,28 +76,25 @@ class BlockIndex:
         return self._len
 
     def keys(self, hashes: Sequence[bytes] | bytes) -> Keys:
-        """Block hashes in the form that the other methods take.
+        """Convert block hashes to the form that the other methods take.
 
         Args:
-            hashes: each of the width of this index; or all of them as one string, as they come over the wire.
+            hashes: each of this index's width; or all of them concatenated, as they arrive over the wire.
         """
         packed = hashes if isinstance(hashes, bytes) else b"".join(hashes)
-        if len(packed) == self._hash_bytes and not self._hash_bytes % 8:
-            words: Words = np.frombuffer(packed, np.uint64)[None]
-        elif self._hash_bytes % 8 == 0:
-            words = np.frombuffer(packed, np.uint64).reshape(-1, self._hash_bytes // 8)
+        if self._hash_bytes % 8 == 0:
+            words: Words = np.frombuffer(packed, np.uint64).reshape(-1, self._hash_bytes // 8)
         else:
             narrow = np.frombuffer(packed, np.uint8).reshape(-1, self._hash_bytes)
             words = np.pad(narrow, ((0, 0), (0, -self._hash_bytes % 8))).view(np.uint64)
         return Keys(words, self._tags_of(words))
 
     def keys_of(self, rows: Ints) -> Keys:
-        """The block hashes of these rows."""
         words: Words = self._words.take(rows, axis=0)
         return Keys(words, self._tags_of(words))
 
     def find(self, keys: Keys) -> Ints:
-        """Per hash its row, or -1."""
+        """The row of each hash, or -1."""
         words, tags = keys.words, keys.tags
         if len(words) <= FEW:
             return np.array([self._find_one(words[i], tag) for i, tag in enumerate(tags.tolist())], np.int64)
@@ -107,7 +103,7 @@ class BlockIndex:
         rows = self._rows[lanes].astype(np.int64)
         found = np.full(len(words), -1, np.int64)
         other = (self._words.take(rows, axis=0) != words[which]) @ self._any_word
-        if some(other):
+        if any_true(other):
             which, rows = which[~other], rows[~other]
         found[which] = rows
         if self._overflow:
@@ -124,7 +120,6 @@ class BlockIndex:
         self._place(keys.tags, rows)
 
     def remove(self, rows: Ints) -> None:
-        """Remove rows that are in the index."""
         self._len -= len(rows)
         tags = self.keys_of(rows).tags
         if len(rows) <= FEW:
@@ -140,14 +135,9 @@ class BlockIndex:
             for tag, row in zip(tags[in_overflow].tolist(), rows[in_overflow].tolist(), strict=True):
                 self._remove_one(tag, row)
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _tags_of(self, words: Words) -> Tags:
-        """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest bits, which depend on all bits of the
-        hash, become the low byte."""
-        if len(words) == 1 <= FEW:
-            high = sum(map(mul, words[0].tolist(), self._multipliers.tolist())) >> 32 & 0xFFFFFFFF
-            return np.array((int.from_bytes(high.to_bytes(4, "little"), "big") | 1 << 31,), np.uint32)
+        """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest bits depend on all bits of the hash; they
+        become the low byte."""
         spread = words @ self._multipliers
         return spread.view(np.uint32)[1::2].byteswap() | np.uint32(1 << 31)
 
@@ -160,7 +150,8 @@ class BlockIndex:
         return buckets - ((buckets >= self._num_buckets) << self._level)
 
     def _matches(self, tags: Tags, buckets: Ints) -> tuple[Ints, Ints]:
-        """(number of the tag, lane counted through all buckets) of each match; a tag may be in several lanes."""
+        """Per match the position of the tag and the number of the lane, counted over all buckets. A tag may be in
+        several lanes."""
         found = (self._tags.take(buckets, axis=0) == tags[:, None]).ravel().nonzero()[0]
         which = found >> LANE_BITS
         return which, buckets[which] << LANE_BITS | found & LANES - 1
@@ -208,21 +199,21 @@ class BlockIndex:
         buckets = self._buckets(tags)
         order = buckets.argsort(kind="stable")
         buckets, tags, rows = buckets[order], tags[order], rows[order]
-        turn = np.arange(1, len(rows) + 1) - np.searchsorted(buckets, buckets)  # 1 for the first of a bucket, ...
+        nth = np.arange(1, len(rows) + 1) - np.searchsorted(buckets, buckets)  # 1 for the first of a bucket, ...
         free = (self._tags.take(buckets, axis=0) == 0).cumsum(
             axis=1, dtype=np.int8
         )  # 1 in the first free lane of a bucket, ...
-        lanes = (free == turn[:, None]).argmax(axis=1)
-        fits = free[:, -1] >= turn
+        lanes = (free == nth[:, None]).argmax(axis=1)
+        fits = free[:, -1] >= nth
         lanes += buckets << LANE_BITS
         self._tags.reshape(-1)[lanes[fits]] = tags[fits]
         self._rows[lanes[fits]] = rows[fits]
-        if not every(fits):
+        if not all_true(fits):
             for tag, row in zip(tags[~fits].tolist(), rows[~fits].tolist(), strict=True):
                 self._place_one(tag, row)
 
     def _split(self, count: int) -> None:
-        """Split the next buckets, at most ``count``, and not beyond the end of the level."""
+        """Split the next buckets: at most ``count``, and only up to the end of the level."""
         half = 1 << self._level
         first = self._num_buckets - half
         count = min(count, half - first)
@@ -237,21 +228,21 @@ class BlockIndex:
         if count == half - first:
             self._level += 1
         if self._overflow:
-            homeless = []
+            displaced = []
             for bucket in (self._overflows[old].nonzero()[0] + first).tolist():
-                homeless += self._overflow.pop(bucket)
+                displaced += self._overflow.pop(bucket)
                 self._overflows[bucket] = False
-            if homeless:
-                rows = np.array(homeless, np.int64)
+            if displaced:
+                rows = np.array(displaced, np.int64)
                 self._place(self.keys_of(rows).tags, rows)
 
     def reserve(self, capacity: int) -> None:
         """Make room for more rows. Copies everything."""
-        self._words = longer(self._words, capacity, axis=0)
+        self._words = extended(self._words, capacity, axis=0)
         buckets = _buckets_for(capacity)
-        self._tags = longer(self._tags, buckets, axis=0)
-        self._rows = longer(self._rows, buckets * LANES)
-        self._overflows = longer(self._overflows, buckets)
+        self._tags = extended(self._tags, buckets, axis=0)
+        self._rows = extended(self._rows, buckets * LANES)
+        self._overflows = extended(self._overflows, buckets)
 
 
 def _buckets_for(capacity: int) -> int:

@@ -1,4 +1,4 @@
-"""The blocks of all spaces, and the life of a block: filed, filled, pinned, evictable, detached, gone."""
+"""The blocks of all spaces, and the states of a block: created, filling, pinned, evictable, detached, deleted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, add_to, every, first_of_each, where_zero
+from kvsidecar.cache.arrays import NO_INTS, Ints, all_true, first_of_each
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
@@ -19,11 +19,11 @@ MISMATCH_HINT = (
     "the other kind are not wanted any more, clear the namespace"
 )
 SPARE_ROWS = 65536
-"""Rows beyond the slots of the pool: a store files its blocks before it makes room for them."""
+"""Rows beyond the slots of the pool: a store creates its blocks before it evicts others."""
 
 
 def require(condition: bool, otherwise: str) -> None:
-    """An assertion that ``python -O`` keeps: it guards the contents of slots.
+    """An assertion that stays on under ``python -O``: it protects the contents of slots.
 
     Raises:
         AssertionError: a caller broke the order of calls.
@@ -33,10 +33,10 @@ def require(condition: bool, otherwise: str) -> None:
 
 
 class BlockTable:
-    """Files blocks and moves them between the states of their slots. `BlockCache` decides when.
+    """Creates and deletes blocks and changes the states of their slots. `BlockCache` decides when.
 
-    A block is either evictable: the policy of its space has it, and its sealed slots are EVICTABLE; or it is not, and
-    they are HELD. Every method leaves it in one of the two.
+    An evictable block is in the policy of its space, and its sealed slots are EVICTABLE. The sealed slots of any other
+    block are HELD. Every method leaves each block in one of these two states.
     """
 
     def __init__(self, allocator: SlotAllocator, seed: int) -> None:
@@ -44,25 +44,24 @@ class BlockTable:
         self._seed = seed
         self.spaces: dict[tuple[Namespace, int], Space] = {}
         self.tables: dict[int, SpaceBlocks] = {}
-        """All that have rows or a space, by number; those that were cleared too."""
+        """Every table that has rows or a space, by number, including cleared ones."""
         self._num_tables = 0
         self._cleared: deque[SpaceBlocks] = deque()
-        """Cleared, and not swept to the end."""
+        """Cleared tables that are not completely swept."""
         self._sparse: dict[int, SpaceBlocks] = {}
         """Tables with many more rows than blocks."""
         self.num_blocks = 0
         self.readable_blocks = 0
         self.leased_bytes = 0
-        """Bytes of the slots of blocks that leases and loads pin."""
+        """Bytes of the blocks that leases and loads pin."""
         self.evicted_blocks = 0
         self.evicted_bytes = 0
         self.corrupt: set[int] = set()
-        """Slots to withdraw when their blocks are freed."""
+        """Slots to quarantine when their blocks are freed."""
 
     # -- spaces ------------------------------------------------------------------------------------------------
 
     def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
-        """See `BlockCache.open_space`."""
         if not 0 <= shard < num_shards:
             raise InvalidRequest(f"group {group}: shard is {shard}; it must be 0 to num_shards - 1 ({num_shards - 1})")
         if shard_bytes <= 0:
@@ -72,45 +71,42 @@ class BlockTable:
                 f"group {group}: one block of shard {shard} has {shard_bytes} bytes, but the largest slot of this pool "
                 f"has {self.slots.largest_slot}; the daemon needs a larger --slab-size (and pool)"
             )
-        space = self.spaces.get((namespace, group))
-        if space is None:
-            space = Space(namespace, group, num_shards)
-            _set_geometry(space, num_shards, shard, shard_bytes)
+        known = self.spaces.get((namespace, group))
+        space = known or Space(namespace, group, num_shards)
+        _set_geometry(space, num_shards, shard, shard_bytes)
+        if known:
+            space.blocks.capacity = max(space.blocks.capacity, self._capacity(space))
+        else:
             space.blocks = self._new_blocks(space)
             self.spaces[namespace, group] = space
-        else:
-            _set_geometry(space, num_shards, shard, shard_bytes)
-            space.blocks.capacity = max(space.blocks.capacity, self._capacity(space))
         space.users += 1
         return space
 
     def empty_space(self, hash_bytes: int) -> Space:
-        """See `BlockCache.empty_space`."""
         space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
         space.blocks = SpaceBlocks(space, 0, 0, self._seed)
         return space
 
     def close_space(self, space: Space) -> None:
-        """See `BlockCache.close_space`."""
         require(space.users > 0, "the space was closed more often than opened")
         space.users -= 1
         self._drop_if_unused(space)
 
-    # -- being filled ------------------------------------------------------------------------------------------
+    # -- store -------------------------------------------------------------------------------------------------
 
     def claim(self, space: Space, shard: int, keys: Keys) -> tuple[StorePart, int]:
-        """Create the blocks that do not exist, and mark this shard FILLING where this store is to fill it.
+        """Create the missing blocks, and mark this shard FILLING where this store has to fill it.
 
-        A block whose shard is already sealed is present. One whose shard is FILLING belongs to another store, or to
-        the same hash earlier in this one, and is left out. No block has a slot until `reserve`; `unclaim` undoes all.
+        A block whose shard is already sealed counts as present. A block whose shard is FILLING is skipped: another
+        store fills it, or the same hash came earlier in this one. `reserve` assigns the slots; `unclaim` undoes this.
 
         Returns:
-            The blocks to fill, and the number of those that are present.
+            The blocks to fill, and the number of blocks that are present.
         """
         blocks = space.blocks
         rows = blocks.index.find(keys)
         created = _create_unknown(blocks, keys, rows)
-        if len(created) == len(rows):  # every block is new, and no hash comes twice
+        if len(created) == len(rows):  # every block is new and no hash comes twice
             blocks.slots[shard, rows] = FILLING
             return StorePart(blocks, shard, np.arange(len(rows)), rows, created, keys, rows), 0
         slots = blocks.slots[shard, rows]
@@ -123,71 +119,66 @@ class BlockTable:
         return part, int(np.count_nonzero(present))
 
     def unclaim(self, part: StorePart) -> None:
-        """Undo `claim`; the last one first."""
+        """Undo `claim`. Several claims are undone in reverse order."""
         part.blocks.slots[part.shard, part.rows] = NO_SLOT
         part.blocks.index.remove(part.created)
         part.blocks.recycle(part.created)
         self._retire(part.blocks)
 
     def reserve(self, part: StorePart, node: int | None) -> None:
-        """Give what was claimed its slots; there must be enough free ones."""
+        """Allocate the slots of claimed blocks. There must be enough free ones."""
         blocks, rows = part.blocks, part.rows
         self.num_blocks += len(part.created)
         if len(part.created) < len(rows):
             self._hold(blocks, rows[blocks.evictable[rows]])
-        add_to(blocks.pins, rows, 1)
+        blocks.pins[rows] += 1
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
 
     def seal(self, part: StorePart, tick: int) -> int:
-        """The shards are complete. Returns how many blocks became readable."""
+        """Record that the shards are complete. Returns the number of blocks that became readable."""
         blocks, rows = part.blocks, part.rows
         blocks.slots[part.shard, rows] = part.slots
-        add_to(blocks.missing, rows, -1)
+        blocks.missing[rows] -= 1
         if blocks.space.num_shards > 1:
             self.slots.seal(part.slots)
         readable = 0
         if not blocks.cleared:
-            # Blocks that miss a shard are never leased or loaded, so none of these was detached one by one.
-            readable = int(np.count_nonzero(where_zero(blocks.missing, rows)))
+            # Blocks with a missing shard are never leased or loaded, so none of these was detached individually.
+            readable = int(np.count_nonzero(blocks.missing[rows] == 0))
             blocks.readable += readable
             self.readable_blocks += readable
         self._unpin(blocks, rows, tick, SlotState.HELD if blocks.space.num_shards > 1 else SlotState.RESERVED)
         return readable
 
-    def abort(self, part: StorePart, tick: int) -> None:
-        """The shards will not come: free their slots."""
-        self.slots.free(part.slots)
-        self._lose(part, tick)
+    def discard(self, part: StorePart, tick: int) -> None:
+        """Remove shards that will never be complete. Their slots have been freed or quarantined."""
+        part.blocks.slots[part.shard, part.rows] = NO_SLOT
+        self._unpin(part.blocks, part.rows, tick)
 
-    def quarantine(self, part: StorePart, tick: int) -> None:
-        """A copy may still write to the shards: never use their slots again."""
-        self.slots.quarantine(part.slots)
-        self._lose(part, tick)
-
-    # -- being used --------------------------------------------------------------------------------------------
+    # -- use ---------------------------------------------------------------------------------------------------
 
     def pin(self, chains: Iterable[Chain]) -> None:
-        """Keep readable blocks until `unpin`."""
+        """Prevent the eviction of readable blocks until `unpin`."""
         for chain in chains:
             blocks, rows = chain.blocks, chain.rows
             idle = rows[blocks.evictable[rows]]
             self._hold(blocks, idle)
             self.leased_bytes += len(idle) * blocks.space.block_bytes
-            add_to(blocks.pins, rows, 1)
+            blocks.pins[rows] += 1
 
     def unpin(self, chains: Iterable[Chain], tick: int) -> None:
-        """The blocks were used until now; the deepest counts as the oldest of them."""
+        """Remove one pin of each block. The blocks count as used now, the deepest of a prefix as the oldest."""
         for chain in chains:
             idle = self._unpin(chain.blocks, chain.rows, tick)
             self.leased_bytes -= idle * chain.blocks.space.block_bytes
 
     def touch(self, parts: Iterable[StorePart], tick: int) -> None:
-        """The evictable ones of these blocks were used; the deepest counts as the oldest of them."""
+        """Count the evictable ones of these blocks as used now, the deepest of a prefix as the oldest."""
         for part in parts:
             blocks = part.blocks
             if blocks.cleared:
                 continue
-            rows = blocks.index.find(part.chain)  # blocks that were present when the store began may have gone
+            rows = blocks.index.find(part.chain)  # blocks that were present at the start of the store may be gone
             rows = rows[rows >= 0]
             rows = rows[blocks.evictable[rows]]
             rows = rows[first_of_each(rows)][::-1]
@@ -196,12 +187,12 @@ class BlockTable:
             blocks.last_used[rows] = tick
             self.slots.touch(blocks.held_slots(rows), tick)
 
-    # -- going -------------------------------------------------------------------------------------------------
+    # -- deletion ----------------------------------------------------------------------------------------------
 
     def evict(self, chain: Chain) -> None:
-        """Make room: forget evictable blocks."""
+        """Delete evictable blocks to make room."""
         blocks, rows = chain.blocks, chain.rows
-        require(every(blocks.evictable[rows]), "a block was chosen for eviction that is in use")
+        require(all_true(blocks.evictable[rows]), "a block was chosen for eviction that is in use")
         self.evicted_blocks += len(rows)
         self.evicted_bytes += self.slots.bytes_of(blocks.held_slots(rows))
         self._detach(blocks, rows)
@@ -210,17 +201,14 @@ class BlockTable:
         self._drop_if_unused(blocks.space)
 
     def mark_corrupt(self, blocks: SpaceBlocks, row: int, slot: int) -> None:
-        """The slot of a pinned block holds wrong bytes: detach the block, and never use the slot again.
-
-        Others may be reading it now; it is withdrawn when they have ended.
-        """
+        """Detach a pinned block whose slot holds wrong bytes. The slot is quarantined when its last reader ends."""
         self.corrupt.add(slot)
         if not blocks.cleared and not blocks.detached[row]:
             self._detach(blocks, np.array([row]))
             self._drop_if_unused(blocks.space)
 
     def clear(self, space: Space) -> None:
-        """Detach all blocks of the space, in O(1); `sweep` frees those that are not pinned."""
+        """Detach all blocks of the space in O(1). `sweep` frees those that are not pinned."""
         blocks = space.blocks
         if not len(blocks):
             return
@@ -232,22 +220,19 @@ class BlockTable:
         self._drop_if_unused(space)
 
     def sweep(self, limit: int) -> bool:
-        """Look at up to ``limit`` cleared blocks, and free those that are not pinned. False when none is left."""
+        """Visit up to ``limit`` cleared blocks and free those that are not pinned. False when none is left."""
         while limit > 0 and self._cleared:
             blocks = self._cleared[0]
             rows = np.arange(blocks.swept, min(blocks.swept + limit, blocks.rows_used))
             blocks.swept += len(rows)
             limit -= len(rows)
-            if blocks.swept >= blocks.rows_used:  # fewer where its last block has gone by itself
+            if blocks.swept >= blocks.rows_used:  # fewer rows than swept if the last block was freed meanwhile
                 self._cleared.popleft()
             self._free(blocks, rows[blocks.evictable[rows]])
         return bool(self._cleared)
 
     def rebuild_sparse(self) -> bool:
-        """Shrink one sparse table to the rows its blocks need. False if there is none that can be shrunk.
-
-        Not to be called within a request, which holds row numbers.
-        """
+        """Shrink one sparse table. False if there is none that can shrink. Call it between requests only."""
         for number, blocks in list(self._sparse.items()):
             if blocks.sparse and not blocks.cleared:
                 if (owned := blocks.rebuild()) is None:
@@ -257,35 +242,32 @@ class BlockTable:
             return True
         return False
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _hold(self, blocks: SpaceBlocks, rows: Ints) -> None:
-        """Make evictable blocks stay."""
+        """Make evictable blocks not evictable."""
         if len(rows):
             blocks.evictable[rows] = False
             blocks.policy.remove(rows)
             self.slots.hold(blocks.held_slots(rows))
 
     def _unpin(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
-        """End one pin of each block. Blocks without a pin become evictable, or are freed if nothing can find them.
+        """Remove one pin of each block. Blocks without a pin become evictable, or are freed if they are detached.
 
         Returns:
-            How many blocks have no pin any more.
+            The number of blocks that are no longer pinned.
         """
         idle = blocks.unpin(rows)[::-1]
         if not len(idle):
             return 0
         if blocks.cleared:
             self._free(blocks, idle)
-            return len(idle)
-        if blocks.can_stay(idle):
+        elif blocks.can_stay(idle):
             self._mark_evictable(blocks, idle, tick, slots_are)
-            return len(idle)
-        self._detach(blocks, idle[blocks.missing[idle] == blocks.space.num_shards])
-        detached = blocks.detached[idle]
-        self._free(blocks, idle[detached])
-        self._mark_evictable(blocks, idle[~detached], tick, slots_are)
-        self._drop_if_unused(blocks.space)
+        else:
+            self._detach(blocks, idle[blocks.missing[idle] == blocks.space.num_shards])
+            detached = blocks.detached[idle]
+            self._free(blocks, idle[detached])
+            self._mark_evictable(blocks, idle[~detached], tick, slots_are)
+            self._drop_if_unused(blocks.space)
         return len(idle)
 
     def _mark_evictable(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
@@ -294,21 +276,17 @@ class BlockTable:
         blocks.policy.insert(rows)
         self.slots.mark_evictable(blocks.held_slots(rows), tick, slots_are)
 
-    def _lose(self, part: StorePart, tick: int) -> None:
-        part.blocks.slots[part.shard, part.rows] = NO_SLOT
-        self._unpin(part.blocks, part.rows, tick)
-
     def _detach(self, blocks: SpaceBlocks, rows: Ints) -> None:
-        """Make the blocks impossible to find."""
+        """Remove the blocks from the index."""
         blocks.index.remove(rows)
         blocks.detached[rows] = True
         self.num_blocks -= len(rows)
-        readable = int(np.count_nonzero(where_zero(blocks.missing, rows)))
+        readable = int(np.count_nonzero(blocks.missing[rows] == 0))
         blocks.readable -= readable
         self.readable_blocks -= readable
 
     def _free(self, blocks: SpaceBlocks, rows: Ints) -> None:
-        """Free blocks that are detached and not pinned."""
+        """Delete blocks that are detached and not pinned."""
         slots = blocks.held_slots(rows)
         if self.corrupt:
             slots = np.asarray(slots, np.int64)
@@ -327,13 +305,13 @@ class BlockTable:
             self._retire(space.blocks)
 
     def _retire(self, blocks: SpaceBlocks) -> None:
-        """Give back the memory of a table without blocks, and forget it if it will not be used again."""
+        """Free the memory of a table without blocks, and remove the table if it will not be used again."""
         if len(blocks):
             if blocks.sparse and not blocks.cleared:
                 self._sparse[blocks.number] = blocks
             return
-        # Not left to the garbage collector: a space and its table refer to each other.
-        blocks.give_back()
+        # A space and its table refer to each other: without this call the memory waits for the garbage collector.
+        blocks.free_memory()
         if blocks.cleared or blocks.space.dropped:
             self.tables.pop(blocks.number, None)
 
@@ -344,16 +322,16 @@ class BlockTable:
         return blocks
 
     def _capacity(self, space: Space) -> int:
-        """Blocks of this space that the pool has room for: each has a slot at least."""
+        """Number of blocks of this space that fit the pool: each has at least one slot."""
         return self.slots.total_bytes // min(size for size in space.slot_sizes if size) + SPARE_ROWS
 
 
 def _create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
-    """Create the blocks of hashes that have no row yet, each once, and fill their rows in. The rows of new blocks.
+    """Create a block for each hash without a row, and enter it into ``rows``. Returns the rows of the new blocks.
 
-    Which of the hashes are equal their tags say, in a fraction of the time. One that comes twice then finds the block
-    that was created for the first. Two that differ may have one tag (in about one job of 512 blocks in 16,000): the
-    second finds nothing, and is created in another round.
+    Equal hashes are recognised by their tags, which is much faster. A duplicate then finds the block that was created
+    for the first one. Two different hashes may share a tag (in about one of 16,000 jobs of 512 blocks): the second one
+    finds nothing, and its block is created in another round.
     """
     created = NO_INTS
     unknown = (rows < 0).nonzero()[0]

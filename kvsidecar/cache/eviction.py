@@ -1,15 +1,15 @@
-"""Eviction that only chooses (as in Ray's plasma store): a policy orders blocks, `choose_victims` plans, and the
-cache evicts. Nothing here frees a slot.
+"""Chooses the blocks to evict. A policy orders blocks, `choose_victims` plans, and the cache evicts, as in Ray's plasma
+store. Nothing here frees a slot.
 
-How a plan is made. `Supply` counts what could be allocated if the victims chosen so far were gone, and names the
-largest size class that still lacks slots. Two kinds of victims give slots of that class: single blocks that have one,
-and all blocks of a slab of another class, which can then be cut anew. What was unused for longest goes first. A slab
-was last used when the newest of its blocks was. So the blocks that are no newer than the oldest slab go first, then
-that slab, then the blocks up to the next slab, and so on. Without slabs in that order the second model on a node
-would starve with its first slab.
+How a plan is made. `AllocationPlan` counts what could be allocated if the victims chosen so far were gone, and names
+the largest size class that still lacks slots. Two kinds of victims provide slots of that class: single blocks with a
+slot of it, and all blocks of a slab of another class, which can then be cut anew. The least recently used victim goes
+first; a slab counts as used when the newest of its blocks was. So blocks no newer than the oldest slab go first, then
+that slab, then the blocks up to the next slab, and so on. If slabs did not take part in this order, a second model on
+the node would never get more than its first slab.
 
-A block is evicted as a whole, with its slots in other slabs and classes. So a later victim may give what an earlier
-one was chosen for; at the end the plan spares the victims that turned out needless, the newest first.
+A block is evicted as a whole, with its slots in other slabs and classes. A later victim may therefore provide what an
+earlier one was chosen for. At the end the plan takes back the victims that turned out to be unnecessary, newest first.
 """
 
 from __future__ import annotations
@@ -23,79 +23,79 @@ from kvsidecar.cache.arrays import NO_INTS, Ints
 from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.slots import SlotAllocator
 
-ASKED, VICTIM = 1, 2
-"""In `SpaceBlocks.marks`, while a plan is made."""
+REQUESTED, VICTIM = 1, 2
+"""Values of `SpaceBlocks.marks` during planning."""
 
 
 def choose_victims(
     needs: Mapping[int, int],
     allocator: SlotAllocator,
     tables: Mapping[int, SpaceBlocks],
-    asked: Sequence[Chain],
+    requested: Sequence[Chain],
 ) -> list[Chain] | None:
-    """Blocks to evict so that all needs can be allocated, or None if no choice would do. Changes nothing.
+    """Blocks to evict so that all needs can be allocated, or None if that is impossible. Changes nothing.
 
     Args:
         needs: slots needed per size class.
         tables: all blocks of the pool, by number.
-        asked: blocks that the same request is about; never chosen.
+        requested: blocks of the same request; never chosen.
     """
     if sum(size * need for size, need in needs.items()) > allocator.total_bytes - allocator.busy_bytes:
-        return None  # or a request that is too large would look at every block first
-    plan = _Plan(needs, allocator, tables)
+        return None  # without this, a request that is too large would visit every block
+    plan = _EvictionPlan(needs, allocator, tables)
     try:
-        for chain in asked:
-            chain.blocks.marks[chain.rows] = ASKED
+        for chain in requested:
+            chain.blocks.marks[chain.rows] = REQUESTED
         if (blocks := plan.only_table()) is not None:
             return plan.oldest_of(blocks)
-        return plan.victims() if plan.make() else None
+        return _with_mark(VICTIM, plan.chosen()) if plan.make() else None
     finally:
-        for chain in (*asked, *plan.chosen()):
+        for chain in (*requested, *plan.chosen()):
             chain.blocks.marks[chain.rows] = 0
 
 
 def oldest_first(queues: Sequence[Chain]) -> list[tuple[int, int]]:
-    """The order in which blocks of several spaces go: (queue, position in it) of each.
+    """The eviction order of the blocks of several spaces, as (queue, position in it) pairs.
 
-    They go by the tick of their last use. The groups of one request have the same tick and take turns: a prefix that
-    one group has lost is of no use in the others.
+    The order is by tick of the last use. The groups of one request share a tick and alternate: a prefix that is lost
+    in one group is useless in the others.
 
     Args:
-        queues: the candidates of each space, the oldest first.
+        queues: the candidates of each space, oldest first.
     """
     ticks = [queue.blocks.last_used[queue.rows] for queue in queues]
-    turns = [np.arange(len(tick)) - np.searchsorted(tick, tick) for tick in ticks]
+    rounds = [np.arange(len(tick)) - np.searchsorted(tick, tick) for tick in ticks]
     number = np.repeat(np.arange(len(queues)), [len(tick) for tick in ticks])
     position = np.concatenate([np.arange(len(tick)) for tick in ticks])
-    order = np.lexsort((number, np.concatenate(turns), np.concatenate(ticks)))
+    order = np.lexsort((number, np.concatenate(rounds), np.concatenate(ticks)))
     return list(zip(number[order].tolist(), position[order].tolist(), strict=True))
 
 
 @dataclass(slots=True)
 class _Choice:
-    """Blocks that are chosen together."""
+    """Victims that are chosen together."""
 
     victims: list[Chain]
     last_used: int
-    """Tick of the last use of the newest of them."""
+    """Tick of the last use of the newest victim."""
     slab: bool
-    """They free a whole slab, and only all of them do."""
+    """Whether they free a whole slab, which only all of them together do."""
 
 
-class _Plan:
+class _EvictionPlan:
     """The state of one `choose_victims`."""
 
     def __init__(self, needs: Mapping[int, int], allocator: SlotAllocator, tables: Mapping[int, SpaceBlocks]) -> None:
         self._allocator = allocator
-        self._supply = allocator.supply(needs)
+        self._allocation = allocator.plan(needs)
         self._tables = tables
         self._choices: list[_Choice] = []
         self._slabs: dict[int, list[int]] = {}
-        """Size class -> slabs of other classes that could go, the longest unused last."""
+        """Size class -> slabs of other classes that could be freed, least recently used last."""
 
     def make(self) -> bool:
-        """Choose until the needs are met. False if they cannot be."""
-        while (unmet := self._supply.unmet()) is not None:
+        """Choose victims until the needs are met. False if they cannot be met."""
+        while (unmet := self._allocation.unmet()) is not None:
             choice = self._oldest_slab(unmet.size)
             blocks = self._oldest_blocks(unmet.size, unmet.missing, None if choice is None else choice.last_used)
             if blocks:
@@ -105,46 +105,43 @@ class _Plan:
                 return False
             self._choices.append(choice)
             self._mark(choice.victims)
-        self._spare()
+        self._take_back_unnecessary()
         return True
 
     def only_table(self) -> SpaceBlocks | None:
-        """The only table, if each of its blocks gives one slot of the only class that is needed; else None.
+        """The only table, if each of its blocks provides one slot of the only class that is needed; else None.
 
-        This is the rule on a node with one model. There is no slab to weigh against blocks and nothing to spare, so
-        `oldest_of` that table is what `make` would choose.
+        This is the normal case on a node with one model. No slab competes with blocks and no victim is unnecessary, so
+        `oldest_of` chooses what `make` would choose, in less time.
         """
         tables = [blocks for blocks in self._tables.values() if not blocks.cleared]
-        if len(tables) != 1 or tables[0].space.num_shards > 1 or self._supply.surplus() is None:
+        if len(tables) != 1 or tables[0].space.num_shards > 1 or self._allocation.surplus() is None:
             return None
         size = tables[0].space.slot_sizes[0]
-        return tables[0] if self._supply.largest == size and not len(self._allocator.reclaimable(size)) else None
+        return tables[0] if self._allocation.largest == size and not len(self._allocator.reclaimable(size)) else None
 
     def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
-        """The oldest blocks of one table that are enough; None if all together are not."""
-        unmet = self._supply.unmet()
+        """Enough of the oldest blocks of one table; None if there are too few."""
+        unmet = self._allocation.unmet()
         if unmet is None:
             return []
         victims = self._candidates(blocks, unmet.size, unmet.missing, None)
         return [victims] if len(victims.rows) == unmet.missing else None
 
     def chosen(self) -> list[Chain]:
-        """All blocks that were chosen, also those that are spared."""
+        """All chosen blocks, including those that were taken back."""
         return [chain for choice in self._choices for chain in choice.victims]
-
-    def victims(self) -> list[Chain]:
-        return _with_mark(VICTIM, self.chosen())
 
     # -- candidates ----------------------------------------------------------------------------------------------
 
     def _oldest_blocks(self, size: int, missing: int, until: int | None) -> list[Chain]:
-        """The oldest blocks that give ``missing`` slots of this class, or all there are; none used after ``until``."""
+        """The oldest blocks that provide ``missing`` slots of this class, or all of them; none used after ``until``."""
         tables = [blocks for blocks in self._tables.values() if size in blocks.space.slot_sizes and not blocks.cleared]
         queues = [self._candidates(blocks, size, missing, until) for blocks in tables]
         queues = [queue for queue in queues if len(queue.rows)]
         if len(queues) < 2:
-            return queues  # it is cut to length already
-        gives = [self._gives(queue, size).tolist() for queue in queues]
+            return queues  # `_candidates` has cut it to length
+        gives = [self._slots_given(queue, size).tolist() for queue in queues]
         taken = [0] * len(queues)
         for queue, position in oldest_first(queues):
             if missing <= 0:
@@ -154,7 +151,7 @@ class _Plan:
         return [Chain(queue.blocks, queue.rows[:count]) for queue, count in zip(queues, taken, strict=True) if count]
 
     def _candidates(self, blocks: SpaceBlocks, size: int, missing: int, until: int | None) -> Chain:
-        """`_oldest_blocks` of one space."""
+        """`_oldest_blocks` for one space."""
         pieces: list[Ints] = []
         for piece in blocks.policy.candidates():
             rows = piece[blocks.marks[piece] == 0]
@@ -164,7 +161,7 @@ class _Plan:
                 rows = rows[:missing]
                 missing -= len(rows)
             else:
-                gives = self._gives(Chain(blocks, rows), size)
+                gives = self._slots_given(Chain(blocks, rows), size)
                 rows, gives = rows[gives > 0], gives[gives > 0]
                 enough = int(np.searchsorted(gives.cumsum(), missing)) + 1
                 rows = rows[:enough]
@@ -175,55 +172,49 @@ class _Plan:
         return Chain(blocks, pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces)))
 
     def _oldest_slab(self, size: int) -> _Choice | None:
-        """All blocks of the longest unused slab of another class that can be freed as a whole."""
+        """All blocks of the least recently used slab of another class that can be freed as a whole."""
         if size not in self._slabs:
             self._slabs[size] = self._allocator.reclaimable(other_than=size).tolist()[::-1]
         candidates, slabs = self._slabs[size], self._allocator.slabs
         while candidates:
             slab = candidates[-1]
-            if slabs.nbytes[slab] >= size and not self._supply.is_whole(slab):
+            if slabs.nbytes[slab] >= size and not self._allocation.is_whole(slab):
                 owners = self._owners(slab)
-                if not _with_mark(ASKED, owners):
+                if not _with_mark(REQUESTED, owners):
                     return _Choice(_with_mark(0, owners), int(slabs.touched[slab]), slab=True)
             candidates.pop()
         return None
 
     # -- the choice ----------------------------------------------------------------------------------------------
 
-    def _mark(self, victims: Iterable[Chain]) -> None:
+    def _mark(self, victims: Iterable[Chain], mark: int = VICTIM) -> None:
+        plan = self._allocation.free if mark == VICTIM else self._allocation.undo_free
         for chain in victims:
-            chain.blocks.marks[chain.rows] = VICTIM
-            self._supply.free(chain.blocks.held_slots(chain.rows))
+            chain.blocks.marks[chain.rows] = mark
+            plan(chain.blocks.held_slots(chain.rows))
 
-    def _unmark(self, victims: Iterable[Chain]) -> None:
-        for chain in victims:
-            chain.blocks.marks[chain.rows] = 0
-            self._supply.keep(chain.blocks.held_slots(chain.rows))
-
-    def _spare(self) -> None:
-        """Take back each victim without which the needs are still met, the newest first. A slab is whole or of no
-        use, so its blocks are taken back together."""
+    def _take_back_unnecessary(self) -> None:
+        """Take back each victim that the needs do not require, newest first. Only a whole slab is of use, so its blocks
+        are taken back together."""
         for choice in sorted(self._choices, key=lambda choice: choice.last_used, reverse=True):
-            if self._supply.surplus() == 0:
-                return  # any victim that were taken back now would be missing
+            if self._allocation.surplus() == 0:
+                return  # every remaining victim is required
             for victims in [choice.victims] if choice.slab else self._one_by_one(choice):
-                self._unmark(victims)
-                if self._supply.unmet() is not None:
+                self._mark(victims, 0)
+                if self._allocation.unmet() is not None:
                     self._mark(victims)
 
     def _one_by_one(self, choice: _Choice) -> list[list[Chain]]:
-        """The blocks of a choice that might be spared, the newest first."""
-        surplus, size = self._supply.surplus(), self._supply.largest
-        spared = choice.victims
-        if surplus is not None:  # then only this class counts: a block that gives more than is left over must go
-            spared = [Chain(chain.blocks, chain.rows[self._gives(chain, size) <= surplus]) for chain in spared]
-        order = oldest_first(spared)[::-1] if any(len(chain.rows) for chain in spared) else []
-        return [[Chain(spared[queue].blocks, spared[queue].rows[at : at + 1])] for queue, at in order]
+        """The blocks of a choice that might be unnecessary, newest first."""
+        surplus, size = self._allocation.surplus(), self._allocation.largest
+        chains = choice.victims
+        if surplus is not None:  # only one class is needed: a block with more slots than the surplus is required
+            chains = [Chain(chain.blocks, chain.rows[self._slots_given(chain, size) <= surplus]) for chain in chains]
+        order = oldest_first(chains)[::-1] if any(len(chain.rows) for chain in chains) else []
+        return [[Chain(chains[queue].blocks, chains[queue].rows[at : at + 1])] for queue, at in order]
 
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _gives(self, chain: Chain, size: int) -> Ints:
-        """Slots of this class that each block gives."""
+    def _slots_given(self, chain: Chain, size: int) -> Ints:
+        """Number of slots of this class that each block provides."""
         blocks = chain.blocks
         if blocks.space.num_shards == 1:
             return np.ones(len(chain.rows), np.int64)
@@ -238,6 +229,6 @@ class _Plan:
 
 
 def _with_mark(mark: int, chains: Iterable[Chain]) -> list[Chain]:
-    """The blocks of these chains that carry ``mark``; chains without any are left out."""
+    """The blocks of these chains that carry ``mark``, without empty chains."""
     marked = [Chain(each.blocks, each.rows[each.blocks.marks[each.rows] == mark]) for each in chains]
     return [chain for chain in marked if len(chain.rows)]

@@ -1,4 +1,4 @@
-"""The live leases, by id, by owner and by expiry. The cache pins their blocks."""
+"""The live leases by id, owner and expiry. The cache pins their blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from heapq import heapify, heappop, heappush
 from kvsidecar.cache.block import Chain, Lease
 
 RELEASED = 4096
-"""The most released leases that are remembered by their ids, the last ones."""
+"""Number of the most recently released lease ids that are remembered."""
 
 
 class LeaseTable:
     """Live leases. Times are seconds on the caller's clock.
 
     Args:
-        next_id: source of lease ids; one that is still in use is not given again. Default: 0, 1, 2, ...
+        next_id: source of lease ids; ids in use are skipped. Default: 0, 1, 2, ...
     """
 
     def __init__(self, next_id: Callable[[], int] | None = None) -> None:
@@ -26,9 +26,9 @@ class LeaseTable:
         self._by_owner: dict[Hashable, dict[int, Lease]] = {}
         self._blocks_of: Counter[Hashable] = Counter()
         self._released: dict[int, None] = {}
-        """In order; at most `RELEASED`."""
+        """Ids in the order of their release; at most `RELEASED`."""
         self._expiries: list[tuple[float, int]] = []
-        """Heap of (expires_at, id). A renewed or released lease leaves its old entries behind."""
+        """Heap of (expires_at, id). Renewed and released leases leave stale entries behind."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -46,16 +46,16 @@ class LeaseTable:
         return lease
 
     def get(self, lease_id: int, now: float) -> Lease | None:
-        """The lease, or None if it was released or its time is over (whether or not `pop_expired` came by)."""
+        """The lease, or None if it was released or has expired, even before `pop_expired` removes it."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and now < lease.expires_at else None
 
     def held(self, owner: Hashable) -> tuple[int, int]:
-        """Number of leases of an owner, and of blocks in them; a block in two leases counts twice."""
+        """Number of leases of an owner, and of their blocks. A block in two leases counts twice."""
         return len(self._by_owner.get(owner, ())), self._blocks_of.get(owner, 0)
 
     def renew(self, lease_id: int, now: float, expires_at: float) -> bool:
-        """Set a new expiry. False if the lease is not alive."""
+        """Set a new expiry. False if the lease was released or has expired."""
         lease = self.get(lease_id, now)
         if lease is None:
             return False
@@ -64,7 +64,7 @@ class LeaseTable:
         return True
 
     def pop(self, lease_id: int) -> Lease | None:
-        """Remove the lease; None if there is none (any more)."""
+        """Remove and return the lease; None if it does not exist."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
             of_owner = self._by_owner[lease.owner]
@@ -75,7 +75,7 @@ class LeaseTable:
         return lease
 
     def release(self, lease_id: int) -> Lease | None:
-        """`pop`, by its client."""
+        """`pop`, and remember that the client released it."""
         lease = self.pop(lease_id)
         if lease is not None:
             self._released[lease_id] = None
@@ -84,11 +84,10 @@ class LeaseTable:
         return lease
 
     def was_released(self, lease_id: int) -> bool:
-        """Whether its client has released it, not long ago."""
+        """Whether the client released it recently."""
         return lease_id in self._released
 
     def pop_expired(self, now: float) -> list[Lease]:
-        """Remove and return the leases whose time is over."""
         expired = []
         while self._expiries and self._expiries[0][0] <= now:
             _, lease_id = heappop(self._expiries)
@@ -99,7 +98,6 @@ class LeaseTable:
         return expired
 
     def pop_owner(self, owner: Hashable) -> list[Lease]:
-        """Remove and return the leases of one owner."""
         leases = list(self._by_owner.get(owner, {}).values())
         for lease in leases:
             self.pop(lease.id)
@@ -107,7 +105,7 @@ class LeaseTable:
 
     def _note_expiry(self, lease: Lease) -> None:
         if len(self._expiries) > 2 * len(self._leases) + 64:
-            # Old entries go when their time comes; until then they must not pile up.
+            # Stale entries leave the heap only when they expire; until then they must not pile up.
             self._expiries = [(lease.expires_at, lease.id) for lease in self._leases.values()]
             heapify(self._expiries)
         else:

@@ -1,7 +1,7 @@
-"""Host slots by size class: the pool is cut into slabs, a slab into slots of one size (memcached's slab allocator).
+"""A slab allocator like memcached's: the pool is divided into slabs, each slab into slots of one size class.
 
-Unlike memcached's, a slab goes back to the others as soon as all of its slots are free, so that the next model with
-another block size can cut it anew. A slot is named by its byte offset in the pool.
+Unlike memcached's, a slab becomes whole again as soon as all of its slots are free, so that a model with another block
+size can cut it anew. A slot is identified by its byte offset in the pool.
 """
 
 from __future__ import annotations
@@ -12,52 +12,52 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, few, longer, some, tally
+from kvsidecar.cache.allocation_plan import AllocationPlan
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, extended, unique_counts
 from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
-from kvsidecar.cache.supply import Supply
 
 SLOT_ALIGN = 4096
-"""Slots begin at a multiple of this many bytes and are a multiple long. So a page (and a cache line) holds bytes of one
-slot only, two DMAs never share a line, and sizes that differ by a few bytes share a class."""
+"""Offsets and sizes of slots are multiples of this many bytes. A page (and a cache line) then holds bytes of one slot
+only, two DMAs never share a line, and sizes that differ by a few bytes share a class."""
 
-NOBODY = -1
+NO_OWNER = -1
 """Owner of a slot that is free or quarantined."""
 
 
 class SlotState(IntEnum):
-    """Each slot of a cut slab is in exactly one of these."""
+    """States of a slot in a cut slab."""
 
     FREE = 0
     RESERVED = 1
     """Being filled by a store."""
     HELD = 2
-    """Sealed, and its block must stay: it is pinned, or another shard of it is being filled."""
+    """Sealed, but not evictable: its block is pinned, or another shard of it is being filled."""
     EVICTABLE = 3
-    """Sealed, and in use by no lease, copy or store."""
+    """Sealed, and not in use by a lease, copy or store."""
     QUARANTINED = 4
-    """A copy into it may still be running; never used again."""
+    """A copy into it may still be running; never reused."""
 
 
-_FREE, _RESERVED, _HELD, _EVICTABLE, _QUARANTINED = map(int, SlotState)  # members of an enum are slow to look up
+_FREE, _RESERVED, _HELD, _EVICTABLE, _QUARANTINED = map(int, SlotState)  # looking up enum members is slow
 _UNOWNED = (_FREE, _QUARANTINED)
 
 
 def size_class(nbytes: int) -> int:
-    """Bytes of the slot that holds a shard of ``nbytes`` bytes."""
+    """Bytes of a slot for a shard of ``nbytes`` bytes."""
     return -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
 
 
 class SlotAllocator:
-    """Gives out slots of the pool, and counts the bytes in each state.
+    """Allocates slots of the pool, and counts the bytes in each state.
 
-    Every call is for all slots of a request, and costs a few array operations whatever the size of the pool; slots of
+    Every call handles all slots of a request in a few array operations, whatever the size of the pool. The slots of
     one call are distinct.
 
     Args:
         pool_bytes: size of the pool; a multiple of `SLOT_ALIGN`.
         slab_bytes: size of a slab; a multiple of `SLOT_ALIGN`. Chunks that are pinned in one call must be multiples
-            of it, so that no slot straddles two registrations. The last slab is shorter if the pool is no multiple.
-        numa_of_slab: NUMA node of each slab, None for one whose node is unknown. Default: all unknown.
+            of it, so that no slot straddles two registrations. If the pool is not a multiple, the last slab is shorter.
+        numa_of_slab: NUMA node of each slab; None: unknown. Default: all unknown.
 
     Raises:
         ValueError: a size or the length of ``numa_of_slab`` is wrong.
@@ -74,31 +74,31 @@ class SlotAllocator:
         self.total_bytes = pool_bytes
         self.slab_bytes = slab_bytes
         self.wasted_bytes = 0
-        """Tails of cut slabs that are too short for a slot."""
+        """Ends of cut slabs that are too short for a slot."""
         self.slabs = Slabs(pool_bytes, slab_bytes, nodes)
         self._bytes = [0] * len(SlotState)
         self._bytes[_FREE] = pool_bytes
         self._states = np.zeros(pool_bytes // SLOT_ALIGN, np.uint8)
-        """State of each slot. The slots of one slab lie side by side, and slabs one after the other as they are cut."""
+        """State of each slot. The slots of a slab are adjacent; slabs follow each other in the order they are cut."""
         self._owners = np.zeros(len(self._states), np.int64)
         self._columns_used = 0
         self._cut_slabs: Counter[int] = Counter()
-        """Size class -> slabs that are cut to it."""
+        """Size class -> number of slabs cut to it."""
         self._spare_columns: dict[int, list[int]] = {}
-        """Capacity -> where the slots of slabs were that are whole again."""
+        """Capacity -> former columns of slabs that are whole again, for reuse."""
         self._nodes: dict[int | None, NodeSlabs] = {node: NodeSlabs() for node in nodes}
         for slab in reversed(range(num_slabs)):
-            self._put_whole(slab)
+            self._add_whole(slab)
 
     # -- counts and plans --------------------------------------------------------------------------------------
 
     def bytes_in(self, state: SlotState) -> int:
-        """Bytes of all slots in ``state``. Those of uncut slabs are FREE too."""
+        """Bytes of all slots in ``state``. Slabs that are not cut count as FREE."""
         return self._bytes[state]
 
     @property
     def busy_bytes(self) -> int:
-        """Bytes of slots that eviction cannot give back now."""
+        """Bytes of slots that eviction cannot free now."""
         return self._bytes[_RESERVED] + self._bytes[_HELD] + self._bytes[_QUARANTINED]
 
     @property
@@ -107,30 +107,29 @@ class SlotAllocator:
         return int(self.slabs.nbytes[0])
 
     def free_slots(self, size: int, node: int | None = None) -> int:
-        """Free slots in slabs that are already cut to ``size``; those on ``node`` only, unless it is None."""
+        """Number of free slots in slabs that are already cut to ``size``, on one node or on all."""
         if node is not None:
             return self._nodes[node].free_slots[size] if node in self._nodes else 0
         return sum(home.free_slots[size] for home in self._nodes.values())
 
     def bytes_of(self, slots: Slots) -> int:
-        """Bytes of all these slots."""
         if len(slots) <= FEW:
-            return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in few(slots)])
+            return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in as_list(slots)])
         return int(self.slabs.size[self.slabs.holding(slots)].sum())
 
     def owners(self, slab: int) -> Ints:
-        """Owners of the slots of a slab; one that owns several comes several times."""
+        """Owners of the used slots of a slab, one per slot."""
         first = self.slabs.first[slab]
         owners = self._owners[first : first + self.slabs.capacity[slab]]
-        used: Ints = owners[owners != NOBODY]
+        used: Ints = owners[owners != NO_OWNER]
         return used
 
-    def supply(self, needs: Mapping[int, int]) -> Supply:
-        """A plan of what could be allocated without a preferred node. Needs are slots per size class."""
+    def plan(self, needs: Mapping[int, int]) -> AllocationPlan:
+        """A plan for allocating ``needs`` (slots per size class) without a preferred node."""
         last = len(self.slabs) - 1
         short = 0 if self.slabs.size[last] else int(self.slabs.nbytes[last])
         free_slots = {size: self.free_slots(size) for size in needs}
-        return Supply(
+        return AllocationPlan(
             self.slabs,
             needs,
             free_slots,
@@ -139,25 +138,27 @@ class SlotAllocator:
         )
 
     def can_allocate(self, needs: Mapping[int, int]) -> bool:
-        """All needs can be allocated now, larger size classes first."""
+        """Whether all needs can be allocated now, larger size classes first."""
         if self._has_free(needs):
             return True
-        return any(home.whole for home in self._nodes.values()) and self.supply(needs).unmet() is None
+        return any(home.whole for home in self._nodes.values()) and self.plan(needs).unmet() is None
 
     def can_prefer(self, node: int, needs: Mapping[int, int]) -> bool:
-        """All needs can be allocated with ``node`` preferred, larger size classes first.
+        """Whether all needs can be allocated with ``node`` preferred, larger size classes first.
 
-        That may open a slab on the node although a slot is free elsewhere; so the free slots elsewhere do not count,
-        nor the short slab, which one class could so take from another. True is safe, False may be too careful.
+        Preferring a node may cut a slab there although a slot is free elsewhere. So free slots elsewhere do not count,
+        and neither does the short slab, which one class could take from another. False may be too cautious.
         """
         if self._has_free(needs, node):
             return True
         free_slots = {size: self.free_slots(size, node) for size in needs}
-        return Supply(self.slabs, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
+        return (
+            AllocationPlan(self.slabs, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
+        )
 
     def is_fragmented(self, needs: Mapping[int, int]) -> bool:
-        """Whether enough bytes for these needs are free or evictable, but lie in slabs of other size classes, where
-        slots that must stay keep the slab from being cut anew. O(slabs)."""
+        """Whether enough bytes for these needs are free or evictable, but in slabs of other size classes that also hold
+        slots which cannot be evicted. O(slabs)."""
         spare = self.total_bytes - self.busy_bytes - self.wasted_bytes
         if sum(size * need for size, need in needs.items()) > spare or all(size in needs for size in self._cut_slabs):
             return False
@@ -165,24 +166,24 @@ class SlotAllocator:
         return bool(((slabs.used > slabs.evictable) & ~np.isin(slabs.size, list(needs))).any())
 
     def reclaimable(self, other_than: int) -> Ints:
-        """Slabs of other size classes whose used slots are all evictable, the longest unused first. O(slabs)."""
+        """Slabs of other size classes whose used slots are all evictable, least recently used first. O(slabs)."""
         slabs = self.slabs
         if all(size == other_than for size in self._cut_slabs):
-            return NO_INTS  # as in every pool with one model
+            return NO_INTS  # the normal case with one model
         idle = (slabs.evictable > 0) & (slabs.evictable == slabs.used)
         found: Ints = (idle & (slabs.size != other_than)).nonzero()[0]
         return found[slabs.touched[found].argsort(kind="stable")]
 
-    # -- the life of slots -------------------------------------------------------------------------------------
+    # -- state changes -----------------------------------------------------------------------------------------
 
     def allocate(self, size: int, owners: Ints, node: int | None = None) -> Ints:
         """Reserve a slot of size class ``size`` for each owner: adjacent and ascending as far as free slots allow.
 
-        Partly used slabs come before whole ones, which stay for other classes. But a whole slab on ``node`` comes
-        before any slab elsewhere: a copy across sockets is slow.
+        Partly used slabs are filled first, so that whole ones remain for other classes. But a whole slab on ``node``
+        precedes any slab elsewhere: a copy across sockets is slow.
 
         Raises:
-            AssertionError: there are fewer slots (see `supply`). Nothing has changed.
+            AssertionError: there are too few slots (see `plan`). Nothing has changed.
         """
         pieces: dict[int, Ints] = {}
         missing = len(owners)
@@ -202,89 +203,81 @@ class SlotAllocator:
             slots.append(indices * size + self.slabs.start[slab])
         if missing:
             self.free(np.concatenate(slots) if slots else NO_INTS)
-            raise AssertionError("there were fewer free slots than planned")
+            raise AssertionError("there are fewer free slots than planned")
         return slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
 
     def own(self, slots: Ints, owners: Ints) -> None:
-        """Change the owners of used slots."""
         self._owners[self._locate(slots)[2]] = owners
 
     def seal(self, slots: Slots) -> None:
-        """They are filled: RESERVED to HELD."""
+        """RESERVED to HELD: they are filled."""
         self._move(slots, _RESERVED, _HELD)
 
     def quarantine(self, slots: Slots) -> None:
-        """A copy may still write to them: RESERVED to QUARANTINED."""
+        """RESERVED to QUARANTINED: a copy may still write to them."""
         self._move(slots, _RESERVED, _QUARANTINED)
 
     def mark_corrupt(self, slots: Ints) -> None:
-        """Their bytes differ from those that were sealed: HELD or EVICTABLE to QUARANTINED."""
+        """HELD or EVICTABLE to QUARANTINED: their bytes differ from those that were sealed."""
         _, _, at = self._locate(slots)
         self.hold(slots[self._states[at] == _EVICTABLE])
         self._move(slots, _HELD, _QUARANTINED)
 
     def hold(self, slots: Slots) -> None:
-        """Their blocks must stay: EVICTABLE to HELD."""
+        """EVICTABLE to HELD: their blocks are in use."""
         self._move(slots, _EVICTABLE, _HELD)
 
     def mark_evictable(self, slots: Slots, tick: int, source: SlotState = SlotState.HELD) -> None:
-        """Their blocks were last used at ``tick`` and may be evicted: HELD (or RESERVED, if a store has just filled
-        them) to EVICTABLE. Ticks never decrease."""
+        """HELD to EVICTABLE, or RESERVED to EVICTABLE if a store has just filled them: their blocks were last used at
+        ``tick``. Ticks never decrease."""
         self._move(slots, int(source), _EVICTABLE)
         self.touch(slots, tick)
 
     def touch(self, slots: Slots, tick: int) -> None:
-        """Evictable blocks were used at ``tick``."""
+        """Record that their blocks, which are evictable, were used at ``tick``."""
         self.slabs.touched[self.slabs.holding(slots)] = tick
 
     def free(self, slots: Slots) -> None:
         """RESERVED, HELD or EVICTABLE to FREE."""
         if len(slots) == 1 <= FEW:
-            source = self._states.item(self._locate_one(few(slots)[0])[2])
+            source = self._states.item(self._locate_one(as_list(slots)[0])[2])
             if source in _UNOWNED:
                 raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
             self._free(slots, source)
             return
         ordered = np.sort(np.asarray(slots, np.int64))
-        if some(ordered[1:] == ordered[:-1]):
+        if any_true(ordered[1:] == ordered[:-1]):
             raise AssertionError("a slot is freed twice")
         states = self._states[self._locate(ordered)[2]]
-        if some((states == _FREE) | (states == _QUARANTINED)):
+        if any_true((states == _FREE) | (states == _QUARANTINED)):
             raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
         for each in set(states.tolist()):
             self._free(ordered[states == each], each)
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _has_free(self, needs: Mapping[int, int], node: int | None = None) -> bool:
-        """Whether slabs that are cut already have enough free slots, as they do for nearly every request."""
+        """Whether the slabs that are already cut have enough free slots, as for nearly every request."""
         return all(self.free_slots(size, node) >= need for size, need in needs.items())
 
     def _locate(self, slots: Slots) -> tuple[Ints, Ints, Ints]:
-        """Slab, size class, and place in the columns of each slot.
-
-        Raises:
-            AssertionError: one is no slot (any more).
-        """
+        """Slab, size class, and index in the columns of each slot. Raises AssertionError if one is not a slot."""
         slabs = self.slabs.holding(slots)
         sizes = self.slabs.size[slabs]
         if np.count_nonzero(sizes) < len(sizes):
-            raise AssertionError("a slot is FREE: its slab is not even cut")
+            raise AssertionError("the slot is FREE: its slab is not cut")
         offsets = slots - self.slabs.start[slabs]
         inside = offsets // sizes
-        if some(inside * sizes != offsets):
-            raise AssertionError("that is no slot: its slab is cut to another size")
+        if any_true(inside * sizes != offsets):
+            raise AssertionError("not a slot: its slab is cut to another size")
         return slabs, sizes, self.slabs.first[slabs] + inside
 
     def _locate_one(self, slot: int) -> tuple[int, int, int]:
-        """`_locate` for one slot."""
         slab = slot // self.slab_bytes
         size = self.slabs.size.item(slab)
         if not size:
-            raise AssertionError("a slot is FREE: its slab is not even cut")
+            raise AssertionError("the slot is FREE: its slab is not cut")
         inside, beyond = divmod(slot - self.slabs.start.item(slab), size)
         if beyond:
-            raise AssertionError("that is no slot: its slab is cut to another size")
+            raise AssertionError("not a slot: its slab is cut to another size")
         return slab, size, self.slabs.first.item(slab) + inside
 
     def _move(self, slots: Slots, source: int, target: int) -> None:
@@ -292,21 +285,20 @@ class SlotAllocator:
             self._move_few(slots, source, target)
             return
         slabs, sizes, at = self._locate(slots)
-        if some(self._states[at] != source):
+        if any_true(self._states[at] != source):
             raise AssertionError(f"a slot is not {SlotState(source).name}")
         self._states[at] = target
         nbytes = int(np.add.reduce(sizes))
         self._bytes[source] -= nbytes
         self._bytes[target] += nbytes
         if target in _UNOWNED:
-            self._owners[at] = NOBODY
+            self._owners[at] = NO_OWNER
         if _EVICTABLE in (source, target):
-            distinct, counts = tally(slabs)
+            distinct, counts = unique_counts(slabs)
             self.slabs.evictable[distinct] += counts if target == _EVICTABLE else -counts
 
     def _move_few(self, slots: Slots, source: int, target: int) -> None:
-        """`_move`, slot by slot."""
-        places = [self._locate_one(slot) for slot in few(slots)]
+        places = [self._locate_one(slot) for slot in as_list(slots)]
         for _, _, at in places:
             if self._states.item(at) != source:
                 raise AssertionError(f"a slot is not {SlotState(source).name}")
@@ -315,28 +307,28 @@ class SlotAllocator:
             self._bytes[source] -= size
             self._bytes[target] += size
             if target in _UNOWNED:
-                self._owners[at] = NOBODY
+                self._owners[at] = NO_OWNER
             if source == _EVICTABLE:
                 self.slabs.evictable[slab] -= 1
             if target == _EVICTABLE:
                 self.slabs.evictable[slab] += 1
 
     def _free(self, slots: Slots, state: int) -> None:
-        """Free slots that are all in one state, in ascending order."""
+        """Free slots that are in the same state, in ascending order."""
         self._move(slots, state, _FREE)
         if len(slots) <= FEW:
-            for slot in few(slots):
+            for slot in as_list(slots):
                 slab, _, place = self._locate_one(slot)
-                self._give_back(slab, 1, place - self.slabs.first.item(slab))
+                self._count_freed(slab, 1, place - self.slabs.first.item(slab))
             return
         slabs, _, at = self._locate(slots)
-        distinct, counts = tally(slabs)
+        distinct, counts = unique_counts(slabs)
         lowest = at[np.searchsorted(slabs, distinct)] - self.slabs.first[distinct]
         for slab, count, index in zip(distinct.tolist(), counts.tolist(), lowest.tolist(), strict=True):
-            self._give_back(slab, count, index)
+            self._count_freed(slab, count, index)
 
     def _slabs_with_room(self, size: int, node: int | None) -> Iterator[int]:
-        """Slabs that are cut to ``size`` and have a free slot. Whole ones are cut when it is their turn."""
+        """Slabs of size class ``size`` with a free slot. Whole slabs are cut when the iterator reaches them."""
         home = self._nodes.get(node) if node is not None else None
         if home is not None:
             while (slab := home.fullest(size)) is not None:
@@ -347,7 +339,7 @@ class SlotAllocator:
             while (slab := other.fullest(size)) is not None:
                 yield slab
         while True:
-            # A short slab is the left end of its node, and of all nodes it comes last.
+            # The short slab is at the left end of its node, and comes last of all nodes.
             homes = [home for home in self._nodes.values() if home.whole]
             if not homes:
                 return
@@ -357,7 +349,7 @@ class SlotAllocator:
             yield slab
 
     def _allocate_one(self, slab: int, size: int, owner: Ints) -> Ints:
-        """`allocate` for one owner: the lowest free slot of a slab that has one."""
+        """`allocate` for one owner: the lowest free slot of the slab."""
         slabs = self.slabs
         first = slabs.first.item(slab)
         at, end, window = first + slabs.lowest_free.item(slab), first + slabs.capacity.item(slab), 32
@@ -372,10 +364,10 @@ class SlotAllocator:
         return np.array((slabs.start.item(slab) + index * size,))
 
     def _lowest_free(self, slab: int, wanted: int) -> Ints:
-        """Indices in a slab of its lowest free slots, at most ``wanted``; the slab has at least one.
+        """Indices of the lowest free slots of a slab, at most ``wanted``. The slab has at least one.
 
-        A slab may have thousands of slots, so their states are searched window by window, each twice as long as the
-        one before, from the lowest slot that can be free.
+        A slab may have thousands of slots. So the search starts at the lowest slot that can be free and reads a window
+        of states at a time, each twice as long as the one before.
         """
         first = self.slabs.first.item(slab)
         states = self._states[first : first + self.slabs.capacity.item(slab)]
@@ -390,27 +382,27 @@ class SlotAllocator:
         return np.concatenate(found) if len(found) > 1 else found[0]
 
     def _count_taken(self, slab: int, count: int, lowest_free: int) -> None:
-        """Account for ``count`` slots of the slab that were FREE and are RESERVED now."""
+        """Account for ``count`` slots of the slab that changed from FREE to RESERVED."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         size, used = slabs.size.item(slab), slabs.used.item(slab) + count
         slabs.lowest_free[slab] = lowest_free
-        self._use(home, slab, used)
+        self._set_used(home, slab, used)
         self._bytes[_FREE] -= size * count
         self._bytes[_RESERVED] += size * count
         home.free_slots[size] -= count
 
-    def _give_back(self, slab: int, count: int, lowest: int) -> None:
-        """Account for ``count`` slots of the slab that have become free."""
+    def _count_freed(self, slab: int, count: int, lowest: int) -> None:
+        """Account for ``count`` slots of the slab that became FREE."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         size, used = slabs.size.item(slab), slabs.used.item(slab) - count
-        self._use(home, slab, used)
+        self._set_used(home, slab, used)
         slabs.lowest_free[slab] = min(lowest, slabs.lowest_free.item(slab))
         home.free_slots[size] += count
         if not used:
-            self._join(slab)
+            self._make_whole(slab)
 
-    def _use(self, home: NodeSlabs, slab: int, used: int) -> None:
-        """Set how many slots of a slab are used, and move it to the list of its new level."""
+    def _set_used(self, home: NodeSlabs, slab: int, used: int) -> None:
+        """Set the number of used slots of a slab, and move it to the list of its new level."""
         slabs = self.slabs
         capacity = slabs.capacity.item(slab)
         before, after = slabs.used.item(slab) * LEVELS // capacity, used * LEVELS // capacity
@@ -423,7 +415,7 @@ class SlotAllocator:
                 levels[after][slab] = None
 
     def _cut(self, home: NodeSlabs, size: int) -> int | None:
-        """Cut a whole slab of this node, if it has one that is large enough."""
+        """Cut a whole slab of this node into slots, if it has one that is large enough."""
         slabs = self.slabs
         if not home.whole or slabs.nbytes[home.whole[-1]] < size:
             return None
@@ -433,16 +425,16 @@ class SlotAllocator:
         slabs.size[slab], slabs.capacity[slab], slabs.lowest_free[slab] = size, capacity, 0
         slabs.first[slab] = first = self._new_columns(capacity)
         self._states[first : first + capacity] = _FREE
-        self._owners[first : first + capacity] = NOBODY
+        self._owners[first : first + capacity] = NO_OWNER
         if size not in home.partial:
             home.partial[size] = tuple({} for _ in range(LEVELS))
         home.partial[size][0][slab] = None
         home.free_slots[size] += capacity
-        self._waste(int(slabs.nbytes[slab]) - capacity * size)
+        self._count_wasted(int(slabs.nbytes[slab]) - capacity * size)
         return slab
 
-    def _join(self, slab: int) -> None:
-        """All slots of the slab are free: make it whole, for any class to cut."""
+    def _make_whole(self, slab: int) -> None:
+        """Make a slab whole whose slots are all free, so that any class can cut it."""
         slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         size, capacity = int(slabs.size[slab]), int(slabs.capacity[slab])
         del home.partial[size][0][slab]
@@ -450,10 +442,10 @@ class SlotAllocator:
         self._cut_slabs[size] -= 1
         if not self._cut_slabs[size]:
             del self._cut_slabs[size]
-        self._waste(capacity * size - int(slabs.nbytes[slab]))
+        self._count_wasted(capacity * size - int(slabs.nbytes[slab]))
         self._spare_columns.setdefault(capacity, []).append(int(slabs.first[slab]))
         slabs.size[slab] = slabs.capacity[slab] = 0
-        self._put_whole(slab)
+        self._add_whole(slab)
 
     def _new_columns(self, capacity: int) -> int:
         if spare := self._spare_columns.get(capacity):
@@ -461,21 +453,21 @@ class SlotAllocator:
         first = self._columns_used
         self._columns_used += capacity
         if self._columns_used > len(self._states):  # slabs of many capacities in turn, each with columns of its own
-            self._states = longer(self._states, 2 * self._columns_used)
-            self._owners = longer(self._owners, 2 * self._columns_used)
+            self._states = extended(self._states, 2 * self._columns_used)
+            self._owners = extended(self._owners, 2 * self._columns_used)
         return first
 
     def _whole_slabs(self) -> int:
-        """Uncut slabs of full length."""
+        """Number of whole slabs of full length."""
         uncut = sum(len(home.whole) for home in self._nodes.values())
         last = len(self.slabs) - 1
         return uncut - int(self.slabs.nbytes[last] < self.slab_bytes and not self.slabs.size[last])
 
-    def _waste(self, nbytes: int) -> None:
+    def _count_wasted(self, nbytes: int) -> None:
         self.wasted_bytes += nbytes
         self._bytes[_FREE] -= nbytes
 
-    def _put_whole(self, slab: int) -> None:
+    def _add_whole(self, slab: int) -> None:
         whole = self._nodes[self.slabs.node[slab]].whole
         if self.slabs.nbytes[slab] < self.slab_bytes:
             whole.appendleft(slab)

@@ -1,5 +1,5 @@
-"""The command line. `main` has the commands; `doctor` looks at the machine, `operate` asks a running daemon, `demo`
-shows that an engine may be killed.
+"""The command line. `main` defines the commands; `doctor` examines the machine, `operate` queries and controls a
+running daemon, `demo` shows that the cache outlives an engine.
 
-Imports everything but what `bench` keeps to itself. Begin with `main`.
+Imports all other packages, and of `bench` only its entry. Begin with `main`.
 """

@@ -1,6 +1,6 @@
 """The command line: ``kvsidecar serve | status | top | engines | clear | drain | doctor | demo | bench``.
 
-Imports what a command needs when it runs: help is instant.
+Each command imports what it needs when it runs, so that help is fast.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvsidecar import __version__
 from kvsidecar.support import terminal
-from kvsidecar.support.imports import uncollected
+from kvsidecar.support.imports import gc_disabled
 
-with uncollected():
+with gc_disabled():
     import click
 
     from kvsidecar.daemon.config import click_options
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _client(where: dict[str, str | None], name: str, timeout: float) -> Client | RemoteClient:
-    """A client for the daemon that the options name."""
+    """A client for the daemon that the options select."""
     from kvsidecar.client import Client, ClientError, RemoteClient, Tls
 
     address, tls = where["connect"], {option: where[f"connect_{option}"] for option in ("ca", "certificate", "key")}
@@ -67,8 +67,8 @@ def _was_given(option: str) -> bool:
 
 
 @contextmanager
-def _asking(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Iterator[Client | RemoteClient]:
-    """A client for the daemon that the options name. Exits if the daemon does not answer, or refuses."""
+def _connected(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Iterator[Client | RemoteClient]:
+    """A client for the daemon that the options select. Exits if the daemon does not answer or refuses the request."""
     from kvsidecar.client import ClientError, RequestDenied, SocketDenied
 
     with _client(where, name, timeout) as client:
@@ -81,8 +81,8 @@ def _asking(where: dict[str, str | None], name: str, timeout: float = 5.0) -> It
 def _fail(message: str, code: int) -> NoReturn:
     try:
         click.echo(f"kvsidecar: {message}", err=True)
-    except OSError:  # nobody reads it, or the disk is full: the exit code says it all the same
-        sys.stderr = None  # the interpreter would try again at its end, and exit with 120
+    except OSError:  # the reader is gone or the disk is full; the exit code remains
+        sys.stderr = None  # else the interpreter would retry at exit, and exit with 120
     sys.exit(code)
 
 
@@ -101,22 +101,21 @@ def _serve(**flags: str | None) -> None:
     use, 74 a copy hangs or its outcome is unknown (restart it), 75 a port is in use or an address does not exist yet
     (a restart may help), 78 a setting is invalid.
     """
-    gc.disable()  # as in `uncollected`, until the daemon is there: `serve` enables it again
+    gc.disable()  # see `gc_disabled`; `serve` enables it again when the daemon is built
     from kvsidecar.daemon.serve import serve
     from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
 
+    exit_codes: dict[type[Exception], int] = {
+        ConfigError: EXIT_CONFIG,
+        SocketInUse: EXIT_SOCKET,
+        AddressUnavailable: EXIT_AGAIN,
+        DriverUnusable: EXIT_UNAVAILABLE,
+        PoolRefused: 1,
+    }
     try:
         sys.exit(serve(flags))
-    except ConfigError as error:
-        _fail(str(error), EXIT_CONFIG)
-    except SocketInUse as error:
-        _fail(str(error), EXIT_SOCKET)
-    except AddressUnavailable as error:
-        _fail(str(error), EXIT_AGAIN)
-    except DriverUnusable as error:
-        _fail(str(error), EXIT_UNAVAILABLE)
-    except PoolRefused as error:
-        _fail(str(error), 1)
+    except tuple(exit_codes) as error:
+        _fail(str(error), exit_codes[type(error)])
 
 
 main.add_command(click.Command("serve", callback=_serve, help=_serve.__doc__, params=[*click_options()]))
@@ -165,15 +164,17 @@ def status(as_json: bool, **where: str | None) -> None:
     """
     import json
 
-    from kvsidecar.cli.status_view import print_status
+    from rich.console import Console
+
+    from kvsidecar.cli.status_view import render
     from kvsidecar.server.report import message_json
 
-    with _asking(where, "kvsidecar status") as client:
+    with _connected(where, "kvsidecar status") as client:
         reply = client.status(everything=as_json)
     if as_json:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
-        print_status(reply)
+        Console().print(render(reply))
 
 
 @main.command()
@@ -196,15 +197,15 @@ def top(interval: float, once: bool, **where: str | None) -> None:
     """
     from rich.console import Console
 
-    from kvsidecar.cli.operate import top as watching
+    from kvsidecar.cli.operate import top as top_command
 
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")
-    with _asking(where, "kvsidecar top", watching.ANSWER_SECONDS) as client:
+    with _connected(where, "kvsidecar top", top_command.ANSWER_SECONDS) as client:
         if once:
-            watching.once(client, interval, Console())
+            top_command.once(client, interval, Console())
         else:
-            watching.live(client, interval, Console())
+            top_command.live(client, interval, Console())
 
 
 @main.command()
@@ -222,7 +223,7 @@ def engines(as_json: bool, **where: str | None) -> None:
     from kvsidecar.cli.operate.commands import engines_table
     from kvsidecar.server.report import message_json
 
-    with _asking(where, "kvsidecar engines") as client:
+    with _connected(where, "kvsidecar engines") as client:
         reply = client.status(everything=True)
     if as_json:
         click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
@@ -245,17 +246,18 @@ def clear(namespace: str | None, everything: bool, yes: bool, **where: str | Non
     Exit codes: 0, 1 not confirmed or no such namespace, 69 no daemon answers, 77 permission denied.
     """
     from kvsidecar.cli.operate.commands import clear_question, find_namespace
+    from kvsidecar.support.units import count
 
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace MODEL or --all")
-    with _asking(where, "kvsidecar clear") as client:
+    with _connected(where, "kvsidecar clear") as client:
         chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
         if isinstance(chosen, str):
             _fail(chosen, 1)
         if chosen is None and not yes:
             click.confirm(clear_question(client.status()), abort=True)
         blocks = client.clear(chosen)
-    click.echo(f"{blocks} block{'' if blocks == 1 else 's'} cleared.")
+    click.echo(f"{count(blocks, 'block')} cleared.")
 
 
 @main.command()
@@ -287,7 +289,7 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
     if timeout is not None and not wait:
         raise click.UsageError("--timeout goes with --wait")
     console = Console()
-    with _asking(where, "kvsidecar drain") as client:
+    with _connected(where, "kvsidecar drain") as client:
         if cancel:
             succeeded = cancel_drain(client, console)
         else:

@@ -1,8 +1,8 @@
-"""The output of `kvsidecar status`; `kvsidecar top` shows some of its parts."""
+"""The output of `kvsidecar status`, parts of which `kvsidecar top` and `kvsidecar engines` use."""
 
 from __future__ import annotations
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -13,23 +13,15 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 STATE_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
 BAR_WIDTH = 40
 CELL = 96
-"""Most characters of a client's text in a table cell; --json prints all of it."""
+"""Maximum length of a client's text in a table cell; --json prints all of it."""
 SHOWN = 32
-"""Most namespaces and most engines that `kvsidecar status` lists."""
-
-
-def print_status(reply: pb.StatusReply, console: Console | None = None) -> None:
-    """Print a StatusReply to standard output, or to ``console``."""
-    (console or Console()).print(render(reply))
+"""Maximum number of namespaces and of engines that `kvsidecar status` lists."""
 
 
 def render(reply: pb.StatusReply) -> RenderableType:
-    """A StatusReply, section by section; of very many namespaces only the largest."""
-    parts: list[RenderableType] = [head(reply)]
-    if reply.partial:
-        parts.append(Text(f"Pool  {format_size(reply.pool.total_bytes)}"))
-    else:
-        parts.append(pool_bar(reply.pool))
+    """A StatusReply in sections, with the largest namespaces only."""
+    pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply.pool)
+    parts: list[RenderableType] = [head(reply), pool]
     if reply.namespaces:
         parts.append(_namespaces(reply))
     parts.append(_ranks(reply) if reply.ranks else no_engine(reply))
@@ -93,12 +85,12 @@ def printable(text: str) -> Text:
 
 
 def brief(text: str, columns: int = CELL) -> Text:
-    """A client's text cut to a table cell: it may have a thousand characters."""
+    """A client's text, truncated to fit a table cell."""
     return printable(text if len(text) <= columns else text[: columns - 1] + "…")
 
 
 def plain_table(title: str | None, *columns: str) -> Table:
-    """A table without rules; the first column is text, the others are numbers."""
+    """A table without lines; the first column is left-aligned, the others are right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
@@ -109,16 +101,38 @@ def no_engine(reply: pb.StatusReply) -> Text:
     return Text("No engine of yours is attached." if reply.partial else "No engine is attached.", style="dim")
 
 
-def and_more(left_out: int, where: str) -> Text:
-    """The line under a list that is not complete."""
-    return Text(f"and {left_out} more: {where}", style="dim")
+def rank_cells(rank: pb.RankStatus, name_columns: int = CELL) -> dict[str, Text]:
+    """What a table may show of a rank, by column."""
+    return {
+        "engine": brief(rank.instance + (" (idle)" if rank.idle else ""), name_columns),
+        "rank": Text(f"{rank.rank}/{rank.world_size}"),
+        "device": brief(short_device(rank.device)),
+        "pid": Text(str(rank.pid)),
+        "mapped": Text(format_size(rank.imported_bytes)),
+        "jobs": Text(str(rank.jobs_running)),
+        "stored": Text(format_size(rank.stored_bytes)),
+        "loaded": Text(format_size(rank.loaded_bytes)),
+        "attached": Text(format_duration(rank.attached_seconds)),
+        "model": brief(rank.namespace.model),
+    }
+
+
+def short_device(device: str) -> str:
+    """``GPU-1a2b3c4d`` for a GPU UUID: enough to distinguish the GPUs of a machine."""
+    return "-".join(device.split("-")[:2])
+
+
+def _with_rest(table: Table, not_shown: int, command: str) -> RenderableType:
+    """The table, and below it the number of entries that it does not show."""
+    rest = Text(f"and {not_shown} more: {command} lists all", style="dim")
+    return Group(table, rest) if not_shown > 0 else table
 
 
 def _namespaces(reply: pb.StatusReply) -> RenderableType:
     table = plain_table("\nNamespaces", "model", "layout", "tokens/block", "tp x pp", "blocks", "size", "hit rate")
     shown = sorted(reply.namespaces, key=lambda each: -each.bytes)[:SHOWN]
     for each in shown:
-        asked = each.hits + each.misses
+        requested = each.hits + each.misses
         table.add_row(
             brief(each.namespace.model),
             brief(f"{each.namespace.dtype} {each.namespace.kv_layout}", CELL // 2),
@@ -126,27 +140,18 @@ def _namespaces(reply: pb.StatusReply) -> RenderableType:
             f"{each.namespace.tp_size} x {each.namespace.pp_size}",
             str(each.blocks),
             format_size(each.bytes),
-            f"{each.hits / asked:.0%}" if asked else "-",
+            f"{each.hits / requested:.0%}" if requested else "-",
         )
-    left_out = reply.totals.namespaces - len(shown)
-    return Group(table, and_more(left_out, "kvsidecar status --json lists all")) if left_out > 0 else table
+    return _with_rest(table, reply.totals.namespaces - len(shown), "kvsidecar status --json")
 
 
 def _ranks(reply: pb.StatusReply) -> RenderableType:
     table = plain_table("\nEngines", "instance", "rank", "device", "pid", "mapped", "jobs", "attached for")
     shown = sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank))[:SHOWN]
     for rank in shown:
-        table.add_row(
-            brief(rank.instance),
-            f"{rank.rank}/{rank.world_size}",
-            brief(rank.device),
-            str(rank.pid),
-            format_size(rank.imported_bytes),
-            str(rank.jobs_running),
-            format_duration(rank.attached_seconds),
-        )
-    left_out = reply.totals.ranks - len(shown)
-    return Group(table, and_more(left_out, "kvsidecar engines lists all")) if left_out > 0 else table
+        cells = rank_cells(rank) | {"engine": brief(rank.instance), "device": brief(rank.device)}
+        table.add_row(*(cells[column] for column in ("engine", "rank", "device", "pid", "mapped", "jobs", "attached")))
+    return _with_rest(table, reply.totals.ranks - len(shown), "kvsidecar engines")
 
 
 def _jobs(reply: pb.StatusReply) -> RenderableType:

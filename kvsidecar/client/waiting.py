@@ -1,6 +1,6 @@
 """How the client's threads wait: one lock with its condition, short naps for answers that come soon, and poll().
 
-`kvsidecar.support.keep_awake` explains why a thread that expects an answer wakes up every `NAP_SECONDS`.
+`kvsidecar.support.cpu_sleep` explains why a thread that expects an answer wakes up every `NAP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvsidecar.client.connection import Connection
-from kvsidecar.support import keep_awake
+from kvsidecar.support import cpu_sleep
 
-NAP_SECONDS: Final = keep_awake.NAP_SECONDS if keep_awake.CORES_TO_SPARE else 5e-3
+NAP_SECONDS: Final = cpu_sleep.NAP_SECONDS if cpu_sleep.CORES_TO_SPARE else 5e-3
 LIGHT_SECONDS = 0.05
 """How long a wait for a job naps: a slower job is not worth a tenth of a core."""
 LIGHT_ANSWER_SECONDS: Final = 0.005
@@ -127,13 +127,13 @@ class _PollFd(ctypes.Structure):
 
 
 _ppoll = ctypes.CDLL(None).ppoll
-_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(keep_awake.Timespec), ctypes.c_void_p)
+_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(cpu_sleep.Timespec), ctypes.c_void_p)
 
 
 def wait_readable(fd: int, seconds: float, events: int = select.POLLIN) -> bool:
     """Wait until a descriptor is readable, at most ``seconds``. Python's poll() counts in milliseconds, its select()
     ends at descriptor 1023, and the kernel rounds a socket's timeouts up to its ticks of 4 ms."""
-    return bool(_ppoll(_PollFd(fd, events, 0), 1, keep_awake.Timespec.of(seconds), None) > 0)
+    return bool(_ppoll(_PollFd(fd, events, 0), 1, cpu_sleep.Timespec.of(seconds), None) > 0)
 
 
 def wait_writable(fd: int, seconds: float) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvsidecar.copier.worker import CopyWorker
 from kvsidecar.device.base import Device, Platform
 from kvsidecar.errors import DeviceLost
-from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
+from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction
 
 

@@ -18,7 +18,7 @@ from kvsidecar.copier.quiesce import after_quiescing, can_quiesce, quiesce
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, Device, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints
-from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
+from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction
 
 _PR_SET_NAME: Final = 15

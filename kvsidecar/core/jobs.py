@@ -26,7 +26,7 @@ from kvsidecar.core.sessions import RankSession, SessionGroup
 from kvsidecar.device.base import CopyPlan
 from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest, Refusal
 from kvsidecar.support import failpoints
-from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
+from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction, Outcome
 
 MANY_JOBS = 6

@@ -11,7 +11,7 @@ from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import Refusal
-from kvsidecar.support.keep_awake import NO_GUARD, SleepGuard
+from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.types import LookupMode, Namespace
 
 MAX_LEASES = 16384

@@ -31,7 +31,7 @@ from kvsidecar.errors import (
     UnknownPeer,
 )
 from kvsidecar.support import failpoints, log
-from kvsidecar.support.tasks import StepTurns, TaskSet
+from kvsidecar.support.tasks import RoundRobin, TaskSet
 from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace
 
 _log = log.get("instances")
@@ -148,7 +148,7 @@ class Instances:
         self._sessions: dict[int, RankSession] = {}
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
-        self.turns = StepTurns()
+        self.turns = RoundRobin()
         """Shares the event loop among registrations that take long to check."""
 
     # -- access ----------------------------------------------------------------------------------------------------

@@ -36,16 +36,16 @@ from kvsidecar.device.base import COPY, CopyList, Platform
 from kvsidecar.errors import DeviceError, DeviceLost, PinFailed, PinStopped, PoolRefused
 from kvsidecar.pool.host_pool import HostPool, PinProgress
 from kvsidecar.server.attach_socket import AttachSocket
-from kvsidecar.server.endpoint import group_id
 from kvsidecar.server.grpc_server import RpcServer
-from kvsidecar.server.half_read import HalfRead
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.http import Sources
 from kvsidecar.server.local_protocol import LocalConnection
+from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.server.report import Report
 from kvsidecar.server.service import Service
+from kvsidecar.server.socket_files import group_id
 from kvsidecar.support import log
-from kvsidecar.support.keep_awake import CORES_TO_SPARE, SleepGuard
+from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, Verify
 
@@ -174,7 +174,9 @@ class Daemon:
             epoch=self.epoch,
             instances=self._instances,
             on_gone=self._peer_gone,
-            local_connection=partial(LocalConnection, self._handler, HalfRead()) if settings.local_protocol else None,
+            local_connection=partial(LocalConnection, self._handler, PartialMessages())
+            if settings.local_protocol
+            else None,
             refuse=self._metrics.refuse,
             tasks=self._tasks,
         )

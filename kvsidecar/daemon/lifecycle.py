@@ -16,8 +16,8 @@ from kvsidecar import __version__
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.systemd import Notifier
-from kvsidecar.server.endpoint import Endpoint
 from kvsidecar.server.http import Probes
+from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
 
 _log = log.get("daemon")
@@ -42,7 +42,7 @@ class Lifecycle:
         self._stopping = False
         self.notifier = notifier
         self.readiness = DaemonReadiness(pool_bytes)
-        self.endpoint = Endpoint(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
+        self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
         self.probes = Probes(self.readiness)
         self.stop = asyncio.Event()
         """Set when the daemon must end."""

@@ -66,7 +66,7 @@ def serve(flags: Mapping[str, str | None]) -> int:
 async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> int:
     notifier = Notifier.from_environment()
     async with Lifecycle(settings, geometry.pool_bytes, notifier=notifier, reloads=read_settings is not None) as life:
-        if terminal.moves(sys.stderr) and settings.log_format != "json":
+        if terminal.can_redraw(sys.stderr) and settings.log_format != "json":
             # One column less than the terminal has, for the cursor: else the line would wrap.
             life.readiness.listen(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1)))
         if not await life.open():

@@ -1,7 +1,7 @@
-"""Frames: how messages lie on the attach socket, in both directions. Does no I/O.
+"""Framing of messages on the attach socket, in both directions. Does no I/O.
 
-A frame is the length of its payload (4 bytes, little endian), then the payload. Who reads feeds a `FrameReader` with
-whatever arrives, in pieces of any size, and takes the payloads out.
+A frame is the length of the payload (4 bytes, little endian) followed by the payload. A reader feeds a `FrameReader`
+with received bytes, in pieces of any size, and takes whole payloads out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEADER_BYTES = _LENGTH.size
 
 
 class FrameTooLong(ValueError):
-    """A frame announces more than may come. What follows on the connection cannot be understood."""
+    """The length in a frame is over the limit. The rest of the stream cannot be parsed."""
 
     def __init__(self, length: int, limit: int) -> None:
         super().__init__(f"a message of {length} bytes is over the limit of {limit}")
@@ -28,30 +28,30 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts the bytes of one connection into payloads.
+    """Splits the bytes of one connection into payloads.
 
     Args:
-        limit: of one payload, in bytes.
+        limit: maximum length of a payload in bytes.
     """
 
     def __init__(self, limit: int = MAX_MESSAGE_BYTES) -> None:
         self._limit = limit
         self._buffer = bytearray()
         self._start = 0
-        """Where the bytes begin that have not been taken out."""
+        """Start of the bytes that have not been taken out."""
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The next whole payload; None if there is none yet. Raises FrameTooLong."""
+        """The next complete payload, or None. Raises FrameTooLong."""
         arrived = len(self._buffer)
         if arrived > self._start and (length := self.announced) is not None:
             first = self._start + HEADER_BYTES
             if arrived - first >= length:
                 self._start = first + length
                 return bytes(memoryview(self._buffer)[first : self._start])
-        # Here, not after every payload: a read brings many. Not later: nobody may come back for a long time.
+        # Not after every payload, since a read brings many; not later, since the next call may come much later.
         if self._start:
             del self._buffer[: self._start]
             self._start = 0
@@ -59,7 +59,7 @@ class FrameReader:
 
     @property
     def announced(self) -> int | None:
-        """Bytes of the next payload; None until its header is here. Raises FrameTooLong."""
+        """Length of the next payload; None until its header has arrived. Raises FrameTooLong."""
         if len(self._buffer) - self._start < HEADER_BYTES:
             return None
         length: int = _LENGTH.unpack_from(self._buffer, self._start)[0]
@@ -69,12 +69,11 @@ class FrameReader:
 
     @property
     def missing(self) -> int:
-        """Bytes that complete the header or else the payload: who reads no more than these leaves alone what comes
-        behind it. Raises FrameTooLong."""
+        """Number of bytes that complete the header, or else the payload. A caller that reads at most this many never
+        reads past the frame. Raises FrameTooLong."""
         length = self.announced
         return (HEADER_BYTES if length is None else HEADER_BYTES + length) - (len(self._buffer) - self._start)
 
     def clear(self) -> None:
-        """Forget what has arrived."""
         self._buffer.clear()
         self._start = 0

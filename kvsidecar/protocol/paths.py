@@ -1,4 +1,4 @@
-"""Where the daemon's sockets are, for the daemon and its clients alike. Imports nothing of kvsidecar."""
+"""Paths of the daemon's sockets, for the daemon and its clients. Imports nothing of kvsidecar."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping
 
 SOCKET_NAME = "kvsidecar.sock"
 ATTACH_SUFFIX = ".attach"
-"""The attach socket lies beside the gRPC socket, under its name with this suffix."""
+"""The path of the attach socket is that of the gRPC socket with this suffix."""
 
 MAX_SOCKET_PATH_BYTES = 107 - len(ATTACH_SUFFIX)
-"""Longest path of the gRPC socket, in bytes: ``sun_path`` holds 108 with the final NUL (unix(7)), and the attach
-socket's name is longer by its suffix. A longer path makes bind() fail long after the configuration was read."""
+"""Longest path of the gRPC socket in bytes: ``sun_path`` has 108, including the final NUL (unix(7)), and the attach
+socket's path is longer by its suffix. Checked because bind() would fail long after the configuration was read."""
 
 
 def default_socket_path(environ: Mapping[str, str] | None = None, uid: int | None = None) -> str:
-    """The gRPC socket when none is named: the same answer in a daemon and in a client of the same user.
+    """The default path of the gRPC socket, the same for a daemon and a client of one user.
 
-    ``/run/kvsidecar`` for root; else under ``$XDG_RUNTIME_DIR``, which is private to the user and cleared at logout;
-    else ``/tmp/kvsidecar-UID``. Anybody may create that last directory first: whoever binds or connects there must
-    check that it belongs to the expected user and that nobody else may write to it.
+    In ``/run/kvsidecar`` for root; otherwise in ``$XDG_RUNTIME_DIR``, which is private to the user and cleared at
+    logout; otherwise in ``/tmp/kvsidecar-UID``. Anyone may create that last directory first: before binding or
+    connecting there, check that it belongs to the expected user and that nobody else can write to it.
 
     Args:
         environ: instead of ``os.environ``.
@@ -30,23 +30,23 @@ def default_socket_path(environ: Mapping[str, str] | None = None, uid: int | Non
     if uid == 0:
         return f"/run/kvsidecar/{SOCKET_NAME}"
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    # The XDG Base Directory Specification: a path that is not absolute is invalid and is to be ignored.
+    # The XDG Base Directory Specification says to ignore a path that is not absolute.
     if os.path.isabs(runtime):
         return os.path.join(runtime, "kvsidecar", SOCKET_NAME)
     return f"/tmp/kvsidecar-{uid}/{SOCKET_NAME}"
 
 
 def attach_path(socket: str) -> str:
-    """The attach socket beside the gRPC socket at ``socket``."""
+    """The path of the attach socket that belongs to the gRPC socket at ``socket``."""
     return socket + ATTACH_SUFFIX
 
 
 def socket_path_problem(socket: str) -> str | None:
-    """What is wrong with a socket path, as the end of a sentence about it, or None."""
+    """The problem with a socket path as a predicate ("is not an absolute path"), or None."""
     if not os.path.isabs(socket):
         return "is not an absolute path"
     if "\0" in socket:
-        return "holds a NUL byte"
+        return "contains a NUL byte"
     length = len(os.fsencode(socket))
     if length > MAX_SOCKET_PATH_BYTES:
         return f"is {length} bytes long; a Unix socket path has at most {MAX_SOCKET_PATH_BYTES} here"

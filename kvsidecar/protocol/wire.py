@@ -1,10 +1,12 @@
-"""Between protobuf messages and the words of `kvsidecar.types`: shared by the daemon and its clients."""
+"""Converts between protobuf messages and `kvsidecar.types`, for the daemon and its clients."""
 
 from __future__ import annotations
 
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
@@ -14,99 +16,53 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-STATE_TO_WIRE = {
-    State.STARTING: pb.Readiness.STATE_STARTING,
-    State.PINNING: pb.Readiness.STATE_PINNING,
-    State.READY: pb.Readiness.STATE_READY,
-    State.DRAINING: pb.Readiness.STATE_DRAINING,
-    State.FAILED: pb.Readiness.STATE_FAILED,
-}
+STATE_TO_WIRE = {state: getattr(pb.Readiness, f"STATE_{state.name}") for state in State}
 STATE_FROM_WIRE = {wire: state for state, wire in STATE_TO_WIRE.items()}
-
-OUTCOME_TO_WIRE = {
-    Outcome.DONE: pb.JobDone.OUTCOME_DONE,
-    Outcome.DECLINED: pb.JobDone.OUTCOME_DECLINED,
-    Outcome.FAILED: pb.JobDone.OUTCOME_FAILED,
-}
+OUTCOME_TO_WIRE = {outcome: getattr(pb.JobDone, f"OUTCOME_{outcome.name}") for outcome in Outcome}
 OUTCOME_FROM_WIRE = {wire: outcome for outcome, wire in OUTCOME_TO_WIRE.items()}
-
-MODE_TO_WIRE = {
-    LookupMode.PREFIX: pb.LookupRequest.MODE_PREFIX,
-    LookupMode.BITMAP: pb.LookupRequest.MODE_BITMAP,
-}
+MODE_TO_WIRE = {mode: getattr(pb.LookupRequest, f"MODE_{mode.name}") for mode in LookupMode}
 MODE_FROM_WIRE = {wire: mode for mode, wire in MODE_TO_WIRE.items()}
+
+# These types and their messages have the same fields.
+_NAMESPACE_FIELDS = tuple(field.name for field in fields(Namespace))
+_REGION_FIELDS = tuple(field.name for field in fields(Region))
+_namespace_values = attrgetter(*_NAMESPACE_FIELDS)
+_region_values = attrgetter(*_REGION_FIELDS)
 
 
 def namespace_to_wire(namespace: Namespace) -> pb.Namespace:
-    return pb.Namespace(
-        model=namespace.model,
-        dtype=namespace.dtype,
-        kv_layout=namespace.kv_layout,
-        block_size=namespace.block_size,
-        tp_size=namespace.tp_size,
-        pp_size=namespace.pp_size,
-        hash_algorithm=namespace.hash_algorithm,
-        hash_bytes=namespace.hash_bytes,
-        extra=namespace.extra,
-    )
+    return pb.Namespace(**dict(zip(_NAMESPACE_FIELDS, _namespace_values(namespace), strict=True)))
 
 
 def namespace_from_wire(message: pb.Namespace) -> Namespace:
-    return Namespace(
-        model=message.model,
-        dtype=message.dtype,
-        kv_layout=message.kv_layout,
-        block_size=message.block_size,
-        tp_size=message.tp_size,
-        pp_size=message.pp_size,
-        hash_algorithm=message.hash_algorithm,
-        hash_bytes=message.hash_bytes,
-        extra=message.extra,
-    )
+    return Namespace(*_namespace_values(message))
 
 
 def layout_to_wire(layout: GroupLayout) -> pb.Group:
+    regions = [pb.Region(**dict(zip(_REGION_FIELDS, _region_values(each), strict=True))) for each in layout.regions]
     return pb.Group(
         group=layout.group,
         num_blocks=layout.num_blocks,
         shard=layout.shard,
         num_shards=layout.num_shards,
-        regions=[
-            pb.Region(
-                allocation=region.allocation,
-                offset=region.offset,
-                row_stride=region.row_stride,
-                block_stride=region.block_stride,
-                row_bytes=region.row_bytes,
-                num_rows=region.num_rows,
-            )
-            for region in layout.regions
-        ],
+        regions=regions,
     )
 
 
 def region_from_wire(message: pb.Region) -> Region:
-    return Region(
-        allocation=message.allocation,
-        offset=message.offset,
-        row_stride=message.row_stride,
-        block_stride=message.block_stride,
-        row_bytes=message.row_bytes,
-        num_rows=message.num_rows,
-    )
+    return Region(*_region_values(message))
 
 
 def pack_hashes(hashes: bytes | Sequence[bytes]) -> bytes:
-    """Block hashes as `Blocks.hashes` has them; bytes are taken as packed already."""
+    """Concatenate block hashes. Bytes are returned unchanged."""
     return hashes if isinstance(hashes, bytes) else b"".join(hashes)
 
 
 def pack_ids(ids: bytes | Sequence[int] | npt.NDArray[np.int64]) -> bytes:
-    """Block ids as `Blocks.block_ids` has them: int64, little endian. An int64 array is copied as it is, and bytes are
-    taken as packed already.
+    """Pack block ids as little-endian int64. Bytes are returned unchanged.
 
     Raises:
-        TypeError, OverflowError: these are no 64-bit integers.
+        TypeError, OverflowError: these are not 64-bit integers.
     """
     if isinstance(ids, bytes):
         return ids
@@ -121,6 +77,6 @@ def pack_ids(ids: bytes | Sequence[int] | npt.NDArray[np.int64]) -> bytes:
 
 def _packed(ids: Sequence[int] | npt.NDArray[np.int64]) -> bytes:
     try:
-        return struct.pack(f"<{len(ids)}q", *ids)  # in half the time that an array takes
+        return struct.pack(f"<{len(ids)}q", *ids)  # takes half the time of an array
     except (struct.error, TypeError):
-        return array("q", ids).tobytes()  # says what they are instead
+        return array("q", ids).tobytes()  # raises an error that names the wrong type

@@ -1,9 +1,9 @@
 """The attach socket: identity, shared memory and liveness of clients.
 
-gRPC carries no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
-first: the kernel says who it is (SO_PEERCRED), its memfds arrive as SCM_RIGHTS, and it gets a token for gRPC. The
-connection stays open; the kernel closes it when the process dies, however it dies. After the Welcome it carries the
-local protocol, unless that is off.
+gRPC transfers no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
+first: the kernel identifies it (SO_PEERCRED), its memfds arrive as SCM_RIGHTS, and it gets a token for gRPC. The
+connection stays open; when the process dies in any way, the kernel closes it. After the Welcome, the connection carries
+the local protocol, unless that is off.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pathlib import Path
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.sessions import Instances, Peer
-from kvsidecar.errors import InvalidRequest, LimitExceeded, Refusal
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unfinished
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
+from kvsidecar.server.handler import REASONS, check_protocol
 from kvsidecar.server.local_protocol import LocalConnection
 from kvsidecar.support import log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_HELLO_BYTES = 4096
 MAX_FDS = 253
-"""SCM_MAX_FD of the kernel: more cannot arrive in one message."""
+"""The kernel's SCM_MAX_FD: one message cannot carry more."""
 MAX_CONNECTIONS = 1024
-"""The limit for one user. An engine has three for each rank, and three for its scheduler."""
+"""Limit per user. An engine has three for each rank, and three for its scheduler."""
 MAX_MEMFDS = 4096
-"""The limit for one user, over all of its connections."""
+"""Limit per user, over all of its connections."""
 HELLO_SECONDS = 5.0
-"""A connection that says nothing for this long is closed: silent ones would hold descriptors."""
+"""Time limit for the Hello: silent connections would hold descriptors."""
 
 _log = log.get("attach")
 
@@ -45,7 +45,7 @@ class AttachSocket:
 
     Args:
         on_gone: called with a peer whose connection has ended.
-        local_connection: serves the local protocol to a peer; None if that is off.
+        local_connection: serves the local protocol to a peer; None if the protocol is off.
         refuse: counts a refusal.
     """
 
@@ -78,7 +78,7 @@ class AttachSocket:
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Bind and accept. The path must be free: the daemon's lock has been taken before."""
+        """Bind and accept. The caller holds the daemon's lock, so the path is free."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         old = os.umask(0o177)
         try:
@@ -93,11 +93,10 @@ class AttachSocket:
         self._accepting = self._tasks.spawn(self._accept(listener), name="attach-socket")
 
     async def stop(self) -> None:
-        """Close the socket and every connection."""
         if self._accepting is not None:
             self._accepting.cancel()
         for connection, local in tuple(self._connections.items()):
-            # The reader sees the end of the stream and cleans up as for a client that went away.
+            # The reader sees the end of the stream and cleans up as for a client that has gone.
             if local is not None:
                 local.shut_down()
                 continue
@@ -113,7 +112,7 @@ class AttachSocket:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # EMFILE and its kin pass when others close; a busy loop on them would starve the daemon.
+                # EMFILE and similar errors pass when others close; retrying in a busy loop would starve the daemon.
                 _log.warning("accept failed", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
@@ -122,20 +121,19 @@ class AttachSocket:
             try:
                 self._connections_of.take(who.uid)
             except LimitExceeded as error:
-                with connection:  # without a line of log each: nobody shall fill that with them
-                    self._refuse(Refusal.LIMIT)
-                    _send_at_once(connection, self._welcome_error(str(error)))
+                with connection:
+                    self._reject(connection, error)
                 continue
             self._connections[connection] = None
             self._tasks.spawn(self._serve(connection, who), name="attach-connection")
 
-    def _turn_away(self, connection: socket.socket, reason: Refusal, text: str) -> None:
-        self._refuse(reason)
-        _log.warning("attach connection refused", error=text)
-        _send_at_once(connection, self._welcome_error(text))
-
-    def _welcome_error(self, text: str) -> pb.Welcome:
-        return pb.Welcome(epoch=self._epoch, error=text)
+    def _reject(self, connection: socket.socket, error: KVSidecarError) -> None:
+        """Count a refusal and send the error, as far as the socket buffer takes it."""
+        self._refuse(REASONS.get(type(error), Refusal.REGISTER_REFUSED))
+        if isinstance(error, InvalidRequest | Unfinished):  # a client could flood the log with the others
+            _log.warning("attach connection refused", error=str(error))
+        with contextlib.suppress(OSError):
+            connection.send(frame(pb.Welcome(epoch=self._epoch, error=str(error)).SerializeToString()))
 
     async def _serve(self, connection: socket.socket, who: peers.Credentials) -> None:
         peer: Peer | None = None
@@ -143,27 +141,23 @@ class AttachSocket:
         try:
             try:
                 hello, fds = await asyncio.wait_for(_receive_hello(connection), HELLO_SECONDS)
+                memfds = self._admit(hello, fds, who.uid)
             except TimeoutError:
-                self._turn_away(connection, Refusal.UNFINISHED, f"no Hello was complete within {HELLO_SECONDS:g} s")
+                self._reject(connection, Unfinished(f"no Hello was complete within {HELLO_SECONDS:g} s"))
                 return
-            except InvalidRequest as error:
-                self._turn_away(connection, Refusal.INVALID_REQUEST, str(error))
+            except KVSidecarError as error:
+                self._reject(connection, error)
                 return
-            if refused := self._hello_problem(hello, fds, who.uid):
-                _close_all(fds)
-                await _send(connection, self._welcome_error(refused))
-                return
-            memfds = len(fds)
             groups = peers.groups(connection)
             peer = self._instances.add_peer(**who._asdict(), client=hello.client, fds=fds, groups=groups)
             _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=len(fds))
             local = self._local_connection(peer) if self._local_connection is not None else None
             welcome = pb.Welcome(token=peer.token, epoch=self._epoch, local_protocol=local is not None)
-            await _send(connection, welcome)
+            await asyncio.get_running_loop().sock_sendall(connection, frame(welcome.SerializeToString()))
             if local is not None:
                 await self._serve_local_protocol(connection, local)
             else:
-                await _until_gone(connection, asyncio.ensure_future(_until_closed(connection)))
+                await _wait_until_gone(connection, asyncio.ensure_future(_wait_until_closed(connection)))
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
         finally:
@@ -174,62 +168,58 @@ class AttachSocket:
             if peer is not None:
                 self._on_gone(peer)
 
-    def _hello_problem(self, hello: pb.Hello, fds: tuple[int, ...], uid: int) -> str:
-        """Why this client is not taken; empty if it is. Then its descriptors count."""
-        if hello.protocol != PROTOCOL:
-            self._refuse(Refusal.REGISTER_REFUSED)
-            return (
-                f"the daemon speaks protocol {PROTOCOL}, the client {hello.protocol}: "
-                "use the same kvsidecar release on both sides"
-            )
+    def _admit(self, hello: pb.Hello, fds: tuple[int, ...], uid: int) -> int:
+        """Count the client's descriptors and return their number. Raises ProtocolMismatch or LimitExceeded, after
+        closing them, if the client is refused."""
         try:
+            check_protocol(hello.protocol)
             self._memfds_of.take(uid, len(fds))
-        except LimitExceeded as error:
-            self._refuse(Refusal.LIMIT)
-            return str(error)
-        return ""
+        except KVSidecarError:
+            _close_all(fds)
+            raise
+        return len(fds)
 
     async def _serve_local_protocol(self, connection: socket.socket, local: LocalConnection) -> None:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: local, connection)
         self._connections[connection] = local
         try:
-            await _until_gone(connection, local.closed)
+            await _wait_until_gone(connection, local.closed)
         finally:
             transport.abort()
 
 
-async def _until_gone(connection: socket.socket, closed: asyncio.Future[None]) -> None:
-    """Return when the process has gone: its connection is ``closed``, or its pidfd says so.
+async def _wait_until_gone(connection: socket.socket, closed: asyncio.Future[None]) -> None:
+    """Wait until the process has gone: until the connection is ``closed`` or the pidfd reports its exit.
 
-    Each alone has a gap: a forked child that outlives the engine keeps the connection open, and a pidfd of a process
-    in a PID namespace that is not visible here cannot be had.
+    Neither is enough alone: a forked child that outlives the engine keeps the connection open, and a process in a PID
+    namespace that is not visible here may have no pidfd.
     """
     loop = asyncio.get_running_loop()
-    ends = {closed}
+    events = {closed}
     pidfd = peers.pidfd(connection)
-    died = loop.create_future()
     if pidfd is not None:
-        loop.add_reader(pidfd, _set, died)
-        ends.add(died)
+        exited = loop.create_future()
+        loop.add_reader(pidfd, _set, exited)
+        events.add(exited)
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for end in ends:
-            end.cancel()
+        for event in events:
+            event.cancel()
         if pidfd is not None:
             loop.remove_reader(pidfd)
             os.close(pidfd)
 
 
-async def _until_closed(connection: socket.socket) -> None:
-    """A client says nothing more here; a read ends when every copy of its descriptor is closed."""
+async def _wait_until_closed(connection: socket.socket) -> None:
+    """Wait for the end of the stream: it comes when every copy of the client's descriptor is closed."""
     with contextlib.suppress(OSError):
         while await asyncio.get_running_loop().sock_recv(connection, 1024):
             pass
 
 
 async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int, ...]]:
-    """One Hello with its descriptors. Raises InvalidRequest, and closes what arrived, if they do not fit."""
+    """One Hello with its descriptors. Raises InvalidRequest, after closing the descriptors, if they do not match."""
     frames = FrameReader(MAX_HELLO_BYTES)
     fds: list[int] = []
     try:
@@ -255,7 +245,7 @@ async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int
 
 
 async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
-    """recvmsg on the event loop (asyncio has no call that returns ancillary data)."""
+    """recvmsg on the event loop. (asyncio has no call that returns ancillary data.)"""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -288,13 +278,3 @@ def _set(future: asyncio.Future[None]) -> None:
 def _close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _send_at_once(connection: socket.socket, message: pb.Welcome) -> None:
-    """As far as that goes without waiting."""
-    with contextlib.suppress(OSError):
-        connection.send(frame(message.SerializeToString()))
-
-
-async def _send(connection: socket.socket, message: pb.Welcome) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, frame(message.SerializeToString()))

@@ -1,4 +1,4 @@
-"""One rank's Attach stream: takes requests, starts jobs, sends results. Independent of the carrier."""
+"""One rank's Attach stream: handles requests, starts jobs, sends results. Independent of the transport."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.errors import InvalidRequest, Refusal
-from kvsidecar.server import convert as translate
+from kvsidecar.server import convert
 from kvsidecar.support import log
 from kvsidecar.types import Direction
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_JOBS = 8192
-"""The most outstanding jobs of one rank. A client's default limit is half of that."""
+"""Limit of outstanding jobs per rank. A client's default limit is half of it."""
 MAX_OUTSTANDING_BLOCKS = 1 << 21
-"""The most blocks in the outstanding jobs of one rank; each takes about 50 bytes here until its job ends."""
+"""Limit of blocks in the outstanding jobs of a rank. Each takes about 50 bytes until its job ends."""
 
 NO_LEASE = -1
-"""An id that no lease ever has. Another user's is answered like it, whatever else is wrong with the load."""
+"""An id that no lease has. Another user's lease is treated like it, whatever else is wrong with the load."""
 MAX_FLUSHES = 1024
-"""The most waiting flushes of one rank; one more is answered at once, with what is pending then."""
+"""Limit of waiting flushes per rank. One more is answered at once, with the jobs that are still pending."""
 
 _log = log.get("rpc")
 
 Send = Callable[[pb.AttachReply], None]
-"""Puts an answer on its way; never waits."""
+"""Sends or queues a reply. Never waits."""
 
 
 class AttachStream:
-    """From the registration until `close`: starts the requested jobs, and sends results and readiness as they occur."""
+    """The stream from registration to `close`: starts the requested jobs, and sends results and readiness changes."""
 
     def __init__(
         self, session: RankSession, send: Send, *, instances: Instances, readiness: DaemonReadiness, runner: JobRunner
@@ -43,20 +43,20 @@ class AttachStream:
         self._instances = instances
         self._runner = runner
         self._flushes = 0
-        self._stop_listening = readiness.listen(self._tell_readiness)
+        self._stop_listening = readiness.listen(self._send_readiness)
 
     def close(self) -> None:
-        """Nothing more is taken. The answers of jobs that run are still sent."""
+        """Accept no more requests. The results of running jobs are still sent."""
         self._stop_listening()
 
-    def _tell_readiness(self, snapshot: Snapshot) -> None:
-        self._send(pb.AttachReply(readiness=translate.readiness_to(snapshot)))
+    def _send_readiness(self, snapshot: Snapshot) -> None:
+        self._send(pb.AttachReply(readiness=convert.readiness_to(snapshot)))
 
-    def take(self, message: pb.AttachRequest) -> None:
-        """Start what one message asks for. The jobs begin in the order of their messages.
+    def handle(self, message: pb.AttachRequest) -> None:
+        """Handle one request. Jobs start in the order of their messages.
 
         Raises:
-            InvalidRequest: the stream must end with it.
+            InvalidRequest: the stream must end with this error.
         """
         match message.WhichOneof("message"):
             case "store":
@@ -70,12 +70,12 @@ class AttachStream:
             case "register":
                 raise InvalidRequest("a stream can register only once")
             case _:
-                # From a newer client: the protocol number is what refuses those, an unknown extra is let pass.
+                # From a newer client. The protocol number refuses incompatible clients; unknown extras are ignored.
                 _log.warning("unknown attach message ignored", instance=self._session.registration.instance)
 
     def _start(self, message: pb.Store | pb.Load, direction: Direction) -> None:
-        """Take a job, or answer at once why not. A load's blocks are pinned when this returns: what comes next may be
-        the release of their lease."""
+        """Start a job, or decline it at once. When this returns, the blocks of a load are pinned: the next message may
+        release their lease."""
         session, runner = self._session, self._runner
         if message.job in session.jobs:
             raise InvalidRequest(f"job {message.job} is still running: a job number may be reused after its JobDone")
@@ -94,7 +94,7 @@ class AttachStream:
         runner.start(session, job, deadline=message.deadline_ms / 1000 if message.deadline_ms else None)
 
     def _refusal(self) -> Refusal | None:
-        """Why this rank may start no job now; None if it may."""
+        """Why this rank cannot start a job now, or None."""
         if self._session.ending:
             return Refusal.DRAINING
         if self._session.denied:
@@ -102,8 +102,7 @@ class AttachStream:
         return Refusal.LIMIT if len(self._session.jobs) >= MAX_JOBS else None
 
     def _job(self, message: pb.Store | pb.Load, direction: Direction) -> Job:
-        """Raises InvalidRequest for a message that makes no sense."""
-        parts = translate.blocks_from(message.blocks, self._session.registration.namespace.hash_bytes)
+        parts = convert.blocks_from(message.blocks, self._session.registration.namespace.hash_bytes)
         order = lease = None
         if isinstance(message, pb.Store):
             order = self._order(message.event) if message.event else None
@@ -121,10 +120,10 @@ class AttachStream:
         )
 
     def _done(self, job: int, result: JobResult) -> None:
-        self._send(pb.AttachReply(done=translate.job_done_to(job, result)))
+        self._send(pb.AttachReply(done=convert.job_done_to(job, result)))
 
     def _order(self, event: int) -> StoreOrder:
-        """The event of the ring that a store comes after. Raises InvalidRequest if there is none of that number."""
+        """The event that a store waits for. Raises InvalidRequest if the rank's ring has no event of this number."""
         events = self._session.events
         if not 1 <= event <= len(events):
             raise InvalidRequest(f"event {event} is not in this rank's ring of {len(events)} events")
@@ -137,7 +136,7 @@ class AttachStream:
         return StoreOrder(events[event - 1], on_start)
 
     async def _flush(self, message: pb.Flush) -> None:
-        """Answer when the named jobs are over, or with those that are not when the client's time is."""
+        """Reply when the named jobs have ended, or at the client's timeout with those that have not."""
         running = self._session.jobs
         named = message.jobs or [job for job, each in running.items() if each.direction is Direction.STORE]
         wanted = {job: running[job] for job in named if job in running}

@@ -24,14 +24,14 @@ from kvsidecar.types import GroupLayout, LookupMode, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_PARTS = 512
-"""The most parts of one job. Each costs some microseconds; an empty one takes two bytes on the wire."""
+"""Limit of the parts of one job. Each costs some microseconds; an empty part takes two bytes on the wire."""
 
 
 def registration_from(message: pb.Register) -> Generator[None, None, RankRegistration]:
-    """In small steps, see `kvsidecar.support.tasks.StepTurns`.
+    """Convert a registration in small steps, see `kvsidecar.support.tasks.RoundRobin`.
 
     Raises:
-        InvalidRequest: an allocation names no source, or there is more of something than a rank may have.
+        InvalidRequest: an allocation has no source, or a limit for one rank is exceeded.
     """
     regions = sum(len(group.regions) for group in message.groups)
     for what, count, limit in (
@@ -39,7 +39,7 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
         ("groups", len(message.groups), MAX_GROUPS),
         ("regions", regions, MAX_REGIONS),
     ):
-        if count > limit:  # before each becomes an object here
+        if count > limit:  # before creating an object for each
             raise InvalidRequest(f"a rank with {count} {what} is over the limit of {limit}")
     allocations: list[CudaAllocation | FdAllocation] = []
     for index, allocation in enumerate(message.allocations):
@@ -75,14 +75,14 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
 
 
 def ids_from(packed: bytes) -> npt.NDArray[np.int64]:
-    """Raises InvalidRequest: these are no 8-byte integers."""
+    """Raises InvalidRequest if these are not 8-byte integers."""
     if len(packed) % 8:
         raise InvalidRequest(f"{len(packed)} bytes of block ids are not a multiple of 8")
     return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
 
 
 def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[JobBlocks]:
-    """Raises InvalidRequest for hashes of another width, for ids that are none, and for too many parts."""
+    """Raises InvalidRequest for hashes of a wrong width, malformed ids, and too many parts."""
     if len(messages) > MAX_PARTS:
         raise InvalidRequest(
             f"a job of {len(messages)} parts is over the limit of {MAX_PARTS}: send one part per group"
@@ -96,13 +96,13 @@ def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[JobBlocks]:
 def mode_from(mode: int) -> LookupMode:
     """Raises InvalidRequest for an unknown mode."""
     try:
-        return MODE_FROM_WIRE[mode]  # type: ignore[index]
+        return MODE_FROM_WIRE[mode]
     except KeyError:
         raise InvalidRequest(f"lookup mode {mode} is unknown: use MODE_PREFIX or MODE_BITMAP") from None
 
 
 def bitmap_to(found: Sequence[bool]) -> bytes:
-    """Bit i of byte i / 8, least significant first."""
+    """One bit per entry, least significant bit first."""
     return np.packbits(np.frombuffer(bytes(found), np.uint8), bitorder="little").tobytes()
 
 

@@ -14,8 +14,8 @@ from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.errors import Refusal, SocketInUse
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.decoding import TolerantRegistrar
-from kvsidecar.server.endpoint import Endpoint
 from kvsidecar.server.service import Service
+from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import State
@@ -25,17 +25,17 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 
 MAX_CALLS = 4096
-"""The most unfinished calls of all clients together; gRPC itself answers more of them with RESOURCE_EXHAUSTED,
-uncounted. The lasting calls of one user are counted where they are served."""
+"""Limit of unfinished calls of all clients. gRPC answers further calls with RESOURCE_EXHAUSTED, without counting them.
+Long-lived calls have limits per user where they are served."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 8192),
     ("grpc.so_reuseport", 0),
-    # With its probes gRPC takes a client that sends faster than it is served for a link of great bandwidth and delay,
-    # and reads ahead for it, up to 16 MiB for each stream and more (measured: 37). Without them it reads the message
-    # that is asked for, and 64 KiB.
+    # With these probes, gRPC mistakes a client that sends faster than it is served for a link with a large
+    # bandwidth-delay product and reads ahead, nominally up to 16 MiB per stream (measured: 37). Without them it reads
+    # the requested message and 64 KiB.
     ("grpc.http2.bdp_probe", 0),
 ]
 
@@ -45,7 +45,7 @@ _GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")
 
 
 class ClientsGone(logging.Filter):
-    """Removes from gRPC's log the stack traces of clients that disconnect while they are being answered.
+    """Replaces the stack trace in gRPC's log for a client that disconnects before its reply by a counted refusal.
 
     Args:
         refuse: counts a refusal.
@@ -60,12 +60,12 @@ class ClientsGone(logging.Filter):
         if kind is None or not issubclass(kind, grpc.aio.InternalError):
             return True
         self._refuse(Refusal.CLIENT_GONE)
-        _log.debug("a client went before its answer", call=record.getMessage())
+        _log.debug("a client disconnected before its reply", call=record.getMessage())
         return False
 
 
 class RpcServer:
-    """Serves one endpoint. Call ``start`` before pinning: clients attach at once and are notified when ready.
+    """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready.
 
     Args:
         refuse: counts a refusal.
@@ -73,13 +73,13 @@ class RpcServer:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        socket_files: SocketFiles,
         service: Service,
         readiness: DaemonReadiness,
         tasks: TaskSet,
         refuse: Callable[[Refusal], None],
     ) -> None:
-        self._endpoint = endpoint
+        self._socket_files = socket_files
         self._readiness = readiness
         self._tasks = tasks
         self.health = health.aio.HealthServicer()
@@ -91,34 +91,32 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> None:
-        """Bind and serve. The endpoint's lock is held.
+        """Bind and serve. The caller holds the lock of the socket files.
 
         Raises:
             SocketInUse: the path cannot be bound.
         """
-        old = os.umask(0o177)  # nobody else may connect between bind and chmod
+        old = os.umask(0o177)  # no other user may connect between bind and chmod
         try:
-            self._server.add_insecure_port(f"unix:{self._endpoint.grpc_path}")
+            self._server.add_insecure_port(f"unix:{self._socket_files.grpc_path}")
         except RuntimeError as error:
-            raise SocketInUse(f"{self._endpoint.grpc_path} cannot be bound: {error}") from error
+            raise SocketInUse(f"{self._socket_files.grpc_path} cannot be bound: {error}") from error
         finally:
             os.umask(old)
         _GRPC_LOG.addFilter(self._clients_gone)
-        await self._tell_health(self._readiness.now)
+        await self._set_health(self._readiness.now)
         self._readiness.listen(self._readiness_changed)
         await self._server.start()
 
     async def stop(self, grace: float) -> None:
-        """No new RPCs; those running may end within ``grace`` seconds."""
+        """Refuse new calls; running calls may end within ``grace`` seconds."""
         await self._server.stop(grace)
         _GRPC_LOG.removeFilter(self._clients_gone)
 
     def _readiness_changed(self, now: Snapshot) -> None:
-        self._tasks.spawn(self._tell_health(now), name="health")
+        self._tasks.spawn(self._set_health(now), name="health")
 
-    async def _tell_health(self, now: Snapshot) -> None:
-        serving = health_pb2.HealthCheckResponse.SERVING if now.state is State.READY else (
-            health_pb2.HealthCheckResponse.NOT_SERVING
-        )  # fmt: skip
+    async def _set_health(self, now: Snapshot) -> None:
+        response = health_pb2.HealthCheckResponse
         for name in ("", SERVICE_NAME):
-            await self.health.set(name, serving)
+            await self.health.set(name, response.SERVING if now.state is State.READY else response.NOT_SERVING)

@@ -1,4 +1,4 @@
-"""Handles requests, whether gRPC (`service.py`) or the local protocol (`local_protocol.py`) carries them."""
+"""Handles requests of both transports: gRPC (`service.py`) and the local protocol (`local_protocol.py`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvsidecar.errors import (
     UnknownPeer,
 )
 from kvsidecar.protocol.wire import namespace_from_wire
-from kvsidecar.server import convert as translate
+from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
@@ -44,17 +44,17 @@ REASONS: Mapping[type[KVSidecarError], Refusal] = {
     Unfinished: Refusal.UNFINISHED,
     InvalidRequest: Refusal.INVALID_REQUEST,
 }
-"""As what a refused request is counted. (A registration that is refused for another reason has its own.)"""
+"""The reason that is counted for each error. (A registration that is refused for another reason has its own.)"""
 
 _log = log.get("rpc")
 
 
 class Handler:
-    """Handles all requests. A method raises a `KVSidecarError` to refuse; the carrier answers with its status code.
+    """Handles all requests. A method refuses with a `KVSidecarError`; the transport answers with its status code.
 
     Args:
-        tasks: owns work that must outlive its carrier, such as ending sessions.
-        status: builds the answer to Status for this caller, or a page of it.
+        tasks: owns work that must outlive the connection, such as ending sessions.
+        status: builds the reply to Status for this caller, or a page of it.
     """
 
     def __init__(
@@ -79,50 +79,49 @@ class Handler:
         self._status = status
         self._on_dropped: dict[int, Callable[[], object]] = {}
 
-    # -- who asks --------------------------------------------------------------------------------------------------
+    # -- callers ---------------------------------------------------------------------------------------------------
 
     def caller(self, token: bytes) -> Caller:
-        """Who has this token; without one nobody knows. Raises UnknownPeer if it is of no live connection."""
+        """The caller with this token; without a token, an anonymous one. Raises UnknownPeer if the token is invalid."""
         return self._instances.peer(token).caller if token else self._instances.access.anonymous
 
     def uid_of(self, token: bytes) -> int | None:
-        """The user whose live connection has this token; None if there is none."""
+        """The user of the open connection with this token, or None."""
         return self._instances.uid_of(token)
 
     @property
     def access(self) -> Access:
-        """In force now."""
         return self._instances.access
 
     @property
     def open_to_all(self) -> bool:
-        """Whether lookups and leases need no caller: there is no policy, and whoever could connect may use all."""
+        """Whether lookups and leases need no identity: without a policy, whoever can connect may use everything."""
         return self._instances.access.policy is None
 
-    def refused(self, error: KVSidecarError) -> None:
-        """Count a refusal that a carrier is about to answer."""
+    def count_refusal(self, error: KVSidecarError) -> None:
+        """Count a refusal. The transport calls this when it answers with an error."""
         if (reason := REASONS.get(type(error))) is not None:
             self._metrics.refuse(reason)
 
     # -- attach ----------------------------------------------------------------------------------------------------
 
-    def registering(self, first: Any) -> asyncio.Task[RankSession | KVSidecarError]:
-        """Register the rank of a stream's first message, in a task: a driver call that imports memory cannot be taken
-        back half way when the client dies. A refusal is an answer, not a failure of the task."""
+    def start_registration(self, first: Any) -> asyncio.Task[RankSession | KVSidecarError]:
+        """Register the rank of a stream's first message. It runs in a task because a driver call that imports memory
+        cannot be cancelled when the client dies. The task returns a refusal instead of raising it."""
         return self.tasks.spawn(self._try_to_register(first), name="register")
 
     def open(self, session: RankSession, send: Send, on_dropped: Callable[[], object] | None = None) -> AttachStream:
-        """The stream of a registered rank; its first answer has been sent.
+        """Send the reply to a registration, and return the rank's stream.
 
         Args:
-            on_dropped: called when the session has ended because its process has gone, whatever its stream says.
+            on_dropped: called when the session has ended because its process is gone, whatever the stream's state.
         """
         if on_dropped is not None:
             self._on_dropped[session.id] = on_dropped
         registered = pb.Registered(
             epoch=self._epoch,
             session=session.id,
-            readiness=translate.readiness_to(self._readiness.now),
+            readiness=convert.readiness_to(self._readiness.now),
             version=__version__,
             device_order=bool(session.events),
             device_order_refused=session.device_order_refused,
@@ -131,7 +130,7 @@ class Handler:
         return AttachStream(session, send, instances=self._instances, readiness=self._readiness, runner=self._runner)
 
     async def end(self, session: RankSession, *, gone: bool) -> None:
-        """End a session in order; see `Instances.end`. Returns when its memory is unmapped."""
+        """End a session, see `Instances.end`. Returns when its memory is unmapped."""
         first = not session.ending
         await self._instances.end(session, gone=gone)
         if first:
@@ -139,7 +138,7 @@ class Handler:
         self._on_dropped.pop(session.id, None)
 
     async def drop(self, session: RankSession) -> None:
-        """The process of this rank has gone: end the session, then what is left of its stream."""
+        """End the session of a rank whose process is gone, then the rest of its stream."""
         on_dropped = self._on_dropped.get(session.id)
         await self.end(session, gone=True)
         if on_dropped is not None:
@@ -153,7 +152,7 @@ class Handler:
             self._metrics.refuse(REASONS[type(error)] if denied else Refusal.REGISTER_REFUSED)
             _log.warning("attach refused", reason=str(error))
             return error
-        except Exception as error:  # noqa: BLE001 - whatever it was, the client is owed an answer
+        except Exception as error:  # noqa: BLE001 - the client must get a reply
             _log.error("a registration failed unexpectedly", error=str(error), exc_info=error)
             return KVSidecarError(INTERNAL)
 
@@ -163,14 +162,10 @@ class Handler:
         if not isinstance(first, pb.AttachRequest) or first.WhichOneof("message") != "register":
             raise InvalidRequest("the first message of an Attach stream must be `register`")
         message: pb.Register = first.register
-        if message.protocol != PROTOCOL:
-            raise ProtocolMismatch(
-                f"the daemon speaks protocol {PROTOCOL}, the client {message.protocol}: "
-                "use the same kvsidecar release on both sides"
-            )
+        check_protocol(message.protocol)
         if self._readiness.refusal is Refusal.DRAINING:
             raise Unavailable("the daemon is draining and accepts no new ranks", refusal=Refusal.DRAINING)
-        registration = await self._instances.turns.run(translate.registration_from(message))
+        registration = await self._instances.turns.run(convert.registration_from(message))
         session = await self._instances.register(registration)
         _log.info(
             "rank attached",
@@ -190,7 +185,7 @@ class Handler:
         permit(caller, namespace)
         if len(request.groups) > MAX_GROUPS:
             raise InvalidRequest(f"a lookup in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
-        mode = translate.mode_from(request.mode)
+        mode = convert.mode_from(request.mode)
         owner = self._instances.peer(request.token).token if request.token else None
         result = self._lookups.lookup(
             namespace,
@@ -205,7 +200,7 @@ class Handler:
         for group in result.groups:
             hits = reply.groups.add(group=group.group, hits=group.hits)
             if mode is LookupMode.BITMAP:
-                hits.bitmap = translate.bitmap_to(group.found)
+                hits.bitmap = convert.bitmap_to(group.found)
         return reply
 
     def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseReply:
@@ -220,7 +215,7 @@ class Handler:
         return pb.RenewReply(renewed=granted > 0, lease_ms=int(granted * 1000))
 
     def _identify(self, caller: Caller) -> None:
-        """Raises UnknownPeer: a daemon with a policy wants to know who asks for leases."""
+        """Raises UnknownPeer if there is a policy and the caller is anonymous."""
         if caller.identity is None and not self.open_to_all:
             raise unidentified()
 
@@ -246,19 +241,19 @@ class Handler:
         if not caller.grant.admin:
             raise _not_admin(caller, "drain")
         self._readiness.drain("an operator asked to drain")
-        _log.info("draining", by=str(caller.identity or "whoever may open the socket"))
+        _log.info("draining", by=str(caller.identity or "anonymous"))
         return pb.DrainReply()
 
     def cancel_drain(self, _request: pb.CancelDrainRequest, caller: Caller) -> pb.CancelDrainReply:
         if not caller.grant.admin:
-            raise _not_admin(caller, "take back a drain")
+            raise _not_admin(caller, "cancel a drain")
         if cancelled := self._readiness.cancel_drain():
-            _log.info("drain cancelled", by=str(caller.identity or "whoever may open the socket"))
+            _log.info("drain cancelled", by=str(caller.identity or "anonymous"))
         return pb.CancelDrainReply(cancelled=cancelled)
 
     def _permit_clear(self, namespace: Namespace | None, caller: Caller) -> None:
-        """An engine that resets its cache clears its own namespace: one that the policy gives to it, or in which it is
-        attached where there is none. Raises NotPermitted, UnknownPeer."""
+        """Let an engine clear its own namespace: one that the policy grants it, or without a policy one in which it is
+        attached. Raises NotPermitted, UnknownPeer."""
         if caller.grant.admin:
             return
         if namespace is None:
@@ -269,21 +264,29 @@ class Handler:
             raise _not_admin(caller, "clear a namespace in which they have no rank attached")
 
 
+def check_protocol(version: int) -> None:
+    """Raises ProtocolMismatch if a client speaks another version of the protocol."""
+    if version != PROTOCOL:
+        raise ProtocolMismatch(
+            f"the daemon speaks protocol {PROTOCOL}, the client {version}: use the same kvsidecar release on both sides"
+        )
+
+
 def _not_admin(caller: Caller, what: str) -> KVSidecarError:
     if caller.identity is None:
         return UnknownPeer(
-            f"only admins may {what}: connect to the attach socket, keep that connection open, and send the token it "
-            f"answered in the metadata {TOKEN_METADATA}"
+            f"only admins may {what}: connect to the attach socket, keep that connection open, and send the token of "
+            f"its Welcome in the metadata {TOKEN_METADATA}"
         )
-    return NotPermitted(f"only admins may {what}, and {caller.identity} is none")
+    return NotPermitted(f"only admins may {what}, and {caller.identity} is not an admin")
 
 
 _CACHED_BYTES = 1024
-"""Namespaces with more bytes on the wire are not cached: nobody shall fill the cache with texts of megabytes."""
+"""Larger namespaces are not cached, so that no client can fill the cache with megabytes of text."""
 
 
 def _namespace(message: pb.Namespace) -> Namespace:
-    """A checked namespace: schedulers name the same one in every step. Raises InvalidRequest."""
+    """A valid namespace, cached because schedulers send the same one in every step. Raises InvalidRequest."""
     packed = message.SerializeToString()
     return (_unpack if len(packed) <= _CACHED_BYTES else _unpack.__wrapped__)(packed)
 

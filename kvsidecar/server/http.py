@@ -1,6 +1,6 @@
 """The HTTP server for /health, /ready, /metrics and /status.
 
-They are answered before the daemon that they ask about is there: this module imports none of it.
+It answers before the rest of the daemon is imported, so this module imports little of it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import Refusal
+from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_connection import Connections, HttpConnection, note_arrival
-from kvsidecar.server.plain_http import web
 from kvsidecar.support.addresses import cannot_listen
 
 if TYPE_CHECKING:
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The callbacks that supply the responses."""
+    """Where the responses come from."""
 
     metrics: Metrics
     stuck: Callable[[], str | None]
-    """Why the process cannot go on, or None if it can. Never because of a slow pin or an engine's fault: a restart
-    costs the whole cache."""
+    """Why the process is stuck, or None. Never because of a slow pin or an engine's fault: a restart loses the whole
+    cache."""
     status: Callable[[], dict[str, Any]]
     """The JSON of /status."""
 
 
 class Probes:
-    """An HTTP server on the daemon's own event loop: if the loop hangs, so does /health, which is the point."""
+    """An HTTP server on the daemon's own event loop, so that /health hangs if the loop does."""
 
     def __init__(self, readiness: DaemonReadiness) -> None:
         self._readiness = readiness
         self._sources: Sources | None = None
-        """None until the daemon is there."""
+        """None until the daemon is built."""
         self._refused: Counter[Refusal] = Counter()
-        """Before there were metrics to count them."""
+        """Refusals before there were metrics to count them."""
         application = web.Application(middlewares=[note_arrival])
         application.router.add_get("/health", self._health)
         application.router.add_get("/ready", self._ready)
@@ -70,7 +70,7 @@ class Probes:
         return int(self._listener.sockets[0].getsockname()[1])
 
     def answer_from(self, sources: Sources) -> None:
-        """The daemon is there, and is asked from now on."""
+        """Answer from these sources from now on."""
         self._sources = sources
         for reason, count in self._refused.items():
             sources.metrics.refuse(reason, count)

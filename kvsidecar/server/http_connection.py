@@ -1,4 +1,4 @@
-"""Connections to the HTTP port, with limits on their number and on the time that they wait for a client."""
+"""Connections to the HTTP port, with limits on their number and on waiting for a client."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsidecar.errors import Refusal
-from kvsidecar.server.plain_http import HttpProcessingError, web
+from kvsidecar.server.aiohttp_server import HttpProcessingError, web
 from kvsidecar.support import log
 
 MAX_CONNECTIONS = 128
-"""The limit for all clients together: TCP does not say who they are. One more ends the connection that has waited
-longest for its client, so that holding connections keeps no probe out."""
+"""Limit for all clients together, since TCP does not identify them. One more closes the connection that has waited
+longest for its client, so that clients which hold connections cannot lock out probes."""
 CLIENT_SECONDS = 10.0
-"""A client has this long to send a whole request, from its connection or the request's first byte, and to read an
-answer that does not fit into the socket's buffer."""
+"""Time limit for a client to send a whole request, from its connection or the request's first byte, and to read a
+response that does not fit the socket's buffer."""
 IDLE_SECONDS = 75.0
-"""Between two requests on one connection; a scrape once a minute keeps its own."""
+"""Keep-alive time: a scrape once a minute keeps its connection."""
 
 _log = log.get("http")
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -33,21 +33,18 @@ class Connections:
     def __init__(self, refuse: Callable[[Refusal], None]) -> None:
         self.refuse = refuse
         self._open: dict[HttpConnection, None] = {}
-        """In the order in which they were last of use: connected, or gave a whole request."""
-
-    def __len__(self) -> int:
-        return len(self._open)
+        """In the order in which they connected or last sent a whole request."""
 
     def add(self, connection: HttpConnection) -> None:
-        """A new one; ends another if there are too many."""
+        """Add a connection; closes another one if there are too many."""
         if len(self._open) >= MAX_CONNECTIONS:
             oldest = next(iter(self._open))
             self.remove(oldest)
-            oldest.end(Refusal.LIMIT, f"{MAX_CONNECTIONS} connections are open, and this one waits longest")
+            oldest.end(Refusal.LIMIT, f"{MAX_CONNECTIONS} connections are open, and this one has waited longest")
         self._open[connection] = None
 
     def used(self, connection: HttpConnection) -> None:
-        """It has given a whole request."""
+        """Record that the connection has sent a whole request."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None
@@ -57,7 +54,7 @@ class Connections:
 
 
 class HttpConnection(web.RequestHandler):
-    """aiohttp's connection, with limits on waiting for its client, and without stack traces of client errors."""
+    """aiohttp's connection with time limits, and without stack traces of client errors."""
 
     __slots__ = ("_connections", "_reading", "_writing")
 
@@ -66,9 +63,9 @@ class HttpConnection(web.RequestHandler):
         super().__init__(server, loop=loop, keepalive_timeout=IDLE_SECONDS, access_log=None)  # type: ignore[arg-type]
         self._connections = connections
         self._reading: asyncio.TimerHandle | None = None
-        """Runs while a request is not whole."""
+        """Runs while a request is incomplete."""
         self._writing: asyncio.TimerHandle | None = None
-        """Runs while the client does not read."""
+        """Runs while the client does not read the response."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -76,7 +73,10 @@ class HttpConnection(web.RequestHandler):
         self._connections.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_timers()
+        for timer in (self._reading, self._writing):
+            if timer is not None:
+                timer.cancel()
+        self._reading = self._writing = None
         self._connections.remove(self)
         super().connection_lost(exc)
 
@@ -85,7 +85,7 @@ class HttpConnection(web.RequestHandler):
         super().data_received(data)
 
     def request_arrived(self) -> None:
-        """It is whole, and is answered now."""
+        """Stop the timer of a request that is complete."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -94,7 +94,7 @@ class HttpConnection(web.RequestHandler):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._writing is None:
-            text = f"an answer was not read within {CLIENT_SECONDS:g} s"
+            text = f"a response was not read within {CLIENT_SECONDS:g} s"
             self._writing = self._loop.call_later(CLIENT_SECONDS, self.end, Refusal.UNFINISHED, text)
 
     def resume_writing(self) -> None:
@@ -104,8 +104,8 @@ class HttpConnection(web.RequestHandler):
             self._writing = None
 
     def end(self, reason: Refusal, text: str) -> None:
-        """End the connection, with an answer where one is owed."""
-        _log.debug("a connection is ended", reason=text)
+        """Close the connection and count the reason."""
+        _log.debug("connection closed", reason=text)
         self._connections.refuse(reason)
         transport = self.transport
         self.force_close()
@@ -121,11 +121,11 @@ class HttpConnection(web.RequestHandler):
     ) -> web.StreamResponse:
         if isinstance(exc, HttpProcessingError):
             self._connections.refuse(Refusal.INVALID_REQUEST)
-            _log.debug("a request is refused", status=status, reason=exc.message)
+            _log.debug("request refused", status=status, reason=exc.message)
         return super().handle_error(request, status, exc, message)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        if not isinstance(kw.get("exc_info"), HttpProcessingError):  # of which there is a line already
+        if not isinstance(kw.get("exc_info"), HttpProcessingError):  # already logged
             super().log_exception(*args, **kw)
 
     def _expect_request(self) -> None:
@@ -138,16 +138,10 @@ class HttpConnection(web.RequestHandler):
             self.transport.write(_TOO_LATE)
         self.end(Refusal.UNFINISHED, f"no request was complete within {CLIENT_SECONDS:g} s")
 
-    def _stop_timers(self) -> None:
-        for timer in (self._reading, self._writing):
-            if timer is not None:
-                timer.cancel()
-        self._reading = self._writing = None
-
 
 @web.middleware
 async def note_arrival(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    """Tell the connection that a request is whole."""
+    """Tell the connection that a request is complete."""
     if isinstance(request.protocol, HttpConnection):
         request.protocol.request_arrived()
     response: web.StreamResponse = await handler(request)

@@ -1,7 +1,7 @@
-"""The local protocol: gRPC's messages, length-prefixed, on a connection of the attach socket.
+"""The local protocol: the messages of gRPC, length-prefixed, on a connection of the attach socket.
 
-A round trip through a Python gRPC server costs 190 to 590 us, one through this protocol on uvloop 41 (measured): the
-handler behind both is the same.
+A round trip takes 190 to 590 us through a Python gRPC server and 41 us through this protocol on uvloop (measured). Both
+use the same handler.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvsidecar.core.sessions import Peer, RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unavailable, UnknownPeer
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.attach_stream import AttachStream
-from kvsidecar.server.half_read import HalfMessage, HalfRead
 from kvsidecar.server.handler import INTERNAL, Handler
-from kvsidecar.server.status import code_of
+from kvsidecar.server.partial_messages import PartialMessage, PartialMessages
+from kvsidecar.server.status_codes import code_of
 from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_UNREAD_BYTES = 1024 * 1024
-"""Answers kept for a client that does not read: some ten thousand."""
+"""Limit of buffered replies for a client that does not read: about ten thousand."""
 MAX_EARLY_BYTES = 1024 * 1024
-"""The most bytes of messages kept while a driver imports the rank's memory."""
-FRAMES_PER_TURN = 64
-"""Frames of one connection that are handled before the event loop serves the others: about a millisecond."""
-LAST_WORDS_SECONDS = 5.0
-"""A client that was refused has this long to read why."""
+"""Limit of messages that are buffered while the driver imports the rank's memory."""
+FRAMES_PER_ITERATION = 64
+"""Frames of one connection to handle per iteration of the event loop: about a millisecond."""
+LINGER_SECONDS = 5.0
+"""Time for a refused client to read the reason."""
 
 _log = log.get("local")
 
@@ -38,29 +38,29 @@ class LocalConnection(asyncio.Protocol):
     """One client's connection after its Welcome. Used from the event loop.
 
     Args:
-        half_read: of all such connections.
-        peer: who it is. The owner of the connection drops its sessions when `closed` is done.
+        partial_messages: shared by all connections.
+        peer: the client. The owner of the connection drops its sessions when `closed` is done.
     """
 
-    def __init__(self, handler: Handler, half_read: HalfRead, peer: Peer) -> None:
+    def __init__(self, handler: Handler, partial_messages: PartialMessages, peer: Peer) -> None:
         self._handler = handler
-        self._half_read = half_read
+        self._partial_messages = partial_messages
         self._peer = peer
         self._transport: asyncio.Transport
         self._frames = FrameReader()
-        self._half: HalfMessage | None = None
-        """The message of which a part has arrived."""
+        self._partial: PartialMessage | None = None
+        """The message that has partially arrived."""
         self._refused: KVSidecarError | None = None
         self._registering: asyncio.Task[None] | None = None
         self._early: list[pb.AttachRequest] = []
-        """What came behind the registration before that was over."""
+        """Messages that arrived during the registration."""
         self._early_bytes = 0
         self._session: RankSession | None = None
         self._stream: AttachStream | None = None
-        """While the Attach stream takes messages."""
+        """None unless the Attach stream accepts messages."""
         self._register_refused: KVSidecarError | None = None
         self._ending: asyncio.Task[None] | None = None
-        """The end of the Attach stream, once it has begun."""
+        """Ends the Attach stream; None before that begins."""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- asyncio.Protocol ------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class LocalConnection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=MAX_UNREAD_BYTES)
 
     def eof_received(self) -> None:
-        """A client that says nothing more has gone, whether or not it reads."""
+        """A client that has closed its sending side counts as gone, even if it still reads."""
         self._set_closed()
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -84,7 +84,7 @@ class LocalConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._refuse(
-            LimitExceeded(f"{MAX_UNREAD_BYTES} bytes of answers wait for this client to read them: read while asking")
+            LimitExceeded(f"{MAX_UNREAD_BYTES} bytes of replies wait for this client: read replies while sending")
         )
 
     def data_received(self, data: bytes) -> None:
@@ -96,45 +96,41 @@ class LocalConnection(asyncio.Protocol):
 
     def _take_frames(self) -> None:
         try:
-            for _ in range(FRAMES_PER_TURN):
+            for _ in range(FRAMES_PER_ITERATION):
                 payload = self._frames.next()
                 if payload is None:
                     if (length := self._frames.announced) is not None:
                         self._wait_for_rest(length)
                     return
-                if self._half is not None:
-                    self._half_read.end(self._half)
-                    self._half = None
+                if self._partial is not None:
+                    self._partial_messages.end(self._partial)
+                    self._partial = None
                 self._take(payload)
                 if self._refused is not None:
                     return
         except FrameTooLong as error:
             self._refuse(LimitExceeded(str(error)))
             return
-        # The rest in a turn of its own, so that one client's flood is not everybody's wait.
+        # The rest in the next iteration of the loop, so that one client's flood does not delay the others.
         self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._next_turn)
+        asyncio.get_running_loop().call_soon(self._resume)
 
     def _wait_for_rest(self, length: int) -> None:
-        """The message at the end of what has arrived is not complete."""
-        if self._half is None:
-            self._half = self._half_read.begin(
-                self._peer.uid, length, on_room=self._go_on_reading, on_late=self._refuse
+        """The last message is incomplete: apply the limits on partial messages."""
+        if self._partial is None:
+            self._partial = self._partial_messages.begin(
+                self._peer.uid, length, on_room=self._resume, on_late=self._refuse
             )
-            if not self._half.has_room:
+            if not self._partial.has_room:
                 self._transport.pause_reading()
-
-    def _go_on_reading(self) -> None:
-        if self._refused is None and not self._transport.is_closing():
-            self._transport.resume_reading()
 
     def _forget_frames(self) -> None:
         self._frames.clear()
-        if self._half is not None:
-            self._half_read.end(self._half)
-            self._half = None
+        if self._partial is not None:
+            self._partial_messages.end(self._partial)
+            self._partial = None
 
-    def _next_turn(self) -> None:
+    def _resume(self) -> None:
         if self._refused is None and not self._transport.is_closing():
             self._transport.resume_reading()
             self._take_frames()
@@ -161,13 +157,13 @@ class LocalConnection(asyncio.Protocol):
                 case "detach":
                     self._end_stream(None)
                     return
-                case _:  # from a newer client, as an unknown method of gRPC
+                case _:  # from a newer client; gRPC answers unknown methods like this
                     reply.error.code, _ = grpc.StatusCode.UNIMPLEMENTED.value
-                    reply.error.text = "this daemon knows no such request"
+                    reply.error.text = "this daemon does not know this request"
         except KVSidecarError as error:
-            self._handler.refused(error)
+            self._handler.count_refusal(error)
             reply.error.CopyFrom(_error(error))
-        except Exception as error:  # noqa: BLE001 - as gRPC does: one bad request costs nobody else's connection
+        except Exception as error:  # noqa: BLE001 - like gRPC: one bad request must not end the connection
             _log.error("a request failed unexpectedly", request=kind, error=str(error), exc_info=error)
             reply.error.CopyFrom(_error(KVSidecarError(INTERNAL)))
         self._send(reply)
@@ -180,7 +176,7 @@ class LocalConnection(asyncio.Protocol):
 
     def _attach(self, message: pb.AttachRequest, nbytes: int) -> None:
         if self._ending is not None:
-            return  # behind the end of the stream
+            return  # after the end of the stream
         if self._stream is not None:
             self._take_attach(self._stream, message)
         elif self._registering is None:
@@ -189,24 +185,24 @@ class LocalConnection(asyncio.Protocol):
             self._early.append(message)
             self._early_bytes += nbytes
             if self._early_bytes > MAX_EARLY_BYTES:
-                self._refuse(LimitExceeded(f"{self._early_bytes} bytes came before the registration was answered"))
+                self._refuse(LimitExceeded(f"{self._early_bytes} bytes arrived before the reply to the registration"))
 
     def _take_attach(self, stream: AttachStream, message: pb.AttachRequest) -> None:
         try:
-            stream.take(message)
+            stream.handle(message)
         except KVSidecarError as error:
             self._end_stream(error)
-        except Exception as error:  # noqa: BLE001 - costs this stream, and nobody else's
+        except Exception as error:  # noqa: BLE001 - ends this stream only
             _log.error("an attach message failed unexpectedly", error=str(error), exc_info=error)
             self._end_stream(KVSidecarError(INTERNAL))
 
     async def _register(self, first: pb.AttachRequest) -> None:
         session: RankSession | KVSidecarError
         if first.HasField("register") and first.register.token != self._peer.token:
-            # The session would outlive this connection, and nobody would read its answers.
-            session = UnknownPeer("the token is not this connection's: register with the one that its Welcome has")
+            # The session would outlive this connection, and nobody would read its replies.
+            session = UnknownPeer("the token is not this connection's: register with the token of its Welcome")
         else:
-            session = await self._handler.registering(first)
+            session = await self._handler.start_registration(first)
         if isinstance(session, KVSidecarError):
             self._early.clear()
             self._register_refused = session
@@ -214,17 +210,14 @@ class LocalConnection(asyncio.Protocol):
             return
         self._session = session
         if self._transport.is_closing():
-            return  # whoever watches the connection ends the sessions of its peer
-        self._stream = self._handler.open(session, self._send_attach)
+            return  # the owner of the connection ends the sessions of its peer
+        self._stream = self._handler.open(session, lambda reply: self._send(pb.LocalReply(attach=reply)))
         early, self._early = self._early, []
         for message in early:
             self._take_attach(self._stream, message)
 
-    def _send_attach(self, reply: pb.AttachReply) -> None:
-        self._send(pb.LocalReply(attach=reply))
-
     def _end_stream(self, error: KVSidecarError | None) -> asyncio.Task[None]:
-        """Take no more messages of the stream, finish its jobs, unmap, and say so."""
+        """Accept no more messages, finish the jobs, unmap the memory, and tell the client."""
         if self._ending is None:
             self._ending = self._handler.tasks.spawn(self._finish_stream(error), name="local-end-stream")
         return self._ending
@@ -251,7 +244,7 @@ class LocalConnection(asyncio.Protocol):
     # -- the end of the connection ---------------------------------------------------------------------------------
 
     def _refuse(self, error: KVSidecarError) -> None:
-        """Read nothing more, end the Attach stream in order, say why, and close."""
+        """Stop reading, end the Attach stream in order, send the error, and close the connection."""
         if self._refused is None and not self._transport.is_closing():
             self._refused = error
             self._transport.pause_reading()
@@ -259,17 +252,17 @@ class LocalConnection(asyncio.Protocol):
             self._handler.tasks.spawn(self._finish(error), name="local-end")
 
     async def _finish(self, error: KVSidecarError) -> None:
-        self._handler.refused(error)
+        self._handler.count_refusal(error)
         _log.warning("connection closed", client=self._peer.client, reason=str(error))
         if self._registering is not None:
             await asyncio.wait([self._end_stream(error)])
         self._send(pb.LocalReply(error=_error(error)))
         self._transport.close()
-        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._transport.abort)
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.abort)
 
     def shut_down(self) -> None:
-        """The daemon goes down. A session that has ended by now is told so; another one's client hears nothing, since
-        copies of it may still run."""
+        """Close the connection because the daemon exits. Only a session that has already ended is told, since copies of
+        another one may still run."""
         if self._stream is not None and self._session is not None and self._session.ended.is_set():
             self._close_stream()
             self._send_ended(Unavailable("the daemon was shut down", refusal=Refusal.DRAINING))

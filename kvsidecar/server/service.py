@@ -1,4 +1,4 @@
-"""The gRPC carrier: passes messages to the handler and back."""
+"""The gRPC service: passes requests to the handler and replies back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvsidecar.core.access import Caller
 from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, UnknownPeer
 from kvsidecar.server.attach_stream import AttachStream
+from kvsidecar.server.fair_queue import FairQueue
 from kvsidecar.server.handler import Handler
-from kvsidecar.server.status import code_of
-from kvsidecar.server.turns import Turns
+from kvsidecar.server.status_codes import code_of
 from kvsidecar.support import log
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -24,13 +24,13 @@ _log = log.get("rpc")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 LARGE_LOOKUP_BYTES = 16 * 1024
-"""A lookup with more bytes of hashes waits for its user's turn."""
+"""Lookups with more bytes of hashes go through the fair queue."""
 FIRST_MESSAGE_SECONDS = 5.0
-"""An Attach stream that says nothing for this long is ended."""
-LAST_WORDS_SECONDS = 5.0
-"""A client whose attach connection has ended has this long to read the answers that it is owed."""
+"""Time limit for the first message of an Attach stream."""
+LINGER_SECONDS = 5.0
+"""Time for a client whose attach connection has ended to read its outstanding replies."""
 MAX_UNREAD = 8192
-"""Answers kept for a client that does not read its stream; each is about 100 bytes."""
+"""Limit of queued replies for a client that does not read its stream; each has about 100 bytes."""
 
 
 async def abort(context: Context, error: KVSidecarError) -> NoReturn:
@@ -39,7 +39,7 @@ async def abort(context: Context, error: KVSidecarError) -> NoReturn:
 
 
 def _unary(name: str, *, for_admins: bool = False) -> Any:
-    """The RPC of a method of the handler; a `KVSidecarError` is answered with its status code."""
+    """An RPC that calls a method of the handler and answers a `KVSidecarError` with its status code."""
 
     async def call(self: Service, request: Any, context: Context) -> Any:
         try:
@@ -51,28 +51,22 @@ def _unary(name: str, *, for_admins: bool = False) -> Any:
 
 
 def token_of(request: Any, context: Context) -> bytes:
-    """The token of the call's metadata; else of a lookup itself, which names one for its lease; empty without any."""
+    """The token in the call's metadata, or in a lookup the token for its lease; empty if there is none."""
     for key, value in context.invocation_metadata() or ():
         if key == TOKEN_METADATA and isinstance(value, bytes):
             return value
     return request.token if isinstance(request, pb.LookupRequest) else b""
 
 
-def _is_large(request: pb.LookupRequest) -> bool:
-    return sum([len(group.hashes) for group in request.groups]) > LARGE_LOOKUP_BYTES
-
-
 class Service(pb_grpc.SidecarServicer):
-    """One method per RPC."""
-
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._turns = Turns()
+        self._fair_queue = FairQueue()
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
         try:
-            if _is_large(request):
-                await self._turns.wait(self._user(request, context))
+            if sum([len(group.hashes) for group in request.groups]) > LARGE_LOOKUP_BYTES:
+                await self._fair_queue.wait(self._user(request, context))
             return self._handler.lookup(request, self._caller(request, context))
         except KVSidecarError as error:
             await self._refuse(context, error)
@@ -85,16 +79,16 @@ class Service(pb_grpc.SidecarServicer):
     CancelDrain = _unary("cancel_drain", for_admins=True)
 
     def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
-        """Who asks this. Raises KVSidecarError: nobody who may."""
+        """The caller. Raises KVSidecarError if it is not identified as it must be."""
         anyone = self._handler.open_to_all and not for_admins
         return self._handler.caller(b"" if anyone else token_of(request, context))
 
     def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
-        """With whom it takes turns: who sends no token, with the others who do not."""
+        """The user in the fair queue. Callers without a token share one place."""
         return self._handler.uid_of(token_of(request, context))
 
     async def _refuse(self, context: Context, error: KVSidecarError) -> NoReturn:
-        self._handler.refused(error)
+        self._handler.count_refusal(error)
         await abort(context, error)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
@@ -103,9 +97,9 @@ class Service(pb_grpc.SidecarServicer):
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
                 first = await context.read()
         except TimeoutError:
-            silent = LimitExceeded(f"the stream said nothing for {FIRST_MESSAGE_SECONDS:g} s: register at once")
+            silent = LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once")
             await self._refuse(context, silent)
-        registering = self._handler.registering(first)
+        registering = self._handler.start_registration(first)
         try:
             session = await asyncio.shield(registering)
         except asyncio.CancelledError:
@@ -129,14 +123,14 @@ class _Attached:
         self._handler = handler
         self._session = session
         self._context = context
-        # One reply per job, and some of readiness: bounded by MAX_UNREAD, beyond which the stream is ended.
+        # One reply per job, and readiness changes. Beyond MAX_UNREAD replies the stream is ended.
         self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
         self._reading = False
         self._dropped = False
-        """The session has ended, because its connection to the attach socket has."""
+        """Whether the session has ended because its connection to the attach socket has."""
 
     async def serve(self) -> None:
-        """Until the stream is over, and the session with it."""
+        """Serve the stream until it and the session have ended."""
         task = asyncio.current_task()
         assert task is not None
 
@@ -152,11 +146,11 @@ class _Attached:
         finally:
             writer.cancel()
         if refused is not None:
-            self._handler.refused(refused)
+            self._handler.count_refusal(refused)
             await abort(self._context, refused)
 
     async def _serve(self, stream: AttachStream, writer: asyncio.Task[None]) -> KVSidecarError | None:
-        """Read, end the session, and write what is owed. Returns why the stream must end with an error, or None."""
+        """Read, end the session, and write outstanding replies. Returns the error to end the stream with, or None."""
         refused: KVSidecarError | None = None
         gone = True
         try:
@@ -165,16 +159,16 @@ class _Attached:
         finally:
             stream.close()
             if gone:
-                writer.cancel()  # nobody reads any more what is owed
+                writer.cancel()  # nobody reads the outstanding replies
             await self._end(gone=gone)
-        if not isinstance(refused, LimitExceeded):  # what is owed would wait for a client that does not read
+        if not isinstance(refused, LimitExceeded):  # else the client does not read
             self._outbox.put_nowait(None)
-            # Whose attach connection has ended has mostly gone as a whole, or else need not be reading.
-            await asyncio.wait([writer], timeout=LAST_WORDS_SECONDS if self._dropped else None)
+            # A client whose attach connection has ended is mostly gone, and may not read.
+            await asyncio.wait([writer], timeout=LINGER_SECONDS if self._dropped else None)
         return refused
 
     async def _read(self, stream: AttachStream) -> KVSidecarError | None:
-        """Until the client half-closes. Returns why the stream must end with an error, or None.
+        """Read until the client half-closes. Returns the error to end the stream with, or None.
 
         Raises:
             CancelledError: the client has gone.
@@ -191,11 +185,11 @@ class _Attached:
                         f"{MAX_UNREAD} replies wait for this client to read them: "
                         "read the Attach stream while jobs are sent"
                     )
-                stream.take(message)
+                stream.handle(message)
         except KVSidecarError as error:
             return error
         except asyncio.CancelledError:
-            if not self._dropped or task.uncancel():  # gRPC says, too, that the client has gone
+            if not self._dropped or task.uncancel():  # gRPC also reports that the client has gone
                 raise
             return UnknownPeer("the connection to the attach socket whose token this rank registered with has ended")
         finally:
@@ -203,14 +197,13 @@ class _Attached:
         return None
 
     async def _end(self, *, gone: bool) -> None:
-        """End the session, in a task of its own: this handler is cancelled when the client dies, the end must come
-        nevertheless."""
+        """End the session in a separate task, because this coroutine is cancelled when the client dies."""
         tasks, session = self._handler.tasks, self._session
         try:
             await asyncio.shield(tasks.spawn(self._handler.end(session, gone=gone), name=f"end-{session.id:x}"))
         except asyncio.CancelledError:
-            # grpc.aio reads the end of a broken stream like that of one that was half-closed, and cancels afterwards.
-            # The client is not there any more: what has not started never shall.
+            # grpc.aio reports the end of a broken stream like a half-close, and cancels afterwards. The client is gone,
+            # so jobs that have not started must not start.
             if not gone:
                 tasks.spawn(self._handler.end(session, gone=True), name=f"end-{session.id:x}")
             raise
@@ -220,5 +213,5 @@ class _Attached:
             while (reply := await self._outbox.get()) is not None:
                 await self._context.write(reply)
         except grpc.aio.BaseError as error:
-            # The client has gone, and the handler has not heard of it yet: nobody reads what is owed.
+            # The client is gone, though the handler has not been cancelled yet.
             _log.debug("a reply was not written", error=str(error))

@@ -1,7 +1,7 @@
 """gRPC over TCP with mTLS, for other hosts: only lookups, Status, Clear, Drain, CancelDrain and health.
 
-Attach is not among them: CUDA IPC and memfds end at the host, and so does the attach socket, which says who a client
-is and when it is gone. Nothing here takes a lease, which nobody would end with its client.
+Attach needs the same host: CUDA IPC and memfds do, and so does the attach socket, which identifies clients and detects
+their death. Lookups take no leases, because a lease could not be ended with its client.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 MAX_CALLS = 256
-"""The most unfinished calls of all remote clients together; gRPC answers more with RESOURCE_EXHAUSTED by itself."""
+"""Limit of unfinished calls of all remote clients. gRPC answers further calls with RESOURCE_EXHAUSTED."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 8192),
-    ("grpc.max_concurrent_streams", 64),  # of one connection
+    ("grpc.max_concurrent_streams", 64),  # per connection
     ("grpc.http2.bdp_probe", 0),  # as for the Unix socket
     ("grpc.so_reuseport", 0),
-    # A peer that is not there any more costs a descriptor until somebody notices.
+    # Detect peers that are gone: they hold a descriptor.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    # A certificate that has expired or whose CA was replaced is asked for again within this time.
+    # Longest use of a certificate that has expired or whose CA was replaced.
     ("grpc.max_connection_age_ms", 3_600_000),
     ("grpc.max_connection_age_grace_ms", 30_000),
 ]
 
 
 def names_of(properties: Any) -> tuple[str, ...]:
-    """The names in a client's certificate: its subject alternative names, or without any the common name (RFC 6125).
+    """The names in a client's certificate: its subject alternative names, or else the common name (RFC 6125).
 
     Args:
         properties: gRPC's auth context.
@@ -63,10 +63,10 @@ def _refused(text: str) -> Any:
 
 
 class RemoteService(Service):
-    """`Service` for other hosts: a certificate identifies the caller, and calls that need the same host are refused."""
+    """`Service` for other hosts: a certificate identifies the caller. Calls that need the same host are refused."""
 
     Release = Renew = _refused("over TCP there are no leases")
-    Attach = _refused("a rank attaches over the Unix socket of its own host: memory is not shared with another one")
+    Attach = _refused("a rank must attach over the Unix socket of its own host: memory cannot be shared between hosts")
 
     def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
         if isinstance(request, pb.LookupRequest) and (request.lease_ms or request.token):
@@ -99,18 +99,18 @@ class RemoteServer:
         """Bind and serve. Returns the port, chosen by the system if it was 0.
 
         Raises:
-            AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
+            AddressUnavailable: the address cannot be bound at present.
+            ConfigError: the address can never be bound.
         """
         try:
             port = self._server.add_secure_port(self._address, self._certificates.credentials())
         except RuntimeError as error:
             host, _, number = self._address.rpartition(":")
-            # gRPC does not say why. Whatever it was has passed if we could bind.
+            # gRPC gives no reason. If a bind succeeds here, the reason has passed.
             why = bind_error(host.strip("[]"), int(number)) or OSError(errno.EADDRINUSE, "")
             raise cannot_listen("gRPC", self._address, "tcp_listen", why) from error
         await self._server.start()
         return port
 
     async def stop(self, grace: float) -> None:
-        """As `RpcServer.stop`."""
         await self._server.stop(grace)

@@ -19,20 +19,18 @@ _log = log.get("tls")
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files."""
-
     certificate: Path
-    """The daemon's certificate chain, as its clients need it."""
+    """The daemon's certificate chain."""
     key: Path
     client_ca: Path
     """CA bundle that client certificates are verified against."""
 
 
 class Certificates:
-    """Reads the files at the start, and at the first handshake after they have changed.
+    """Reads the files at startup, and at the first handshake after a change.
 
     Raises:
-        ConfigError: a file is missing, cannot be read, is not what it should be, or the key is others' to read.
+        ConfigError: a file is missing, unreadable or invalid, or other users can read the key.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -41,7 +39,7 @@ class Certificates:
         self._first = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a port on which every client must show a certificate of the CA."""
+        """Credentials for a port that requires a client certificate of the CA."""
         return grpc.dynamic_ssl_server_credentials(
             self._first,
             self._changed,  # type: ignore[arg-type]  # may return None, says gRPC's documentation
@@ -49,11 +47,11 @@ class Certificates:
         )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC asks at every handshake, in a thread of its own; None: as before."""
+        """The new configuration, or None if nothing changed. gRPC calls this at every handshake, in its own thread."""
         stamp = self._stamp()
         if stamp == self._seen:
             return None
-        self._seen = stamp  # told once, also if they are wrong: half-written files change again
+        self._seen = stamp  # log invalid files once; half-written ones change again
         try:
             read = self._read()
         except ConfigError as error:
@@ -70,7 +68,7 @@ class Certificates:
         certificate = _content("tls_certificate", files.certificate)
         key = _content("tls_key", files.key, check=_check_key)
         authority = _content("tls_client_ca", files.client_ca)
-        # gRPC says of a bad file only that no client could connect. Python's ssl says what is wrong, before.
+        # With a bad file gRPC only fails handshakes. Python's ssl reports what is wrong, in advance.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(files.certificate, files.key, password=_no_password)

@@ -1,5 +1,5 @@
-"""Helpers for every package, none of which knows what a block is: the log, owned tasks, units, failpoints, the
-terminal, addresses, child processes, host memory and its limits, and how threads are kept awake.
+"""Helpers for all packages; none of them knows what a block is: logging, owned tasks, units, failpoints, the terminal,
+addresses, child processes, host memory and its limits, and wake-up latency.
 
-Imports nothing of kvsidecar but `errors` and `types`. Nothing begins here; read a module when another one uses it.
+Imports only `errors` and `types` of kvsidecar. There is no entry point: read a module when another one uses it.
 """

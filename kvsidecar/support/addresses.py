@@ -1,4 +1,4 @@
-"""TCP addresses that cannot be listened on: which errors may pass, and which need another setting."""
+"""Errors of listening on a TCP address: which are temporary, and which need another setting."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from typing import Final
 
 from kvsidecar.errors import AddressUnavailable, ConfigError, KVSidecarError
 
-_PASSING: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
+_TEMPORARY: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
 """Another program has the port, or the network is not up yet."""
 
 
 def cannot_listen(service: str, address: str, option: str, error: OSError) -> KVSidecarError:
-    """The error that ends a daemon which could not bind.
+    """The error with which the daemon exits when it cannot bind.
 
     Args:
         service: HTTP or gRPC.
-        option: flag that sets the address.
+        option: the option that sets the address.
         error: from bind() or getaddrinfo().
     """
     if isinstance(error, socket.gaierror):
-        passing, why = error.errno == socket.EAI_AGAIN, error.strerror
+        temporary, why = error.errno == socket.EAI_AGAIN, error.strerror
     else:
-        passing, why = error.errno in _PASSING, os.strerror(error.errno) if error.errno else str(error)
+        temporary, why = error.errno in _TEMPORARY, os.strerror(error.errno) if error.errno else str(error)
     text = f"{service} cannot listen on {address} ({why})"
-    return AddressUnavailable(f"{text}: free it, or set {option}") if passing else ConfigError(f"{text}: set {option}")
+    if temporary:
+        return AddressUnavailable(f"{text}: free it, or set {option}")
+    return ConfigError(f"{text}: set {option}")
 
 
 def bind_error(host: str, port: int) -> OSError | None:
-    """Why a server cannot bind there now, for servers that do not report it."""
+    """Why a server cannot bind to this address now, for servers that do not report it; None if it can."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,9 +1,8 @@
-"""A small part of the CUDA driver API by ctypes: no package is needed but the driver itself.
+"""A small part of the CUDA driver API through ctypes. It needs no package, only the driver.
 
-For code that must not need the bindings: clients in engines, the doctor, benchmarks, and the choice of a platform. The
-daemon's copies go through `kvsidecar.device.cuda`. Importing this module needs no driver; the first call loads it, and
-`call` starts it. The suffix ``_v2`` of a symbol is the driver's: the plain names are the 32-bit versions of CUDA 2
-and 3.
+For code that must work without the CUDA bindings: clients in engines, the doctor, benchmarks, and the choice of a
+platform. The daemon's copies use `kvsidecar.device.cuda`. Importing this module needs no driver; the first call loads
+it, and `call` initialises it. Symbols with ``_v2`` are the current versions; the plain names are those of CUDA 2 and 3.
 
 Source: CUDA Driver API, "Memory Management" (cuIpcGetMemHandle, cuMemGetAddressRange), "Unified Addressing"
 (cuPointerGetAttribute), "Primary Context Management".
@@ -15,7 +14,7 @@ import ctypes
 import functools
 import uuid as uuids
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Final
 
 from kvsidecar.errors import DriverUnusable, NotExportable
@@ -87,15 +86,11 @@ def _library() -> ctypes.CDLL:
 
 
 def is_installed() -> bool:
-    """Whether there is a driver, usable or not.
-
-    Raises:
-        DriverUnusable: it is there and does not load.
-    """
+    """Whether a driver is installed, usable or not. Raises DriverUnusable if it is installed but does not load."""
     try:
         _library()
     except DriverUnusable as error:
-        # The loader names the file that is missing: the library itself, or one that it needs.
+        # The loader names the missing file: the library itself, or one that it depends on.
         if str(error.__cause__).startswith(f"{LIBRARY}: cannot open shared object file"):
             return False
         raise
@@ -103,7 +98,7 @@ def is_installed() -> bool:
 
 
 def has_symbol(name: str) -> bool:
-    """Whether the library exports a function under exactly this name."""
+    """Whether the library exports a function with exactly this name."""
     return hasattr(_library(), name)
 
 
@@ -118,7 +113,7 @@ def _function(name: str) -> Any:
 
 
 def status_of(name: str, *arguments: Any) -> int:
-    """Call a function of the driver, which may not be started. Returns its ``CUresult``.
+    """Call a driver function without initialising the driver. Returns its ``CUresult``.
 
     Raises:
         DriverUnusable: there is no driver, or it has no such function.
@@ -134,7 +129,7 @@ def _start() -> None:
 
 
 def call(name: str, *arguments: Any, error: type[Exception] = DriverUnusable, hint: str = "") -> None:
-    """Start the driver if need be, and call a function. Raises ``error`` unless it succeeds."""
+    """Call a driver function, after initialising the driver if necessary. Raises ``error`` if it fails."""
     _start()
     status = status_of(name, *arguments)
     if status:
@@ -142,7 +137,7 @@ def call(name: str, *arguments: Any, error: type[Exception] = DriverUnusable, hi
 
 
 def error_text(status: int) -> str:
-    """Name and sentence of a ``CUresult``, e.g. ``CUDA_ERROR_INVALID_VALUE: invalid argument``."""
+    """Name and description of a ``CUresult``, e.g. ``CUDA_ERROR_INVALID_VALUE: invalid argument``."""
     texts = []
     for name in ("cuGetErrorName", "cuGetErrorString"):
         text = ctypes.c_char_p()
@@ -155,7 +150,7 @@ def error_text(status: int) -> str:
 
 
 def _value(kind: type[Any], name: str, *arguments: Any) -> int:
-    """The value that a function of the driver writes through its first argument."""
+    """Call a driver function and return the value that it writes to its first argument."""
     value = kind()
     call(name, ctypes.byref(value), *arguments)
     return int(value.value)
@@ -167,7 +162,7 @@ def driver_version() -> int:
 
 
 def device_count() -> int:
-    """Number of visible GPUs. Raises DriverUnusable if there is no driver, or no visible GPU."""
+    """Number of visible GPUs. Raises DriverUnusable if there is no driver or no visible GPU."""
     return _value(ctypes.c_int, "cuDeviceGetCount")
 
 
@@ -179,25 +174,25 @@ def device_uuid(ordinal: int) -> str:
 
 
 def device_name(ordinal: int) -> str:
-    name = ctypes.create_string_buffer(128)
-    call("cuDeviceGetName", name, len(name), _device(ordinal))
-    return name.value.decode(errors="replace")
+    return _text("cuDeviceGetName", ordinal)
 
 
 def device_bus_id(ordinal: int) -> str:
     """PCI bus id as the driver writes it, such as ``0000:18:00.0``."""
-    bus = ctypes.create_string_buffer(32)
-    call("cuDeviceGetPCIBusId", bus, len(bus), _device(ordinal))
-    return bus.value.decode(errors="replace")
+    return _text("cuDeviceGetPCIBusId", ordinal)
+
+
+def _text(name: str, ordinal: int) -> str:
+    buffer = ctypes.create_string_buffer(128)
+    call(name, buffer, len(buffer), _device(ordinal))
+    return buffer.value.decode(errors="replace")
 
 
 def device_memory(ordinal: int) -> int:
-    """Bytes of a GPU's memory, free or not."""
     return _value(ctypes.c_size_t, "cuDeviceTotalMem_v2", _device(ordinal))
 
 
 def device_attribute(ordinal: int, attribute: int) -> int:
-    """The value of a ``CUdevice_attribute``."""
     return _value(ctypes.c_int, "cuDeviceGetAttribute", attribute, _device(ordinal))
 
 
@@ -209,26 +204,21 @@ def _device(ordinal: int) -> int:
 
 
 def pointer_ordinal(pointer: int) -> int:
-    """Ordinal of the GPU that a device pointer belongs to.
-
-    Raises:
-        NotExportable: it is no device pointer of this process.
-    """
+    """Ordinal of the GPU of a device pointer. Raises NotExportable if it is not a device pointer of this process."""
     return _attribute(pointer, _DEVICE_ORDINAL)
 
 
 def pointer_uuid(pointer: int) -> str:
-    """UUID of the GPU that a device pointer belongs to."""
     return device_uuid(pointer_ordinal(pointer))
 
 
 def is_legacy_ipc_capable(pointer: int) -> bool:
-    """Whether `ipc_handle` can share the allocation that this device pointer lies in."""
+    """Whether `ipc_handle` can share the allocation that contains this device pointer."""
     return bool(_attribute(pointer, _IS_LEGACY_IPC_CAPABLE))
 
 
 def address_range(pointer: int) -> tuple[int, int]:
-    """Base and size in bytes of the allocation that a device pointer lies in: only whole allocations can be shared."""
+    """Base and size in bytes of the allocation that contains a device pointer: only whole allocations can be shared."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     with _context_of(pointer):
         arguments = ctypes.byref(base), ctypes.byref(size), pointer
@@ -237,10 +227,10 @@ def address_range(pointer: int) -> tuple[int, int]:
 
 
 def ipc_handle(base: int) -> bytes:
-    """The 64 bytes by which another process opens the allocation at ``base``. Treat them as a password.
+    """The 64-byte handle with which another process opens the allocation at ``base``. Treat it like a password.
 
     Raises:
-        NotExportable: memory of this kind cannot be shared; the text says what to change.
+        NotExportable: this kind of memory cannot be shared; the text says what to change.
     """
     handle = ctypes.create_string_buffer(IPC_HANDLE_BYTES)
     with _context_of(base):
@@ -249,7 +239,7 @@ def ipc_handle(base: int) -> bytes:
 
 
 def _attribute(pointer: int, attribute: int) -> int:
-    value = ctypes.c_uint64(0)  # the attributes asked for are of 1 to 4 bytes; little-endian, so this reads them all
+    value = ctypes.c_uint64(0)  # the attributes have 1 to 4 bytes, little endian
     what = "is it a device pointer of this process?"
     call("cuPointerGetAttribute", ctypes.byref(value), attribute, pointer, error=NotExportable, hint=what)
     return value.value
@@ -259,30 +249,32 @@ def _attribute(pointer: int, attribute: int) -> int:
 def _context_of(pointer: int) -> Iterator[None]:
     """Make the primary context of the pointer's GPU current in the block: a thread that has not used CUDA has none."""
     device = _device(pointer_ordinal(pointer))
-    context, popped = ctypes.c_void_p(), ctypes.c_void_p()
+    context = ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     try:
-        call("cuCtxPushCurrent_v2", context)
-        try:
+        with _current(context):
             yield
-        finally:
-            status_of("cuCtxPopCurrent_v2", ctypes.byref(popped))
     finally:
         status_of("cuDevicePrimaryCtxRelease_v2", device)
+
+
+@contextmanager
+def _current(context: ctypes.c_void_p, error: type[Exception] = DriverUnusable) -> Iterator[None]:
+    call("cuCtxPushCurrent_v2", context, error=error)
+    try:
+        yield
+    finally:
+        status_of("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 # -- for processes without torch: the demo, tests, benchmarks ----------------------------------------------------
 
 
 class CudaContext:
-    """The primary context of one GPU, and plain memory in it. Its methods may be called from any thread.
-
-    Args:
-        ordinal: of the visible GPU, as in ``cuda:0``.
-    """
+    """The primary context of one visible GPU, and plain memory in it. Methods may be called from any thread."""
 
     failure: ClassVar[type[Exception]] = DriverUnusable
-    """Raised when a call of the driver fails."""
+    """Raised when a driver call fails."""
 
     def __init__(self, ordinal: int = 0) -> None:
         self._device = _device(ordinal)
@@ -291,21 +283,21 @@ class CudaContext:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
 
     def alloc(self, nbytes: int) -> int:
-        """Address of fresh device memory; its content is undefined."""
+        """Allocate device memory with undefined content. Returns its address."""
         address = ctypes.c_uint64()
         with self._current():
             self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
         return address.value
 
     def free(self, address: int) -> None:
-        """Free device memory. The behaviour is undefined while another process has it mapped."""
+        """Free device memory. Undefined behaviour while another process has it mapped."""
         with self._current():
             self._call("cuMemFree_v2", address)
 
     def copy_to_device(self, address: int, buffer: Any) -> None:
-        """Copy a whole buffer (anything with the buffer protocol, contiguous) to the device; returns when it is over.
+        """Copy a contiguous buffer to the device. Returns when the copy is complete.
 
-        The copy of pageable memory may return before the device has the last bytes, hence the synchronisation.
+        A copy from pageable memory may return before the device has the last bytes, hence the synchronisation.
         """
         view = memoryview(buffer).cast("B")
         # ctypes gives the address of writable buffers only; a read-only one (bytes) is copied.
@@ -315,13 +307,13 @@ class CudaContext:
             self._call("cuCtxSynchronize")
 
     def copy_from_device(self, buffer: Any, address: int) -> None:
-        """Fill a whole writable buffer from the device; returns when it is over."""
+        """Fill a writable buffer from the device. Returns when the copy is complete."""
         view = memoryview(buffer).cast("B")
         with self._current():
             self._call("cuMemcpyDtoH_v2", _address(view), address, view.nbytes)
 
     def memset(self, address: int, value: int, nbytes: int) -> None:
-        """Set every byte to ``value`` (0 to 255); returns when it is over."""
+        """Set every byte to ``value`` (0 to 255). Returns when all are set."""
         with self._current():
             self._call("cuMemsetD8_v2", address, value, nbytes)
             self._call("cuCtxSynchronize")
@@ -334,25 +326,18 @@ class CudaContext:
         return free.value, total.value
 
     def synchronize(self) -> None:
-        """Wait until all work of this context is done."""
         with self._current():
             self._call("cuCtxSynchronize")
 
     def close(self) -> None:
-        """Release the context, and all its memory if this was its last user."""
+        """Release the context, and all of its memory if this was its last user."""
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _call(self, name: str, *arguments: Any) -> None:
         call(name, *arguments, error=self.failure)
 
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        popped = ctypes.c_void_p()
-        self._call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            status_of("cuCtxPopCurrent_v2", ctypes.byref(popped))
+    def _current(self) -> AbstractContextManager[None]:
+        return _current(self._context, self.failure)
 
 
 def _address(view: memoryview) -> Any:

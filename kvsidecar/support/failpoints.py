@@ -1,17 +1,16 @@
 """Named points in the code at which a test or an operator can inject faults, by configuration.
 
-Off by default, and then a hit is one truth test of an empty dict. On with, for example::
+Off by default; a hit then costs one truth test of an empty dict. Example::
 
     KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(0.05);pool.pin_chunk@3=raise(out of memory)"
 
-Rules are separated by ``;``. ``name@N`` means the N-th hit of that name only, counted from 0 since `configure`; without
-it every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``hold(path)`` (wait for a byte from the named pipe at this
-path), ``kill`` (SIGKILL to the own process: nothing is flushed, no handler runs, as when the kernel's OOM killer
-strikes). All rules that match a hit apply, in the order written.
+Rules are separated by ``;``. ``name@N`` matches only the N-th hit of that name, counted from 0 since `configure`;
+without ``@N`` a rule matches every hit. Actions: ``raise(text)``, ``delay(seconds)``, ``hold(path)`` (wait for a byte
+from the named pipe at this path), ``kill`` (SIGKILL to this process, like the kernel's OOM killer: nothing is flushed,
+no handler runs). All matching rules apply, in the order written.
 
-Every rule that applies is logged before it acts: so that no one looks for the cause of an injected fault, and a test
-knows that the point is reached. A ``delay`` or a ``hold`` sleeps in the thread that hits the point; in a point that the
-event loop passes it stops the whole loop.
+Every rule is logged before it acts, so that an injected fault is recognised as one and a test knows that the point was
+reached. A ``delay`` or ``hold`` blocks the thread that hits the point; if that is the event loop, everything stops.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import stat
 import threading
 import time
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from pathlib import Path
 
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import log
@@ -35,19 +33,19 @@ KNOWN: dict[str, str] = {
     "pool.reserve": "before address space for the host pool is reserved",
     "pool.prefault_chunk": "before the pages of one chunk of the pool are faulted in",
     "pool.pin_chunk": "before one chunk of the pool is pinned",
-    "store.after_reserve": "a store job has its slots, nothing is copied yet",
+    "store.after_reserve": "a store job has reserved its slots and has copied nothing",
     "store.before_copy": "before the copies of a store job are issued",
-    "store.before_seal": "the copies of a store job are over, its blocks are not readable yet",
+    "store.before_seal": "the copies of a store job are complete, its blocks are not readable yet",
     "load.before_copy": "before the copies of a load job are issued",
-    "store.in_flight": "in the worker's thread: the copies of a store job are issued, and not over",
-    "load.in_flight": "in the worker's thread: the copies of a load job are issued, and not over",
-    "copy.device_lost": "in the worker's thread, before a job's copies: raise() stands for a sticky CUDA error",
-    "copy.quiesce": "in the worker's thread, before the device is asked whether all that it was given is over",
+    "store.in_flight": "in the worker thread: the copies of a store job are issued but not complete",
+    "load.in_flight": "in the worker thread: the copies of a load job are issued but not complete",
+    "copy.device_lost": "in the worker thread, before a job's copies: raise() simulates a sticky CUDA error",
+    "copy.quiesce": "in the worker thread, before it asks the device whether all submitted work is complete",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
-    "start.load": "probes are answered; in the thread that imports the rest of the daemon, before it does",
+    "start.load": "in the thread that imports the rest of the daemon, before the imports; probes are answered",
 }
-"""Every point, and where it lies. Tests check that each is in the code once, is passed in ordinary use, and is used by
-some test to inject a fault."""
+"""All failpoints and where they are. Tests check that each occurs once in the code, is hit in ordinary use, and is used
+by a test to inject a fault."""
 
 
 class FailpointError(RuntimeError):
@@ -57,9 +55,8 @@ class FailpointError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class _Rule:
     only_hit: int | None
-    action: Literal["raise", "delay", "hold", "kill"]
-    text: str
-    seconds: float
+    action: str
+    argument: str
 
 
 _log = log.get("failpoints")
@@ -74,11 +71,7 @@ _lock = threading.Lock()
 
 
 def hit(name: str) -> None:
-    """Pass the point ``name``: nothing happens unless a rule names it.
-
-    Raises:
-        FailpointError: a ``raise(text)`` rule matched.
-    """
+    """Apply the rules for this point, if any. Raises FailpointError if a ``raise(text)`` rule matches."""
     if _rules:
         _apply(name)
 
@@ -87,10 +80,10 @@ def configure(spec: str) -> None:
     """Replace all rules by those of ``spec`` and count hits from 0 again. An empty spec turns everything off.
 
     Raises:
-        ConfigError: the spec does not parse or names an unknown point; the rules before stay in force.
+        ConfigError: the spec does not parse or names an unknown point; the previous rules stay in force.
     """
     rules: dict[str, list[_Rule]] = {}
-    for part in re.split(r";(?![^(]*\))", spec):  # a ; inside parentheses belongs to the text
+    for part in re.split(r";(?![^(]*\))", spec):  # not at a ; inside parentheses
         if part.strip():
             name, rule = _parse(part)
             rules.setdefault(name, []).append(rule)
@@ -110,19 +103,19 @@ def _apply(name: str) -> None:
         number = _hits.get(name, 0)
         _hits[name] = number + 1
         matching = [rule for rule in _rules.get(name, ()) if rule.only_hit in (None, number)]
-    # Outside the lock: a delay at one point must not hold up the hits of other threads.
+    # Outside the lock: a delay must not delay the hits of other threads.
     for rule in matching:
         _log.warning("failpoint", name=name, hit=number, action=rule.action)
         if rule.action == "delay":
-            time.sleep(rule.seconds)
+            time.sleep(float(rule.argument))
         elif rule.action == "hold":
-            with open(rule.text, "rb", buffering=0) as pipe:
+            with open(rule.argument, "rb", buffering=0) as pipe:
                 pipe.read(1)
         elif rule.action == "kill":
             log.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         else:
-            raise FailpointError(rule.text)
+            raise FailpointError(rule.argument)
 
 
 def _parse(part: str) -> tuple[str, _Rule]:
@@ -135,23 +128,16 @@ def _parse(part: str) -> tuple[str, _Rule]:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KNOWN)}"
         raise ConfigError(f"{VARIABLE}: {name!r} is not a failpoint: {hint}")
     only_hit = int(found["only_hit"]) if found["only_hit"] is not None else None
-    if found["kill"]:
-        return name, _Rule(only_hit, "kill", "", 0.0)
-    if found["action"] == "raise":
-        return name, _Rule(only_hit, "raise", found["argument"], 0.0)
-    if found["action"] == "hold" and stat.S_ISFIFO(_mode(found["argument"])):
-        return name, _Rule(only_hit, "hold", found["argument"], 0.0)
-    if found["action"] == "delay" and re.fullmatch(r"\d+(\.\d+)?", found["argument"]):
-        return name, _Rule(only_hit, "delay", "", float(found["argument"]))
-    raise ConfigError(f"{VARIABLE}: {part.strip()!r} has no known action: {_ACTIONS}")
-
-
-def _mode(path: str) -> int:
-    """Type and permissions of a file; 0 if there is none."""
-    try:
-        return os.stat(path).st_mode
-    except (OSError, ValueError):
-        return 0
+    action, argument = found["kill"] or found["action"], found["argument"] or ""
+    valid = {
+        "kill": found["kill"] is not None,
+        "raise": True,
+        "hold": Path(argument).is_fifo(),
+        "delay": re.fullmatch(r"\d+(\.\d+)?", argument) is not None,
+    }
+    if not valid.get(action):
+        raise ConfigError(f"{VARIABLE}: {part.strip()!r} has no known action: {_ACTIONS}")
+    return name, _Rule(only_hit, action, argument)
 
 
 _ACTIONS = "actions are raise(text), delay(seconds), hold(path of a named pipe) and kill"

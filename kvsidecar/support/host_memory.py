@@ -1,6 +1,6 @@
-"""System calls on host memory that Python has no function for: mapping, huge pages, populate, NUMA binding.
+"""System calls on host memory for which Python has no function: mapping, huge pages, populate, NUMA binding.
 
-Through ctypes, which releases the GIL: the event loop goes on while another thread is in here for a second.
+ctypes releases the GIL: the event loop continues while another thread spends a second in here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-# Values of asm-generic/mman.h, the same on x86-64 and aarch64; Python's mmap has only some of them.
+# From asm-generic/mman.h, the same on x86-64 and aarch64; Python's mmap has only some of them.
 _PROT_NONE = 0
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE_ANONYMOUS = 0x22
@@ -35,30 +35,28 @@ _MPOL_BIND = 2
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 
 
-def _checked(result: int) -> None:
-    if result != 0:
+def _check(succeeded: bool) -> None:
+    if not succeeded:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def mmap_at(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
     result = _libc.mmap(address, nbytes, protection, flags, fd, 0)
-    if result is None or result == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    _check(result not in (None, ctypes.c_void_p(-1).value))
     return int(result)
 
 
 def unmap(address: int, nbytes: int) -> None:
-    _checked(_libc.munmap(address, nbytes))
+    _check(_libc.munmap(address, nbytes) == 0)
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
-    _checked(_libc.madvise(address, nbytes, advice))
+    _check(_libc.madvise(address, nbytes, advice) == 0)
 
 
 def create_file(nbytes: int, pages: Pages) -> int:
-    """A memfd of exactly this size, sealed: whoever gets it can neither cut it off under a copy nor let it grow."""
+    """Create a memfd of exactly this size. It is sealed: no receiver can truncate it during a copy, or grow it."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     if pages.kind is PageKind.HUGETLB:
         flags |= os.MFD_HUGETLB | (pages.nbytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
@@ -73,11 +71,11 @@ def create_file(nbytes: int, pages: Pages) -> int:
 
 
 def map_file(fd: int, nbytes: int, pages: Pages) -> int:
-    """Map all of a file of `create_file` at a multiple of 2 MiB, with the advice that its kind of pages needs."""
+    """Map a whole file from `create_file`, aligned to 2 MiB, with the madvise for its kind of pages."""
     if pages.kind is PageKind.HUGETLB:
-        # Without MAP_NORESERVE: the kernel sets the pages aside now, or says at once that there are too few.
+        # Without MAP_NORESERVE: the kernel reserves the pages now, or fails at once if there are too few.
         return mmap_at(None, nbytes, _PROT_READ_WRITE, mmap.MAP_SHARED, fd)
-    # More address space than needed, not more memory: PROT_NONE pages are never backed and not charged.
+    # Reserves extra address space but no memory: PROT_NONE pages are neither backed nor charged.
     align = memory_limits.THP_BYTES
     start = mmap_at(None, nbytes + align, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE)
     address = -(-start // align) * align
@@ -92,7 +90,7 @@ def map_file(fd: int, nbytes: int, pages: Pages) -> int:
     try:
         advise(address, nbytes, mmap.MADV_HUGEPAGE if pages.kind is PageKind.THP else mmap.MADV_NOHUGEPAGE)
     except OSError:
-        # A kernel without transparent huge pages does not know the advice; small pages are what it gives anyway.
+        # A kernel without transparent huge pages rejects the advice, and uses small pages anyway.
         if pages.kind is PageKind.THP:
             unmap(address, nbytes)
             raise
@@ -100,37 +98,37 @@ def map_file(fd: int, nbytes: int, pages: Pages) -> int:
 
 
 def populate(address: int, nbytes: int, kind: PageKind) -> int:
-    """Fault pages in, writable. Called by several threads at once.
+    """Fault in writable pages. Thread-safe.
 
     Args:
-        kind: with `PageKind.THP`, whole ranges of 2 MiB become huge pages as far as the kernel has any.
+        kind: with `PageKind.THP`, whole ranges of 2 MiB become huge pages if the kernel has any.
 
     Returns:
-        Bytes that have small pages, though huge ones were asked for.
+        Bytes that got small pages instead of huge ones.
 
     Raises:
-        OSError: there is no memory.
+        OSError: out of memory.
     """
     small = _collapse(address, nbytes) if kind is PageKind.THP else 0
     try:
         advise(address, nbytes, _MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno == errno.EFAULT:
-            raise OSError(error.errno, "no page to be had: too few huge pages, or a cgroup's limit of them") from error
+            raise OSError(error.errno, "no page available: too few huge pages, or a cgroup limits them") from error
         if error.errno != errno.EINVAL:
             raise
-        # Before Linux 5.14. A page that cannot be had now is a SIGBUS or the OOM killer, not an error.
+        # Before Linux 5.14. If there is no memory, the result is SIGBUS or the OOM killer, not an error.
         as_array(address, nbytes)[:: mmap.PAGESIZE] = 0
     return small
 
 
 def _collapse(address: int, nbytes: int) -> int:
-    """Give whole ranges of 2 MiB huge pages. Returns the bytes that stay small.
+    """Collapse whole ranges of 2 MiB into huge pages. Returns the bytes that keep small pages.
 
-    Shared memory gets huge pages by faults only where ``shmem_enabled`` says so, and by default it says never.
-    MADV_COLLAPSE does not ask it. It wants something to collapse, so one small page of each range is faulted in first;
-    the kernel clears the rest of the huge page. (Measured on a busy core: 0.1 s/GiB, against 3.9 where all small pages
-    were faulted in before.)
+    Page faults give shared memory huge pages only if ``shmem_enabled`` allows it, and the default is never.
+    MADV_COLLAPSE ignores that setting. It needs at least one page to collapse, so one small page of each range is
+    faulted in first; the kernel clears the rest of the huge page. (Measured on a busy core: 0.1 s/GiB; 3.9 s/GiB if all
+    small pages are faulted in first.)
     """
     huge = memory_limits.THP_BYTES
     first, end = -(-address // huge) * huge, (address + nbytes) // huge * huge
@@ -141,22 +139,22 @@ def _collapse(address: int, nbytes: int) -> int:
             advise(piece, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
         advise(first, end - first, _MADV_COLLAPSE)
     except OSError:
-        # No huge page is free, a page was in use at that moment, or the kernel does not know the call: small pages do.
+        # No huge page is free, a page was in use at that moment, or the kernel is too old: use small pages.
         return nbytes
     return nbytes - (end - first)
 
 
 def bind(address: int, nbytes: int, node: int) -> None:
-    """Bind pages that are not faulted in yet to one node. There is no libc wrapper without libnuma."""
+    """Bind pages that are not faulted in yet to one NUMA node. libc has no wrapper of mbind without libnuma."""
     number = _SYS_MBIND.get(os.uname().machine)
     if number is None:
-        raise OSError(errno.ENOSYS, f"mbind is not known on {os.uname().machine}")
+        raise OSError(errno.ENOSYS, f"the number of mbind is unknown on {os.uname().machine}")
     words = (ctypes.c_ulong * (node // 64 + 1))()
     words[node // 64] = 1 << node % 64
-    # The kernel reads one bit less than it is told (get_nodes in mm/mempolicy.c).
+    # The kernel reads one bit less than this number (get_nodes in mm/mempolicy.c).
     bits = ctypes.c_ulong(len(words) * 64 + 1)
     arguments = (ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_ulong(_MPOL_BIND), words, bits)
-    _checked(_libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(0)))
+    _check(_libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(0)) == 0)
 
 
 def as_array(address: int, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -1,6 +1,6 @@
-"""Structured logs: text for a person at a terminal, one JSON object per line for everything else.
+"""Structured logging: text at a terminal, otherwise one JSON object per line.
 
-Logging never waits and never fails: `kvsidecar.support.log_writer`.
+Logging never blocks and never fails; see `kvsidecar.support.log_writer`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, TextIO, cast
 
 from kvsidecar.support import terminal
-from kvsidecar.support.imports import without
+from kvsidecar.support.imports import module_hidden
 from kvsidecar.support.log_writer import LogStream, LogWriter, Loss
 
-with without("rich"):  # it would draw tracebacks for a renderer that is not used here; a tenth of the daemon's start
+# structlog imports rich for a renderer that is not used here: a tenth of the daemon's start.
+with module_hidden("rich"):
     import structlog
 
 FLUSH_SECONDS: Final = 1.0
-"""The most that the end of the process waits for the reader of the log."""
+"""Longest wait for the reader of the log when the process ends."""
 _WIDE: Final = 120
-"""Columns of a terminal that has room to align the events."""
+"""Columns from which a terminal has room to align the events."""
 
 _COLORS: Final = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "31"}
 
 
 class Text:
-    """Renders an event for a person: time, level, event, values; wrapped between values where the terminal ends."""
+    """Renders an event as text: time, level, event, values; wraps between values at the width of the terminal."""
 
     def __init__(self, stream: terminal.TextStream) -> None:
         self._stream = stream
@@ -56,14 +57,14 @@ class Text:
 
 
 def _printable(value: object, *, quote: bool = True) -> str:
-    """A value on one line, without characters that would steer the terminal: clients choose some of them."""
+    """A value on one line, without control characters: clients choose some values and could manipulate the terminal."""
     text = value if isinstance(value, str) else repr(value)
     plain = text.isprintable() and not (quote and isinstance(value, str) and (not text or set(text) & set(" =\"'")))
     return text if plain else repr(text)
 
 
 def configure(*, log_format: str, level: str) -> None:
-    """Set up logging for this process, or change it. Takes the place of ``sys.stderr``.
+    """Set up or change logging for this process. Replaces ``sys.stderr``.
 
     Args:
         log_format: ``text``, ``json``, or ``auto``: text if standard error is a terminal.
@@ -92,7 +93,7 @@ def configure(*, log_format: str, level: str) -> None:
         logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
         cache_logger_on_first_use=False,
     )
-    # Libraries (grpc, aiohttp) log through the standard module: let their warnings come out in the same form.
+    # Libraries (grpc, aiohttp) log through the standard module; their warnings get the same form.
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -103,11 +104,10 @@ def configure(*, log_format: str, level: str) -> None:
 
 
 def _stream() -> LogStream:
-    """The stream that replaces standard error."""
     if isinstance(sys.stderr, LogStream):
         return sys.stderr
     if sys.stderr is None:
-        # Started without standard error. Drivers print to descriptor 2, so no file, socket or lock may get that number.
+        # Started without standard error. Drivers print to descriptor 2, so nothing else may get that number.
         while (null := os.open(os.devnull, os.O_RDWR)) < 2:
             pass
         sys.stderr = os.fdopen(null, "w", encoding="utf-8")
@@ -118,19 +118,19 @@ def _stream() -> LogStream:
 
 
 def flush() -> None:
-    """Wait until all lines are written, for `FLUSH_SECONDS` at most; called before the process ends."""
+    """Wait until all lines are written, at most `FLUSH_SECONDS`. Called before the process ends."""
     if isinstance(sys.stderr, LogStream):
         sys.stderr.writer.flush(FLUSH_SECONDS)
 
 
 def lost() -> dict[str, int]:
-    """Lines of the log that were lost so far, by reason."""
+    """Number of log lines lost so far, by reason."""
     counts = sys.stderr.writer.lost() if isinstance(sys.stderr, LogStream) else dict.fromkeys(Loss, 0)
     return {reason.value: count for reason, count in counts.items()}
 
 
 def show(status: str) -> None:
-    """Keep a line below the log of a terminal until the next call; an empty line removes it."""
+    """Show a status line below the log on a terminal until the next call. An empty line removes it."""
     if isinstance(stream := sys.stderr, LogStream):
         stream.writer.show(stream.encode(status))
 

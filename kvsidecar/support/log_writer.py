@@ -1,8 +1,8 @@
-"""Writes lines to standard error from a thread of its own: logging never waits for a reader, and never fails.
+"""Writes log lines to standard error in a separate thread: logging never waits for a reader and never fails.
 
-write(2) to a pipe without a reader blocks without limit, and one to a closed pipe or a full disk fails. In both cases
-lines are lost here, counted by reason, and reported in the log as soon as it takes lines again. O_NONBLOCK would not
-do: it belongs to the open file, which is shared with the shell or the service manager.
+write(2) to a pipe whose reader is stuck blocks without limit; to a closed pipe or a full disk it fails. In both cases
+lines are dropped, counted by reason, and reported in the log as soon as writes succeed again. O_NONBLOCK is not an
+option: it applies to the open file, which is shared with the shell or the service manager.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from enum import StrEnum
 from typing import Final, TextIO
 
 MAX_WAITING_BYTES: Final = 1 << 20
-"""Lines that wait for a slow reader; a pipe of the kernel takes 64 KiB more."""
-SAY_AGAIN_SECONDS: Final = 1.0
-"""While the reader stays too slow, losses are reported at most this often."""
+"""Limit of the lines that wait for a slow reader; a kernel pipe holds another 64 KiB."""
+REPORT_SECONDS: Final = 1.0
+"""Shortest interval between reports of losses while the reader is too slow."""
 _CLEAR: Final = "\r\x1b[K"
 
 
@@ -31,9 +31,9 @@ class Loss(StrEnum):
     CLOSED = "closed"
     """The other end of the pipe or terminal is closed."""
     FULL = "full"
-    """The file system is full, or the file has reached a limit of its size."""
+    """The file system is full, or the file has reached its size limit."""
     BEHIND = "behind"
-    """The reader is slow or stuck, and `MAX_WAITING_BYTES` are waiting."""
+    """The reader is slow or stuck, and `MAX_WAITING_BYTES` of lines are waiting."""
     FAILED = "failed"
     """The write failed for another reason."""
 
@@ -45,12 +45,12 @@ _LOSSES: Final[Mapping[int, Loss]] = {
 
 
 class LogWriter:
-    """Owns the thread. All methods may be called from any thread, and none raises.
+    """Owns the writer thread. Thread-safe; no method raises.
 
     Args:
-        fd: where lines go.
-        describe: the line, without its end, that says how many were lost.
-        max_waiting: bytes of lines that wait at most; one line may exceed it.
+        fd: the descriptor to write to.
+        describe: returns the text that reports lost lines.
+        max_waiting: maximum bytes of waiting lines; a single line may exceed it.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class LogWriter:
         self._changed = threading.Condition()
         self._lines: collections.deque[bytes] = collections.deque()
         self._waiting = 0
-        """Bytes of them, with the one that is being written."""
+        """Bytes of these lines and of the one that is being written."""
         self._lost = dict.fromkeys(Loss, 0)
-        self._said = dict(self._lost)
-        """Losses that the log has reported."""
-        self._said_at = -SAY_AGAIN_SECONDS
-        self._torn = False
-        """Only a part of the last line was written."""
+        self._reported = dict(self._lost)
+        """Losses that have been reported."""
+        self._reported_at = -REPORT_SECONDS
+        self._partial_line = False
+        """Whether only a part of the last line was written."""
         self._status = self._drawn = b""
-        """The line that a terminal is to show below the log, and the one that it shows."""
+        """The wanted status line below the log of a terminal, and the one that is shown."""
         threading.Thread(target=self._run, name="kvsidecar-log", daemon=True).start()
 
     def write(self, line: bytes) -> None:
-        """Write a line, with its end, or lose it."""
+        """Queue a line, including its newline, or drop it."""
         with self._changed:
             if self._waiting and self._waiting + len(line) > self._max_waiting:
                 self._lost[Loss.BEHIND] += 1
@@ -84,18 +84,18 @@ class LogWriter:
             self._changed.notify_all()
 
     def show(self, status: bytes) -> None:
-        """Keep a line below the log of a terminal until the next call; an empty line removes it."""
+        """Show a status line below the log on a terminal until the next call. An empty line removes it."""
         with self._changed:
             self._status = status
             self._changed.notify_all()
 
     def lost(self) -> dict[Loss, int]:
-        """Lines so far, by reason."""
+        """Number of lost lines so far, by reason."""
         with self._changed:
             return dict(self._lost)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until every line is written or lost. False if that took longer than ``timeout`` seconds."""
+        """Wait until every line is written or lost. False after ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and self._status == self._drawn, timeout)
 
@@ -105,50 +105,52 @@ class LogWriter:
                 self._changed.wait_for(lambda: self._lines or self._status != self._drawn)
                 line = self._lines.popleft() if self._lines else b""
                 status, last = self._status, not self._lines
-            text, told = self._losses(last=last) if line else (b"", None)
+            text, reported = self._losses(last=last) if line else (b"", None)
             text += line
             if status or self._drawn:
                 text = _CLEAR.encode() + text + status
-            loss = self._put(b"\n" + text if self._torn else text)
+            loss = self._put(b"\n" + text if self._partial_line else text)
             with self._changed:
                 self._drawn = status
                 self._waiting -= len(line)
                 if loss is None:
-                    self._said = told or self._said
+                    self._reported = reported or self._reported
                 elif line:
                     self._lost[loss] += 1
                 self._changed.notify_all()
 
     def _losses(self, *, last: bool) -> tuple[bytes, dict[Loss, int] | None]:
-        """The report of lost lines to write before the next line, and the losses that are reported with it."""
+        """The report to write before the next line, and the losses after which it is complete."""
         lost = self.lost()
-        new = {reason: count - self._said[reason] for reason, count in lost.items() if count > self._said[reason]}
+        new = {
+            reason: count - self._reported[reason] for reason, count in lost.items() if count > self._reported[reason]
+        }
         now = time.monotonic()
-        if not new or (not last and now - self._said_at < SAY_AGAIN_SECONDS):
+        if not new or (not last and now - self._reported_at < REPORT_SECONDS):
             return b"", None
-        self._said_at = now
+        self._reported_at = now
         return self.describe(new).encode(errors="backslashreplace") + b"\n", lost
 
     def _put(self, data: bytes) -> Loss | None:
-        """Write all of it. Returns why that failed, or None."""
+        """Write all of it. Returns the reason of a failure, or None."""
         left = memoryview(data)
         while left:
             try:
                 left = left[os.write(self._fd, left) :]
-            except BlockingIOError:  # another process that shares the open file has set O_NONBLOCK
+            except BlockingIOError:  # another process has set O_NONBLOCK on the shared open file
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()
             except OSError as error:
                 if written := len(data) - len(left):
-                    self._torn = data[written - 1 : written] != b"\n"
+                    self._partial_line = data[written - 1 : written] != b"\n"
                 return _LOSSES.get(error.errno or 0, Loss.FAILED)
-        self._torn = False
+        self._partial_line = False
         return None
 
 
 class LogStream(io.TextIOBase):
-    """Stands in for ``sys.stderr``: Python's own messages must not wait for a reader either.
+    """Replaces ``sys.stderr``, because Python's own messages must not wait for a reader either.
 
     Args:
         behind: the stream that this one replaces.
@@ -160,7 +162,7 @@ class LogStream(io.TextIOBase):
         self._behind = behind
         self._errors = errors
         self._begun = threading.local()
-        """The line that each thread has begun: print() writes the end of a line by itself."""
+        """The unfinished line of each thread: print() writes the newline separately."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -179,7 +181,7 @@ class LogStream(io.TextIOBase):
         lines, end, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
         self._begun.text = rest
         if end:
-            self.writer.write(self.encode(lines + end))  # whole, so that lines of other threads do not come between
+            self.writer.write(self.encode(lines + end))  # in one piece: lines of threads do not mix
         return len(text)
 
     def encode(self, text: str) -> bytes:

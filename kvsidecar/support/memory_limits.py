@@ -1,10 +1,10 @@
-"""How much host memory this process may have, and whether a pool fits: read from /proc, /sys and the cgroup files.
+"""Limits of host memory for this process, read from /proc, /sys and cgroup files, and whether a pool fits them.
 
-Pinned memory cannot be reclaimed or swapped: a pool that exceeds a limit does not slow down, it gets this process or an
-engine killed. So every limit that can be read is checked before a byte is touched, and a refusal names it. A file that
-is missing or unreadable means "no such limit", never an error: the kernel still has the last word.
+Pinned memory cannot be reclaimed or swapped: a pool that exceeds a limit gets this process or an engine killed. So
+every readable limit is checked before any memory is touched, and a refusal names the limit. A missing or unreadable
+file means "no such limit" and is never an error: the kernel enforces its limits anyway.
 
-Every function takes ``root``, the directory that stands for ``/``; tests give it a made-up tree.
+Every function takes ``root``, a directory to use as ``/``; tests pass a fake tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIN_BOOKKEEPING_BYTES = 24
 pin_user_pages fills in and 16 for NVIDIA's ``nvidia_pte_t`` (open kernel module 595.45.04). About 0.6 %."""
 
 HEADROOM_BYTES = 256 * MiB
-"""The daemon's own growth after the check: CUDA contexts, gRPC, the cache's index. An estimate."""
+"""Estimated growth of the daemon after the check: CUDA contexts, gRPC, the cache's index."""
 
 THP_BYTES = 2 * MiB
 HUGE_PAGES_HINT = (
@@ -47,8 +47,6 @@ class HugePages(StrEnum):
 
 
 class PageKind(StrEnum):
-    """The kind of pages that the pool has."""
-
     HUGETLB = "hugetlb"
     THP = "thp"
     SMALL = "small"
@@ -58,7 +56,7 @@ class PageKind(StrEnum):
 class Pages:
     kind: PageKind
     nbytes: int
-    """Bytes of one page; for transparent huge pages, of the page that the kernel tries to use."""
+    """Bytes of one page; for transparent huge pages, of the huge page that the kernel tries to use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +64,12 @@ class CgroupLimit:
     """One limit of one cgroup, in bytes."""
 
     path: str
-    """As this process sees it: ``/`` is the container itself where cgroups are namespaced."""
+    """As this process sees it: in a cgroup namespace ``/`` is the container itself."""
     source: str
-    """The file it was read from."""
+    """Name of the file."""
     limit: int
     in_use: int
-    """Without page cache that the kernel would drop first."""
+    """Without reclaimable page cache."""
 
     @property
     def room(self) -> int:
@@ -88,7 +86,7 @@ class NumaNode:
 
     total: int
     available: int
-    """Free, or page cache that the kernel would drop first."""
+    """Free memory and reclaimable page cache."""
 
 
 # -- readers -----------------------------------------------------------------------------------------------------
@@ -100,9 +98,9 @@ def meminfo(root: Path = ROOT) -> dict[str, int]:
 
 
 def memlock_limit(root: Path = ROOT) -> int | None:
-    """Bytes that this process may ``mlock`` (RLIMIT_MEMLOCK), or None: no limit, or CAP_IPC_LOCK lifts it.
+    """Bytes that this process may ``mlock`` (RLIMIT_MEMLOCK). None: there is no limit, or CAP_IPC_LOCK lifts it.
 
-    CUDA's registration does not count against it (the open kernel module has no such accounting); ``mlock`` does.
+    CUDA's registration does not count against it: the open kernel module does no such accounting.
     """
     found = re.search(r"^Max locked memory\s+(\S+)", _read(root / "proc/self/limits"), re.MULTILINE)
     if found is None or found[1] == "unlimited" or _has_cap_ipc_lock(root):
@@ -111,11 +109,11 @@ def memlock_limit(root: Path = ROOT) -> int | None:
 
 
 def memory_cgroups(root: Path = ROOT) -> tuple[CgroupLimit, ...]:
-    """All memory limits, v1 and v2, from this process's cgroup up to the topmost visible one."""
+    """All memory limits, v1 and v2, from this process's cgroup up to the topmost visible cgroup."""
     limits = []
     for path, directory in _cgroup_levels("memory", root):
         stat = dict(line.split(maxsplit=1) for line in _read(directory / "memory.stat").splitlines() if " " in line)
-        # Above memory.high the kernel throttles every allocation, and nothing pinned can be reclaimed to get below it.
+        # Above memory.high the kernel throttles every allocation, and pinned memory cannot be reclaimed to get below.
         for source, usage, cache in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.high", "memory.current", "inactive_file"),
@@ -150,17 +148,17 @@ def hugetlb_page_sizes(root: Path = ROOT) -> tuple[int, ...]:
 
 
 def hugetlb_free(page_bytes: int, root: Path = ROOT, node: int | None = None) -> int:
-    """Number of free, unreserved explicit huge pages of one size; on one NUMA node or on all."""
+    """Number of free, unreserved explicit huge pages of one size, on one NUMA node or on all."""
     where = "sys/kernel/mm" if node is None else f"sys/devices/system/node/node{node}"
     directory = root / where / "hugepages" / f"hugepages-{page_bytes >> 10}kB"
-    # Free pages include those that another mapping has reserved and not touched yet. (Nodes do not count these.)
+    # Free pages include those that another mapping has reserved but not touched. (Nodes do not report these.)
     return max(0, (_read_int(directory / "free_hugepages") or 0) - (_read_int(directory / "resv_hugepages") or 0))
 
 
 def thp_enabled(root: Path = ROOT) -> bool:
     """Whether a pool in shared memory gets transparent huge pages in this process.
 
-    By faults where ``shmem_enabled`` allows it; since Linux 6.1 by MADV_COLLAPSE, unless it denies even that.
+    Page faults create them if ``shmem_enabled`` allows it. Since Linux 6.1 MADV_COLLAPSE does too, unless it is "deny".
     """
     mode = re.search(r"\[(\w+)\]", _read(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     if mode is None or mode[1] == "deny":
@@ -173,7 +171,7 @@ def thp_enabled(root: Path = ROOT) -> bool:
 
 
 def page_table_bytes(nbytes: int) -> int:
-    """What the page tables of so many bytes of small pages take, in each process that maps them."""
+    """Bytes of page tables for this many bytes of small pages, in each process that maps them."""
     return nbytes // mmap.PAGESIZE * 8
 
 
@@ -187,7 +185,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
 
 
 def numa_nodes(root: Path = ROOT) -> dict[int, NumaNode]:
-    """NUMA nodes that are online, have memory, and are in this process's cpuset; by number, in order."""
+    """NUMA nodes that are online, have memory, and are in this process's cpuset, in order of their numbers."""
     directory = root / "sys/devices/system/node"
     online = set(parse_ranges(_read(directory / "online")))
     if with_memory := _read(directory / "has_memory"):
@@ -208,10 +206,10 @@ def numa_nodes(root: Path = ROOT) -> dict[int, NumaNode]:
 
 
 def resolve_size(size: Size, root: Path = ROOT) -> int:
-    """Bytes of a pool size. A percentage is of the machine's memory, or of the tightest cgroup limit if that is less.
+    """Bytes of a pool size. A percentage refers to the machine's memory, or to the lowest cgroup limit if that is less.
 
-    Rounded down to whole memory pages, a percentage to 64 MiB (2 MiB below 512 MiB), so that no slab or huge page is
-    cut.
+    The result is rounded down to whole pages; a percentage to 64 MiB (2 MiB below 512 MiB), a multiple of slabs and
+    huge pages.
     """
     whole = min([meminfo(root).get("MemTotal", 0), *(limit.limit for limit in memory_cgroups(root))])
     nbytes = size.of(whole)
@@ -222,10 +220,10 @@ def resolve_size(size: Size, root: Path = ROOT) -> int:
 
 
 def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pages, ...]:
-    """The kinds of pages that a pool of ``nbytes`` may have, best first; explicit huge pages even if too few are free.
+    """The kinds of pages for a pool of ``nbytes``, best first; explicit huge pages even if too few are free.
 
     Raises:
-        PoolRefused: the wish cannot be met on this machine or with this size.
+        PoolRefused: the setting is impossible on this machine or with this size.
     """
     small = Pages(PageKind.SMALL, mmap.PAGESIZE)
     if wish is HugePages.NONE:
@@ -253,8 +251,11 @@ def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pa
 
 
 def hugetlb_problem(nbytes: int, page_bytes: int, node_bytes: Mapping[int, int], root: Path = ROOT) -> str | None:
-    """Why a pool does not fit the explicit huge pages of one size, as a sentence, or None. ``node_bytes`` as in
-    `check_fits`."""
+    """Why a pool does not fit the explicit huge pages of one size, as a sentence, or None.
+
+    Args:
+        node_bytes: as for `check_fits`.
+    """
     size = format_size(page_bytes)
     free = hugetlb_free(page_bytes, root)
     if nbytes > free * page_bytes:
@@ -295,12 +296,12 @@ def check_fits(
     """Refuse a pool that exceeds a limit. Changes nothing.
 
     Args:
-        bookkeeping: kernel memory that pinning needs beside the pool, see `bookkeeping_bytes`.
-        pin_limit: bytes that the platform may pin, if it has a limit of its own.
+        bookkeeping: kernel memory for pinning in addition to the pool, see `bookkeeping_bytes`.
+        pin_limit: the platform's own limit of pinned bytes.
         node_bytes: bytes of the pool to bind, by NUMA node.
 
     Raises:
-        PoolRefused: names the need, the limit and what to do.
+        PoolRefused: names the need, the limit and a remedy.
     """
     if pin_limit is not None and nbytes > pin_limit:
         raise PoolRefused(
@@ -311,8 +312,8 @@ def check_fits(
     if hugetlb and (problem := hugetlb_problem(nbytes, pages.nbytes, node_bytes or {}, root)):
         raise PoolRefused(problem)
     beside = bookkeeping + HEADROOM_BYTES
-    # Explicit huge pages were taken out of the machine's memory when they were made; a cgroup's memory limit counts
-    # them only where cgroup2 is mounted so (commit 8cba9576df60, Linux 6.6).
+    # Explicit huge pages are no longer part of available memory; a cgroup's memory limit counts them only if cgroup2
+    # is mounted with memory_hugetlb_accounting (commit 8cba9576df60, Linux 6.6).
     options = [options for _, fstype, options in _mounts(root) if fstype == "cgroup2"]
     counted = not hugetlb or any("memory_hugetlb_accounting" in each for each in options)
     in_cgroup = nbytes if counted else 0
@@ -332,7 +333,7 @@ def check_fits(
             f"{format_size(info.get('MemTotal', 0))} are available: lower --pool-size, or use --memory-check off "
             f"where memory is added as it is used"
         )
-    # A bound page comes from its node or not at all: the kernel kills a process rather than use another node.
+    # A bound page must come from its node: the kernel kills a process rather than use another node.
     for number, node in numa_nodes(root).items():
         part = (node_bytes or {}).get(number, 0)
         if part > node.available:
@@ -340,9 +341,6 @@ def check_fits(
                 f"the pool needs {_apart(part, node.available)} on NUMA node {number} but "
                 f"{format_size(node.available)} are free there: lower --pool-size or use --numa off"
             )
-
-
-# -- helpers -----------------------------------------------------------------------------------------------------
 
 
 def _need(nbytes: int, beside: int, room: int) -> str:
@@ -353,7 +351,7 @@ def _need(nbytes: int, beside: int, room: int) -> str:
 
 
 def _apart(need: int, limit: int) -> str:
-    """``need`` as text, in bytes where rounding would make it read like the limit that it exceeds."""
+    """``need`` as text, in bytes if rounding would make it equal to the limit that it exceeds."""
     return format_size(need) if format_size(need) != format_size(limit) else f"{need} bytes"
 
 
@@ -369,8 +367,8 @@ def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
             if number != "0" and controller not in options.split(","):
                 continue
             mount_root, mount_point = fields[3].rstrip("/"), fields[4]
-            # Where only the own subtree is mounted (Docker with host cgroup namespace), the path still starts at the
-            # top. Anything else that does not match, "/.." for one, is served by the topmost visible directory.
+            # If only the own subtree is mounted (Docker with host cgroup namespace), the path still starts at the top.
+            # Any other path that does not match, such as "/..", is represented by the topmost visible directory.
             below = own.removeprefix(mount_root).strip("/") if f"{own}/".startswith(f"{mount_root}/") else ""
             parts = [] if ".." in below.split("/") else [part for part in below.split("/") if part]
             for depth in range(len(parts), -1, -1):
@@ -380,7 +378,7 @@ def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[list[str], str, str]]:
-    """(fields, file system type, options of the file system) of each line of mountinfo (proc_pid_mountinfo(5))."""
+    """(fields, file system type, file system options) of each line of mountinfo (proc_pid_mountinfo(5))."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, filesystem = left.split(), right.split()

@@ -1,4 +1,4 @@
-"""The peer of a Unix socket, as the kernel identifies it (unix(7))."""
+"""Identifies the peer of a Unix socket (unix(7))."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _UCRED = struct.Struct("3i")
 
 
 class Credentials(NamedTuple):
-    """Identifies the process that called connect() or listen(), as it was then."""
+    """The process that called connect() or listen(), at the time of that call."""
 
     pid: int
-    """In this process's PID namespace; 0 if the peer lives in one that is not visible here."""
+    """In this process's PID namespace; 0 if the peer's PID namespace is not visible here."""
     uid: int
     gid: int
 
@@ -33,8 +33,8 @@ def credentials(connection: socket.socket) -> Credentials:
 def groups(connection: socket.socket) -> frozenset[int]:
     """The supplementary groups of the peer when it connected.
 
-    Empty before Linux 4.13, and for more than the 256 groups that Python's getsockopt has room for: only the rules for
-    the peer's user and primary group apply then.
+    Empty before Linux 4.13, and for more than 256 groups, the limit of Python's getsockopt. Then only policy rules for
+    the peer's user and primary group apply.
     """
     with contextlib.suppress(OSError):
         return frozenset(array.array("I", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)))
@@ -42,15 +42,14 @@ def groups(connection: socket.socket) -> frozenset[int]:
 
 
 def kernel_pidfd(connection: socket.socket) -> int | None:
-    """A pidfd of the process that connected, in any PID namespace; None before Linux 6.5."""
+    """A pidfd of the peer, in any PID namespace; None before Linux 6.5."""
     with contextlib.suppress(OSError):
         return int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
     return None
 
 
 def pidfd(connection: socket.socket) -> int | None:
-    """A pidfd of the peer, if there is one. Before Linux 6.5 it is found by the PID, which another process may have got
-    meanwhile."""
+    """A pidfd of the peer, or None. Before Linux 6.5 it is opened by PID, which may have been reused."""
     if (fd := kernel_pidfd(connection)) is not None:
         return fd
     if pid := credentials(connection).pid:

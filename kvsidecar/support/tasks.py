@@ -1,7 +1,7 @@
-"""A set of asyncio tasks with an owner: no task is lost, and no failure goes unheard.
+"""A set of asyncio tasks with an owner: no task is lost, and every failure is reported.
 
-Not an `asyncio.TaskGroup`: there one failing task cancels its siblings, and one engine's bad job must not end
-another engine's copies.
+Unlike in `asyncio.TaskGroup`, a failing task does not cancel its siblings: one engine's bad job must not end another
+engine's copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class TaskSet:
-    """Runs coroutines until they end, and passes their exceptions to one listener.
+    """Runs coroutines as tasks and reports their exceptions.
 
     Args:
         on_error: called with (task name, exception) for every task that raises. Cancellation is not an error.
@@ -28,15 +28,14 @@ class TaskSet:
         return len(self._tasks)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
-        """Start a task that this set owns."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        # The event loop holds tasks only weakly (docs of asyncio.create_task): without this set they may vanish.
+        # The event loop keeps only weak references to tasks (see asyncio.create_task).
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def join(self, timeout: float | None = None) -> int:
-        """Wait until every task has ended, at most ``timeout`` seconds. Returns how many are still running."""
+        """Wait until every task has ended, at most ``timeout`` seconds. Returns the number of running tasks."""
         current = asyncio.current_task()
         tasks = {task for task in self._tasks if task is not current}
         if not tasks:
@@ -45,7 +44,7 @@ class TaskSet:
         return len(pending)
 
     async def cancel(self) -> None:
-        """Cancel every task and wait for their ends."""
+        """Cancel every task and wait until all have ended."""
         for task in tuple(self._tasks):
             task.cancel()
         await self.join()
@@ -56,18 +55,18 @@ class TaskSet:
             self._on_error(task.get_name(), error)
 
 
-class StepTurns:
-    """Runs long computations on the event loop in steps, between which the loop does its other work.
+class RoundRobin:
+    """Round-robin scheduling of long computations on the event loop.
 
-    Computations take turns, one step each: many at once delay the loop no more than one does, and a short one does not
-    wait for the end of a long one.
+    Each computation runs one step at a time, and the loop does other work in between. Many computations delay the loop
+    no more than one does, and a short one need not wait for the end of a long one.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def run(self, steps: Generator[None, None, T]) -> T:
-        """Run a computation. Returns the value that the generator returns."""
+        """Run a computation and return the generator's return value."""
         while True:
             async with self._turn:
                 try:

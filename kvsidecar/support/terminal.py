@@ -1,4 +1,4 @@
-"""The abilities of a terminal: width, colors, characters."""
+"""Capabilities of a terminal: width, colors, characters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 from typing import Final, Protocol
 
 PLAIN: Final = "kvsidecar.plain"
-"""Error handler of an encoding: replaces a character by the ASCII character that looks most like it, so that bars and
-tables keep their width."""
+"""Encoding error handler that replaces a character by the most similar ASCII character, so that bars and tables keep
+their width."""
 
-_STAND_INS: Final = dict(zip("█░▁▂▃▄▅▆▇━╸╺─│·•…–—×→µ≤≥✓✗�", "#.__--===----|.*~--x>u<>+x?", strict=True))  # noqa: RUF001
+_ASCII_FALLBACKS: Final = dict(zip("█░▁▂▃▄▅▆▇━╸╺─│·•…–—×→µ≤≥✓✗�", "#.__--===----|.*~--x>u<>+x?", strict=True))  # noqa: RUF001
 
 
 class TextStream(Protocol):
-    """The part of a file that is used here."""
+    """The methods of a text file that this module uses."""
 
     def fileno(self) -> int: ...
 
@@ -26,21 +26,21 @@ class TextStream(Protocol):
 def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(_STAND_INS.get(each, "?") for each in error.object[error.start : error.end]), error.end
+    return "".join(_ASCII_FALLBACKS.get(each, "?") for each in error.object[error.start : error.end]), error.end
 
 
 codecs.register_error(PLAIN, _plain)
 
 
 def never_fail_to_encode() -> None:
-    """Let this process print any text, whatever the encoding of its locale."""
+    """Make this process able to print any text, whatever the encoding of its locale."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=PLAIN)
 
 
 def width(stream: TextStream) -> int:
-    """Columns of the terminal behind a stream; 80 if it does not say."""
+    """Columns of the terminal behind a stream; 80 if unknown."""
     if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
         return int(columns)
     try:
@@ -51,9 +51,9 @@ def width(stream: TextStream) -> int:
 
 def colors(stream: TextStream) -> bool:
     """Whether to color text on this stream (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and moves(stream)
+    return stream.isatty() and not os.environ.get("NO_COLOR") and can_redraw(stream)
 
 
-def moves(stream: TextStream) -> bool:
-    """Whether it is a terminal whose lines can be written over."""
+def can_redraw(stream: TextStream) -> bool:
+    """Whether this is a terminal on which a line can be redrawn."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

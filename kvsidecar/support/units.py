@@ -1,8 +1,8 @@
-"""Sizes, rates and times as people write and read them.
+"""Parses and formats sizes, rates and durations.
 
-Sizes are read as Kubernetes writes them: ``KiB``/``Ki`` and so on are powers of 1024, ``KB``/``K`` and so on powers of
-1000, capital or small letters alike. Sizes are printed in binary units, rates in decimal ones (GB/s), because links,
-drivers and other projects give theirs so.
+Sizes follow the notation of Kubernetes: ``KiB``/``Ki`` and so on are powers of 1024, ``KB``/``K`` and so on powers of
+1000; case does not matter. Sizes are printed in binary units, rates in decimal ones (GB/s), as is usual for links and
+drivers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parse_size(text: str | int) -> int:
     """Bytes of a size such as ``64GiB``, ``1.5 GiB``, ``16Gi``, ``10GB`` or ``4096``.
 
     Raises:
-        ValueError: it is not a size, or not a whole number of bytes; the text starts with the value's ``repr``.
+        ValueError: not a size, or not a whole number of bytes. The text starts with the value's ``repr``.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
@@ -47,7 +47,7 @@ def parse_size(text: str | int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A size in bytes, or a share of something that is known later: exactly one of the two."""
+    """A size in bytes, or a percentage of a size that is known later: exactly one of the two."""
 
     nbytes: int | None = None
     percent: float | None = None
@@ -58,7 +58,7 @@ class Size:
         """A size as `parse_size` reads it, or a percentage such as ``80%``.
 
         Raises:
-            ValueError: it is neither; the text starts with the value's ``repr``.
+            ValueError: it is neither. The text starts with the value's ``repr``.
         """
         found = _PERCENT.fullmatch(text) if isinstance(text, str) else None
         if found:
@@ -73,7 +73,7 @@ class Size:
             raise ValueError(f"{error}{hint}") from None
 
     def of(self, whole: int) -> int:
-        """Bytes, where 100 % is ``whole`` bytes; rounded down."""
+        """Bytes, rounded down; ``whole`` is 100 %."""
         if self.nbytes is not None:
             return self.nbytes
         return int(whole * Decimal(str(self.percent)) / 100)
@@ -83,7 +83,7 @@ class Size:
 
 
 def format_size(nbytes: int) -> str:
-    """``64 GiB``, ``1.5 GiB``, ``512 B``: at most two decimals, so two close sizes may read the same."""
+    """``64 GiB``, ``1.5 GiB``, ``512 B``: at most two decimals, so two close sizes may look the same."""
     return _in_units(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"), decimals=2)
 
 
@@ -104,9 +104,14 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if minutes else f"{hours} h"
 
 
+def count(number: int, noun: str) -> str:
+    """``1 job``, ``2 jobs``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _in_units(value: float, step: int, units: tuple[str, ...], *, decimals: int) -> str:
     exponent = 0
-    # 1023.995 would be printed as 1024: such a value belongs to the next unit.
+    # 1023.995 rounds to 1024, which belongs to the next unit.
     while round(abs(value), decimals) >= step and exponent < len(units) - 1:
         value, exponent = value / step, exponent + 1
     return f"{_short(value, decimals)} {units[exponent]}"

@@ -11,7 +11,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.leases import RELEASED, LeaseTable
 from kvsidecar.cache.slabs import LEVELS
-from kvsidecar.cache.slots import NOBODY, SlotAllocator, SlotState
+from kvsidecar.cache.slots import NO_OWNER, SlotAllocator, SlotState
 from tests.cache.inside import rows_in, state_of
 
 Row = tuple[int, int]
@@ -91,7 +91,7 @@ def _check_slab(allocator: SlotAllocator, slab: int) -> Counter[int]:
     assert slabs.lowest_free[slab] <= lowest, f"{name} would not find its free slot {lowest}"
     for index, (state, owner) in enumerate(zip(states, owners, strict=True)):
         owned = state not in (SlotState.FREE, SlotState.QUARANTINED)
-        assert owned == (owner != NOBODY), f"slot {index} of {name} is {SlotState(state).name}, its owner {owner}"
+        assert owned == (owner != NO_OWNER), f"slot {index} of {name} is {SlotState(state).name}, its owner {owner}"
     return counts
 
 

@@ -192,7 +192,7 @@ def test_a_store_ends_once(first: str, second: str) -> None:
     cache = new_cache(2)
     grant = begin(cache, open_space(cache), keys("a"))
     getattr(cache, f"{first}_all")(grant)
-    with pytest.raises(AssertionError, match="ended before"):
+    with pytest.raises(AssertionError, match="already ended"):
         getattr(cache, f"{second}_all")(grant)
     check_integrity(cache)
 
@@ -340,7 +340,7 @@ def test_a_load_pins_its_blocks_until_it_ends() -> None:
     assert cache.stats().loads == 1
     cache.end_load(load)
     assert not refused(cache, space, "b")
-    with pytest.raises(AssertionError, match="ended before"):
+    with pytest.raises(AssertionError, match="already ended"):
         cache.end_load(load)
 
 
@@ -402,7 +402,7 @@ def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever() -> None:
     assert refused(cache, space, "b")
     cache.clear()
     assert refused(cache, space, "b")
-    with pytest.raises(AssertionError, match="ended before"):
+    with pytest.raises(AssertionError, match="already ended"):
         cache.end_load(load)
     check_integrity(cache)
 
@@ -442,7 +442,7 @@ def test_the_other_shards_of_a_corrupt_block_free_their_slots() -> None:
     cache.mark_corrupt(load, 0, 0)
     cache.end_load(load)
     assert (cache.stats().quarantined_bytes, cache.stats().free_bytes) == (PAGE, PAGE)
-    with pytest.raises(AssertionError, match="ended before"):
+    with pytest.raises(AssertionError, match="already ended"):
         cache.mark_corrupt(load, 0, 0)
     check_integrity(cache)
 

@@ -15,9 +15,9 @@ def rows(*numbers: int) -> np.ndarray:
 
 
 def order(policy: LruPolicy) -> list[int]:
-    for segment, living in policy._living.items():
-        assert living == len(policy._living_rows(segment)), f"segment {segment} does not have {living} entries"
-    assert policy._living.keys() == policy._segments.keys()
+    for segment, living in policy._live.items():
+        assert living == len(policy._live_rows(segment)), f"segment {segment} does not have {living} entries"
+    assert policy._live.keys() == policy._segments.keys()
     return [row for piece in policy.candidates() for row in piece.tolist()]
 
 

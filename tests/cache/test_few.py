@@ -34,7 +34,7 @@ def loops_up_to(few: int) -> Iterator[None]:
         for module in MODULES:
             patch.setattr(module, "FEW", few)
         if not few:
-            patch.setattr(eviction._Plan, "only_table", lambda _: None)  # a shortcut of another kind
+            patch.setattr(eviction._EvictionPlan, "only_table", lambda _: None)  # a shortcut of another kind
         patch.setattr(block_table, "SPARE_ROWS", 32)  # there is less to compare
         yield
 

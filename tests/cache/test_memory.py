@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvsidecar.cache.arrays import HUGE_BYTES, MAPPED_BYTES, longer, zeros
+from kvsidecar.cache.arrays import HUGE_BYTES, MAPPED_BYTES, extended, zeros
 from kvsidecar.cache.block import COPIED_ROWS, SLOTS_BYTES, SPARSE, Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
@@ -212,8 +212,8 @@ def test_arrays_of_every_size_are_zeros_that_can_be_written_and_made_longer(nbyt
     assert column.shape == (2, nbytes // 16)
     assert not column.any()
     column[:] = 7
-    grown = longer(column, nbytes)
+    grown = extended(column, nbytes)
     assert grown.shape == (2, nbytes)
     assert (grown[:, : nbytes // 16] == 7).all()
     assert not grown[:, nbytes // 16 :].any()
-    assert longer(column, 5, axis=0).sum(axis=1).tolist() == [7 * (nbytes // 16)] * 2 + [0] * 3
+    assert extended(column, 5, axis=0).sum(axis=1).tolist() == [7 * (nbytes // 16)] * 2 + [0] * 3

@@ -83,7 +83,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, 4), count=st.integers(0, 5), node=NODES)
     def allocate(self, pages: int, count: int, node: int | None) -> None:
-        enough = self.slots.supply({pages * PAGE: count}).unmet() is None
+        enough = self.slots.plan({pages * PAGE: count}).unmet() is None
         assert self.take(pages, count, node) == enough
 
     @rule(data=st.data())
@@ -128,13 +128,13 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data(), needs=NEEDS)
     def what_is_planned_can_be_had(self, data: st.DataObject, needs: dict[int, int]) -> None:
         """The allocator keeps what a plan promises after some slots are freed. Of one class it has no more either."""
-        supply = self.slots.supply({pages * PAGE: need for pages, need in needs.items()})
+        plan = self.slots.plan({pages * PAGE: need for pages, need in needs.items()})
         freeable = sorted(slot for slot, (_, state) in self.taken.items() if state != SlotState.QUARANTINED)
         freed = data.draw(st.lists(st.sampled_from(freeable), unique=True)) if freeable else []
-        supply.free(np.array(freed, np.int64))
-        supply.keep(np.array(freed[::2], np.int64))
+        plan.free(np.array(freed, np.int64))
+        plan.undo_free(np.array(freed[::2], np.int64))
         freed = freed[1::2]
-        unmet, surplus = supply.unmet(), supply.surplus()
+        unmet, surplus = plan.unmet(), plan.surplus()
         if unmet is None or len(needs) == 1:
             self.free_these(freed)
             for pages, need in needs.items():

@@ -17,7 +17,7 @@ from kvsidecar.copier.worker import AHEAD_BYTES, TIMED_CALLS, CopyResult, CopyWo
 from kvsidecar.device.base import COPY, CopyCall, CopyList, CopyMark, CopyStream, PreparedCall
 from kvsidecar.device.host import HostDevice
 from kvsidecar.errors import CopyFailed, DeviceLost
-from kvsidecar.support.keep_awake import SleepGuard
+from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.types import Direction
 
 TIMEOUT = 30.0

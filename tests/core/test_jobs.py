@@ -26,7 +26,7 @@ from kvsidecar.core.registration import RankRegistration
 from kvsidecar.core.sessions import Peer, RankSession, SessionGroup
 from kvsidecar.device.base import CopyPlan, DeviceEvent, DeviceMemory
 from kvsidecar.errors import CopyFailed, DeviceLost, Refusal
-from kvsidecar.support.keep_awake import SleepGuard
+from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Region, Verify
 from tests.cache.integrity import check_integrity

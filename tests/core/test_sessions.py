@@ -23,7 +23,7 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import AccessDenied, InvalidRequest
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire
 from kvsidecar.server.convert import registration_from
-from kvsidecar.support.tasks import StepTurns
+from kvsidecar.support.tasks import RoundRobin
 from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE, layout
@@ -238,7 +238,7 @@ async def test_the_largest_registration_holds_up_the_event_loop_hardly_longer_th
 
 
 async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_steps() -> None:
-    turns, order = StepTurns(), list[str]()
+    turns, order = RoundRobin(), list[str]()
 
     def steps(name: str, count: int) -> Generator[None, None, str]:
         for number in range(count):
@@ -261,7 +261,7 @@ async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_
 
 
 async def test_a_computation_that_fails_lets_the_others_have_their_turns() -> None:
-    turns = StepTurns()
+    turns = RoundRobin()
 
     def fails() -> Generator[None, None, None]:
         yield

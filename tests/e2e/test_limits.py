@@ -131,7 +131,7 @@ def test_an_attach_stream_that_says_nothing_is_ended(daemon: DaemonProcess) -> N
         yield pb.AttachRequest()
 
     with stub(daemon) as sidecar:
-        with pytest.raises(grpc.RpcError, match="said nothing for 5 s") as caught:
+        with pytest.raises(grpc.RpcError, match="no message arrived within 5 s") as caught:
             list(sidecar.Attach(nothing(), timeout=SECONDS))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
         silent.set()

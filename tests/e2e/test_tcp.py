@@ -132,7 +132,7 @@ def test_nothing_attaches_over_tcp_and_nothing_is_leased(remote: Remote, pki: Pk
     token = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX, token=b"x")
     with stub(remote, pki.client("n1.sched.example")) as sidecar:
         asked = {
-            "a rank attaches over the Unix socket": lambda: list(sidecar.Attach(iter([pb.AttachRequest()]))),
+            "a rank must attach over the Unix socket": lambda: list(sidecar.Attach(iter([pb.AttachRequest()]))),
             "there are no leases": lambda: sidecar.Release(pb.ReleaseRequest(lease=1)),
             "are no leases": lambda: sidecar.Renew(pb.RenewRequest(lease=1)),
             "leases are not available over TCP": lambda: sidecar.Lookup(lookup),

@@ -15,7 +15,7 @@ from kvsidecar.client import HostBuffer
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES, frame
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.server import http_connection
-from kvsidecar.server.half_read import MAX_HALF_READ_BYTES
+from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_limits import rss_mib
@@ -70,7 +70,7 @@ def big_lookup(nbytes: int = MAX_MESSAGE_BYTES - 1024) -> bytes:
 
 def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProcess) -> None:
     whole = big_lookup()
-    fit = MAX_HALF_READ_BYTES // len(whole)
+    fit = MAX_PARTIAL_BYTES // len(whole)
     many = 6 * fit
     rank = Rank(daemon)
     assert rank.hits("a") == 0
@@ -102,7 +102,7 @@ def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProce
 def test_a_slow_client_is_served_beside_those_that_do_not_go_on(daemon: DaemonProcess) -> None:
     """Its message finds no room at first, and comes in many pieces."""
     whole = big_lookup()
-    fit = MAX_HALF_READ_BYTES // len(whole)
+    fit = MAX_PARTIAL_BYTES // len(whole)
     with ExitStack() as stack:
         bad = [stack.enter_context(raw_client(daemon)) for _ in range(fit)]
         for raw in bad:
@@ -241,7 +241,7 @@ def test_a_bad_request_is_counted_and_one_quiet_line_of_the_log(daemon: DaemonPr
         assert b"400" in until_closed(connection)
     assert refusals(daemon, "invalid_request") == 1
     assert daemon.terminate() == 0
-    line = daemon.wait_log("a request is refused")
+    line = daemon.wait_log("request refused")
     daemon.wait_log("stopped")
     assert line["level"] == "debug"
     assert not [each for each in daemon.log if each.get("level") == "error" or each["event"] == "stderr"], daemon.log

@@ -59,11 +59,11 @@ class Stream:
             runner=self.runner,  # type: ignore[arg-type]
         )
 
-    async def take(self, first: int, count: int, blocks: int = 1, kind: str = "store") -> None:
+    async def handle(self, first: int, count: int, blocks: int = 1, kind: str = "store") -> None:
         packed = [pb.Blocks(hashes=bytes(32 * blocks), block_ids=pack_ids(list(range(blocks))))]
         for job in range(first, first + count):
             message = pb.Store(job=job, blocks=packed) if kind == "store" else pb.Load(job=job, blocks=packed)
-            self.stream.take(pb.AttachRequest(**{kind: message}))
+            self.stream.handle(pb.AttachRequest(**{kind: message}))
         await asyncio.sleep(0)
 
     def outcomes(self) -> Counter[str]:
@@ -79,11 +79,11 @@ class Stream:
 async def test_jobs_that_are_not_over_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach_stream, "MAX_JOBS", 10)
     stream = Stream()
-    await stream.take(1, 12)
+    await stream.handle(1, 12)
     assert stream.outcomes() == {"limit": 2}
     await stream.finish()
     assert stream.outcomes() == {"done": 10}
-    await stream.take(20, 10)
+    await stream.handle(20, 10)
     assert not stream.outcomes()
     await stream.finish()
 
@@ -92,15 +92,15 @@ async def test_jobs_that_are_not_over_are_limited(monkeypatch: pytest.MonkeyPatc
 async def test_blocks_of_jobs_that_are_not_over_are_limited(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(attach_stream, "MAX_OUTSTANDING_BLOCKS", 100)
     stream = Stream()
-    await stream.take(1, 4, blocks=33, kind=kind)
+    await stream.handle(1, 4, blocks=33, kind=kind)
     assert stream.outcomes() == {"limit": 1}
-    await stream.take(5, 1, kind=kind)
+    await stream.handle(5, 1, kind=kind)
     assert not stream.outcomes(), "100 of 100"
-    await stream.take(6, 1, blocks=0, kind=kind)
+    await stream.handle(6, 1, blocks=0, kind=kind)
     assert stream.outcomes() == {"limit": 1}, "a job without blocks costs something too"
     await stream.finish()
     assert stream.session.outstanding_blocks == 0
-    await stream.take(7, 3, blocks=33, kind=kind)
+    await stream.handle(7, 3, blocks=33, kind=kind)
     assert stream.outcomes() == {"done": 4}
     await stream.finish()
 
@@ -110,9 +110,9 @@ async def test_flushes_that_wait_are_limited_and_one_more_is_answered_with_what_
 ) -> None:
     monkeypatch.setattr(attach_stream, "MAX_FLUSHES", 3)
     stream = Stream()
-    await stream.take(1, 1)
+    await stream.handle(1, 1)
     for number in range(1, 5):
-        stream.stream.take(pb.AttachRequest(flush=pb.Flush(flush=number, timeout_ms=60_000)))
+        stream.stream.handle(pb.AttachRequest(flush=pb.Flush(flush=number, timeout_ms=60_000)))
     for _ in range(10):  # turns of the loop: three flushes wait a minute, the fourth for nothing
         await asyncio.sleep(0)
     (reply,) = stream.replies
@@ -126,5 +126,5 @@ async def test_flushes_that_wait_are_limited_and_one_more_is_answered_with_what_
 async def test_a_rank_whose_namespace_was_taken_away_is_declined() -> None:
     stream = Stream()
     stream.session.denied = True
-    await stream.take(1, 2)
+    await stream.handle(1, 2)
     assert stream.outcomes() == {"denied": 2}

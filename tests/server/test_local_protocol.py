@@ -12,9 +12,9 @@ import pytest
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
-from kvsidecar.server.half_read import HalfRead
 from kvsidecar.server.handler import INTERNAL
-from kvsidecar.server.local_protocol import FRAMES_PER_TURN, MAX_EARLY_BYTES, LocalConnection
+from kvsidecar.server.local_protocol import FRAMES_PER_ITERATION, MAX_EARLY_BYTES, LocalConnection
+from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -59,25 +59,25 @@ class Handler:
         self.taken: list[int] = []
         self.ended = False
 
-    def refused(self, _error: Exception) -> None:
+    def count_refusal(self, _error: Exception) -> None:
         """It counts nothing."""
 
-    async def registering(self, _first: Any) -> Any:
+    async def start_registration(self, _first: Any) -> Any:
         return await self.registered
 
     def open(self, _session: Any, send: Callable[[pb.AttachReply], None]) -> Any:
         send(pb.AttachReply(registered=pb.Registered(session=1)))
-        return SimpleNamespace(take=lambda message: self.taken.append(message.store.job), close=lambda: None)
+        return SimpleNamespace(handle=lambda message: self.taken.append(message.store.job), close=lambda: None)
 
     async def end(self, _session: Any, *, gone: bool) -> None:
         assert not gone
         self.ended = True
 
 
-def made(half_read: HalfRead | None = None) -> tuple[LocalConnection, Transport, Handler]:
+def made(partial_messages: PartialMessages | None = None) -> tuple[LocalConnection, Transport, Handler]:
     transport, handler = Transport(), Handler()
     connection = LocalConnection(
-        handler, half_read or HalfRead(), SimpleNamespace(token=b"t", uid=1, client="c", caller=None)
+        handler, partial_messages or PartialMessages(), SimpleNamespace(token=b"t", uid=1, client="c", caller=None)
     )  # type: ignore[arg-type]
     connection.connection_made(transport)  # type: ignore[arg-type]
     return connection, transport, handler
@@ -133,7 +133,7 @@ async def test_a_flood_lets_others_have_their_turn() -> None:
         turns.append(len(transport.replies))
         assert not transport.reading, "more is read while this much is still to do"
         await asyncio.sleep(0)
-    assert turns == [FRAMES_PER_TURN, 2 * FRAMES_PER_TURN, 3 * FRAMES_PER_TURN]
+    assert turns == [FRAMES_PER_ITERATION, 2 * FRAMES_PER_ITERATION, 3 * FRAMES_PER_ITERATION]
     assert transport.reading
 
 
@@ -165,14 +165,14 @@ async def test_nothing_is_written_to_a_connection_that_is_over() -> None:
 
 
 async def test_the_room_of_a_connection_that_is_refused_is_free_before_the_client_has_read_why() -> None:
-    half_read = HalfRead(1000, seconds=0.02)
+    partial_messages = PartialMessages(1000, seconds=0.02)
     message = framed(store(1, 900))
-    late, transport, handler = made(half_read)
+    late, transport, handler = made(partial_messages)
     late.data_received(message[:-1])
     while not transport.closing:  # noqa: ASYNC110 - it is the transport of the tests, which tells nobody
         await asyncio.sleep(0.01)
     assert "was not complete" in transport.replies[-1].error.text
-    other, other_transport, _ = made(half_read)
+    other, other_transport, _ = made(partial_messages)
     other.data_received(message[:-1])
     assert other_transport.reading, "it waits for room that nobody uses"
     other.connection_lost(None)

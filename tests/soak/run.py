@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvsidecar.support import child
+from kvsidecar.support import child_process
 from tests.harness import SECONDS, DaemonProcess, eventually
 
 ENGINES = (("a", 1), ("a", 1), ("b", 2), ("b", 2))
@@ -32,7 +32,7 @@ class EngineProcess:
         self.kind = (namespace, ranks)
         command = [sys.executable, "-m", "tests.soak.engine", "--socket", socket, "--namespace", namespace]
         command += ["--ranks", str(ranks), "--seed", str(seed), "--rounds", str(rounds)]
-        self.process = child.start([*command, "--cuda"] if cuda else command, stdout=subprocess.PIPE, text=True)
+        self.process = child_process.start([*command, "--cuda"] if cuda else command, stdout=subprocess.PIPE, text=True)
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from kvsidecar.support import child
+from kvsidecar.support import child_process
 from tests.harness import DEVICE, SECONDS, DaemonProcess, environment, eventually
 
 ENVIRONMENT = {
@@ -309,7 +309,7 @@ class EngineProcess:
         **options: Any,
     ) -> None:
         command = [sys.executable, "-m", self.module, json.dumps([model, transfer, options])]
-        self.process = child.start(
+        self.process = child_process.start(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

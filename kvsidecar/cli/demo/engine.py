@@ -1,16 +1,16 @@
-"""One engine of the demo, a process of its own: ``python -m kvsidecar.cli.demo.engine``.
+"""One engine of the demo: ``python -m kvsidecar.cli.demo.engine store|load CONFIG``, with the arguments of `Engine` as
+JSON.
 
-Two tensor-parallel ranks, each with its own buffer and its own connection. Speaks JSON lines on standard output.
+It has two tensor-parallel ranks, each with its own buffer and connection, and writes JSON lines to standard output.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +19,8 @@ from kvsidecar.cli.demo.shape import TP_SIZE, Shape
 from kvsidecar.client import Allocation, Blocks, Client, HostBuffer, JobDone, KVBuffers, Outcome
 
 JOB_BLOCKS = 64
-"""Blocks of one job: what a prompt of a thousand tokens brings."""
+"""Blocks per job: a prompt of a thousand tokens."""
 TIMEOUT = 60.0
-
-
-class RankMemory(Protocol):
-    """One rank's KV buffer."""
-
-    def kv_buffers(self) -> KVBuffers: ...
-    def write(self, content: npt.NDArray[np.uint8]) -> None: ...
-    def read(self) -> npt.NDArray[np.uint8]: ...
 
 
 class HostMemory:
@@ -76,15 +68,16 @@ class Engine:
     """Two ranks of one instance.
 
     Args:
-        seed: for the order in which this engine allocates block ids; no two engines use the same.
+        cuda: whether the KV cache is on the GPU.
+        seed: for the order in which this engine allocates block ids.
     """
 
-    def __init__(self, name: str, shape: Shape, *, socket: str, cuda: bool, seed: int) -> None:
+    def __init__(self, *, name: str, shape: Shape, socket: str, cuda: bool, seed: int) -> None:
         self.shape = shape
         self.hashes = shape.hashes()
         self.block_ids = list(range(shape.num_blocks))
         random.Random(seed).shuffle(self.block_ids)
-        self.memories: list[RankMemory] = []
+        self.memories: list[HostMemory | CudaMemory] = []
         self.clients: list[Client] = []
         for rank in range(TP_SIZE):
             memory = CudaMemory(shape.rank_bytes) if cuda else HostMemory(shape.rank_bytes)
@@ -101,7 +94,6 @@ class Engine:
             self.clients.append(client)
 
     def jobs(self) -> list[Blocks]:
-        """All blocks, a few at a time."""
         return [
             Blocks(0, self.hashes[start : start + JOB_BLOCKS], self.block_ids[start : start + JOB_BLOCKS])
             for start in range(0, self.shape.num_blocks, JOB_BLOCKS)
@@ -138,7 +130,7 @@ class Engine:
 
 
 def finish(client: Client, jobs: list[int]) -> list[JobDone]:
-    """Wait for the jobs; anything but success ends the process with the reason."""
+    """Wait for the jobs. Exits with the reason if one does not succeed."""
     done = client.wait(jobs, TIMEOUT)
     for job in jobs:
         if job not in done:
@@ -158,23 +150,13 @@ def summary(done: list[JobDone], seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("action", choices=["store", "load"])
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--row-bytes", type=int, required=True)
-    parser.add_argument("--num-blocks", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    options = parser.parse_args()
-    shape = Shape(options.layers, options.row_bytes, options.num_blocks)
-    engine = Engine(options.name, shape, socket=options.socket, cuda=options.cuda, seed=options.seed)
+    action, config = sys.argv[1], json.loads(sys.argv[2])
+    engine = Engine(shape=Shape(**config.pop("shape")), **config)
     say(attached=True)
-    if options.action == "store":
+    if action == "store":
         engine.store()
         say(finished=True)
-        sys.stdin.read()  # an engine that goes on serving: it is killed, it does not leave
+        sys.stdin.read()  # a serving engine does not exit by itself: it is killed
     else:
         engine.load()
         say(finished=True)

@@ -1,4 +1,4 @@
-"""Runs the demo: a daemon, engine A, a SIGKILL, engine B, a table of results."""
+"""Runs the demo: starts a daemon, runs engine A, kills it, runs engine B, and prints the results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
-from kvsidecar.support import child
+from kvsidecar.support import child_process
 from kvsidecar.support.units import format_size
 
 START_SECONDS = 60.0
@@ -36,19 +37,19 @@ class DemoFailed(Exception):
 
 
 def run(*, blocks: int, device: str) -> int:
-    """Play the whole demo. Returns the exit code: 0 only if every byte came back."""
+    """Run the demo. Returns the exit code: 0 only if every byte is equal."""
     console = Console()
     try:
-        kind, shape = _setting(blocks, device)
+        kind, shape = _choose(blocks, device)
         with tempfile.TemporaryDirectory(prefix="kvsidecar-demo-") as directory:
-            return _play(console, kind, shape, Path(directory))
+            return _run(console, kind, shape, Path(directory))
     except (DemoFailed, KVSidecarError) as error:
         console.print("[bold red]The demo failed:[/]", end=" ")
         console.print(str(error), highlight=False, markup=False)
         return 1
 
 
-def _setting(blocks: int, device: str) -> tuple[str, Shape]:
+def _choose(blocks: int, device: str) -> tuple[str, Shape]:
     if not 1 <= blocks <= 100_000:
         raise DemoFailed(f"--blocks {blocks} is not between 1 and 100000")
     platform, _ = open_platform(device)
@@ -57,12 +58,12 @@ def _setting(blocks: int, device: str) -> tuple[str, Shape]:
     return kind, choose(blocks=blocks, cuda=kind == "cuda", lockable_bytes=HostPlatform().pin_limit())
 
 
-def _play(console: Console, kind: str, shape: Shape, directory: Path) -> int:
+def _run(console: Console, kind: str, shape: Shape, directory: Path) -> int:
     socket = str(directory / "kvsidecar.sock")
-    on = "the GPU" if kind == "cuda" else "the host device (no GPU is used)"
+    where = "the GPU" if kind == "cuda" else "the host device (no GPU is used)"
     console.print(
         f"KV of {shape.num_blocks} blocks, {TP_SIZE} ranks x {shape.layers} layers x {format_size(shape.row_bytes)}, "
-        f"on {on}",
+        f"on {where}",
         highlight=False,
     )
     with _daemon(kind, socket, pool_bytes(shape), directory / "daemon.log") as daemon:
@@ -92,7 +93,7 @@ def _daemon(kind: str, socket: str, pool: int, log: Path) -> Iterator[subprocess
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", kind, "--socket", socket, "--http-port", "0"]
     command += ["--pool-size", str(pool), "--log-format", "json"]
     with log.open("wb") as stream:
-        daemon = child.start(command, stderr=stream)
+        daemon = child_process.start(command, stderr=stream)
     try:
         yield daemon
     except (DemoFailed, KVSidecarError) as error:
@@ -128,10 +129,9 @@ def _show_pinning(console: Console, client: Client, daemon: subprocess.Popen[byt
 
 
 def engine_command(action: str, name: str, kind: str, shape: Shape, socket: str) -> list[str]:
-    command = [sys.executable, "-m", "kvsidecar.cli.demo.engine", action, "--name", name, "--socket", socket]
-    command += ["--layers", str(shape.layers), "--row-bytes", str(shape.row_bytes)]
-    command += ["--num-blocks", str(shape.num_blocks), "--seed", str(random.randrange(2**32))]
-    return [*command, "--cuda"] if kind == "cuda" else command
+    seed = random.randrange(2**32)
+    config = {"name": name, "shape": asdict(shape), "socket": socket, "cuda": kind == "cuda", "seed": seed}
+    return [sys.executable, "-m", "kvsidecar.cli.demo.engine", action, json.dumps(config)]
 
 
 def _engine_a(console: Console, kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
@@ -179,24 +179,24 @@ def _wait_until_detached(client: Client) -> None:
 def _print_table(console: Console, stored: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
     table = Table(
         title="kvsidecar demo",
-        caption="copy GB/s: DMA alone. RPC GB/s: from the client's first call to its last answer.",
+        caption="copy GB/s: DMA only. RPC GB/s: from the client's first call to its last result.",
     )
-    for column in ("engine", "rank", "did"):
+    for column in ("engine", "rank", "job"):
         table.add_column(column)
     for column in ("blocks", "bytes", "copy GB/s", "RPC GB/s", "hits", "wrong bytes"):
         table.add_column(column, justify="right")
-    for engine, did, lines in (("A", "store", stored), ("B", "load", loaded)):
+    for engine, job, lines in (("A", "store", stored), ("B", "load", loaded)):
         for line in lines:
             wrong = line.get("wrong_bytes")
             table.add_row(
                 engine,
                 str(line["rank"]),
-                did,
+                job,
                 str(line["blocks"]),
                 format_size(line["bytes"]),
                 f"{line['bytes'] / line['copy_seconds'] / 1e9:.1f}",
                 f"{line['bytes'] / line['seconds'] / 1e9:.1f}",
-                str(line["hits"]) if did == "load" else "-",
+                str(line["hits"]) if job == "load" else "-",
                 "-" if wrong is None else str(wrong),
             )
     console.print(table)

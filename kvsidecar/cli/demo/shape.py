@@ -34,7 +34,6 @@ class Shape:
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of all ranks together."""
         return self.rank_bytes * TP_SIZE
 
     def namespace(self) -> Namespace:
@@ -68,7 +67,7 @@ class Shape:
         return hashes
 
     def content(self, rank: int, hashes: list[bytes], block_ids: list[int]) -> npt.NDArray[np.uint8]:
-        """What this rank's whole buffer holds when block ``block_ids[i]`` has the content of ``hashes[i]``."""
+        """The content of this rank's buffer when block ``block_ids[i]`` has the content of ``hashes[i]``."""
         buffer = np.empty((self.layers, self.num_blocks, self.row_bytes), np.uint8)
         for block_hash, block_id in zip(hashes, block_ids, strict=True):
             seed = int.from_bytes(block_hash[:8], "little") + rank
@@ -81,13 +80,13 @@ def choose(*, blocks: int, cuda: bool, lockable_bytes: int | None) -> Shape:
     """The largest shape that fits.
 
     Args:
-        cuda: on a GPU: Llama-3.1-8B's real shape, 1 MiB a block and rank.
-        lockable_bytes: what mlock allows this process; None for no limit.
+        cuda: whether to use the shape for a GPU: Llama-3.1-8B's, with 1 MiB per block and rank.
+        lockable_bytes: bytes that this process may mlock; None: no limit.
     """
     if cuda:
         return Shape(layers=32, row_bytes=32 * 1024, num_blocks=blocks)
     shape = Shape(layers=16, row_bytes=8 * 1024, num_blocks=blocks)
-    # An ordinary user may lock 8 MiB on most systems: keep the demo's promise and shrink the heads instead.
+    # An ordinary user may lock 8 MiB on most systems: keep the number of blocks and shrink the heads instead.
     while lockable_bytes is not None and pool_bytes(shape) > lockable_bytes and shape.shard_bytes > 4096:
         if shape.row_bytes > 512:
             shape = Shape(shape.layers, shape.row_bytes // 2, blocks)
@@ -97,5 +96,5 @@ def choose(*, blocks: int, cuda: bool, lockable_bytes: int | None) -> Shape:
 
 
 def pool_bytes(shape: Shape) -> int:
-    """A pool that holds all blocks of all ranks, with a little room."""
+    """Size of a pool that holds all blocks of all ranks, with some spare space."""
     return (shape.all_bytes * 9 // 8 + 65535) // 65536 * 65536

@@ -1,4 +1,4 @@
-"""From facts to findings. Pure: the tests are tables of facts."""
+"""Derives findings from facts. Pure: the tests are tables of facts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kvsidecar.cli.doctor.facts import Facts, Gpu
 from kvsidecar.support import memory_limits
-from kvsidecar.support.units import format_size
+from kvsidecar.support.units import count, format_size
 from kvsidecar.types import State
 
 SINCE_CUDA = 12080
@@ -22,9 +22,9 @@ _EXCLUSIVE, _PROHIBITED = 3, 2
 class Verdict(StrEnum):
     OK = "ok"
     WARNING = "warning"
-    """It works, but slower or with fewer features than it could."""
+    """It works, but slowly or with fewer features."""
     PROBLEM = "problem"
-    """The daemon, or this engine's offload, will not work."""
+    """The daemon or this engine's offload will not work."""
     NOT_CHECKED = "not checked"
 
 
@@ -60,10 +60,10 @@ def _settings(facts: Facts) -> Iterable[Result]:
 
 def _kernel(facts: Facts) -> Iterable[Result]:
     kernel = facts.kernel
-    lacking = [name for name, has in (("pidfd", kernel.pidfd), ("memfd", kernel.memfd)) if not has]
-    if lacking:
+    missing = [name for name, has in (("pidfd", kernel.pidfd), ("memfd", kernel.memfd)) if not has]
+    if missing:
         fix = "Use Linux 5.4 or newer, and a seccomp profile that allows pidfd_open and memfd_create."
-        yield _PROBLEM, f"Linux {kernel.release} without {' and '.join(lacking)}", fix
+        yield _PROBLEM, f"Linux {kernel.release} without {' and '.join(missing)}", fix
     elif not kernel.peer_pidfd:
         fix = "Use Linux 6.5 or newer, or run the daemon and the engines in one PID namespace."
         yield _WARNING, f"Linux {kernel.release} cannot watch processes in other PID namespaces: no SO_PEERPIDFD", fix
@@ -244,7 +244,7 @@ def _memory(facts: Facts) -> Iterable[Result]:
 
 
 def _ipc(facts: Facts) -> Iterable[Result]:
-    own = facts.place.ipc_namespace
+    own = facts.isolation.ipc_namespace
     if own is None:
         yield _NOT_CHECKED, "/proc is not readable"
     elif own == _IPC_INIT_INODE:
@@ -254,7 +254,7 @@ def _ipc(facts: Facts) -> Iterable[Result]:
 
 
 def _shm(facts: Facts) -> Iterable[Result]:
-    place = facts.place
+    place = facts.isolation
     without = "stores are ordered on the host, which is slightly slower"
     fix = "Mount one tmpfs at /dev/shm for the daemon and the engines."
     if place.shm_device is None:
@@ -306,7 +306,7 @@ def _daemon(facts: Facts) -> Iterable[Result]:
     elif daemon.state is State.FAILED:
         yield _PROBLEM, f"failed: {daemon.reason}", "Fix the reason, then restart the daemon."
     else:
-        named = f"{daemon.version}, pid {daemon.pid or 'in another namespace'}, {_count(daemon.ranks, 'rank')} attached"
+        named = f"{daemon.version}, pid {daemon.pid or 'in another namespace'}, {count(daemon.ranks, 'rank')} attached"
         if daemon.state is State.READY:
             yield _OK, f"ready: {named}"
         elif daemon.state is State.DRAINING:
@@ -314,10 +314,6 @@ def _daemon(facts: Facts) -> Iterable[Result]:
             yield _WARNING, f"draining: {named}", fix
         else:
             yield _WARNING, f"{daemon.state.value}: {named}", "Wait: kvsidecar top shows the progress."
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 # -- an engine ---------------------------------------------------------------------------------------------------
@@ -344,12 +340,8 @@ def _allocator(facts: Facts) -> Iterable[Result]:
     else:
         bad = [f"{name}={value}" for name, value in engine.environ.items() if expandable(value)]
         if bad:
-            fix = "Remove expandable_segments:True and restart the engine."
-            yield (
-                _PROBLEM,
-                f"{' and '.join(bad)}: such memory cannot be shared, so the engine runs without offload",
-                fix,
-            )
+            text = f"{' and '.join(bad)}: such memory cannot be shared, so the engine runs without offload"
+            yield _PROBLEM, text, "Remove expandable_segments:True and restart the engine."
         else:
             yield _OK, "no expandable segments in its environment (settings made inside the program are not visible)"
     if "--enable-sleep-mode" in engine.command:
@@ -363,24 +355,18 @@ def expandable(value: str) -> bool:
     return bool(found) and found[-1].lower() == "true"
 
 
-def _engine_place(facts: Facts) -> Iterable[Result]:
-    engine, here = facts.engine, facts.place
+def _engine_isolation(facts: Facts) -> Iterable[Result]:
+    engine, here = facts.engine, facts.isolation
     if engine is None or not engine.exists:
         return
-    there = engine.place
+    there = engine.isolation
     if there is None:
         fix = "Run the doctor as the engine's user or as root."
         yield _NOT_CHECKED, f"{facts.user} may not read the namespaces of pid {engine.pid}", fix
         return
     whose = "the daemon" if facts.daemon.pid else "the doctor"
-    apart = [
-        name
-        for name, mine, its in (
-            ("IPC namespace", here.ipc_namespace, there.ipc_namespace),
-            ("/dev/shm", here.shm_device, there.shm_device),
-        )
-        if mine != its
-    ]
+    ipc, shm = here.ipc_namespace == there.ipc_namespace, here.shm_device == there.shm_device
+    apart = [name for name, shared in (("IPC namespace", ipc), ("/dev/shm", shm)) if not shared]
     if apart:
         fix = "To order stores on the device, share the IPC namespace and /dev/shm (--ipc, hostIPC)."
         yield _WARNING, f"{' and '.join(apart)} not shared with {whose}: stores are ordered on the host", fix
@@ -409,5 +395,5 @@ CHECKS: dict[str, Check] = {
     "daemon": _daemon,
     "engine": _engine,
     "allocator": _allocator,
-    "engine's place": _engine_place,
+    "engine isolation": _engine_isolation,
 }

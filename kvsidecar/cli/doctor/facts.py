@@ -1,4 +1,4 @@
-"""The facts that the doctor examines. None or an empty text means "could not be read", unless stated otherwise."""
+"""The facts that the doctor examines. None or an empty string means "could not be read", unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Driver:
     installed: bool
     """libcuda.so.1 exists."""
     problem: str = ""
-    """It does not load, does not start, hangs or crashes."""
+    """Why it is unusable: it does not load, does not initialise, hangs or crashes."""
     module_version: str = ""
     """Version of the kernel module; empty if it is not loaded."""
     cuda_version: int = 0
@@ -44,7 +44,7 @@ class Driver:
     missing_calls: tuple[str, ...] = ()
     missing_optional_calls: tuple[str, ...] = ()
     calls: int = 0
-    """Number of calls that were looked for."""
+    """Number of calls that the probe looked for."""
     gpus: tuple[Gpu, ...] = ()
     bindings: str = ""
     """Version of cuda-bindings; empty if it is not installed."""
@@ -53,10 +53,10 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class DaemonConfig:
-    """The configuration of a daemon started here: from the file, the environment and the doctor's own flags."""
+    """The configuration of a daemon started here, from the file, the environment and the doctor's own flags."""
 
     problem: str = ""
-    """The error with which the daemon would refuse to start; the other fields are then unknown."""
+    """The error with which the daemon would not start; the other fields are then unknown."""
     device: str = "auto"
     pool_bytes: int = 0
     huge_pages: str = "auto"
@@ -73,7 +73,7 @@ class Memory:
     memlock: int | None
     """None: no limit."""
     thp: str
-    """The chosen word of transparent_hugepage/shmem_enabled."""
+    """The selected value of transparent_hugepage/shmem_enabled."""
     hugetlb_free: Mapping[int, int] = field(default_factory=dict)
     """Free pages by page size in bytes."""
     numa: Mapping[int, NumaNode] = field(default_factory=dict)
@@ -105,21 +105,21 @@ class Daemon:
     reason: str = ""
     """Reason of the state, or why nothing answers."""
     refused: bool = False
-    """The kernel does not let this user connect."""
+    """Whether the kernel denied this user the connection."""
     version: str = ""
     pid: int = 0
     ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The namespaces of a process, and its /dev/shm."""
+class Isolation:
+    """The Linux namespaces of a process, and its /dev/shm."""
 
     ipc_namespace: int | None
-    """inode of /proc/PID/ns/ipc"""
+    """Inode of /proc/PID/ns/ipc."""
     pid_namespace: int | None
     shm_device: int | None
-    """st_dev of its /dev/shm; None: it has none."""
+    """st_dev of its /dev/shm; None if there is none."""
     shm_bytes: int = 0
     shm_writable: bool = False
 
@@ -132,9 +132,9 @@ class Engine:
     exists: bool
     uid: int | None = None
     environ: Mapping[str, str] | None = None
-    """The allocator's variables, as they were when the process started; None: not allowed to read them."""
+    """The allocator's variables when the process started; None if this user may not read them."""
     command: tuple[str, ...] = ()
-    place: Place | None = None
+    isolation: Isolation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +146,13 @@ class Facts:
     config: DaemonConfig
     driver: Driver
     nvidia_nodes: tuple[str, ...]
-    """/dev/nvidia* that exist."""
+    """Existing /dev/nvidia*."""
     closed_nvidia_nodes: tuple[str, ...]
     """Those of ``nvidia_nodes`` that this user may not open."""
     memory: Memory
     socket: SocketFacts
     daemon: Daemon
-    place: Place
-    """The daemon's place if one answers and its /proc entry is readable, otherwise the doctor's."""
+    isolation: Isolation
+    """The running daemon's, if its /proc entry is readable; otherwise the doctor's."""
     engine: Engine | None
     """None: no --pid was given."""

@@ -1,4 +1,5 @@
-"""Reads the facts. What cannot be read is left out, never an error: the doctor is called where things are broken."""
+"""Reads the facts. A fact that cannot be read is left out and is never an error: the doctor runs where things are
+broken."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ from kvsidecar.cli.doctor.facts import (
     Engine,
     Facts,
     Gpu,
+    Isolation,
     Kernel,
     Memory,
-    Place,
     SocketFacts,
 )
 from kvsidecar.client import Client
@@ -40,15 +41,15 @@ from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support import memory_limits, peer
 
 PROBE_SECONDS = 20.0
-"""A driver without persistence mode takes seconds to start."""
+"""A driver without persistence mode takes seconds to initialise."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
-    """All facts, for a daemon that would be started with these flags by this user.
+    """All facts for a daemon that this user starts with these flags.
 
     Args:
-        flags: as `load_settings` takes them.
+        flags: as for `load_settings`.
         pid: of an engine.
     """
     settings: Settings | None = None
@@ -82,7 +83,7 @@ def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
         memory=_memory(settings, driver),
         socket=_socket(config.socket),
         daemon=daemon,
-        place=(_place(daemon.pid) if daemon.pid else None) or _place("self") or Place(None, None, None),
+        isolation=(_isolation(daemon.pid) if daemon.pid else None) or _isolation("self") or Isolation(None, None, None),
         engine=None if pid is None else _engine(pid),
     )
 
@@ -112,28 +113,24 @@ def _driver() -> Driver:
     for package in ("cuda-bindings", "cuda-python"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             bindings = bindings or importlib.metadata.version(package)
-    known: dict[str, Any] = {
-        "module_version": _read("/sys/module/nvidia/version"),
-        "bindings": bindings,
-        "mps": mps_runs(),
-    }
     command = [sys.executable, "-m", "kvsidecar.cli.doctor.probe"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-        said: dict[str, Any] = json.loads(ran.stdout)
+        found: dict[str, Any] = json.loads(ran.stdout)
     except subprocess.TimeoutExpired:
-        said = {"installed": True, "problem": f"the CUDA driver did not start within {PROBE_SECONDS:g} s"}
+        found = {"installed": True, "problem": f"the CUDA driver did not start within {PROBE_SECONDS:g} s"}
     except ValueError:
         last = (ran.stderr.strip().splitlines() or ["no output"])[-1]
-        said = {"installed": True, "problem": f"the probe of the CUDA driver exited with {ran.returncode}: {last}"}
-    gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in said.pop("gpus", ()))
+        found = {"installed": True, "problem": f"the probe of the CUDA driver exited with {ran.returncode}: {last}"}
+    gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in found.pop("gpus", ()))
     for name in ("missing_calls", "missing_optional_calls"):
-        said[name] = tuple(said.get(name, ()))
-    return Driver(**said, **known, gpus=gpus)
+        found[name] = tuple(found.get(name, ()))
+    module_version = _read("/sys/module/nvidia/version")
+    return Driver(**found, module_version=module_version, bindings=bindings, mps=mps_runs(), gpus=gpus)
 
 
 class _Limits(HostPlatform):
-    """Stands in for the platform in a pool that is never pinned: its limit of locked memory is a finding of its own."""
+    """The platform of a pool that is never pinned. It has no pin limit, because memlock is a separate finding."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -221,8 +218,8 @@ def _daemon(path: str) -> Daemon:
     return Daemon(state, reply.readiness.reason, False, reply.version, pid, reply.totals.ranks)
 
 
-def _place(process: int | str) -> Place | None:
-    """None if the process may not be looked at."""
+def _isolation(process: int | str) -> Isolation | None:
+    """None if this user may not inspect the process."""
     root = Path("/proc") / str(process)
     try:
         ipc, pid = (os.stat(root / "ns" / name).st_ino for name in ("ipc", "pid"))
@@ -232,9 +229,9 @@ def _place(process: int | str) -> Place | None:
         shm = os.stat(root / "root/dev/shm")
         space = os.statvfs(root / "root/dev/shm")
     except OSError:
-        return Place(ipc, pid, None)
+        return Isolation(ipc, pid, None)
     writable = process != "self" or os.access("/dev/shm", os.W_OK | os.X_OK)
-    return Place(ipc, pid, shm.st_dev, space.f_bsize * space.f_blocks, writable)
+    return Isolation(ipc, pid, shm.st_dev, space.f_bsize * space.f_blocks, writable)
 
 
 def _engine(pid: int) -> Engine:
@@ -248,7 +245,7 @@ def _engine(pid: int) -> Engine:
         pairs = (each.partition("=") for each in (root / "environ").read_bytes().decode(errors="replace").split("\0"))
         environ = {name: value for name, _, value in pairs if name in ALLOCATOR_VARIABLES}
     command = tuple(part for part in _read(root / "cmdline").split("\0") if part)
-    return Engine(pid, True, uid, environ, command, _place(pid))
+    return Engine(pid, True, uid, environ, command, _isolation(pid))
 
 
 def _name_of(uid: int) -> str:

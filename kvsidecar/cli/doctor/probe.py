@@ -1,6 +1,6 @@
-"""Asks libcuda what it is, and prints JSON: ``python -m kvsidecar.cli.doctor.probe``. Makes no context on any GPU.
+"""Queries libcuda and prints JSON: ``python -m kvsidecar.cli.doctor.probe``. It creates no CUDA context.
 
-A process of its own, without the bindings: it may hang or crash with the driver.
+It runs as a separate process, without the CUDA bindings, because it may hang or crash with the driver.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from kvsidecar.cli.doctor.checks import Finding, Verdict
 from kvsidecar.cli.status_view import printable
+from kvsidecar.support.units import count
 
 _STYLES = {
     Verdict.OK: "green",
@@ -41,19 +43,14 @@ def render(findings: Sequence[Finding]) -> RenderableType:
 def summary(findings: Sequence[Finding]) -> str:
     """``2 problems, 1 warning, 9 ok, 3 not checked``"""
     counts = Counter(finding.verdict for finding in findings)
-    problems, warnings = counts[Verdict.PROBLEM], counts[Verdict.WARNING]
-    return (
-        f"{problems or 'no'} problem{'' if problems == 1 else 's'}, {warnings or 'no'} warning"
-        f"{'' if warnings == 1 else 's'}, {counts[Verdict.OK]} ok, {counts[Verdict.NOT_CHECKED]} not checked"
-    )
+    parts = [
+        count(counts[verdict], noun) if counts[verdict] else f"no {noun}s"
+        for verdict, noun in ((Verdict.PROBLEM, "problem"), (Verdict.WARNING, "warning"))
+    ]
+    return ", ".join([*parts, f"{counts[Verdict.OK]} ok", f"{counts[Verdict.NOT_CHECKED]} not checked"])
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """``{"problems": 0, "findings": [{"check", "verdict", "text", "fix"}]}``"""
-    return {
-        "problems": sum(finding.verdict is Verdict.PROBLEM for finding in findings),
-        "findings": [
-            {"check": each.check, "verdict": each.verdict.value, "text": each.text, "fix": each.fix}
-            for each in findings
-        ],
-    }
+    problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
+    return {"problems": problems, "findings": [asdict(finding) for finding in findings]}

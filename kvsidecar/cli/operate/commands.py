@@ -7,55 +7,44 @@ import time
 
 from rich.console import Console, RenderableType
 
-from kvsidecar.cli.operate.top_view import short_device
-from kvsidecar.cli.status_view import brief, no_engine, plain_table, printable
+from kvsidecar.cli.status_view import brief, no_engine, plain_table, printable, rank_cells
 from kvsidecar.client import Client, Namespace, RemoteClient
 from kvsidecar.errors import DaemonUnreachable
 from kvsidecar.protocol.wire import STATE_FROM_WIRE, namespace_from_wire
-from kvsidecar.support.units import format_duration, format_size
+from kvsidecar.support.units import count, format_duration, format_size
 from kvsidecar.types import State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 POLL_SECONDS = 0.2
 LISTED = 20
-"""Most namespaces that an error message lists."""
+"""Maximum number of namespaces in an error message."""
 
 
 # -- engines -----------------------------------------------------------------------------------------------------
 
 
 def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
-    """The attached engines, one rank per line; whole GPU UUIDs where the width allows it."""
+    """The attached engines, one rank per line, with complete GPU UUIDs if the width allows it."""
     if not reply.ranks:
         return no_engine(reply)
     columns = ["engine", "rank", "device", "pid", "mapped", "jobs", "stored", "loaded", "attached"]
-    wide = width >= 140
-    rows = plain_table(None, *columns, *(["model"] if width >= 110 else []))
-    rows.columns[-1].justify = "left" if width >= 110 else "right"
+    columns += ["model"] if width >= 110 else []
+    table = plain_table(None, *columns)
+    table.columns[-1].justify = "left" if width >= 110 else "right"
     for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
-        cells: list[RenderableType] = [
-            brief(rank.instance + (" (idle)" if rank.idle else "")),
-            f"{rank.rank}/{rank.world_size}",
-            brief(rank.device if wide else short_device(rank.device)),
-            str(rank.pid),
-            format_size(rank.imported_bytes),
-            str(rank.jobs_running),
-            format_size(rank.stored_bytes),
-            format_size(rank.loaded_bytes),
-            format_duration(rank.attached_seconds),
-        ]
-        rows.add_row(*cells, *([brief(rank.namespace.model)] if width >= 110 else []))
-    return rows
+        cells = rank_cells(rank) | ({"device": brief(rank.device)} if width >= 140 else {})
+        table.add_row(*(cells[column] for column in columns))
+    return table
 
 
 # -- clear -------------------------------------------------------------------------------------------------------
 
 
 def find_namespace(wanted: str, reply: pb.StatusReply) -> Namespace | str:
-    """The namespace that an operator means, or one sentence that says why there is not exactly one.
+    """The namespace that the operator means, or an error message if there is not exactly one.
 
     Args:
-        wanted: the model as `kvsidecar status` shows it; or, where several namespaces have that, the full text.
+        wanted: the model as `kvsidecar status` shows it, or the full text if several namespaces have that model.
     """
     known = [namespace_from_wire(each.namespace) for each in reply.namespaces]
     found = [each for each in known if str(each) == wanted] or [each for each in known if each.model == wanted]
@@ -76,7 +65,6 @@ def _some(texts: list[str], separator: str) -> str:
 
 
 def clear_question(reply: pb.StatusReply) -> str:
-    """The question before all namespaces are cleared."""
     totals = reply.totals
     return (
         f"Clear all {totals.blocks} blocks ({format_size(totals.bytes)}) in {totals.namespaces} namespaces? "
@@ -88,18 +76,14 @@ def clear_question(reply: pb.StatusReply) -> str:
 
 
 def open_jobs(reply: pb.StatusReply) -> int:
-    """Number of unfinished jobs. Only the ranks count jobs before and after their copy, and only the workers count
-    those of an engine that has gone."""
+    """Number of unfinished jobs. Only ranks count jobs before and after their copy; only workers count the jobs of
+    engines that are gone."""
     listed = sum(rank.jobs_running for rank in reply.ranks)
     return max(listed, reply.totals.jobs_running, reply.jobs.running + reply.jobs.queued)
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
 def waits_for(reply: pb.StatusReply) -> str:
-    """The unfinished jobs, their engines, and the age of the oldest, as the end of a sentence."""
+    """The unfinished jobs, their engines, and the age of the oldest job, as the end of a sentence."""
     text = _open_jobs_by_rank(reply)
     if reply.jobs.oldest_inflight_seconds:
         text += f", the oldest for {format_duration(reply.jobs.oldest_inflight_seconds)}"
@@ -107,15 +91,14 @@ def waits_for(reply: pb.StatusReply) -> str:
 
 
 def _open_jobs_by_rank(reply: pb.StatusReply) -> str:
-    jobs = open_jobs(reply)
-    text = f"{_count(jobs, 'job')} to end"
+    text = f"{count(open_jobs(reply), 'job')} to end"
     busy = [f"{rank.instance} {rank.rank}/{rank.world_size}" for rank in reply.ranks if rank.jobs_running]
     more = f" and {len(busy) - 4} more" if len(busy) > 4 else ""
     return text + (f" ({', '.join(busy[:4])}{more})" if busy else "")
 
 
 def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, console: Console) -> bool:
-    """Tell the daemon to take no new work, and print what still runs. True if no job is left, or without ``wait``.
+    """Drain the daemon and print the jobs that still run. True if no job is left, or without ``wait``.
 
     Raises:
         ClientError: no daemon answers.
@@ -125,21 +108,19 @@ def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, c
     reply = client.status()
     if STATE_FROM_WIRE[before.readiness.state] is State.DRAINING:
         _say(console, "The daemon was already draining.")
-    console.print(
+    _say(
+        console,
         "Draining: no new work is accepted until `kvsidecar drain --cancel` or a restart. Engines continue without "
         "offload.",
-        soft_wrap=True,
     )
     if not wait:
-        console.print(
-            f"Still running: {waits_for(reply)}." if open_jobs(reply) else "No job is running.", soft_wrap=True
-        )
+        _say(console, f"Still running: {waits_for(reply)}." if open_jobs(reply) else "No job is running.")
         return True
     return _wait(client, reply, timeout, console)
 
 
 def cancel_drain(client: Client | RemoteClient, console: Console) -> bool:
-    """Tell the daemon to take new work again, and print the result. False if it is shutting down.
+    """Cancel a drain and print the result. False if the daemon is shutting down.
 
     Raises:
         ClientError: no daemon answers.
@@ -160,20 +141,20 @@ def cancel_drain(client: Client | RemoteClient, console: Console) -> bool:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(printable(text), soft_wrap=True)  # a log has no width
+    console.print(printable(text), soft_wrap=True)  # a file has no width
 
 
 def _wait(client: Client | RemoteClient, reply: pb.StatusReply, timeout: float | None, console: Console) -> bool:
     deadline = None if timeout is None else time.monotonic() + timeout
-    epoch, said = reply.epoch, ""
+    epoch, last_line = reply.epoch, ""
     with console.status("") as shown:
         while open_jobs(reply):
             text = f"waiting for {waits_for(reply)}"
             shown.update(printable(text))
-            # A log gets a line when the jobs change, a terminal the present text.
-            if not console.is_terminal and (brief := f"waiting for {_open_jobs_by_rank(reply)}") != said:
-                _say(console, brief)
-                said = brief
+            # A terminal shows the current state, a file gets a line whenever the jobs change.
+            if not console.is_terminal and (line := f"waiting for {_open_jobs_by_rank(reply)}") != last_line:
+                _say(console, line)
+                last_line = line
             if deadline is not None and time.monotonic() >= deadline:
                 _say(console, f"Timed out after {timeout:g} s, still {text}.")
                 return False
@@ -182,7 +163,7 @@ def _wait(client: Client | RemoteClient, reply: pb.StatusReply, timeout: float |
                 reply = client.status()
             except DaemonUnreachable:
                 if _listens(client):
-                    continue  # it hangs, or is busy: it may still copy
+                    continue  # it is busy or hangs, and may still copy
                 _say(console, "The daemon has exited.")
                 return True
             if reply.epoch != epoch:

@@ -1,7 +1,8 @@
-"""Rates between two readings of a daemon's counters."""
+"""Rates from two samples of a daemon's counters."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A status reply and the time it arrived."""
+class Sample:
+    """A status reply and the time of its arrival."""
 
     at: float
     """Seconds on a monotonic clock."""
@@ -19,7 +20,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes and blocks per second, unless it says otherwise."""
+    """Bytes and blocks per second, unless stated otherwise."""
 
     stored_bytes: float
     loaded_bytes: float
@@ -27,19 +28,19 @@ class Rates:
     misses: float
     evicted_bytes: float
     refusals: Mapping[str, int]
-    """A count, not a rate, by reason; only reasons that occurred."""
+    """New refusals by reason: counts, not rates. Only reasons that occurred."""
     ranks: Mapping[int, tuple[float, float]]
-    """Bytes per second stored and loaded, by session; without ranks that have just attached."""
+    """Bytes stored and loaded per second, by session; without ranks that have just attached."""
 
     @property
     def hit_rate(self) -> float | None:
         """The share of requested blocks that were hits; None if no block was requested."""
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else None
+        requested = self.hits + self.misses
+        return self.hits / requested if requested else None
 
 
-def between(before: Look, after: Look) -> Rates | None:
-    """None if no time has passed, or if the daemon restarted and its counters began again at 0."""
+def rates_between(before: Sample, after: Sample) -> Rates | None:
+    """None if no time has passed, or if the daemon was restarted, which resets its counters."""
     seconds = after.at - before.at
     old, new = before.reply, after.reply
     if seconds <= 0 or old.epoch != new.epoch:
@@ -51,11 +52,7 @@ def between(before: Look, after: Look) -> Rates | None:
         hits=(new.lookups.hits - old.lookups.hits) / seconds,
         misses=(new.lookups.misses - old.lookups.misses) / seconds,
         evicted_bytes=(new.pool.evicted_bytes - old.pool.evicted_bytes) / seconds,
-        refusals={
-            reason: count - old.refusals.get(reason, 0)
-            for reason, count in new.refusals.items()
-            if count > old.refusals.get(reason, 0)
-        },
+        refusals=Counter(new.refusals) - Counter(old.refusals),
         ranks={
             rank.session: (
                 (rank.stored_bytes - ranks_before[rank.session].stored_bytes) / seconds,

@@ -1,4 +1,4 @@
-"""`kvsidecar top`: polls the daemon's status and draws it."""
+"""`kvsidecar top`: polls the daemon's status and displays it."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.live import Live
 
-from kvsidecar.cli.operate.rates import Look, Rates, between
+from kvsidecar.cli.operate.rates import Rates, Sample, rates_between
 from kvsidecar.cli.operate.top_view import Screen, render
 from kvsidecar.client import Client, RemoteClient
 from kvsidecar.errors import ClientError
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 ANSWER_SECONDS = 1.0
-"""A daemon that takes longer counts as not answering. A key press waits no longer than this."""
+"""Timeout of a status request, and so the longest delay of a key press."""
 _HISTORY = 60
 _QUIT = frozenset("qQ\x03\x04")
-"""q, and Ctrl-C and Ctrl-D where the terminal does not make a signal of them."""
+"""q, and Ctrl-C and Ctrl-D if the terminal does not turn them into signals."""
 
 
 class Watch:
-    """What was observed of one daemon so far. It may go away and come back."""
+    """The observations of one daemon, which may disappear and come back."""
 
     def __init__(self, client: Client | RemoteClient) -> None:
         self._client = client
-        self._last: Look | None = None
+        self._last: Sample | None = None
         self._rates: Rates | None = None
         self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)
         self._lost_at: float | None = None
         self._lost_reason = ""
         self._restarts = 0
 
-    def look(self) -> Screen:
-        """Poll the daemon once."""
+    def poll(self) -> Screen:
         try:
             self._take(self._client.status())
         except ClientError as error:
@@ -60,9 +59,9 @@ class Watch:
         )
 
     def _take(self, reply: pb.StatusReply) -> None:
-        now = Look(time.monotonic(), reply)
+        now = Sample(time.monotonic(), reply)
         before, self._last = self._last, now
-        self._rates = None if before is None else between(before, now)
+        self._rates = None if before is None else rates_between(before, now)
         if before is not None and before.reply.epoch != reply.epoch:
             self._restarts += 1
             self._history.clear()
@@ -72,50 +71,38 @@ class Watch:
 
 
 def once(client: Client | RemoteClient, interval: float, console: Console) -> None:
-    """Print one screen, with the rates of ``interval`` seconds.
-
-    Raises:
-        ClientError: no daemon answers.
-    """
+    """Print one screen, with rates over ``interval`` seconds. Raises ClientError if no daemon answers."""
     client.status()
     watch = Watch(client)
-    watch.look()
+    watch.poll()
     time.sleep(interval)
-    console.print(render(watch.look(), console.width, 10_000))
+    console.print(render(watch.poll(), console.width, 10_000))
 
 
 def live(client: Client | RemoteClient, interval: float, console: Console) -> None:
-    """Draw until q or Ctrl-C."""
+    """Refresh the screen until q or Ctrl-C."""
     watch = Watch(client)
     with _keys() as key_within, Live(console=console, screen=True, auto_refresh=False) as shown:
         while True:
-            due = time.monotonic() + interval
-            screen = watch.look()
+            next_poll = time.monotonic() + interval
+            screen = watch.poll()
             shown.update(render(screen, console.width, console.height), refresh=True)
-            while (left := due - time.monotonic()) > 0:
+            while (left := next_poll - time.monotonic()) > 0:
                 if key_within(left) in _QUIT:
                     return
 
 
-class _Keys:
-    """Single keys of a terminal; without one, time passes."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def __call__(self, seconds: float) -> str:
-        if self._fd is None:
-            time.sleep(seconds)
-            return "\0"
-        if not select.select([self._fd], [], [], seconds)[0]:
-            return "\0"
-        pressed = os.read(self._fd, 1).decode(errors="replace")
-        return pressed or "\x04"  # the terminal has gone
-
-
 @contextlib.contextmanager
-def _keys() -> Iterator[_Keys]:
-    """Keys arrive one by one and are not shown; SIGTERM ends `live` like q, so that the terminal is put right again."""
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Read single keys without echo: yields a function that waits some seconds for a key, and returns it or "".
+
+    SIGTERM ends `live` like q, so that the terminal is restored.
+    """
+
+    def key_within(seconds: float) -> str:
+        if not select.select([] if fd is None else [fd], [], [], seconds)[0] or fd is None:
+            return ""
+        return os.read(fd, 1).decode(errors="replace") or "\x04"  # the terminal is gone
 
     def end(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -126,7 +113,7 @@ def _keys() -> Iterator[_Keys]:
     try:
         if fd is not None:
             tty.setcbreak(fd)
-        yield _Keys(fd)
+        yield key_within
     except KeyboardInterrupt:
         pass
     finally:

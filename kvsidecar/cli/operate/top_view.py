@@ -1,4 +1,4 @@
-"""One screen of `kvsidecar top`, as a pure function of what was observed."""
+"""One screen of `kvsidecar top`, as a pure function of the observations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsidecar.cli.operate.rates import Rates
-from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar
+from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, short_device
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
@@ -20,31 +20,29 @@ _LABEL = 8
 _SPARKS = "▁▂▃▄▅▆▇█"
 _RATE_COLUMNS = 11
 _TOTAL_COLUMNS = 33
-"""Room for what was copied so far; the sparkline has the rest, if that is enough of it."""
+"""Width of the totals. The sparkline gets the rest of the line, if it is wide enough."""
 _SPARKLINE_COLUMNS = 8
 _CELL_COLUMNS = 14
-"""Room for a number, and for the name of a GPU; an engine's name has the rest, or a third."""
+"""Width of a number or a GPU. The engine's name gets the rest of the line, and at least a third."""
 
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What one screen shows."""
-
     reply: pb.StatusReply | None
-    """The last answer; None if there was none."""
+    """The last reply; None if there was none."""
     rates: Rates | None
-    """None: it takes two answers of one run of the daemon."""
+    """None until there are two replies of one run of the daemon."""
     history: Sequence[tuple[float, float]]
     """Bytes stored and loaded per second, oldest first."""
     lost_for: float | None
-    """Seconds since the daemon stopped answering; None if it does answer."""
+    """Seconds since the daemon stopped answering; None if it answers."""
     lost_reason: str = ""
     restarts: int = 0
-    """Restarts of the daemon since the watch began."""
+    """Restarts of the daemon since top started."""
 
 
 def render(screen: Screen, width: int, height: int) -> RenderableType:
-    """Fits into ``width`` columns and ``height`` lines, if there are 40 and 15 of them."""
+    """Fits ``width`` columns and ``height`` lines, of which it needs at least 40 and 15."""
     reply = screen.reply
     parts: list[RenderableType] = []
     if screen.lost_for is not None:
@@ -62,7 +60,7 @@ def render(screen: Screen, width: int, height: int) -> RenderableType:
         parts.append(_cut(_refusals(reply, screen.rates)))
     parts.append(Text())
     if reply.ranks:
-        # A line for the heading, and one that says how many more there are.
+        # One line is for the heading, one for the number of ranks that are not shown.
         parts.append(_engines(reply, screen.rates, width, max(1, height - len(parts) - 2)))
     else:
         parts.append(Text("No engine is attached.", style="dim"))
@@ -70,7 +68,7 @@ def render(screen: Screen, width: int, height: int) -> RenderableType:
 
 
 def _cut(text: Text) -> Text:
-    """One line, whatever the width."""
+    """Truncate to one line."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
@@ -108,7 +106,7 @@ def _pin_bar(readiness: pb.Readiness, width: int) -> Text:
 
 
 def _flow(screen: Screen, reply: pb.StatusReply, width: int) -> list[Text]:
-    """Store, load, hits, jobs: a line each."""
+    """One line each for stores, loads, hits and jobs."""
     rates, jobs = screen.rates, reply.jobs
     columns = min(60, width - _LABEL - _RATE_COLUMNS - _TOTAL_COLUMNS)
     lines = []
@@ -127,7 +125,7 @@ def _flow(screen: Screen, reply: pb.StatusReply, width: int) -> list[Text]:
 
 
 def _sparkline(values: Sequence[float], columns: int) -> str:
-    """The last ``columns`` values, each against the highest; right-aligned."""
+    """The last ``columns`` values relative to the highest; right-aligned."""
     shown = list(values)[-columns:]
     highest = max(shown, default=0.0)
     line = "".join(
@@ -142,9 +140,9 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
     line.append(f"{'-' if now is None else f'{now:.0%}':>{_RATE_COLUMNS}}")
     if rates is not None and now is not None:
         line.append(f"  of {rates.hits + rates.misses:,.0f} blocks/s")
-    asked = reply.lookups.hits + reply.lookups.misses
+    total = reply.lookups.hits + reply.lookups.misses
     line.append(
-        f"  {reply.lookups.hits / asked:.0%} of {asked:,} so far" if asked else "  no lookup so far", style="dim"
+        f"  {reply.lookups.hits / total:.0%} of {total:,} so far" if total else "  no lookup so far", style="dim"
     )
     if rates is not None and rates.evicted_bytes:
         line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")
@@ -171,18 +169,13 @@ def _refusals(reply: pb.StatusReply, rates: Rates | None) -> Text:
     return line
 
 
-def short_device(device: str) -> str:
-    """``GPU-1a2b3c4d`` of a whole UUID: enough to tell the GPUs of a machine apart."""
-    return "-".join(device.split("-")[:2])
-
-
 def _engines(reply: pb.StatusReply, rates: Rates | None, width: int, lines: int) -> RenderableType:
     wanted: list[tuple[str, int]] = [("engine", 0), ("rank", 0), ("store", 0), ("load", 0), ("jobs", 0)]
     wanted += [("device", 70), ("mapped", 80), ("attached", 100), ("pid", 110)]
     names = [name for name, least in wanted if width >= least]
     table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
     for index, name in enumerate(names):
-        # The name gives way before any number does.
+        # The engine's name is truncated before any number.
         cut = {"overflow": "ellipsis", "no_wrap": True}
         table.add_column(name, justify="left" if index == 0 else "right", **cut)  # type: ignore[arg-type]
     room = max(width // 3, width - _CELL_COLUMNS * (len(names) - 1))
@@ -199,16 +192,10 @@ def _engines(reply: pb.StatusReply, rates: Rates | None, width: int, lines: int)
         ranks = [rank for rank in ranks if rank.session in kept]
     for rank in ranks:
         stored, loaded = by_rank.get(rank.session, (None, None))
-        cells = {
-            "engine": brief(rank.instance + (" (idle)" if rank.idle else ""), room),
-            "rank": Text(f"{rank.rank}/{rank.world_size}"),
+        cells = rank_cells(rank, room) | {
             "store": Text("-" if stored is None else format_rate(stored)),
             "load": Text("-" if loaded is None else format_rate(loaded)),
-            "jobs": Text(str(rank.jobs_running)),
             "device": brief(short_device(rank.device), _CELL_COLUMNS),
-            "mapped": Text(format_size(rank.imported_bytes)),
-            "attached": Text(format_duration(rank.attached_seconds)),
-            "pid": Text(str(rank.pid)),
         }
         table.add_row(*(cells[name] for name in names))
     if not left_out:

@@ -15,9 +15,9 @@ from kvsidecar.cli.doctor.facts import (
     Engine,
     Facts,
     Gpu,
+    Isolation,
     Kernel,
     Memory,
-    Place,
     SocketFacts,
 )
 from kvsidecar.cli.doctor.view import as_json, summary
@@ -30,7 +30,7 @@ DRIVER = Driver(
     installed=True, module_version="580.95.05", cuda_version=13000, calls=38, gpus=(H200,), bindings="13.0.3"
 )  # fmt: skip
 NO_DRIVER = Driver(installed=False)
-HERE = Place(ipc_namespace=0xEFFFFFFF, pid_namespace=1, shm_device=5, shm_bytes=64 * GiB, shm_writable=True)
+HERE = Isolation(ipc_namespace=0xEFFFFFFF, pid_namespace=1, shm_device=5, shm_bytes=64 * GiB, shm_writable=True)
 ENGINE = Engine(77, True, 0, {}, ("vllm", "serve"), HERE)
 MEMORY = Memory(
     available=400 * GiB,
@@ -54,7 +54,7 @@ GOOD = Facts(
     memory=MEMORY,
     socket=SocketFacts(0, True, True, 0o660, "kv", "llm", ("alice", "bob")),
     daemon=Daemon(State.READY, "", False, "1.0", 4242, 2),
-    place=HERE,
+    isolation=HERE,
     engine=ENGINE,
 )
 
@@ -157,9 +157,9 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "Lower --pool-size.",
     ),
     ("memory", changed(config=DaemonConfig(problem="x")), NOT_CHECKED, "unknown", ""),
-    ("IPC namespace", changed(place=replace(HERE, ipc_namespace=7)), OK, "container", ""),
-    ("/dev/shm", changed(place=replace(HERE, shm_device=None)), WARNING, "no /dev/shm", "tmpfs"),
-    ("/dev/shm", changed(place=replace(HERE, shm_writable=False)), WARNING, "kv may not write", "tmpfs"),
+    ("IPC namespace", changed(isolation=replace(HERE, ipc_namespace=7)), OK, "container", ""),
+    ("/dev/shm", changed(isolation=replace(HERE, shm_device=None)), WARNING, "no /dev/shm", "tmpfs"),
+    ("/dev/shm", changed(isolation=replace(HERE, shm_writable=False)), WARNING, "kv may not write", "tmpfs"),
     ("socket", GOOD, OK, "mode 0660, so kv and root, and the group llm (alice, bob) may connect", ""),
     ("socket", changed(socket=SocketFacts(0, False)), PROBLEM, f"kv cannot create {SOCKET}", "--socket"),
     ("socket", changed(socket=SocketFacts(None, True)), OK, "can be created: mode 0660", ""),
@@ -189,15 +189,15 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ),
     ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": f"a:1,{EXPANDABLE}"}), PROBLEM, "PYTORCH_ALLOC_CONF", "Remove"),
     ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": "a:1"}), OK, "no expandable", ""),
-    ("engine's place", engine(place=None), NOT_CHECKED, "may not read", "root"),
+    ("engine isolation", engine(isolation=None), NOT_CHECKED, "may not read", "root"),
     (
-        "engine's place",
-        engine(place=replace(HERE, shm_device=6)),
+        "engine isolation",
+        engine(isolation=replace(HERE, shm_device=6)),
         WARNING,
         "/dev/shm not shared with the daemon",
         "host",
     ),
-    ("engine's place", engine(place=replace(HERE, ipc_namespace=6)), WARNING, "IPC namespace", "share"),
+    ("engine isolation", engine(isolation=replace(HERE, ipc_namespace=6)), WARNING, "IPC namespace", "share"),
 ]
 
 
@@ -213,7 +213,7 @@ def test_each_fact_has_its_verdict_and_its_fix(check: str, facts: Facts, verdict
 
 
 def test_another_pid_namespace_and_sleep_mode_are_warnings_of_their_own() -> None:
-    place = found("engine's place", engine(place=replace(HERE, pid_namespace=2)))
+    place = found("engine isolation", engine(isolation=replace(HERE, pid_namespace=2)))
     assert [finding.verdict for finding in place] == [OK, WARNING]
     sleeping = found("allocator", engine(command=("vllm", "serve", "--enable-sleep-mode")))
     assert [finding.verdict for finding in sleeping] == [OK, WARNING]

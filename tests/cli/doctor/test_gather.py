@@ -43,7 +43,7 @@ def test_this_machine_is_looked_at_whatever_it_has(short_dir: Path) -> None:
     assert facts.memory.available
     assert facts.kernel.pidfd
     assert facts.kernel.memfd
-    assert facts.place.ipc_namespace == os.stat("/proc/self/ns/ipc").st_ino
+    assert facts.isolation.ipc_namespace == os.stat("/proc/self/ns/ipc").st_ino
     assert facts.daemon.state is None
     assert not facts.socket.exists
     assert examine(facts)
@@ -55,7 +55,7 @@ def test_a_running_daemon_and_its_socket_are_seen(daemon: DaemonProcess) -> None
     assert facts.daemon.pid == daemon.process.pid
     assert (facts.socket.exists, facts.socket.mode) == (True, 0o600)
     assert facts.engine is not None
-    assert facts.engine.place == facts.place
+    assert facts.engine.isolation == facts.isolation
     assert facts.engine.uid == os.getuid()
 
 

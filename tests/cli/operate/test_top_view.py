@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvsidecar.cli.operate.rates import Look, between
+from kvsidecar.cli.operate.rates import Sample, rates_between
 from kvsidecar.cli.operate.top_view import Screen, render, short_device
 from kvsidecar.support.units import GiB
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -41,7 +41,7 @@ def text(screen: Screen, width: int = 80, height: int = 24) -> list[str]:
 
 
 def screen(now: pb.StatusReply, before: pb.StatusReply | None = None, **fields: Any) -> Screen:
-    rates = None if before is None else between(Look(10.0, before), Look(12.0, now))
+    rates = None if before is None else rates_between(Sample(10.0, before), Sample(12.0, now))
     history = () if rates is None else ((rates.stored_bytes, rates.loaded_bytes),)
     return Screen(**{"reply": now, "rates": rates, "history": history, "lost_for": None, **fields})
 
@@ -53,7 +53,7 @@ def test_rates_are_what_was_counted_between_two_looks_per_second() -> None:
     now.lookups.hits, now.lookups.misses = 40, 20
     now.refusals["not_found"], now.refusals["pool_full"] = 1, 5
     now.pool.evicted_bytes = 2000
-    rates = between(Look(10.0, before), Look(12.0, now))
+    rates = rates_between(Sample(10.0, before), Sample(12.0, now))
     assert rates is not None
     assert (rates.stored_bytes, rates.loaded_bytes, rates.evicted_bytes) == (1000, 200, 1000)
     assert (rates.hits, rates.misses, rates.hit_rate) == (15, 5, 0.75)
@@ -62,12 +62,12 @@ def test_rates_are_what_was_counted_between_two_looks_per_second() -> None:
 
 
 def test_there_are_no_rates_over_a_restart_nor_over_no_time() -> None:
-    assert between(Look(1.0, reply(epoch=1, stored_bytes=9)), Look(2.0, reply(epoch=2))) is None
-    assert between(Look(1.0, reply()), Look(1.0, reply())) is None
+    assert rates_between(Sample(1.0, reply(epoch=1, stored_bytes=9)), Sample(2.0, reply(epoch=2))) is None
+    assert rates_between(Sample(1.0, reply()), Sample(1.0, reply())) is None
 
 
 def test_no_lookups_have_no_hit_rate() -> None:
-    rates = between(Look(1.0, reply()), Look(2.0, reply()))
+    rates = rates_between(Sample(1.0, reply()), Sample(2.0, reply()))
     assert rates is not None
     assert rates.hit_rate is None
 

@@ -1,9 +1,9 @@
-"""Keeps the event loop and its threads from waking up late around a job.
+"""Keeps CPU cores out of deep idle states around a job, so that threads wake up quickly.
 
-A core that has been idle for 0.2 to 0.3 ms takes 100 to 400 us to wake up, in virtual machines above all (measured:
-docs/benchmarks.md): as long as a copy of ten blocks. And one job wakes five threads, one after the other. A thread that
-wakes up every 100 us keeps its core out of the deep sleep, for about a tenth of the core's time; so only around jobs.
-The daemon's loop does so with `SleepGuard`, the threads of a client that wait for the daemon in `client.waiting`.
+A core that has been idle for 0.2 to 0.3 ms takes 100 to 400 us to wake up, mainly in virtual machines (measured:
+docs/benchmarks.md): as long as a copy of ten blocks. One job wakes five threads, one after the other. A thread that
+wakes up every 100 us keeps its core out of deep idle states, but uses a tenth of the core, so it does so only around
+jobs. `SleepGuard` does this for the daemon's event loop, `client.waiting` for client threads that wait for the daemon.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Final
 from kvsidecar.errors import KVSidecarError
 
 CORES_TO_SPARE: Final = len(os.sched_getaffinity(0)) >= 4
-"""Fewer cores are busy around the jobs, and do not sleep deeply."""
+"""Whether there are enough cores. Fewer cores are busy around jobs and do not enter deep idle states."""
 NAP_SECONDS: Final = 100e-6
-"""Half of the idle time after which a core, or the hypervisor below it, sleeps deeply."""
+"""Half of the idle time after which a core, or the hypervisor below it, enters a deep idle state."""
 
 _CLOCK_MONOTONIC: Final = 1
 _NONBLOCK_CLOEXEC: Final = os.O_NONBLOCK | os.O_CLOEXEC
@@ -43,13 +43,13 @@ class _Itimerspec(ctypes.Structure):
 
 
 class SleepGuard:
-    """Keeps one event loop, and the threads that it hands work to, from sleeping deeply around a job.
+    """Keeps the cores of one event loop and its worker threads out of deep idle states around a job.
 
     There is one per daemon. Code that starts, ends or expects work calls `keep_awake`. A timerfd wakes the loop,
-    because the timers of event loops count in milliseconds.
+    because the timers of event loops have a resolution of milliseconds.
 
     Args:
-        seconds: how long the sleep stays light after each `keep_awake`; 0 turns it off.
+        seconds: duration of the effect of each `keep_awake`; 0 turns it off.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -64,7 +64,7 @@ class SleepGuard:
                 raise KVSidecarError(f"no timer: {os.strerror(ctypes.get_errno())}")
 
     def keep_awake(self) -> None:
-        """Keep the loop awake for a while; called in it."""
+        """Keep the loop's core awake for ``seconds``. Called in the loop."""
         if self._timer < 0:
             return
         self._until = time.monotonic() + self._seconds
@@ -76,13 +76,13 @@ class SleepGuard:
             self._set(NAP_SECONDS)
 
     def keep_awake_from_thread(self) -> None:
-        """`keep_awake`, from another thread. Does nothing before the first `keep_awake`: no work could end then."""
+        """`keep_awake` from another thread. Has no effect before the first `keep_awake`: no work could end then."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.keep_awake)
 
     def longest_wait(self, last_work: float) -> float | None:
-        """How long a thread whose last work ended at ``last_work`` (monotonic seconds) may wait before it looks for
-        work again. None: for ever."""
+        """Maximum wait of a worker thread before it checks for work again, given the end of its last work (monotonic
+        seconds). None: no limit."""
         return NAP_SECONDS if time.monotonic() - last_work < self._seconds else None
 
     def close(self) -> None:
@@ -104,4 +104,4 @@ class SleepGuard:
 
 
 NO_GUARD: Final = SleepGuard(0.0)
-"""Guards nothing."""
+"""A guard without effect."""

@@ -9,7 +9,7 @@ import pytest
 
 from kvsidecar import errors
 from kvsidecar.errors import Refusal
-from kvsidecar.server.status import CODES, code_of
+from kvsidecar.server.status_codes import CODES, code_of
 
 ALL = [
     error

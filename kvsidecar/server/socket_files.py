@@ -1,7 +1,7 @@
-"""The daemon's place in the file system: a lock, then sockets with the configured mode and group.
+"""The daemon's files: a lock, and sockets with the configured mode and group.
 
-A second gRPC server binds a live Unix path without an error, steals it, and unlinks it when it stops (measured with
-grpcio 1.85). So the lock comes first, and only who holds it may remove a stale socket.
+A second gRPC server binds a live Unix path without an error, takes it over, and unlinks it when it stops (measured with
+grpcio 1.85). So the daemon takes a lock first, and only its holder may remove a stale socket.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvsidecar.errors import ConfigError, SocketInUse
 from kvsidecar.support import log
 
 RETRY_SECONDS = 0.05
-"""How often a lock that another daemon holds is tried."""
+"""Interval between attempts to take a lock that another daemon holds."""
 
 _log = log.get("endpoint")
 
 
-class Endpoint:
+class SocketFiles:
     """The lock and the socket paths of one daemon.
 
     Args:
-        path: of the gRPC socket; the attach socket is beside it.
-        mode: of both sockets.
-        group: that owns both sockets; None leaves it to the process.
+        path: of the gRPC socket; the attach socket is in the same directory.
+        mode: file mode of both sockets.
+        group: owner group of both sockets; None: that of the process.
     """
 
     def __init__(self, path: Path, *, mode: int, group: str | None) -> None:
@@ -44,17 +44,17 @@ class Endpoint:
         self._lock: int | None = None
 
     async def acquire(self, *, wait_seconds: float, stop: asyncio.Event) -> bool:
-        """Take the lock and free the paths. False if ``stop`` was set while another daemon held the lock.
+        """Take the lock and remove stale sockets. False if ``stop`` was set while another daemon held the lock.
 
-        A daemon that was told to end, or killed, keeps the lock until its pool is unpinned, which takes seconds for a
-        large one: a second pool beside it might not fit. Whether it is ending cannot be told from outside (a process
-        that was killed still listens while the kernel takes its memory down), so any holder is waited for.
+        A daemon that is stopping, or was killed, holds the lock until its pool is unpinned, which takes seconds for a
+        large pool; a second pool might not fit beside it. From outside it looks like a running daemon (a killed process
+        still listens while the kernel frees its memory), so this waits for any holder.
 
         Args:
-            wait_seconds: how long, at most.
+            wait_seconds: maximum wait.
 
         Raises:
-            SocketInUse: another daemon holds the lock, or a path holds what is not a socket of ours.
+            SocketInUse: another daemon holds the lock, or a path is not a stale socket of this user.
         """
         lock = self._open_lock()
         try:
@@ -64,7 +64,7 @@ class Endpoint:
             os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
             for path in (self.grpc_path, self.attach_path):
                 self._remove_stale(path)
-            self._lock = lock  # from here on what lies at the paths is ours to remove
+            self._lock = lock  # from here on `release` removes the sockets
             return True
         finally:
             if self._lock is None:
@@ -80,33 +80,29 @@ class Endpoint:
 
     async def _lock_within(self, lock: int, wait_seconds: float, stop: asyncio.Event) -> bool:
         deadline = time.monotonic() + wait_seconds
-        told = False
-        # Asked again and again: a thread that blocks in flock() could not be told to stop.
+        warned = False
+        # Polling, because a thread that blocks in flock() could not be stopped.
         while not _try_lock(lock):
-            holder = os.pread(lock, 300, 0).decode(errors="replace") or "a process that has not named itself"
+            holder = os.pread(lock, 300, 0).decode(errors="replace") or "an unknown process"
             if (left := deadline - time.monotonic()) <= 0:
                 raise SocketInUse(
                     f"another kvsidecar serves {self.grpc_path} ({holder}): stop it, or set socket to another path"
                 )
-            if not told:
+            if not warned:
                 _log.warning(
                     "waiting for another daemon to exit",
                     socket=str(self.grpc_path),
                     holder=holder,
                     wait_seconds=wait_seconds,
                 )
-                told = True
+                warned = True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), min(left, RETRY_SECONDS))
                 return False
         return True
 
     def secure_grpc_socket(self) -> None:
-        """Give the bound gRPC socket its group and mode, and check that it is ours.
-
-        Raises:
-            SocketInUse: somebody replaced it.
-        """
+        """Set group and mode of the bound gRPC socket. Raises SocketInUse if one of the two sockets was replaced."""
         if self.gid is not None:
             os.chown(self.grpc_path, -1, self.gid)
         self.grpc_path.chmod(self.mode)
@@ -120,8 +116,8 @@ class Endpoint:
                 raise SocketInUse(f"{path} has mode {stat.S_IMODE(found.st_mode):04o} instead of {self.mode:04o}")
 
     def release(self) -> None:
-        """Remove what is left of the sockets and give up the lock. The lock file stays: removing it would let two
-        daemons lock two files of the same name."""
+        """Remove the sockets and release the lock. The lock file stays: if it were removed, two daemons could lock two
+        files of the same name."""
         if self._lock is None:
             return
         for path in (self.grpc_path, self.attach_path):
@@ -152,7 +148,7 @@ def _try_lock(lock: int) -> bool:
 
 
 def group_id(option: str, group: str | None) -> int | None:
-    """The number of the group that an option names. Raises ConfigError if there is none."""
+    """The id of the group in an option. Raises ConfigError if the group does not exist."""
     if group is None:
         return None
     try:

@@ -6,19 +6,19 @@ import asyncio
 import time
 
 from kvsidecar.errors import KVSidecarError, LimitExceeded, Unfinished
-from kvsidecar.server.half_read import HalfMessage, HalfRead
+from kvsidecar.server.partial_messages import PartialMessage, PartialMessages
 
 
 class Reader:
     """Begins messages, and records what it is told of them."""
 
-    def __init__(self, half_read: HalfRead) -> None:
-        self._half_read = half_read
+    def __init__(self, partial_messages: PartialMessages) -> None:
+        self._partial_messages = partial_messages
         self.got_room: list[str] = []
         self.late: asyncio.Queue[tuple[str, KVSidecarError]] = asyncio.Queue()
 
-    def begin(self, name: str, nbytes: int, user: int = 1) -> HalfMessage:
-        return self._half_read.begin(
+    def begin(self, name: str, nbytes: int, user: int = 1) -> PartialMessage:
+        return self._partial_messages.begin(
             user,
             nbytes,
             on_room=lambda: self.got_room.append(name),
@@ -27,53 +27,53 @@ class Reader:
 
 
 async def test_messages_of_one_user_share_room_in_their_order_and_others_have_their_own() -> None:
-    half_read = HalfRead(100)
-    reader = Reader(half_read)
+    partial_messages = PartialMessages(100)
+    reader = Reader(partial_messages)
     first, second = reader.begin("first", 60), reader.begin("second", 50)
     third, other = reader.begin("third", 30), reader.begin("other", 100, user=2)
     assert [each.has_room for each in (first, second, third, other)] == [True, False, False, True]
     assert reader.got_room == []
-    half_read.end(first)
+    partial_messages.end(first)
     assert reader.got_room == ["second", "third"], "there was room for both, and not for either before"
-    half_read.end(third)
-    half_read.end(second)
-    half_read.end(other)
+    partial_messages.end(third)
+    partial_messages.end(second)
+    partial_messages.end(other)
     assert reader.begin("all of it", 100).has_room
 
 
 async def test_one_that_waited_and_never_came_leaves_its_place() -> None:
-    half_read = HalfRead(100)
-    reader = Reader(half_read)
+    partial_messages = PartialMessages(100)
+    reader = Reader(partial_messages)
     first, waits, behind = reader.begin("first", 100), reader.begin("waits", 100), reader.begin("behind", 10)
-    half_read.end(waits)
-    half_read.end(first)
+    partial_messages.end(waits)
+    partial_messages.end(first)
     assert reader.got_room == ["behind"]
-    half_read.end(behind)
+    partial_messages.end(behind)
 
 
 async def test_a_message_that_is_not_completed_is_late_and_says_whose_fault_it_is() -> None:
-    half_read = HalfRead(100, seconds=0.02)
-    reader = Reader(half_read)
+    partial_messages = PartialMessages(100, seconds=0.02)
+    reader = Reader(partial_messages)
     whole = reader.begin("whole", 10)
-    half_read.end(whole)
+    partial_messages.end(whole)
     slow, squeezed = reader.begin("slow", 90), reader.begin("squeezed", 20)
     late = dict([await reader.late.get(), await reader.late.get()])
     assert isinstance(late["slow"], Unfinished)
     assert "90 bytes was not complete" in str(late["slow"])
     assert isinstance(late["squeezed"], LimitExceeded)
     assert "one user may have 100 bytes" in str(late["squeezed"])
-    half_read.end(slow)
-    half_read.end(squeezed)
+    partial_messages.end(slow)
+    partial_messages.end(squeezed)
     assert reader.late.empty(), "one that was whole in time is late"
 
 
 async def test_a_loop_that_stood_still_does_not_count_against_a_message() -> None:
     """Its timers are due before it has read what came meanwhile."""
-    half_read = HalfRead(100, seconds=2.0)
-    reader = Reader(half_read)
+    partial_messages = PartialMessages(100, seconds=2.0)
+    reader = Reader(partial_messages)
     message = reader.begin("in time", 10)
     time.sleep(2.1)  # noqa: ASYNC251 - the loop shall stand still, as SIGSTOP does it
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert reader.late.empty()
-    half_read.end(message)
+    partial_messages.end(message)

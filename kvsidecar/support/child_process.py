@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent: how one is started, and ended."""
+"""Starts and stops child processes that do not outlive their parent."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from typing import Any, Final
 _LAUNCHER: Final = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGTERM
-if os.getppid() == int(sys.argv[1]):  # else the parent has died before the kernel was told
+if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
     os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of this process, without the settings of a daemon that its user runs for real."""
+    """The environment of this process without the settings of a daemon, plus ``more``."""
     return {**{name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}, **more}
 
 
 def start(command: Sequence[str], *, cores: frozenset[int] | None = None, **options: Any) -> subprocess.Popen[Any]:
-    """Start a process that the kernel sends SIGTERM when the calling thread ends, however this process dies.
+    """Start a process to which the kernel sends SIGTERM when the calling thread ends, however this process dies.
 
-    Ctrl-C and SIGTERM wait until it is there, and raise then; it is killed first, because nobody would know it.
+    Ctrl-C and SIGTERM are delayed until the process is started. If they raise then, it is killed first, because the
+    caller would have no handle on it.
 
     Args:
-        cores: the cores that it may run on; None for those of this process.
-        options: of `subprocess.Popen`; without ``env`` it gets `environment`.
+        cores: CPU cores that it may run on; None for those of this process.
+        options: for `subprocess.Popen`. The default of ``env`` is `environment`.
     """
     launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
     process: subprocess.Popen[Any] | None = None
-    mine = os.sched_getaffinity(0)
+    own_cores = os.sched_getaffinity(0)
     try:
-        with _signals_held():
+        with _signals_delayed():
             if cores is not None:
-                os.sched_setaffinity(0, cores)  # of this thread, and inherited by what it starts
+                os.sched_setaffinity(0, cores)  # of this thread; the child inherits it
             try:
                 process = subprocess.Popen(launched, **{"env": environment(), **options})
             finally:
-                os.sched_setaffinity(0, mine)
+                os.sched_setaffinity(0, own_cores)
     except BaseException:
         if process is not None:
             process.kill()
@@ -53,22 +54,22 @@ def start(command: Sequence[str], *, cores: frozenset[int] | None = None, **opti
     return process
 
 
-def end(process: subprocess.Popen[Any], seconds: float, *, group: bool = False) -> bool:
-    """SIGTERM, and SIGKILL to what has not ended after ``seconds`` or when this is interrupted.
+def stop(process: subprocess.Popen[Any], seconds: float, *, group: bool = False) -> bool:
+    """Send SIGTERM, and SIGKILL after ``seconds`` or on an interrupt.
 
     Args:
-        group: to all of its process group, some of which may outlive it.
+        group: signal the whole process group, parts of which may outlive the process.
 
     Returns:
-        Whether it has ended by itself.
+        Whether SIGTERM was enough.
     """
 
     def send(number: signal.Signals) -> None:
         if group:
-            with suppress(ProcessLookupError):  # they are over
+            with suppress(ProcessLookupError):  # all have exited
                 os.killpg(process.pid, number)
         else:
-            process.send_signal(number)  # unless it is over
+            process.send_signal(number)  # no effect after its exit
 
     try:
         if process.poll() is None:
@@ -87,24 +88,24 @@ def last_lines(log: Path, count: int = 8) -> str:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the block has ended.
+def _signals_delayed() -> Iterator[None]:
+    """Delay Ctrl-C and SIGTERM until the end of the block.
 
-    One that arrives inside `subprocess.Popen` would lose the process that was just started. By a handler and not by a
-    mask: a mask would be inherited, and this process's other threads would take the signal all the same.
+    A signal inside `subprocess.Popen` would lose the process that was just started. A handler is used rather than a
+    mask: the child would inherit a mask, and other threads of this process would receive the signal anyway.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python raises them in the main thread only
+        yield  # Python runs signal handlers in the main thread only
         return
-    held: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: held.append(number))
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        for came in held:
-            signal.raise_signal(came)
+        for pending in received:
+            signal.raise_signal(pending)

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvsidecar.server import turns as turns_module
-from kvsidecar.server.turns import Turns
+from kvsidecar.server import fair_queue as module
+from kvsidecar.server.fair_queue import FairQueue
 
 
 async def test_one_user_has_one_turn_each_time_the_loop_goes_round_and_others_have_theirs() -> None:
-    turns = Turns()
+    queue = FairQueue()
     done: list[tuple[int, str]] = []
     rounds = 0
 
     async def work(user: str) -> None:
-        await turns.wait(user)
+        await queue.wait(user)
         done.append((rounds, user))
 
     tasks = [asyncio.create_task(work("many")) for _ in range(5)] + [asyncio.create_task(work("one"))]
@@ -31,9 +31,9 @@ async def test_one_user_has_one_turn_each_time_the_loop_goes_round_and_others_ha
 
 
 async def test_a_turn_that_nobody_wants_any_more_goes_to_the_next() -> None:
-    turns = Turns()
-    await turns.wait("u")
-    next_one, cancelled, last = (asyncio.create_task(turns.wait("u")) for _ in range(3))
+    queue = FairQueue()
+    await queue.wait("u")
+    next_one, cancelled, last = (asyncio.create_task(queue.wait("u")) for _ in range(3))
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.wait_for(last, 10)
@@ -46,16 +46,16 @@ async def test_a_user_who_asks_again_at_once_leaves_a_part_of_the_time_to_others
 ) -> None:
     """Also when none of the user's lookups waits at the end of a turn, since gRPC has not handed over the next."""
     now = 100.0
-    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now))  # the loop has its own
-    turns = Turns()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))  # the loop has its own
+    queue = FairQueue()
     pauses = 0
     for _ in range(100):
-        turn = asyncio.ensure_future(turns.wait("u"))
+        turn = asyncio.ensure_future(queue.wait("u"))
         await asyncio.sleep(0)
         if not turn.done():
             pauses += 1
             await turn
-            now += turns_module.PAUSE_SECONDS
+            now += module.PAUSE_SECONDS
         now += 0.002
         await asyncio.sleep(0)  # the turn is over
-    assert pauses >= 0.9 * 100 * turns_module.PAUSE_SHARE * 0.002 / turns_module.PAUSE_SECONDS
+    assert pauses >= 0.9 * 100 * module.PAUSE_SHARE * 0.002 / module.PAUSE_SECONDS

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.support import child
+from kvsidecar.support import child_process
 from tests.harness import SECONDS, eventually
 
 SLEEP = "import time; print('up', flush=True); time.sleep(3600)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 PARENT = """
 import subprocess, sys, time
-from kvsidecar.support import child
-started = child.start([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"])
+from kvsidecar.support import child_process
+started = child_process.start([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"])
 print(started.pid, flush=True)
 time.sleep(3600)
 """
@@ -49,7 +49,7 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 
 
 def test_a_child_of_a_parent_that_is_gone_does_not_begin() -> None:
-    launched = [sys.executable, "-c", child._LAUNCHER, "1", *python("print('it runs')")]
+    launched = [sys.executable, "-c", child_process._LAUNCHER, "1", *python("print('it runs')")]
     assert subprocess.run(launched, stdout=subprocess.PIPE, check=True).stdout == b""
 
 
@@ -59,7 +59,7 @@ def test_a_child_has_its_cores_and_not_the_settings_of_another_daemon(monkeypatc
     mine = os.sched_getaffinity(0)
     code = "import os; print(os.sched_getaffinity(0), os.environ['OTHER'], 'KVSIDECAR_POOL_SIZE' in os.environ)"
     cores = frozenset({min(mine)})
-    with child.start(python(code), cores=cores, stdout=subprocess.PIPE, text=True) as process:
+    with child_process.start(python(code), cores=cores, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read() == f"{set(cores)} kept False\n"
     assert os.sched_getaffinity(0) == mine
@@ -82,7 +82,7 @@ def test_an_interrupt_while_a_child_is_started_loses_no_child(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            child.start(python(SLEEP))
+            child_process.start(python(SLEEP))
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -92,16 +92,16 @@ def test_an_interrupt_while_a_child_is_started_loses_no_child(
 
 @pytest.mark.parametrize(("code", "by_itself"), [(SLEEP, True), (DEAF, False)])
 def test_one_that_does_not_end_is_killed(code: str, by_itself: bool) -> None:
-    with child.start(python(code), stdout=subprocess.PIPE) as process:
+    with child_process.start(python(code), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        assert child.end(process, SECONDS if by_itself else 0.1) is by_itself
+        assert child_process.stop(process, SECONDS if by_itself else 0.1) is by_itself
         assert process.returncode == -(signal.SIGTERM if by_itself else signal.SIGKILL)
-        assert child.end(process, SECONDS), "ending what is over is harmless"
+        assert child_process.stop(process, SECONDS), "ending what is over is harmless"
 
 
 def test_an_interrupt_while_it_ends_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with child.start(python(DEAF), stdout=subprocess.PIPE) as process:
+    with child_process.start(python(DEAF), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         wait = process.wait
@@ -113,11 +113,11 @@ def test_an_interrupt_while_it_ends_kills_it(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(process, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            child.end(process, SECONDS)
+            child_process.stop(process, SECONDS)
         assert process.returncode == -signal.SIGKILL
 
 
 def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"one\ntwo\n\xff three\n")
-    assert child.last_lines(log, 2) == "two\n\ufffd three"
+    assert child_process.last_lines(log, 2) == "two\n\ufffd three"

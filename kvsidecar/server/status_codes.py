@@ -1,4 +1,4 @@
-"""The table from exceptions to gRPC status codes. A test ensures that every error is in it."""
+"""The gRPC status code of each exception. A test ensures that every error has one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.ImportRefused: grpc.StatusCode.INVALID_ARGUMENT,
     errors.DeviceLost: grpc.StatusCode.UNAVAILABLE,
     errors.CopyFailed: grpc.StatusCode.INTERNAL,
-    # the start: these end the daemon or make it not ready, and reach a client only by mistake
+    # startup: these end the daemon or make it not ready, and never reach a client
     errors.ConfigError: grpc.StatusCode.INTERNAL,
     errors.SocketInUse: grpc.StatusCode.INTERNAL,
     errors.AddressUnavailable: grpc.StatusCode.INTERNAL,
     errors.PoolRefused: grpc.StatusCode.UNAVAILABLE,
     errors.PinFailed: grpc.StatusCode.UNAVAILABLE,
     errors.PinStopped: grpc.StatusCode.UNAVAILABLE,
-    # the client's side
+    # raised by the client library
     errors.ClientError: grpc.StatusCode.INTERNAL,
     errors.DaemonUnreachable: grpc.StatusCode.UNAVAILABLE,
     errors.SocketDenied: grpc.StatusCode.UNAVAILABLE,
@@ -43,5 +43,4 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
 
 
 def code_of(error: errors.KVSidecarError) -> grpc.StatusCode:
-    """The gRPC code of this error."""
     return CODES[type(error)]

@@ -1,4 +1,4 @@
-"""The slots that the pool could give if others were freed first: planning that changes nothing."""
+"""Plans which slots the pool could allocate if others were freed first. Changes nothing."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvsidecar.cache.arrays import Slots, tally
+from kvsidecar.cache.arrays import Slots, unique_counts
 from kvsidecar.cache.slabs import Slabs
 
 
 class Unmet(NamedTuple):
-    """A need that is not met: ``missing`` slots of size class ``size``."""
+    """``missing`` slots of size class ``size`` cannot be allocated."""
 
     size: int
     missing: int
 
 
-class Supply:
-    """Counts of free slots and whole slabs as they would be, and whether they meet the needs.
+class AllocationPlan:
+    """Free slots and whole slabs as they would be after planned frees, and whether they meet the needs.
 
-    It counts exactly what `SlotAllocator.allocate` will do if the slots are then asked for with the larger size
-    classes first: free slots of the class, then whole slabs, the short one last.
+    It predicts `SlotAllocator.allocate` exactly, provided that larger size classes are allocated first: free slots of
+    the class, then whole slabs, the short slab last.
 
     Args:
-        slabs: those of the pool; they are only read.
+        slabs: all slabs of the pool; only read.
         needs: slots needed per size class.
         free_slots: free slots per size class of ``needs``.
         whole_slabs: uncut slabs of full length.
@@ -46,10 +46,10 @@ class Supply:
         self._whole_slabs = whole_slabs
         self._short_slab = short_slab
         self._freed: Counter[int] = Counter()
-        """Slab -> slots of it that this plan frees."""
+        """Slab -> number of its slots that this plan frees."""
 
     def unmet(self) -> Unmet | None:
-        """The largest size class whose need is not met, or None if all are."""
+        """The largest size class whose need is not met; None if all are met."""
         whole, short = self._whole_slabs, self._short_slab
         for size, need in self._needs:
             missing = need - self._free_slots[size]
@@ -68,7 +68,7 @@ class Supply:
         return None
 
     def surplus(self) -> int | None:
-        """Slots beyond the need, if that is for one size class only."""
+        """Slots beyond the need; None if the needs are of several size classes."""
         if len(self._needs) > 1:
             return None
         (size, need) = self._needs[0]
@@ -77,23 +77,22 @@ class Supply:
 
     @property
     def largest(self) -> int:
-        """The largest size class that is needed."""
         return self._needs[0][0]
 
     def is_whole(self, slab: int) -> bool:
-        """The plan frees every used slot of the slab."""
+        """Whether the plan frees every used slot of the slab."""
         return self._freed[slab] == int(self._slabs.used[slab])
 
     def free(self, slots: Slots) -> None:
-        """Plan that these used slots, each of them once, are freed."""
+        """Plan to free these used slots. No slot may be given twice."""
         self._change(slots, 1)
 
-    def keep(self, slots: Slots) -> None:
-        """Take back `free`."""
+    def undo_free(self, slots: Slots) -> None:
+        """Remove these slots from the plan."""
         self._change(slots, -1)
 
     def _change(self, slots: Slots, sign: int) -> None:
-        distinct, counts = tally(self._slabs.holding(slots))
+        distinct, counts = unique_counts(self._slabs.holding(slots))
         for slab, count in zip(distinct.tolist(), counts.tolist(), strict=True):
             size = int(self._slabs.size[slab])
             if sign < 0 and self.is_whole(slab):

@@ -1,7 +1,7 @@
-"""aiohttp's server, imported without the rest of aiohttp.
+"""Imports aiohttp's server without loading the system's CA certificates.
 
-aiohttp reads the certificates that the system trusts, twice, for its client, when it is imported: a tenth of the
-daemon's start. Nothing here is a client, so it finds none.
+aiohttp loads them twice on import, for its client, which takes a tenth of the daemon's start. The daemon has no HTTP
+client, so they are hidden from it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def _no_trusted_certificates() -> Iterator[None]:
-    """Nothing that is imported inside the block trusts certificates of the system. Before the process has a second
-    thread: it changes the environment for a moment."""
+def _no_ca_certificates() -> Iterator[None]:
+    """Hide the system's CA certificates inside the block. It changes the environment: use it before the process has a
+    second thread."""
     name = "SSL_CERT_FILE"
     value = os.environ.get(name)
     os.environ[name] = os.devnull
@@ -27,7 +27,7 @@ def _no_trusted_certificates() -> Iterator[None]:
             os.environ[name] = value
 
 
-with _no_trusted_certificates():
+with _no_ca_certificates():
     from aiohttp import web
     from aiohttp.http import HttpProcessingError
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import uvloop
 
-from kvsidecar.support.keep_awake import NAP_SECONDS, SleepGuard
+from kvsidecar.support.cpu_sleep import NAP_SECONDS, SleepGuard
 from tests.harness import SECONDS, eventually_in_loop
 
 SECONDS_AWAKE = 0.05
@@ -28,7 +28,7 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
     loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("kvsidecar.support.keep_awake.time", clock)
+    monkeypatch.setattr("kvsidecar.support.cpu_sleep.time", clock)
 
     async def check() -> None:
         guard = Counted(SECONDS_AWAKE)
@@ -65,7 +65,7 @@ async def test_a_thread_can_keep_the_loop_awake() -> None:
 
 
 def test_a_thread_waits_shortly_for_work_while_there_was_some_not_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsidecar.support.keep_awake.time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr("kvsidecar.support.cpu_sleep.time", SimpleNamespace(monotonic=lambda: 100.0))
     guard = SleepGuard(SECONDS_AWAKE)
     assert guard.longest_wait(100.0 - 0.9 * SECONDS_AWAKE) == NAP_SECONDS
     assert guard.longest_wait(100.0 - 1.1 * SECONDS_AWAKE) is None
