@@ -1,4 +1,4 @@
-"""What each kind of copy reaches on this GPU: the measurement behind the cost model of ``kvsidecar/core/copy_plan.py``.
+"""What each kind of copy reaches on this GPU: behind the cost model of ``kvsidecar/copier/copy_plan.py``.
 
     python benchmarks/copy_methods.py
 
@@ -15,10 +15,10 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.core.copy_plan import MAX_PITCHED
+from kvsidecar.copier.copy_plan import MAX_PITCHED
 from kvsidecar.device.base import COPY, CopyCall, CopyStream
 from kvsidecar.device.cuda.platform import CudaPlatform
-from kvsidecar.pool import host_memory
+from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import THP_BYTES, PageKind, Pages
 from kvsidecar.support.units import GiB, KiB, MiB
 from kvsidecar.types import Direction

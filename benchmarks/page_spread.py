@@ -16,10 +16,10 @@ import numpy as np
 
 from benchmarks import copy_methods
 from kvsidecar.bench.driver import Cuda
-from kvsidecar.core.copy_plan import MAX_PITCHED
+from kvsidecar.copier.copy_plan import MAX_PITCHED
 from kvsidecar.device.base import CudaIpcSource, Device
 from kvsidecar.device.cuda.platform import CudaPlatform
-from kvsidecar.pool import host_memory
+from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import THP_BYTES, PageKind, Pages
 from kvsidecar.support.units import GiB, KiB, MiB
 from kvsidecar.types import Direction

@@ -47,7 +47,7 @@ NATIVE_RATE = 25
 """Samples a second. Unwinding C stacks stops the daemon for several milliseconds each time."""
 
 AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("hand-over to the copy workers", ("copier/worker.py", "copier/hub.py", "_end_of (")),
+    ("hand-over to the copiers", ("copier/link.py", "copier/copiers.py", "copier/ring.py", "copier/messages.py")),
     ("carrier", ("server/local_protocol.py", "server/service.py", "server/decoding.py", "grpc/")),
     ("messages", ("server/convert.py", "kvsidecar/protocol/wire.py", "kvsidecar/core/hashes.py", "google/protobuf")),
     (
@@ -55,7 +55,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("server/attach_stream.py", "server/handler.py", "kvsidecar/core/sessions.py", "kvsidecar/support/tasks.py"),
     ),
     ("cache", ("kvsidecar/cache/",)),
-    ("plan", ("kvsidecar/core/copy_plan.py", "kvsidecar/core/layout.py")),
+    ("plan", ("kvsidecar/copier/copy_plan.py", "kvsidecar/core/layout.py")),
     ("metrics", ("prometheus_client/", "kvsidecar/core/metrics.py")),
     ("log", ("kvsidecar/support/log.py", "structlog/")),
     ("jobs", ("kvsidecar/core/jobs.py", "kvsidecar/core/job.py", "kvsidecar/core/readiness.py")),

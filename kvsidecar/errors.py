@@ -27,7 +27,7 @@ class Refusal(StrEnum):
     STALE_LEASE = "stale_lease"
     """The lease that the load names has expired or was released."""
     DEVICE_LOST = "device_lost"
-    """The GPU had an error that its CUDA context does not survive."""
+    """The process that copies for the device has ended, after an error of the GPU for example. It is replaced."""
     COPY_FAILED = "copy_failed"
     """The driver rejected the copy, or the copy failed."""
     CANCELLED = "cancelled"
@@ -105,26 +105,19 @@ class ImportRefused(DeviceError):
 
 
 class DeviceLost(DeviceError):
-    """The device had an error that its context does not survive (a sticky CUDA error).
-
-    Args:
-        outcome_known: as in `CopyFailed`, for the copy that ended with the device.
-    """
-
-    def __init__(self, message: str, *, outcome_known: bool = False) -> None:
-        super().__init__(message)
-        self.outcome_known = outcome_known
+    """The device had an error that its context does not survive (a sticky CUDA error); or, in the daemon, its copier
+    has ended, and with it every copy."""
 
 
 class CopyFailed(DeviceError):
     """A copy failed.
 
     Args:
-        outcome_known: True if the copy can no longer move a byte, so its slots may be reused. False if it still
-            might: its slots must be quarantined.
+        outcome_known: True if the copy can no longer move a byte, so its slots may be reused. False, in a copier's
+            process only, if it still might: only the end of the process ends it.
     """
 
-    def __init__(self, message: str, *, outcome_known: bool) -> None:
+    def __init__(self, message: str, *, outcome_known: bool = True) -> None:
         super().__init__(message)
         self.outcome_known = outcome_known
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the wire protocol. A client with another version is refused at Attach."""
 
 TOKEN_METADATA = "kvsidecar-token-bin"

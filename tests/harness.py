@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -174,6 +175,25 @@ class DaemonProcess:
                 return float(line.rpartition(" ")[2])
         raise AssertionError(f"{name} is not exported")
 
+    def copiers(self) -> list[int]:
+        """The process ids of its copiers that live, in the order in which they were started."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        try:
+            found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        return sorted(pid for pid in found if "kvsidecar.copier.process" in _command(pid))
+
+    def mapped_buffers(self) -> int:
+        """How many engines' buffers its copiers have mapped."""
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in self.copiers()]
+        assert "/memfd:kvsidecar-kv" not in Path(f"/proc/{self.process.pid}/maps").read_text()
+        return sum(each.count("/memfd:kvsidecar-kv") for each in maps)
+
+    def locked_kib(self) -> int:
+        """Memory that its copiers have pinned with mlock(2)."""
+        return sum(_locked_kib(pid) for pid in self.copiers())
+
     def client(self, **options: Any) -> Client:
         # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
         defaults = {"timeout": SECONDS, "step_budget": SECONDS, "local_protocol": self.local}
@@ -198,6 +218,21 @@ class DaemonProcess:
             while not self._news.empty():
                 self.log.append(self._news.get() or {})
             print("daemon log:", *self.log, sep="\n  ")
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _locked_kib(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int((status.partition("VmLck:")[2].split() or ["0"])[0])  # a process that has ended has no such line
 
 
 class Gate:
@@ -314,6 +349,7 @@ class Rank:
         world_size: int = 1,
         groups: GroupLayout | None = None,
         client: Client | None = None,
+        device: str = DEVICE,
         **attach: Any,
     ) -> None:
         self.namespace = namespace
@@ -329,7 +365,7 @@ class Rank:
         self.client.attach(
             instance=instance,
             namespace=namespace,
-            buffers=self.buffer.kv_buffers(),
+            buffers=dataclasses.replace(self.buffer.kv_buffers(), device=device),
             groups=[self.layout],
             rank=rank,
             world_size=world_size,

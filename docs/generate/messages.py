@@ -16,6 +16,7 @@ from kvsidecar.core import sessions as instances
 from kvsidecar.protocol import framing
 from kvsidecar.server import attach_socket, attach_stream, local_protocol, partial_messages, service, status_codes
 from kvsidecar.server import convert as translate
+from kvsidecar.support import peer
 
 ROOT = Path(__file__).parents[2]
 PROTO = "kvsidecar/v1/sidecar.proto"
@@ -57,7 +58,7 @@ LIMITS = (
     (attach_socket, "MAX_CONNECTIONS"),
     (attach_socket, "MAX_MEMFDS"),
     (attach_socket, "MAX_HELLO_BYTES"),
-    (attach_socket, "MAX_FDS"),
+    (peer, "MAX_FDS"),
     (attach_socket, "HELLO_SECONDS"),
     (partial_messages, "MAX_PARTIAL_BYTES"),
     (partial_messages, "MESSAGE_SECONDS"),

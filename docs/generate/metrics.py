@@ -43,7 +43,7 @@ GROUPS = {
         "state",
         "pin_",
         "attached_ranks",
-        "devices_lost",
+        "copier_deaths",
         "imported_gpu",
         "event_loop",
         "log_",
@@ -68,6 +68,7 @@ Metrics of the daemon's process, from the standard Prometheus process collector.
 def families() -> list[Metric]:
     """All families of a daemon with one engine on the host device, in the order of a scrape."""
     metrics = Metrics("host")
+    metrics.copier_deaths.labels("host")
     cache = CacheStats(**dict.fromkeys(CacheStats.__annotations__, 0))
     gauges = Gauges(Snapshot(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
     metrics.read_gauges_from(lambda: gauges)

@@ -236,8 +236,7 @@ class StorePart:
 
 @dataclass(slots=True, eq=False)
 class StoreGrant:
-    """The blocks that a store has to copy. Ends with one call of `BlockCache.seal_all`, `BlockCache.abort_all` or
-    `BlockCache.quarantine_all`."""
+    """The blocks that a store has to copy. Ends with one call of `BlockCache.seal_all` or `BlockCache.abort_all`."""
 
     parts: list[StorePart] = field(default_factory=list)
     """One per part of the request."""

@@ -226,16 +226,9 @@ class BlockCache:
 
     def abort_all(self, grant: StoreGrant) -> None:
         """End a store that failed: free its slots. No copy may still write to them."""
-        self._discard(grant, self._table.slots.free)
-
-    def quarantine_all(self, grant: StoreGrant) -> None:
-        """End a store of unknown outcome: a copy may still write to its slots, which are never reused."""
-        self._discard(grant, self._table.slots.quarantine)
-
-    def _discard(self, grant: StoreGrant, dispose: Callable[[Ints], None]) -> None:
         self._end_store(grant)
         for part in grant.parts:
-            dispose(part.slots)
+            self._table.slots.free(part.slots)
             self._table.discard(part, self._next_tick())
 
     def _make_room(self, needs: dict[int, int], grant: StoreGrant) -> bool:
@@ -287,10 +280,6 @@ class BlockCache:
         _close(grant)
         self._loads.remove(grant)
         self._table.unpin(grant.chains, self._next_tick())
-
-    def quarantine_load(self, grant: LoadGrant) -> None:
-        """End a load of unknown outcome: a copy may still read the slots, so the blocks stay pinned and readable."""
-        _close(grant)
 
     def mark_corrupt(self, grant: LoadGrant, part: int, index: int) -> None:
         """Report that a shard differs from the bytes that were sealed. Its block is a miss from now on, and its slot is

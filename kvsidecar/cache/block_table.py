@@ -151,7 +151,7 @@ class BlockTable:
         return readable
 
     def discard(self, part: StorePart, tick: int) -> None:
-        """Remove shards that will never be complete. Their slots have been freed or quarantined."""
+        """Remove shards that will never be complete. Their slots have been freed."""
         part.blocks.slots[part.shard, part.rows] = NO_SLOT
         self._unpin(part.blocks, part.rows, tick)
 

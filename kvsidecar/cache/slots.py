@@ -35,7 +35,7 @@ class SlotState(IntEnum):
     EVICTABLE = 3
     """Sealed, and not in use by a lease, copy or store."""
     QUARANTINED = 4
-    """A copy into it may still be running; never reused."""
+    """It held wrong bytes; never reused."""
 
 
 _FREE, _RESERVED, _HELD, _EVICTABLE, _QUARANTINED = map(int, SlotState)  # looking up enum members is slow
@@ -212,10 +212,6 @@ class SlotAllocator:
     def seal(self, slots: Slots) -> None:
         """RESERVED to HELD: they are filled."""
         self._move(slots, _RESERVED, _HELD)
-
-    def quarantine(self, slots: Slots) -> None:
-        """RESERVED to QUARANTINED: a copy may still write to them."""
-        self._move(slots, _RESERVED, _QUARANTINED)
 
     def mark_corrupt(self, slots: Ints) -> None:
         """HELD or EVICTABLE to QUARANTINED: their bytes differ from those that were sealed."""

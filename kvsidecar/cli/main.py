@@ -98,8 +98,8 @@ def _serve(**flags: str | None) -> None:
     need a restart.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
-    use, 74 a copy hangs or its outcome is unknown (restart it), 75 a port is in use or an address does not exist yet
-    (a restart may help), 78 a setting is invalid.
+    use, 74 a copier did not end although it was killed (its driver does not return), 75 a port is in use or an address
+    does not exist yet (a restart may help), 78 a setting is invalid.
     """
     gc.disable()  # see `gc_disabled`; `serve` enables it again when the daemon is built
     from kvsidecar.daemon.serve import serve

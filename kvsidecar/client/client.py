@@ -404,15 +404,10 @@ class Client(OperatorCalls):
         self._operator.close()
         return self.unmapped()
 
-    def unmapped(self, successor: int = 0) -> bool:
-        """Whether the daemon has unmapped this rank's memory, after `close`. Never waits.
-
-        Args:
-            successor: epoch of the daemon that is at this socket now, as another client knows it. It proves the end of
-                the lost daemon where a process of another PID namespace cannot be watched (Linux before 6.5).
-        """
+    def unmapped(self) -> bool:
+        """After `close`: whether the daemon has unmapped this rank's memory, or its processes have ended; at once."""
         lost = self._supervisor.lost_daemon
-        return lost is None or lost.gone(successor)
+        return lost is None or lost.gone()
 
     def _call(self, method: str, request: object) -> Any:
         return self._operator.call(method, request)

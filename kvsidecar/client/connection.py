@@ -1,4 +1,4 @@
-"""A connection to the attach socket, and the process at its other end.
+"""A connection to the attach socket, and the processes behind it.
 
 While the connection is open, its token identifies this client.
 """
@@ -10,8 +10,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -19,7 +18,7 @@ from google.protobuf.message import DecodeError
 from kvsidecar.client.unreachable import unreachable
 from kvsidecar.errors import AttachRefused
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
-from kvsidecar.support import peer
+from kvsidecar.support.peer import recv_fds
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -29,44 +28,42 @@ _QUEUE_FULL_SECONDS = 0.005
 
 
 class DaemonProcess:
-    """A pidfd of the process that listens at the other end of a Unix socket.
-
-    The kernel names the process that called listen(), so this needs a daemon that binds its socket itself.
+    """Pidfds of the daemon's process and of those that copy for it.
 
     Args:
-        sock: a connected Unix stream socket on which the daemon has not answered yet: its later answer proves that the
-            pid was not yet another process's.
+        fds: closed by `close`.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.pid = peer.credentials(sock).pid
-        """In this process's PID namespace; 0 if the daemon is in another one."""
-        # If the daemon has died in between, connecting fails next, and says so.
-        self.fd = peer.pidfd(sock)
-        """None: the kernel can neither open the peer's pidfd (before 6.5) nor name it in this PID namespace."""
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.fds = tuple(fds)
 
     def gone(self) -> bool:
-        """Whether the process has ended: its threads, its memory, and the driver's files that it had open.
+        """Whether all of them have ended: their threads, their memory, and the driver's files that they had open.
 
-        False if that cannot be known. A pidfd becomes readable after the last thread's exit_files() in the kernel's
-        do_exit(): by then the driver has taken down its channels, and no DMA can run.
+        A pidfd becomes readable after the last thread's exit_files() in the kernel's do_exit(): by then the driver has
+        taken down its channels, and no DMA can run. The daemon's own death proves nothing about a copier: the kernel
+        kills it then, and its end takes its time.
         """
-        if self.fd is None:
-            return False
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(self.fds) and all(map(_is_readable, self.fds))
 
     def duplicate(self) -> DaemonProcess:
-        """Another handle of the same process, to be closed separately."""
-        other = copy(self)
-        other.fd = None if self.fd is None else os.dup(self.fd)
-        return other
+        """Another handle of the same processes, to be closed separately."""
+        return DaemonProcess([os.dup(fd) for fd in self.fds])
 
     def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        fds, self.fds = self.fds, ()
+        _close_all(fds)
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class LostDaemon:
@@ -74,28 +71,20 @@ class LostDaemon:
 
     Args:
         process: closed by this object.
-        epoch: of that daemon run.
     """
 
-    def __init__(self, process: DaemonProcess, epoch: int) -> None:
+    def __init__(self, process: DaemonProcess) -> None:
         self._process = process
-        self._epoch = epoch
         self._gone = False
 
     def __del__(self) -> None:
         self._process.close()
 
-    def gone(self, successor: int) -> bool:
-        """Whether its process has ended. If it cannot be watched, another daemon at the socket proves it.
-
-        Args:
-            successor: epoch of the daemon at the socket now; 0 if unknown.
-        """
-        if not self._gone:
-            unwatched = self._process.fd is None
-            self._gone = successor not in (0, self._epoch) if unwatched else self._process.gone()
-            if self._gone:
-                self._process.close()
+    def gone(self) -> bool:
+        """Whether its processes have ended."""
+        if not self._gone and self._process.gone():
+            self._gone = True
+            self._process.close()
         return self._gone
 
 
@@ -143,21 +132,22 @@ def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cance
     """
     deadline = time.monotonic() + timeout
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    process: DaemonProcess | None = None
+    process = DaemonProcess(())
     try:
         _connect(sock, path, deadline, cancel)
-        process = DaemonProcess(sock)
         hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client=client).SerializeToString()
         # A daemon that refuses connections has sent its reason, and closed, before it reads.
         with contextlib.suppress(BrokenPipeError):
             socket.send_fds(sock, [frame(hello)], fds)
-        welcome = pb.Welcome.FromString(_receive(sock, deadline, cancel))
+        payload, process.fds = _receive(sock, deadline, cancel)
+        welcome = pb.Welcome.FromString(payload)
         if welcome.error:
             raise AttachRefused(welcome.error)
+        if not len(process.fds) == welcome.num_pidfds > 0:
+            raise ConnectionError(f"it announced {welcome.num_pidfds} pidfds and sent {len(process.fds)}")
     except BaseException as error:
         sock.close()
-        if process is not None:
-            process.close()
+        process.close()
         if isinstance(error, OSError | DecodeError):
             raise unreachable(path, error) from error
         raise
@@ -183,8 +173,9 @@ def _connect(sock: socket.socket, path: str, deadline: float, cancel: int | None
     sock.setblocking(True)
 
 
-def _receive(sock: socket.socket, deadline: float, cancel: int | None) -> bytes:
-    """Receive the payload of one frame, and no byte after it."""
+def _receive(sock: socket.socket, deadline: float, cancel: int | None) -> tuple[bytes, tuple[int, ...]]:
+    """Receive the payload of one frame with its descriptors, and no byte after it."""
+    fds: list[int] = []
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     if cancel is not None:
@@ -197,10 +188,14 @@ def _receive(sock: socket.socket, deadline: float, cancel: int | None) -> bytes:
                 raise ConnectionAbortedError("this client is being closed")
             if not ready:
                 raise TimeoutError("it accepts connections but does not answer")
-            chunk = sock.recv(frames.missing)
+            chunk, more, _ = recv_fds(sock, frames.missing)
+            fds += more
             if not chunk:
                 raise ConnectionResetError("the daemon closed the connection")
             frames.feed(chunk)
-    except FrameTooLong as error:
-        raise ConnectionError("the answer is not kvsidecar's: another program listens there") from error
-    return payload
+    except BaseException as error:
+        _close_all(fds)
+        if isinstance(error, FrameTooLong):
+            raise ConnectionError("the answer is not kvsidecar's: another program listens there") from error
+        raise
+    return payload, tuple(fds)

@@ -49,8 +49,6 @@ class Job:
     """Entry of the event ring, from 1; 0 for none."""
     traceparent: bytes = b""
     phase: Phase = Phase.WAITING
-    verdict: JobDone | None = None
-    """The daemon's answer, if its copy may still run: reported when the copy can no longer run."""
 
 
 class Ledger:
@@ -115,14 +113,6 @@ class Ledger:
         self._keep(done)
         return True
 
-    def set_verdict(self, done: JobDone) -> bool:
-        """The daemon has given a job up, but its copy may still run: the job ends with the daemon's process. False if
-        the job had ended before."""
-        job = self._outstanding.get(done.job)
-        if job is not None:
-            job.verdict = done
-        return job is not None
-
     def decline(self, number: int, reason: str, error: str = "") -> None:
         """Report a job that was never added."""
         self._keep(JobDone(number, Outcome.DECLINED, reason, error))
@@ -152,7 +142,7 @@ class Ledger:
     def _end(self, reason: str, error: str, which: Callable[[Job], bool]) -> None:
         for job in self.outstanding():
             if which(job):
-                self.finish(job.verdict or JobDone(job.number, Outcome.FAILED, reason, error))
+                self.finish(JobDone(job.number, Outcome.FAILED, reason, error))
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -222,6 +212,4 @@ class Flush:
     def on_answer(self, requested: Iterable[int], pending: Iterable[int]) -> None:
         """The daemon has answered a request: which of its jobs still run."""
         for number in set(requested) - set(pending):
-            job = self._pending.get(number)
-            if job is not None and job.verdict is None:  # with a verdict, nobody knows what its copy does
-                del self._pending[number]
+            self._pending.pop(number, None)

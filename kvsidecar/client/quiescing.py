@@ -30,11 +30,9 @@ def quiesce(
 
     There are two kinds of proof:
 
-    - The daemon's process has ended, so the driver has taken down its channels. Where the process cannot be watched
-      (`DaemonProcess.fd` is None), another epoch at the socket shows it: a daemon starts only with the lock of the one
-      before, which the kernel releases when that process ends.
+    - The processes of the daemon and of its copiers have ended, so the driver has taken down their channels.
     - The daemon lives and answers that the session has ended: it does so after its copies have completed and its memory
-      is unmapped. This is no proof after it has reported a copy of unknown outcome.
+      is unmapped.
 
     The end of the attach connection proves nothing: a daemon that goes down closes it while its process lives, and a
     process that dies closes its descriptors one by one, the driver's perhaps last.
@@ -69,9 +67,7 @@ def quiesce(
         cancel()
         if not answers or isinstance(answer := answers[0], TransportError):
             return False
-        if answer.epoch != session.epoch:
-            return process.fd is None
-        return answer.session_ended and not session.copy_may_run
+        return answer.epoch == session.epoch and answer.session_ended
 
     while not is_over():
         if session_has_ended():

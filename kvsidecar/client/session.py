@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -15,8 +14,6 @@ from kvsidecar.client.types import EVENT_FAILED, JobDone, Readiness
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
-
-_log = logging.getLogger("kvsidecar.client")
 
 _IDLE = {idle: (pb.AttachRequest(idle=pb.Idle(idle=idle)),) for idle in (False, True)}
 """Shared, and never modified."""
@@ -53,8 +50,6 @@ class Session:
         self.device_order = False
         self.device_order_refused = ""
         self.ended = False
-        self.copy_may_run = False
-        """The daemon does not know whether a copy still runs: only the end of its process proves that it does not."""
         self.unsent: tuple[pb.AttachRequest, ...] = ()
         """Sent with the next job, or by `send_unsent`."""
         self._flushes: dict[int, tuple[Flush, list[int]]] = {}
@@ -77,7 +72,7 @@ class Session:
     @property
     def quiesced(self) -> bool:
         """The daemon has said that the session is over: none of its copies runs, and the memory is unmapped."""
-        return self._stream.quiesced and not self.copy_may_run
+        return self._stream.quiesced
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -184,13 +179,6 @@ class Session:
     def _handle(self, reply: pb.AttachReply) -> None:
         with self._monitor.lock:
             match reply.WhichOneof("message"):
-                case "done" if reply.done.unsettled:
-                    _log.error(
-                        "job %d has failed, but its copy may still run: it is reported when the daemon has exited: %s",
-                        reply.done.job,
-                        reply.done.error,
-                    )
-                    self.copy_may_run |= self._ledger.set_verdict(job_done_from(reply.done))
                 case "done":
                     self._ledger.finish(job_done_from(reply.done))
                 case "registered":

@@ -234,7 +234,7 @@ class Supervisor:
             lost = self._wait_until_lost(transport, session, poller, registration)
             self._withdraw(lost)
             if session is not None and not self._end_session(transport, session, poller, lost):
-                self.lost_daemon = LostDaemon(transport.connection.process.duplicate(), session.epoch)
+                self.lost_daemon = LostDaemon(transport.connection.process.duplicate())
             transport.close()
 
     def _attach(self, transport: Transport, poller: DaemonPoller, registration: Registration) -> Session:

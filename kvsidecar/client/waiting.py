@@ -98,7 +98,7 @@ class Waker:
 
 
 class DaemonPoller:
-    """Waits for `Waker.set`, and once each for the end of the daemon's process and of its socket.
+    """Waits for `Waker.set`, and once each for the end of the daemon's process, of each copier's, and of its socket.
 
     Args:
         connection: to the daemon; None if there is none.
@@ -110,8 +110,8 @@ class DaemonPoller:
         self._poll.register(waker.fd, select.POLLIN)
         if connection is not None:
             self._poll.register(connection.sock, select.POLLRDHUP)  # not POLLIN: the stream's thread reads the data
-            if connection.process.fd is not None:
-                self._poll.register(connection.process.fd, select.POLLIN)
+            for fd in connection.process.fds:
+                self._poll.register(fd, select.POLLIN)
 
     def wait(self, seconds: float | None) -> None:
         """Return after an event, or after ``seconds``; None for no limit."""

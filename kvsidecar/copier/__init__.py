@@ -1,4 +1,7 @@
-"""Moves the bytes of one GPU: two threads, one for each direction, that keep the link busy.
+"""One process for each GPU, which moves its bytes: its context, the engines' memory that it imports, its mapping of the
+pool, its streams.
 
-Imports `device` and `support`. Begin with `worker`; `hub` has the workers of all GPUs.
+Imports `pool`, `device` and `support`. In the daemon: `copiers` supervises the processes, `link` speaks with one,
+`pinning` pins the pool in all. In a copier: `process` is the program, `copy_queue` keeps one direction of the link
+busy, `copy_plan` turns blocks into driver calls. Between them: `ring`, `messages`, `control`.
 """

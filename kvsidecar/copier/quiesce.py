@@ -13,7 +13,7 @@ QUIESCE_SECONDS: Final = 2.0
 """After an error the device has this long to end its copies, which take milliseconds."""
 QUIESCE_POLL_SECONDS: Final = 1e-3
 
-_log = log.get("worker")
+_log = log.get("copier")
 
 
 def quiesce(stream: CopyStream) -> None:
@@ -31,18 +31,17 @@ def quiesce(stream: CopyStream) -> None:
         time.sleep(QUIESCE_POLL_SECONDS)
 
 
-def can_quiesce(stream: CopyStream) -> bool:
-    """Whether all copies of the stream are over, now or soon."""
+def after_quiescing(stream: CopyStream, error: CopyFailed) -> CopyFailed:
+    """A copy's error, once the stream's copies are over.
+
+    Raises:
+        CopyFailed, DeviceLost: they may still run. Only the end of the process ends them.
+    """
+    if error.outcome_known:
+        return error
     try:
         quiesce(stream)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the copies may still run
-        _log.error("copies were not seen to end", error=f"{type(error).__name__}: {error}")
-        return False
-    return True
-
-
-def after_quiescing(stream: CopyStream, error: CopyFailed) -> CopyFailed:
-    """A copy's error, with ``outcome_known=True`` if the stream's copies are over soon."""
-    if error.outcome_known or not can_quiesce(stream):
-        return error
-    return CopyFailed(str(error), outcome_known=True)
+    except Exception as unsure:
+        _log.error("copies were not seen to end", error=f"{type(unsure).__name__}: {unsure}")
+        raise CopyFailed(f"{error}; {unsure}", outcome_known=False) from unsure
+    return CopyFailed(str(error))

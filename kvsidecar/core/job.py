@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.cache.block import LoadGrant, StoreGrant
-from kvsidecar.copier.worker import CopyResult, CopyWorker
-from kvsidecar.device.base import CopyPlan, DeviceEvent
-from kvsidecar.errors import CopyFailed, DeviceLost, Refusal
+from kvsidecar.copier.copiers import Copier
+from kvsidecar.copier.link import Copying
+from kvsidecar.copier.messages import Done, Part
+from kvsidecar.errors import Refusal
 from kvsidecar.types import Direction, Outcome
 
 
@@ -30,9 +30,10 @@ class JobBlocks:
 class StoreOrder:
     """When a store's copy may start, for stores that are ordered on the device."""
 
-    after: DeviceEvent
+    event: int
+    """Index of the event in the rank's ring."""
     on_start: Callable[[], None]
-    """Called in a worker's thread when the event is not needed any more."""
+    """Called when the event is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,6 @@ class JobResult:
     queue_seconds: float = 0.0
     copy_ended: float = 0.0
     """Monotonic seconds; 0 if nothing was copied."""
-    unsettled: bool = False
-    """The copy failed, and may still touch the device's blocks until this process has ended."""
 
 
 class Job:
@@ -69,7 +68,7 @@ class Job:
     """
 
     __slots__ = (
-        "_copying", "_worker", "direction", "ended", "grant", "lease", "num_blocks", "number", "on_done", "order",
+        "_copying", "direction", "ended", "grant", "lease", "num_blocks", "number", "on_done", "order",
         "parts", "result", "stopped", "taken", "task", "timer", "traceparent",
     )  # fmt: skip
 
@@ -106,67 +105,31 @@ class Job:
         self.stopped: Refusal | None = None
         """Why its copy must not start, if it has not started yet."""
         self.result: JobResult | None = None
-        self._worker: CopyWorker | None = None
-        self._copying: Future[CopyResult] | None = None
+        self._copying: Copying | None = None
 
-    async def copy(self, worker: CopyWorker, plan: CopyPlan) -> CopyResult | Refusal:
-        """Hand the plan to a worker, and wait for the end of the copy. A refusal if the job was stopped before that.
+    async def copy(self, copier: Copier, session: int, parts: Sequence[Part]) -> Done | Refusal:
+        """Hand the copy to a copier, and wait for its end. A refusal if the job was stopped before it started.
 
         Raises:
-            CopyFailed, DeviceLost: the copy failed; `doubt` says whether it is over.
+            CopyFailed, DeviceLost: the copy failed, and is over.
         """
-        after, on_start = (None, None) if self.order is None else (self.order.after, self.order.on_start)
-        self._copying = copying = worker.submit(plan, after=after, on_start=on_start)
-        self._worker = worker
+        event, on_start = (None, None) if self.order is None else (self.order.event, self.order.on_start)
+        self._copying = copier.submit(session, self.direction, parts, event=event, on_start=on_start)
         try:
-            return await _end_of(copying)
-        except CancelledError:
-            assert self.stopped is not None
+            return await self._copying.ended
+        except asyncio.CancelledError:
+            if self.stopped is None:
+                raise
             return self.stopped
-
-    @property
-    def doubt(self) -> str:
-        """What happened to its copy, if the copy may still move bytes now or later; else empty."""
-        copying = self._copying
-        if copying is None or copying.cancelled():
-            return ""
-        if not copying.done():
-            return "it was given up"
-        error = copying.exception()
-        if error is None or (isinstance(error, CopyFailed | DeviceLost) and error.outcome_known):
-            return ""
-        return str(error) or type(error).__name__
 
     def cancel(self, reason: Refusal) -> None:
         """Do not start the copy, if it has not started yet."""
         if self.stopped is None:
             self.stopped = reason
         if self._copying is not None:
-            self._copying.cancel()  # the worker's queue gives it up; a copy in flight cannot be cancelled
+            self._copying.cancel()
 
     def prioritize(self) -> None:
-        """Make the copy the next one of its worker."""
-        if self._worker is not None and self._copying is not None:
-            self._worker.prioritize(self._copying)
-
-
-async def _end_of(copying: Future[CopyResult]) -> CopyResult:
-    """Like `asyncio.wrap_future`, in half the time: nothing else waits for this future."""
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def wake(_: Future[CopyResult]) -> None:
-        if not loop.is_closed():  # a copy that was given up at shutdown may end after it
-            loop.call_soon_threadsafe(end)
-
-    copying.add_done_callback(wake)
-    try:
-        await ended
-    except asyncio.CancelledError:
-        copying.cancel()  # does nothing to a copy that has started; the caller asks `doubt`
-        raise
-    return copying.result()
+        """Make the copy the next one of its direction."""
+        if self._copying is not None:
+            self._copying.prioritize()

@@ -1,4 +1,4 @@
-"""Store and load jobs: the cache decides, the layout plans, a copy worker moves the bytes, the cache is told.
+"""Store and load jobs: the cache decides, a copier moves the bytes, the cache is told.
 
 A job belongs to the daemon, not to the RPC that asked for it: DMA cannot be cancelled, so a job whose client has gone
 still ends, and only then are its slots, pins and mappings given back.
@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
-from kvsidecar.copier.hub import DeviceHub
-from kvsidecar.copier.worker import CopyResult
+from kvsidecar.copier.copiers import Copiers
+from kvsidecar.copier.messages import Done, Part
 from kvsidecar.core.checksums import Checksums
-from kvsidecar.core.copy_plan import BlockCopies
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.layout import check_block_ids
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import RankSession, SessionGroup
-from kvsidecar.device.base import CopyPlan
 from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest, Refusal
 from kvsidecar.support import failpoints
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
@@ -40,38 +36,31 @@ class JobRunner:
 
     Args:
         clock: monotonic seconds, the clock of leases.
-        slab_bytes: no copy spans two slabs. Pin chunks begin at slabs, and a driver refuses a copy that spans two
-            registrations.
         checksums: of the slots; None for no checksums.
         guard: kept awake when a job begins and when it ends.
         on_ended: called with each job when its answer is on its way.
-        on_unsettled: called with the reason when a job is over although its copy may still move bytes.
     """
 
     def __init__(
         self,
         cache: BlockCache,
-        hub: DeviceHub,
+        copiers: Copiers,
         readiness: DaemonReadiness,
         metrics: Metrics,
         clock: Callable[[], float],
         *,
-        slab_bytes: int,
         checksums: Checksums | None = None,
         guard: SleepGuard = NO_GUARD,
         on_ended: Callable[[RankSession, Job], None] | None = None,
-        on_unsettled: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._cache = cache
-        self._hub = hub
+        self._copiers = copiers
         self._readiness = readiness
         self._metrics = metrics
         self._clock = clock
-        self._slab_bytes = slab_bytes
         self._checksums = checksums
         self._guard = guard
         self._on_ended = on_ended
-        self._on_unsettled = on_unsettled
         self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
         self._running: dict[Direction, dict[Job, None]] = {direction: {} for direction in Direction}
         """Jobs that are not over, in the order in which they were taken."""
@@ -136,10 +125,11 @@ class JobRunner:
         if (refusal := self._readiness.refusal) is not None:
             return _declined(refusal)
         groups = _groups(session, job.parts)
-        worker = await self._hub.worker(session.device.uuid, Direction.STORE)
+        if lost := session.lost:
+            return _declined(Refusal.DEVICE_LOST, lost)
         if job.stopped is not None:
             return _declined(job.stopped)
-        grant = self._cache.begin_store(_shard_parts(groups, job.parts), session.device.numa_node)
+        grant = self._cache.begin_store(_shard_parts(groups, job.parts), session.copier.numa_node)
         if isinstance(grant, Refusal):
             return _declined(grant)
         job.grant = grant
@@ -148,10 +138,12 @@ class JobRunner:
             return JobResult(Outcome.DONE, skipped_blocks=skipped)
         failpoints.hit("store.after_reserve")
         # Blocks that are present, or that another store fills, are left out.
-        ids = [part.block_ids[granted.index] for part, granted in zip(job.parts, grant.parts, strict=True)]
-        plan = self._plan(groups, ids, [granted.slots for granted in grant.parts])
+        parts = [
+            Part(part.group, part.block_ids[granted.index], granted.slots)
+            for part, granted in zip(job.parts, grant.parts, strict=True)
+        ]
         failpoints.hit("store.before_copy")
-        copied = await job.copy(worker, plan)
+        copied = await job.copy(session.copier, session.id, parts)
         if isinstance(copied, Refusal):
             return _declined(copied)
         failpoints.hit("store.before_seal")
@@ -163,6 +155,8 @@ class JobRunner:
         """Pin the blocks. Returns the groups of the job's parts, or why the load ends here."""
         if (refusal := self._readiness.refusal) is not None:
             return refusal
+        if session.lost:
+            return Refusal.DEVICE_LOST
         try:
             groups = _groups(session, job.parts)
             grant = self._cache.begin_load(_shard_parts(groups, job.parts), job.lease, self._clock())
@@ -182,7 +176,6 @@ class JobRunner:
         assert isinstance(grant, LoadGrant)
         if not job.num_blocks:
             return JobResult(Outcome.DONE)
-        worker = await self._hub.worker(session.device.uuid, Direction.LOAD)
         if self._checksums is not None and (
             wrong := await asyncio.to_thread(_wrong, self._checksums, grant, groups, job.parts)
         ):
@@ -191,25 +184,22 @@ class JobRunner:
             return _declined(Refusal.CHECKSUM)
         if job.stopped is not None:
             return _declined(job.stopped)
-        plan = self._plan(groups, [part.block_ids for part in job.parts], grant.slots)
+        if lost := session.lost:  # while its checksums were compared
+            return _declined(Refusal.DEVICE_LOST, lost)
+        parts = [Part(part.group, part.block_ids, slots) for part, slots in zip(job.parts, grant.slots, strict=True)]
         failpoints.hit("load.before_copy")
-        copied = await job.copy(worker, plan)
+        copied = await job.copy(session.copier, session.id, parts)
         if isinstance(copied, Refusal):
             return _declined(copied)
         return _done(job.num_blocks, 0, copied)
 
-    def _plan(self, groups: Sequence[SessionGroup], ids: Sequence[Ints], slots: Sequence[Ints]) -> CopyPlan:
-        bound = [group.bound for group in groups]
-        return BlockCopies(list(zip(bound, ids, slots, strict=True)), boundary=self._slab_bytes)
-
     # -- the way out -----------------------------------------------------------------------------------------------
 
     def _finish(self, session: RankSession, job: Job, result: JobResult) -> None:
-        """End a job, whatever its outcome: give back all that is held for it, or give it up for ever, and answer its
-        client."""
-        doubt = job.doubt
+        """End a job, whatever its outcome: give back all that is held for it, and answer its client. Its copy is over:
+        a copier settles every copy, if not alive then by its death."""
         try:
-            self._end_grant(job, stored=result.outcome is Outcome.DONE, doubt=bool(doubt))
+            self._end_grant(job, stored=result.outcome is Outcome.DONE)
         except BaseException:
             result = UNEXPECTED
             raise
@@ -219,11 +209,6 @@ class JobRunner:
             del self._running[job.direction][job]
             session.remove(job)
             self._keep_awake_for(session, job)
-            if doubt:
-                result = replace(result, unsettled=True)
-                session.unsettled = True
-                self._metrics.unsettled_copies.labels(job.direction.value).inc()
-                self._on_unsettled(f"the copy of a {job.direction} on {session.device.uuid} may still run ({doubt})")
             self._count(job.direction, result)
             session.copied_bytes[job.direction] += result.nbytes
             job.result, job.ended = result, self._clock()
@@ -232,32 +217,25 @@ class JobRunner:
                 # The client is answered in this turn of the loop, and need not wait for the record.
                 asyncio.get_running_loop().call_soon(self._on_ended, session, job)
 
-    def _end_grant(self, job: Job, *, stored: bool, doubt: bool) -> None:
+    def _end_grant(self, job: Job, *, stored: bool) -> None:
         """End the job's grant.
 
         Args:
             stored: the bytes of a store are there.
-            doubt: DMA may still be running. The slots of a store are never used again; the pins of a load stay, so
-                that no other block is written to its slots.
         """
         grant, job.grant = job.grant, None
         if isinstance(grant, StoreGrant):
-            if doubt:
-                self._cache.quarantine_all(grant)
-            elif stored:
+            if stored:
                 self._cache.seal_all(grant)
             else:
                 self._cache.abort_all(grant)
         elif grant is not None:
-            if doubt:
-                self._cache.quarantine_load(grant)
-            else:
-                self._cache.end_load(grant)
+            self._cache.end_load(grant)
 
     def _keep_awake_for(self, session: RankSession, job: Job) -> None:
         """Keep the loop awake for the end of this job, unless it is a paced store, whose end is not urgent, or so many
         jobs are running that nothing sleeps."""
-        if self.num_running < MANY_JOBS and self._hub.chunk(session.device.uuid, job.direction) is None:
+        if self.num_running < MANY_JOBS and self._copiers.pace(session.copier.uuid, job.direction) is None:
             self._guard.keep_awake()
 
     def _count(self, direction: Direction, result: JobResult) -> None:
@@ -330,11 +308,11 @@ def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> 
     return [(group.space, group.layout.shard, as_keys(part.hashes)) for group, part in zip(groups, parts, strict=True)]
 
 
-def _declined(reason: Refusal) -> JobResult:
-    return JobResult(Outcome.DECLINED, reason)
+def _declined(reason: Refusal, error: str = "") -> JobResult:
+    return JobResult(Outcome.DECLINED, reason, error)
 
 
-def _done(copied_blocks: int, skipped_blocks: int, copied: CopyResult) -> JobResult:
+def _done(copied_blocks: int, skipped_blocks: int, copied: Done) -> JobResult:
     return JobResult(
         Outcome.DONE,
         copied_blocks=copied_blocks,
@@ -342,5 +320,5 @@ def _done(copied_blocks: int, skipped_blocks: int, copied: CopyResult) -> JobRes
         nbytes=copied.nbytes,
         copy_seconds=copied.copy_seconds,
         queue_seconds=copied.queue_seconds,
-        copy_ended=copied.ended,
+        copy_ended=copied.at,
     )

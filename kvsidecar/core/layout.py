@@ -1,7 +1,7 @@
 """Checks of a layout: regions that fit their allocations, block ids that fit the layout. Pure.
 
 An engine registers, per KV cache group, strided regions of its allocations (`Region`). `checking_regions` refuses
-regions that do not fit or may overlap, `check_block_ids` the block ids of a bad job. `kvsidecar.core.copy_plan` makes
+regions that do not fit or may overlap, `check_block_ids` the block ids of a bad job. `kvsidecar.copier.copy_plan` makes
 the copies.
 """
 

@@ -98,13 +98,11 @@ class Metrics:
             "kvsidecar_copy_size_bytes", "Bytes moved by one job.", ["direction"], buckets=COPY_BYTES_BUCKETS
         )
         self.jobs = counter("kvsidecar_jobs", "Finished jobs, by direction and outcome.", ["direction", "outcome"])
-        self.devices_lost = counter(
-            "kvsidecar_devices_lost", "GPUs lost to an error that their CUDA context does not survive."
-        )
-        self.unsettled_copies = counter(
-            "kvsidecar_unsettled_copies",
-            "Copies whose outcome is unknown. They may still be moving bytes, so the daemon exits to end them.",
-            ["direction"],
+        self.copier_deaths = counter(
+            "kvsidecar_copier_deaths",
+            "Copier processes that ended unexpectedly, by device. Each is replaced, and the ranks of its device attach "
+            "again.",
+            ["device"],
         )
         self.lookup_blocks = counter("kvsidecar_lookup_blocks", "Blocks requested by lookups, by result.", ["result"])
         self.spans = counter(
@@ -140,7 +138,6 @@ class Metrics:
             for series in (self.copy_seconds, self.queue_seconds, self.copy_bytes):
                 series.labels(direction.value)
             self.copied_bytes.labels(direction.value)
-            self.unsettled_copies.labels(direction.value)
             for outcome in Outcome:
                 self.jobs.labels(direction.value, outcome.value)
         for fate in SpanFate:

@@ -5,12 +5,13 @@ Ready means: the pool is pinned, a self-test copy has come back right, and RPC l
     starting -> pinning -> ready
           \\________\\________\\-> failed   (left by a restart only)
 
-Draining hides the state, which changes below it as before: `cancel_drain` shows the state as it is by then.
+While no device takes copies, a daemon that is ready shows the state pinning: the copiers are being replaced. Draining
+hides the state, which changes below it as before: `cancel_drain` shows the state as it is by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvsidecar.errors import Refusal
@@ -48,6 +49,9 @@ class DaemonReadiness:
         self._draining = ""
         """The reason; empty while the daemon does not drain."""
         self._ending = False
+        self._down: dict[str, str] = {}
+        """Why a device takes no copies now."""
+        self._all_down = False
         self._listeners: dict[object, Callable[[Snapshot], None]] = {}
 
     @property
@@ -94,6 +98,11 @@ class DaemonReadiness:
         if State.FAILED in _NEXT[self._below.state]:
             self._set(State.FAILED, reason, pinned_bytes=0, eta_seconds=None)
 
+    def devices_down(self, down: Mapping[str, str], *, all_down: bool) -> None:
+        """Which devices take no copies now, and why. The daemon stays ready while another one does."""
+        self._down, self._all_down = dict(down), all_down
+        self._tell()
+
     def drain(self, reason: str) -> None:
         """No new work until `cancel_drain`."""
         if not self._draining:
@@ -119,6 +128,9 @@ class DaemonReadiness:
 
     def _tell(self) -> None:
         now = self._below
+        if self._down and now.state is State.READY:
+            reason = "; ".join(f"{device}: {why}" for device, why in self._down.items())
+            now = replace(now, state=State.PINNING if self._all_down else State.READY, reason=reason)
         if self._draining:
             now = replace(now, state=State.DRAINING, reason=self._draining, eta_seconds=None)
         if now == self._now:

@@ -9,25 +9,27 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.copier.hub import DeviceHub
+from kvsidecar.copier.copiers import Copier, Copiers
+from kvsidecar.copier.link import Imported, Opened
 from kvsidecar.core.access import Access, Caller, Identity
-from kvsidecar.core.copy_plan import BoundGroup, bind
 from kvsidecar.core.job import Job
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.registration import CudaAllocation, FdAllocation, RankRegistration
-from kvsidecar.device.base import CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemfdSource, MemorySource
+from kvsidecar.device.base import CudaIpcSource, MemfdSource, MemorySource
 from kvsidecar.errors import (
     AccessDenied,
     DeviceError,
+    DeviceLost,
     ImportRefused,
     InvalidRequest,
     NotPermitted,
     Refusal,
+    Unavailable,
     UnknownPeer,
 )
 from kvsidecar.support import failpoints, log
@@ -58,6 +60,8 @@ class Peer:
     """Memfds it sent; owned by this peer."""
     caller: Caller
     """Its identity and grant. The grant is decided when it connects, and again when the policy changes."""
+    copiers: frozenset[int] = frozenset()
+    """Processes whose death its client can see. Ranks may attach to these only."""
     registering: int = 0
     """Registrations under way: a driver call in a thread may be using the descriptors."""
     gone: bool = False
@@ -72,11 +76,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class SessionGroup:
-    """One KV cache group of a session, at its addresses on the device, and its space in the cache."""
+    """One KV cache group of a session, and its space in the cache."""
 
     layout: GroupLayout
-    bound: BoundGroup
     space: Space
+    kinds: tuple[str, ...] = ()
+    """The kinds of copies of many of its blocks, for a trace."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,16 +91,18 @@ class RankSession:
     id: int
     peer: Peer
     registration: RankRegistration
-    device: Device
-    memories: tuple[DeviceMemory, ...]
+    copier: Copier
+    process: int
+    """The process of the copier that has the memory."""
+    memories: tuple[Imported, ...]
     groups: Mapping[int, SessionGroup]
     attached_at: float
     tasks: TaskSet
     """They run its jobs and flushes. A client that goes away does not stop its copies."""
     jobs: dict[int, Job] = field(default_factory=dict)
     """Jobs that are not over, by the numbers that the client chose."""
-    events: tuple[DeviceEvent, ...] = ()
-    """Ring of the engine's interprocess events; empty if stores are ordered on the host."""
+    num_events: int = 0
+    """Interprocess events of the engine's ring; none if stores are ordered on the host."""
     device_order_refused: str = ""
     """Why a registered ring is not used."""
     denied: bool = False
@@ -105,8 +112,6 @@ class RankSession:
     idle: bool = False
     """The engine reported that its GPU is idle."""
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
-    unsettled: bool = False
-    """A copy of a job that is over may still touch the memory."""
     ending: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -122,6 +127,13 @@ class RankSession:
     def imported_bytes(self) -> int:
         return sum(memory.nbytes for memory in self.memories)
 
+    @property
+    def lost(self) -> str:
+        """Why nothing can be copied for it any more: its process has ended. Empty while it has not."""
+        if self.copier.pid == self.process:
+            return self.copier.down
+        return self.copier.down or "the copier has been replaced"
+
 
 class Instances:
     """All peers and sessions of the daemon. Used from the event loop.
@@ -134,13 +146,13 @@ class Instances:
     def __init__(
         self,
         cache: BlockCache,
-        hub: DeviceHub,
+        copiers: Copiers,
         clock: Callable[[], float],
         on_task_error: Callable[[str, BaseException], None],
         access: Access,
     ) -> None:
         self._cache = cache
-        self._hub = hub
+        self._copiers = copiers
         self._clock = clock
         self._on_task_error = on_task_error
         self._access = access
@@ -171,15 +183,24 @@ class Instances:
     # -- peers -----------------------------------------------------------------------------------------------------
 
     def add_peer(
-        self, *, pid: int, uid: int, gid: int, client: str, fds: tuple[int, ...], groups: frozenset[int] = frozenset()
+        self,
+        *,
+        pid: int,
+        uid: int,
+        gid: int,
+        client: str,
+        fds: tuple[int, ...],
+        groups: frozenset[int] = frozenset(),
+        copiers: frozenset[int] = frozenset(),
     ) -> Peer:
         """A process has connected to the attach socket. Takes ownership of ``fds``.
 
         Args:
             groups: supplementary groups.
+            copiers: the processes of copiers whose pidfds it was sent.
         """
         token, identity = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
-        peer = Peer(token, pid, uid, gid, client, fds, Caller(identity, self._access.grant(identity), token))
+        peer = Peer(token, pid, uid, gid, client, fds, Caller(identity, self._access.grant(identity), token), copiers)
         self._peers[peer.token] = peer
         self._tokens_of.setdefault(uid, {})[peer.token] = None
         return peer
@@ -244,7 +265,7 @@ class Instances:
     def _tell_busy(self) -> None:
         """Stores leave room for an engine's own copies only on devices where an engine is busy."""
         busy = (each for each in self._sessions.values() if not each.idle and not each.ending)
-        self._hub.busy = frozenset(session.device.uuid for session in busy)
+        self._copiers.busy = frozenset(session.copier.uuid for session in busy)
 
     def __iter__(self) -> Iterator[RankSession]:
         return iter(tuple(self._sessions.values()))
@@ -257,7 +278,7 @@ class Instances:
         seen: dict[str, dict[bytes, int]] = {}
         for session in self._sessions.values():
             for memory in session.memories:
-                seen.setdefault(session.device.uuid, {})[memory.key] = memory.nbytes
+                seen.setdefault(session.copier.uuid, {})[memory.key] = memory.nbytes
         return {device: sum(allocations.values()) for device, allocations in seen.items()}
 
     async def register(self, registration: RankRegistration) -> RankSession:
@@ -284,54 +305,55 @@ class Instances:
 
     async def _register(self, registration: RankRegistration, peer: Peer) -> RankSession:
         sources = [_source(allocation, peer) for allocation in registration.allocations]
-        device = await self._hub.device(registration.device)
+        copier = self._copiers.copier(registration.device)
         spaces = self._open_spaces(registration)
-        memories: list[DeviceMemory] = []
-        events: tuple[DeviceEvent, ...] = ()
+        session_id = secrets.randbits(ID_BITS) | 1
+        opened: Opened | None = None
+        process = 0
         try:
-            for source, allocation in zip(sources, registration.allocations, strict=True):
-                memory = await asyncio.to_thread(device.import_memory, source)
-                memories.append(memory)
+            opened, process = await copier.open(session_id, sources, registration.groups, registration.event_handles)
+            if process not in peer.copiers:
+                raise Unavailable("the device's copier has been replaced: connect again", refusal=Refusal.DEVICE_LOST)
+            for memory, allocation in zip(opened.memories, registration.allocations, strict=True):
                 if memory.nbytes < allocation.size:
                     raise ImportRefused(
                         f"an allocation was registered with {allocation.size} bytes but has {memory.nbytes}"
                     )
             # In a thread, as the import: a delay here must not stop the loop, which sees clients disconnect.
             await asyncio.to_thread(lambda: failpoints.hit("attach.after_import"))
-            events, refused = await self._open_events(device, registration.event_handles)
-            bound = await self.turns.run(_binding(registration.groups, [memory.address for memory in memories]))
             # The peer may have disconnected while the driver worked; then nothing would end this session.
             permit(self.peer(registration.token).caller, registration.namespace)
             # Last, and without an await until the session is listed: of two users that register the same memory at
             # once, one must see the other.
-            self._refuse_memory_of_others(device, memories, peer)
-            groups = {
-                layout.group: SessionGroup(layout, each, space)
-                for layout, each, space in zip(registration.groups, bound, spaces, strict=True)
-            }
+            self._refuse_memory_of_others(copier, opened.memories, peer)
+            if copier.down or copier.pid != process:
+                raise DeviceLost(f"{copier.uuid}: {copier.down or 'the copier has been replaced'}")
         except BaseException:
-            await _close_events(events)
-            await self._give_back(device, memories, spaces)
+            await self._give_back(copier, None if opened is None else (session_id, process), spaces)
             raise
         session = RankSession(
-            id=secrets.randbits(ID_BITS) | 1,
+            id=session_id,
             peer=peer,
             registration=registration,
-            device=device,
-            memories=tuple(memories),
-            groups=groups,
+            copier=copier,
+            process=process,
+            memories=opened.memories,
+            groups={
+                layout.group: SessionGroup(layout, space, kinds)
+                for layout, space, kinds in zip(registration.groups, spaces, opened.kinds, strict=True)
+            },
             attached_at=self._clock(),
             tasks=TaskSet(self._on_task_error),
-            events=events,
-            device_order_refused=refused,
+            num_events=opened.num_events,
+            device_order_refused=opened.events_refused,
         )
         self._sessions[session.id] = session
         self._tell_busy()
         return session
 
     async def end(self, session: RankSession, *, gone: bool) -> None:
-        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended; a session
-        with a copy of unknown outcome ends with this process only. May be called more than once, also meanwhile.
+        """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended. May be
+        called more than once, also meanwhile.
 
         Args:
             gone: the process has ended. Its jobs that have not started are cancelled: the event of a dead process
@@ -345,18 +367,16 @@ class Instances:
             return
         session.ending = True
         self._tell_busy()
-        # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the daemon's own context.
+        # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the copier's context.
         await session.tasks.join()
-        if session.unsettled:
-            await session.ended.wait()  # no reply may say that the memory is free while a copy may touch it
-        await _close_events(session.events)
-        spaces = [group.space for group in session.groups.values()]
-        await self._give_back(session.device, list(session.memories), spaces)
+        await self._give_back(
+            session.copier, (session.id, session.process), [group.space for group in session.groups.values()]
+        )
         del self._sessions[session.id]
         self._ranks_of.give_back(session.peer.uid)
         session.ended.set()
 
-    def _refuse_memory_of_others(self, device: Device, memories: Sequence[DeviceMemory], peer: Peer) -> None:
+    def _refuse_memory_of_others(self, copier: Copier, memories: Sequence[Imported], peer: Peer) -> None:
         """Refuse memory of another user's rank. Its handle opens for any process that knows it, and the daemon would
         copy the first user's KV to the second user, or write over it.
 
@@ -365,23 +385,12 @@ class Instances:
         """
         wanted = {memory.key for memory in memories}
         for session in self._sessions.values():
-            others = session.device is device and session.peer.uid != peer.uid
+            others = session.copier is copier and session.peer.uid != peer.uid
             if others and not wanted.isdisjoint(memory.key for memory in session.memories):
                 raise AccessDenied(
                     "an allocation is registered already by a process of another user: only ranks of one user may "
                     "register the same memory"
                 )
-
-    async def _open_events(self, device: Device, handles: Sequence[bytes]) -> tuple[tuple[DeviceEvent, ...], str]:
-        """The ring; or an empty one and the reason. A rank whose events do not open orders its stores on the host."""
-        events: list[DeviceEvent] = []
-        try:
-            for handle in handles:
-                events.append(await asyncio.to_thread(device.import_event, handle))  # noqa: PERF401
-        except ImportRefused as error:
-            await _close_events(events)
-            return (), str(error)
-        return tuple(events), ""
 
     def _open_spaces(self, registration: RankRegistration) -> list[Space]:
         spaces: list[Space] = []
@@ -398,15 +407,20 @@ class Instances:
             raise
         return spaces
 
-    async def _give_back(self, device: Device, memories: list[DeviceMemory], spaces: list[Space]) -> None:
+    async def _give_back(self, copier: Copier, session: tuple[int, int] | None, spaces: list[Space]) -> None:
+        """Close what a session has open.
+
+        Args:
+            session: its id, and the process that has its memory; None if no process has.
+        """
         for space in spaces:
             self._cache.close_space(space)
-        for memory in memories:
+        if session is not None:
             try:
-                await asyncio.to_thread(device.release_memory, memory)
+                await copier.close_session(*session)
             except DeviceError as error:
-                # A lost device unmaps nothing; the rest must be given back all the same.
-                _log.error("engine memory was not unmapped", device=device.uuid, error=str(error))
+                # The rest must be given back all the same.
+                _log.error("engine memory was not unmapped", device=copier.uuid, error=str(error))
 
 
 def permit(caller: Caller, namespace: Namespace) -> None:
@@ -428,19 +442,6 @@ def unidentified() -> UnknownPeer:
         "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
         f"answered in the metadata {TOKEN_METADATA}"
     )
-
-
-def _binding(layouts: Sequence[GroupLayout], bases: Sequence[int]) -> Generator[None, None, list[BoundGroup]]:
-    bound = []
-    for layout in layouts:
-        bound.append(bind(layout, bases))
-        yield
-    return bound
-
-
-async def _close_events(events: Sequence[DeviceEvent]) -> None:
-    for event in events:
-        await asyncio.to_thread(event.close)
 
 
 def _source(allocation: CudaAllocation | FdAllocation, peer: Peer) -> MemorySource:

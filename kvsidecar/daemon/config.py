@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -88,6 +88,18 @@ def _store_chunk(value: str | int) -> int | None:
 
 def _slab_size(value: str | int) -> int | Literal["auto"]:
     return "auto" if value == "auto" else _whole_pages(value)
+
+
+def _devices(value: str | Sequence[str]) -> tuple[str, ...]:
+    listed = value.split(",") if isinstance(value, str) else value
+    devices = tuple(each.strip() for each in listed)
+    if devices == ("all",):
+        return ()
+    if "" in devices and devices:
+        raise ValueError("has an empty entry; list UUIDs or indices, such as 0,1, or say all")
+    if len(set(devices)) < len(devices):
+        raise ValueError("names a device twice")
+    return devices
 
 
 def _socket_path(value: str) -> str:
@@ -194,6 +206,11 @@ class Settings(BaseModel):
         description="Device whose KV cache is offloaded. cuda: NVIDIA GPUs. host: host memory stands in for a GPU, for "
         "tests and development. auto: cuda if a GPU is visible, otherwise host.",
     )
+    devices: Annotated[tuple[str, ...], BeforeValidator(_devices), Shown("LIST|all", "all")] = Field(
+        (),
+        description="Devices to serve, separated by commas: GPU UUIDs, or indices in the driver's order. Each gets a "
+        "copier process with a CUDA context of its own. all: every visible GPU.",
+    )
     # 8 GiB: 64 Ki tokens of Llama-3.1-8B (128 KiB each), enough to see hits on the first day; pinned in a few seconds,
     # and every machine with a data-centre GPU can spare it.
     pool_size: _PoolSize = Field(
@@ -282,8 +299,9 @@ class Settings(BaseModel):
     stuck_after: _Seconds = Field(
         60.0,
         gt=0,
-        description="Longest time that a copy may be in flight, in seconds. After that /health fails, and two seconds "
-        "later the daemon exits with code 74 so that its supervisor restarts it.",
+        description="Longest time that a copier may make no progress, in seconds: a copy in flight, a driver call, or "
+        "copies that it does not take. About two seconds later the daemon kills it and starts another. Its jobs fail, "
+        "the cache stays.",
     )
     tracing: Literal["off", "otlp"] = Field(
         "off",

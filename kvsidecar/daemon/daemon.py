@@ -1,7 +1,8 @@
 """The daemon: builds every part, starts them in order, serves, and stops them in the opposite order.
 
-Start, after `kvsidecar.daemon.serve`: RPC and attach socket listen -> pin in a thread -> self-test -> ready.
-Stop: not ready -> refuse new jobs -> finish running ones -> unmap -> unpin -> exit.
+Start, after `kvsidecar.daemon.serve`: the copiers are started -> RPC and attach socket listen -> the pool is pinned in
+every copier -> self-test of each -> ready.
+Stop: not ready -> refuse new jobs -> finish running ones -> unmap -> the copiers end -> exit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import numpy as np
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
-from kvsidecar.copier.hub import DeviceHub
+from kvsidecar.copier.copiers import Copier, Copiers
+from kvsidecar.copier.messages import Part
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
@@ -32,8 +34,8 @@ from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once
 from kvsidecar.daemon.reload import Reloader
-from kvsidecar.device.base import COPY, CopyList, Platform
-from kvsidecar.errors import DeviceError, DeviceLost, PinFailed, PinStopped, PoolRefused
+from kvsidecar.device.base import ScratchSource
+from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused
 from kvsidecar.pool.host_pool import HostPool, PinProgress
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.grpc_server import RpcServer
@@ -45,9 +47,9 @@ from kvsidecar.server.report import Report
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import group_id
 from kvsidecar.support import log
-from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
+from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import Direction, Verify
+from kvsidecar.types import Direction, GroupLayout, Region, Verify
 
 if TYPE_CHECKING:
     from kvsidecar.daemon.tracing import Tracing
@@ -58,13 +60,12 @@ TICK_SECONDS = 0.25
 
 SELF_TEST_BYTES = 64 * 1024
 
-EXIT_UNSETTLED = 74
-"""sysexits.h EX_IOERR: a copy's outcome is unknown, and only the end of the process ends it. Start again."""
-HUNG_TICKS = 8
-"""A copy that is older than ``stuck_after`` for this many ticks hangs. Not at once: after the process was suspended,
-every copy looks old until its worker has had time to see that it is over."""
-LAST_WORDS_SECONDS = 1.0
-"""From a copy of unknown outcome to the exit: time for other copies, replies on their way, and probes."""
+EXIT_COPIERS_LEFT = 74
+"""sysexits.h EX_IOERR: a copier did not end although it was killed."""
+COPIER_END_SECONDS = 10.0
+"""A killed copier's process, which unpins the pool as it ends, has this long."""
+SELF_TEST_SESSION = 0
+"""No rank's: their ids are odd."""
 
 _log = log.get("daemon")
 
@@ -74,8 +75,9 @@ class Daemon:
 
     Args:
         settings: validated.
-        platform: the devices.
-        pool: not pinned yet.
+        copiers: not started yet.
+        pool: not pinned yet; it is pinned in the copiers.
+        guard: keeps the loop awake around jobs.
         life: the process's signals, lock and probes, already open.
         read_settings: reads the settings again, for a reload; None: reload is not supported.
         open_tracing: creates the tracing of jobs; None for no tracing.
@@ -87,11 +89,12 @@ class Daemon:
     def __init__(
         self,
         settings: Settings,
-        platform: Platform,
+        copiers: Copiers,
         pool: HostPool,
         slab_bytes: int,
         *,
         life: Lifecycle,
+        guard: SleepGuard,
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
@@ -99,41 +102,37 @@ class Daemon:
         self._settings = settings
         self._life = life
         self._reloader = None if read_settings is None else Reloader(settings, read_settings, self._apply)
-        self._platform = platform
+        self._copiers = copiers
+        copiers.on_change = self._copier_changed
+        backend = copiers.hello.platform
         self._pool = pool
         self._stop_pinning = threading.Event()
         self._exit_code = 0
-        self._unsettled = ""
-        """Why this process must end as soon as it can; empty while it need not."""
-        self._hung_ticks = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
         self.epoch = secrets.randbits(ID_BITS) | 1
         self.readiness = life.readiness
-        self._metrics = Metrics(platform.name)
+        self._metrics = Metrics(backend)
+        for uuid in copiers.hello.devices:
+            self._metrics.copier_deaths.labels(uuid)  # 0 from the start: an alert sees the first one
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(self._task_failed)
-        self._guard = SleepGuard(settings.light_sleep if CORES_TO_SPARE else 0.0)
-        self._hub = DeviceHub(
-            platform, self._worker_failed_in_thread, store_chunk=settings.store_chunk, guard=self._guard
-        )
+        self._guard = guard
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
             next_id=lambda: secrets.randbits(ID_BITS) | 1,
             seed=secrets.randbits(64),
         )
-        self._instances = Instances(self._cache, self._hub, clock, self._task_failed, self._access(settings))
+        self._instances = Instances(self._cache, copiers, clock, self._task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
         self._runner = JobRunner(
             self._cache,
-            self._hub,
+            copiers,
             self.readiness,
             self._metrics,
             clock,
-            slab_bytes=slab_bytes,
             checksums=checksums,
             guard=self._guard,
             on_ended=None if self._tracing is None else self._tracing.record,
-            on_unsettled=self._end_soon,
         )
         self._lookups = LookupService(
             self._cache,
@@ -146,9 +145,9 @@ class Daemon:
         )
         self._report = Report(
             epoch=self.epoch,
-            backend=platform.name,
+            backend=backend,
             cache=self._cache,
-            hub=self._hub,
+            copiers=copiers,
             instances=self._instances,
             runner=self._runner,
             readiness=self.readiness,
@@ -179,6 +178,7 @@ class Daemon:
             else None,
             refuse=self._metrics.refuse,
             tasks=self._tasks,
+            pidfds=copiers.pidfds,
         )
         self._rpc = RpcServer(endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse)
         self._remote = self._remote_server(settings)
@@ -221,6 +221,8 @@ class Daemon:
     # -- start -----------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
+        # First: a client that connects is sent the pidfds of all copiers.
+        self._copiers.launch()
         await self._rpc.start()
         self._attach.start()
         self._life.endpoint.secure_grpc_socket()
@@ -230,7 +232,7 @@ class Daemon:
             socket=str(self._life.endpoint.grpc_path),
             http=self._life.http,
             tcp_port=tcp_port,
-            backend=self._platform.name,
+            backend=self._copiers.hello.platform,
             version=__version__,
         )
         self._tasks.spawn(self._tick(), name="tick")
@@ -250,15 +252,19 @@ class Daemon:
         try:
             # Apart from pinning, so that the log and a benchmark can tell them apart: to make a context delays an
             # engine's step by a millisecond or two, to pin does not (docs/benchmarks.md).
-            await self._hub.device(self._platform.device_uuids()[0])
-            _log.info("device context created", seconds=round(time.monotonic() - started, 3))
+            await self._copiers.start()
+            _log.info(
+                "copiers started",
+                devices={copier.uuid: copier.pid for copier in self._copiers},
+                seconds=round(time.monotonic() - started, 3),
+            )
             await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
             self._metrics.pin_seconds.observe(time.monotonic() - started)
             self._metrics.register_seconds.set(self._pinned.register_seconds)
             self._report.page_kind = self._pool.page_kind
             self._report.numa_nodes = self._pool.numa_nodes
-            self._hub.pool_address = self._pool.address
-            await self._self_test()
+            for copier in self._copiers:
+                await self._self_test(copier)
         except PinStopped:
             return
         except (PoolRefused, PinFailed, DeviceError) as error:
@@ -288,31 +294,28 @@ class Daemon:
         self._pinned = progress
         _log.debug("pinning", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
 
-    async def _self_test(self) -> None:
+    async def _self_test(self, copier: Copier) -> None:
         """Copy a random pattern from the pool to a device and back, at both ends of the pool.
 
         Raises:
             DeviceError: the copy failed or came back different.
         """
-        uuid = self._platform.device_uuids()[0]
-        device = await self._hub.device(uuid)
         nbytes = min(SELF_TEST_BYTES, self._pool.nbytes)
-        memory = await asyncio.to_thread(device.allocate, nbytes)
+        layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
+        _, process = await copier.open(SELF_TEST_SESSION, [ScratchSource(nbytes)], [layout], [])
         try:
             for offset in {0, self._pool.nbytes - nbytes}:
                 window = self._pool.view()[offset : offset + nbytes]
                 pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
-                copies = np.array([(memory.address, nbytes, offset, nbytes, nbytes, 1)], COPY)
+                parts = [Part(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
                 window[:] = pattern
-                load = (await self._hub.worker(uuid, Direction.LOAD)).submit(CopyList(copies, nbytes))
-                await asyncio.wrap_future(load)
+                await copier.submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
                 window[:] = 0
-                store = (await self._hub.worker(uuid, Direction.STORE)).submit(CopyList(copies, nbytes))
-                await asyncio.wrap_future(store)
+                await copier.submit(SELF_TEST_SESSION, Direction.STORE, parts).ended
                 if not np.array_equal(window, pattern):
-                    raise DeviceError(f"the self-test copy to {uuid} and back returned different bytes")
+                    raise DeviceError(f"the self-test copy to {copier.uuid} and back returned different bytes")
         finally:
-            await asyncio.to_thread(device.release_memory, memory)
+            await copier.close_session(SELF_TEST_SESSION, process)
 
     def _fail(self, reason: str) -> None:
         self.readiness.fail(reason)
@@ -329,11 +332,7 @@ class Daemon:
             await asyncio.sleep(TICK_SECONDS)
             self._metrics.loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
             self._lookups.expire()
-            stuck = self._hub.stuck(self._settings.stuck_after)
-            self._hung_ticks = 0 if stuck is None else self._hung_ticks + 1
-            if stuck is not None and self._hung_ticks == HUNG_TICKS:
-                self._metrics.unsettled_copies.labels(stuck.direction.value).inc()
-                self._end_soon(str(stuck))
+            self._copiers.check(self._settings.stuck_after)
 
     async def _sweep(self) -> None:
         """Free cleared blocks, a few at a time."""
@@ -343,39 +342,22 @@ class Daemon:
 
     def _stuck(self) -> str | None:
         """Why this process cannot go on, or None."""
-        if self._unsettled:
-            return self._unsettled
-        stuck = self._hub.stuck(self._settings.stuck_after)
-        return None if stuck is None else str(stuck)
-
-    def _end_soon(self, reason: str) -> None:
-        """End the process: a copy of unknown outcome may write to an engine's memory until then, and the engine waits
-        for it. Wait for nothing that the copy could hold up, such as unmapping the memory that it uses."""
-        if self._unsettled:
-            return
-        self._unsettled = f"{reason}: the daemon ends, and its copies with it"
-        _log.error("a copy has an unknown outcome: the daemon exits", reason=reason, exit_code=EXIT_UNSETTLED)
-        self.readiness.fail(self._unsettled)
-        self._tasks.spawn(self._end(), name="end-process")
-
-    async def _end(self) -> None:
-        await asyncio.sleep(LAST_WORDS_SECONDS)
-        exit_at_once(EXIT_UNSETTLED)
+        return self._copiers.unkillable(COPIER_END_SECONDS) or None
 
     def _peer_gone(self, peer: Peer) -> None:
         for session in self._instances.remove_peer(peer):
             self._tasks.spawn(self._handler.drop(session), name="end-session-of-gone-peer")
 
-    def _worker_failed_in_thread(self, uuid: str, direction: Direction, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(self._worker_failed, uuid, direction, error)
-
-    def _worker_failed(self, uuid: str, direction: Direction, error: BaseException) -> None:
-        _log.error("copy worker ended", device=uuid, direction=direction.value, error=str(error))
-        if isinstance(error, DeviceLost):
-            self._hub.lost.setdefault(uuid, str(error))
-            self._metrics.devices_lost.inc()
-        if set(self._hub.lost) >= set(self._platform.device_uuids()):
-            self.readiness.fail(f"every device is lost; the last one was {uuid}: {error}")
+    def _copier_changed(self, copier: Copier) -> None:
+        down = {each.uuid: each.down for each in self._copiers if each.down}
+        self.readiness.devices_down(down, all_down=len(down) == len(self._copiers.hello.devices))
+        if not copier.down:
+            _log.info("the copier works", device=copier.uuid, pid=copier.pid)
+            return
+        _log.error("a copier is down", device=copier.uuid, reason=copier.down)
+        if copier.deaths:
+            self._metrics.copier_deaths.labels(copier.uuid).inc()
+        self._handler.copier_lost(copier)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("task failed", task=name, error=str(error), exc_info=error)
@@ -390,7 +372,7 @@ class Daemon:
     def _apply(self, settings: Settings) -> None:
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
-        self._hub.store_chunk = settings.store_chunk
+        self._copiers.store_chunk = settings.store_chunk
         self._instances.access = replace(self._instances.access, policy=settings.policy)
 
     # -- stop ------------------------------------------------------------------------------------------------------
@@ -415,14 +397,10 @@ class Daemon:
         await self._tasks.cancel()
         if self._tracing is not None:
             await self._tracing.close(max(0.0, deadline - time.monotonic()))
-        ended = await self._hub.close(max(0.1, deadline - time.monotonic()))
-        if self._unsettled or not ended:
-            _log.error("copies are still running: the process exits without unpinning", exit_code=EXIT_UNSETTLED)
-            exit_at_once(EXIT_UNSETTLED)
         try:
-            await asyncio.to_thread(self._pool.close)
-        except PinFailed as error:
-            # The process ends next, and the kernel unpins the rest.
-            _log.error("unpinning failed", error=str(error))
-        await asyncio.to_thread(self._platform.close)
+            await asyncio.wait_for(self._copiers.close(), COPIER_END_SECONDS)
+        except TimeoutError:
+            _log.error("copiers have not ended though they were killed", exit_code=EXIT_COPIERS_LEFT)
+            exit_at_once(EXIT_COPIERS_LEFT)
+        await asyncio.to_thread(self._pool.close)
         self._guard.close()

@@ -1,6 +1,6 @@
 """Runs ``kvsidecar serve``, with a progress bar on a terminal.
 
-Settings -> log -> lock -> probes are answered -> the daemon is imported, the driver opened ->
+Settings -> log -> lock -> probes are answered -> the daemon is imported, the first copier looks for GPUs ->
 `kvsidecar.daemon.daemon`.
 
 Most of a start is imports. So this module imports only the modules that answer probes. The others are imported in a
@@ -15,12 +15,13 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import uvloop
 
+from kvsidecar.copier.launch import Launched, launch
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.daemon.config import PoolGeometry, Settings, load_settings, pool_geometry
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once
@@ -34,9 +35,8 @@ if TYPE_CHECKING:
     from kvsidecar.core.metrics import Metrics
     from kvsidecar.daemon.daemon import Daemon
     from kvsidecar.daemon.tracing import Tracing
-    from kvsidecar.device.base import Platform
 
-    MakeDaemon = Callable[[Lifecycle], Daemon]
+    MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
 
 BAR_COLUMNS = 40
 """The width of the bar that shows how much of the pool is pinned."""
@@ -71,18 +71,30 @@ async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callab
             life.readiness.listen(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1)))
         if not await life.open():
             return 0
+        # In this thread, which lives as long as the daemon; it starts while this process imports.
+        first = launch([life.endpoint.lock])
         loading = _in_thread(lambda: _load(settings, geometry, read_settings))
+        making = asyncio.ensure_future(_make(loading, life, first))
         told_to_stop = asyncio.ensure_future(life.stop.wait())
-        await asyncio.wait((loading, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
+        await asyncio.wait((making, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
+        if making.done():
             told_to_stop.cancel()
-            daemon = (await loading)(life)
+            daemon = making.result()
             # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
             gc.freeze()
             gc.enable()
             return await daemon.run()
+        first.process.kill()
     # The thread cannot be stopped, and an import or a driver that hangs must not delay the end.
     return exit_at_once(0)
+
+
+async def _make(loading: asyncio.Future[MakeDaemon], life: Lifecycle, first: Launched) -> Daemon:
+    try:
+        return await (await loading)(life, first)
+    except BaseException:
+        first.process.kill()
+        raise
 
 
 def _in_thread(load: Callable[[], MakeDaemon]) -> asyncio.Future[MakeDaemon]:
@@ -100,42 +112,67 @@ def _in_thread(load: Callable[[], MakeDaemon]) -> asyncio.Future[MakeDaemon]:
 
 
 def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> MakeDaemon:
-    """Import the daemon and open the devices. Returns the function that makes the daemon, in the event loop.
+    """Import the daemon. Returns the function that makes it, in the event loop.
 
     Raises:
-        ConfigError, DriverUnusable: it cannot start.
+        ConfigError: it cannot start.
     """
     failpoints.hit("start.load")
+    from kvsidecar.copier.copiers import Copiers, Options
+    from kvsidecar.copier.link import CopierLink
+    from kvsidecar.copier.pinning import PinsInCopiers
     from kvsidecar.daemon.daemon import Daemon
-    from kvsidecar.device.platforms import open_platform
     from kvsidecar.pool.host_pool import HostPool, PoolSpec
+    from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
 
     tracing = _tracing(settings)
-    platform, why = open_platform(settings.device)
-    log.get("daemon").info("device", backend=platform.name, why=why)
-    spec = PoolSpec(
-        nbytes=geometry.pool_bytes,
-        slab_bytes=geometry.slab_bytes,
-        chunk_bytes=geometry.chunk_bytes,
-        huge_pages=settings.huge_pages,
-        numa_nodes=_numa_nodes(settings, platform),
-        prefault_threads=settings.prefault_threads,
-        memory_check=settings.memory_check,
-    )
-    pool = HostPool(spec, platform)
 
-    def make(life: Lifecycle) -> Daemon:
+    async def make(life: Lifecycle, first: Launched) -> Daemon:
+        """Raises DeviceNotFound, DriverUnusable."""
+        light_seconds = settings.light_sleep if CORES_TO_SPARE else 0.0
+        guard = SleepGuard(light_seconds)
+        options = Options(
+            settings.device,
+            settings.devices,
+            kept=(life.endpoint.lock,),
+            light_seconds=light_seconds,
+            log_format=settings.log_format,
+            log_level=settings.log_level,
+        )
+        link = CopierLink(first, guard)
+        hello = await link.hello(
+            options.device, options.devices, log_format=options.log_format, log_level=options.log_level
+        )
+        log.get("daemon").info("device", backend=hello.platform, why=hello.why, devices=list(hello.devices))
+        copiers = Copiers(hello, link, options, store_chunk=settings.store_chunk, guard=guard, on_error=_failed)
+        pins = PinsInCopiers(copiers, geometry.slab_bytes)
+        spec = PoolSpec(
+            nbytes=geometry.pool_bytes,
+            slab_bytes=geometry.slab_bytes,
+            chunk_bytes=geometry.chunk_bytes,
+            huge_pages=settings.huge_pages,
+            numa_nodes=_numa_nodes(settings, hello.devices),
+            prefault_threads=settings.prefault_threads,
+            memory_check=settings.memory_check,
+            num_pins=len(hello.devices),
+        )
+        pins.pool = pool = HostPool(spec, pins)
         return Daemon(
             settings,
-            platform,
+            copiers,
             pool,
             geometry.slab_bytes,
             life=life,
+            guard=guard,
             read_settings=read_settings,
             open_tracing=tracing,
         )
 
     return make
+
+
+def _failed(task: str, error: BaseException) -> None:
+    log.get("daemon").error("task failed", task=task, error=str(error), exc_info=error)
 
 
 def _raise_descriptor_limit() -> None:
@@ -157,12 +194,13 @@ def _tracing(settings: Settings) -> Callable[[Metrics], Tracing] | None:
     return Tracing
 
 
-def _numa_nodes(settings: Settings, platform: Platform) -> tuple[int, ...]:
+def _numa_nodes(settings: Settings, devices: Mapping[str, int | None]) -> tuple[int, ...]:
     """The nodes to split the pool over: those of the devices, if the machine has several nodes."""
     online = memory_limits.numa_nodes()
     if settings.numa == "off" or len(online) < 2:
         return ()
-    return platform.numa_nodes() or tuple(online)
+    near = dict.fromkeys(node for node in devices.values() if node is not None)
+    return tuple(near) or tuple(online)
 
 
 def bar(now: Snapshot, columns: int) -> str:

@@ -103,7 +103,7 @@ class Tracing:
             return
         registration = session.registration
         groups = session.groups
-        bound = [groups[part.group].bound for part in job.parts if part.group in groups]
+        kinds = {kind for part in job.parts if part.group in groups for kind in groups[part.group].kinds}
         span.set_attributes(
             {
                 "kvsidecar.instance": registration.instance,
@@ -114,7 +114,7 @@ class Tracing:
                 "kvsidecar.blocks_copied": result.copied_blocks,
                 "kvsidecar.blocks_skipped": result.skipped_blocks,
                 "kvsidecar.bytes": result.nbytes,
-                "kvsidecar.plan": sorted({kind for each in bound for kind in each.fast.kinds}),
+                "kvsidecar.plan": sorted(kinds),
                 "kvsidecar.outcome": result.outcome.value,
             }
         )

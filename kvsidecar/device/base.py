@@ -54,13 +54,21 @@ class CopyPlan(Protocol):
             chunk: the most bytes of one call (or one row more), if the copies must leave room for an engine's own.
         """
 
+    def rewind(self) -> None:
+        """Begin again: nothing that was taken was issued."""
+
 
 class CopyList:
     """A plan of given copies. Implements `CopyPlan`."""
 
     def __init__(self, copies: npt.NDArray[np.void], nbytes: int) -> None:
         self.nbytes = nbytes
-        self._calls = [CopyCall(copies, batched=False, nbytes=nbytes)] if len(copies) else []
+        self._copies = copies
+        self.rewind()
+
+    def rewind(self) -> None:
+        some = len(self._copies)
+        self._calls = [CopyCall(self._copies, batched=False, nbytes=self.nbytes)] if some else []
 
     def take(self, chunk: int | None) -> Sequence[CopyCall]:
         calls, self._calls = self._calls, []
@@ -82,7 +90,14 @@ class MemfdSource:
     fd: int
 
 
-MemorySource = CudaIpcSource | MemfdSource
+@dataclass(frozen=True, slots=True)
+class ScratchSource:
+    """No engine's memory: the device's own, for a self-test."""
+
+    nbytes: int
+
+
+MemorySource = CudaIpcSource | MemfdSource | ScratchSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +135,6 @@ class CopyMark(Protocol):
             CopyFailed: with ``outcome_known=False``.
             DeviceLost: the context is gone.
         """
-
-    def wait(self) -> None:
-        """Return when it is done. May spin: call it shortly before the end. Raises as `is_done` does."""
 
     def seconds(self) -> float:
         """How long the device itself copied, for a call that was issued ``timed`` and is done; to be called once. Never
@@ -171,10 +183,6 @@ class Device(Protocol):
     def uuid(self) -> str:
         """``GPU-...`` as the driver and NVML print it, or ``host``."""
 
-    @property
-    def numa_node(self) -> int | None:
-        """The host NUMA node nearest to the device; None where the system does not say."""
-
     def import_memory(self, source: MemorySource) -> DeviceMemory:
         """Map another process's allocation, or count one more use if it is mapped already.
 
@@ -213,7 +221,7 @@ class Platform(Protocol):
         """``cuda`` or ``host``."""
 
     def device_uuids(self) -> tuple[str, ...]:
-        """The UUID of every visible device, in the driver's order."""
+        """The UUID of every device to use, in the driver's order."""
 
     def device(self, uuid: str) -> Device:
         """The same object for the same UUID. Creates what the device needs (a CUDA context) at the first call.
@@ -223,15 +231,14 @@ class Platform(Protocol):
             DriverUnusable: its context cannot be made; the text says why.
         """
 
-    def numa_nodes(self) -> tuple[int, ...]:
-        """The host NUMA nodes nearest to the visible devices, in order; empty where the system does not say. Creates no
-        context."""
+    def numa_node(self, uuid: str) -> int | None:
+        """The host NUMA node nearest to a device; None where the system does not say. Creates no context."""
 
     def pin_limit(self) -> int | None:
         """Bytes that this process may pin; None if the platform has no limit of its own."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pin one chunk of host memory for every device. Both numbers are multiples of the page size.
+        """Pin one chunk of host memory for the device that is open. Both numbers are multiples of the page size.
 
         Raises:
             PinFailed: nothing of this chunk is pinned.

@@ -9,9 +9,11 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -47,23 +49,38 @@ _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class HostPlatform:
-    """One device, ``host``. Implements `kvsidecar.device.base.Platform`."""
+    """One device, ``host``, or several of the same kind. Implements `kvsidecar.device.base.Platform`.
+
+    Args:
+        devices: their names; empty for ``host`` alone.
+
+    Raises:
+        DeviceNotFound: a name that is neither ``host`` nor ``host-`` and a number.
+    """
 
     name = "host"
 
-    def __init__(self) -> None:
-        self._device = HostDevice()
+    def __init__(self, devices: Sequence[str] = ()) -> None:
+        self._devices = {uuid: HostDevice(uuid) for uuid in devices or (HOST_UUID,)}
+        for uuid in self._devices:
+            if not re.fullmatch(r"host(-\d+)?", uuid):
+                raise DeviceNotFound(
+                    f"device {uuid} is not visible to the daemon; without a GPU there are host, host-1, ..."
+                )
 
     def device_uuids(self) -> tuple[str, ...]:
-        return (HOST_UUID,)
+        return tuple(self._devices)
 
     def device(self, uuid: str) -> Device:
-        if uuid != HOST_UUID:
-            raise DeviceNotFound(f"device {uuid} is not visible to the daemon; it runs without a GPU and has: host")
-        return self._device
+        if uuid not in self._devices:
+            visible = ", ".join(self._devices)
+            raise DeviceNotFound(
+                f"device {uuid} is not visible to the daemon; it runs without a GPU and has: {visible}"
+            )
+        return self._devices[uuid]
 
-    def numa_nodes(self) -> tuple[int, ...]:
-        return ()
+    def numa_node(self, uuid: str) -> int | None:
+        return None
 
     def pin_limit(self) -> int | None:
         return memlock_limit()
@@ -94,10 +111,8 @@ class _Mapping:
 class HostDevice:
     """Implements `kvsidecar.device.base.Device` with memfds. Thread-safe."""
 
-    uuid = HOST_UUID
-    numa_node = None
-
-    def __init__(self) -> None:
+    def __init__(self, uuid: str = HOST_UUID) -> None:
+        self.uuid = uuid
         self._lock = threading.Lock()
         self._mappings: dict[bytes, _Mapping] = {}
         self._own = 0
@@ -208,8 +223,6 @@ class HostMark:
 
     def is_done(self) -> bool:
         return True
-
-    def wait(self) -> None: ...
 
     def seconds(self) -> float:
         return self.took

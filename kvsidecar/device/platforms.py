@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvsidecar.device.base import Platform
 from kvsidecar.errors import ConfigError, DriverUnusable
 from kvsidecar.support import cuda_driver
 
 
-def open_platform(kind: str, *, pin_device: str | None = None) -> tuple[Platform, str]:
+def open_platform(kind: str, *, devices: Sequence[str] = ()) -> tuple[Platform, str]:
     """The platform, and one sentence that explains the choice.
 
     ``auto`` is ``cuda`` where the driver sees a GPU and ``host`` where there is no driver or no GPU. A driver that
@@ -15,35 +17,36 @@ def open_platform(kind: str, *, pin_device: str | None = None) -> tuple[Platform
 
     Args:
         kind: ``auto``, ``cuda`` or ``host``.
-        pin_device: UUID of the GPU whose context pins memory; None is the first. Ignored by ``host``.
+        devices: those to use, by UUID or by index in the driver's order; empty for all. On the host ``host``, and
+            ``host-1``, ``host-2`` and so on, which stand for several GPUs.
 
     Raises:
         ConfigError: ``kind`` is something else.
         DriverUnusable: the driver does not work; or, with ``cuda``, there is no driver or no GPU.
-        DeviceNotFound: ``pin_device`` is not visible.
+        DeviceNotFound: one of ``devices`` is not visible.
     """
     if kind not in ("auto", "cuda", "host"):
         raise ConfigError(f"the device is {kind!r}; it must be auto, cuda or host")
     if kind == "host":
-        return _host(), "the host was asked for"
+        return _host(devices), "the host was asked for"
     if kind == "auto" and not _has_driver():
-        return _host(), "there is no CUDA driver (libcuda.so.1)"
+        return _host(devices), "there is no CUDA driver (libcuda.so.1)"
     try:
         from kvsidecar.device.cuda import platform as cuda
         from kvsidecar.device.cuda import status as cuda_status
     except ImportError as error:
         raise DriverUnusable(f"cuda-python does not import: {error}; install cuda-python 13") from error
     if kind == "auto" and cuda_status.initialize() == 0:
-        return _host(), "the CUDA driver sees no GPU"
-    platform = cuda.CudaPlatform(pin_device=pin_device)
+        return _host(devices), "the CUDA driver sees no GPU"
+    platform = cuda.CudaPlatform(devices)
     count = len(platform.device_uuids())
     return platform, f"the CUDA driver sees {count} GPU{'s' if count > 1 else ''}"
 
 
-def _host() -> Platform:
+def _host(devices: Sequence[str]) -> Platform:
     from kvsidecar.device.host import HostPlatform
 
-    return HostPlatform()
+    return HostPlatform(devices)
 
 
 def _has_driver() -> bool:

@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.device.base import Platform
 from kvsidecar.errors import PinFailed, PinStopped
 from kvsidecar.support import failpoints, host_memory, log, memory_limits
 from kvsidecar.support.memory_limits import ROOT, HugePages, PageKind, Pages
@@ -48,12 +47,14 @@ class PoolSpec:
     slab_bytes: int
     """NUMA parts begin at multiples of it, so that a slab lies on one node."""
     chunk_bytes: int = GiB
-    """Pinned by one call of `Platform.pin`; a multiple of ``slab_bytes``."""
+    """Pinned by one call of `Pinner.pin`; a multiple of ``slab_bytes``."""
     huge_pages: HugePages = HugePages.AUTO
     numa_nodes: tuple[int, ...] = ()
     """Nodes to split the pool over; empty: wherever the kernel puts it."""
     prefault_threads: int = 4
     memory_check: bool = True
+    num_pins: int = 1
+    """How many processes pin it: one for each device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class PinProgress:
     """None until the first chunk is pinned."""
     seconds: float
     register_seconds: float = 0.0
-    """Time in calls of `Platform.pin`. The kernel clears the pages of the next chunk meanwhile."""
+    """Time in calls of `Pinner.pin`. The kernel clears the pages of the next chunk meanwhile."""
     faulted_seconds: float = 0.0
     """When the last page so far was faulted in."""
 
@@ -79,6 +80,19 @@ class PoolPart:
     offset: int
     nbytes: int
     node: int | None
+
+
+class Pinner(Protocol):
+    """Pins a pool; `kvsidecar.device.base.Platform` has the contract. Called in the thread of `HostPool.pin`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def pin_limit(self) -> int | None: ...
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+
+    def unpin(self, address: int, nbytes: int) -> None: ...
 
 
 class HostPool:
@@ -99,7 +113,7 @@ class HostPool:
     def __init__(
         self,
         spec: PoolSpec,
-        platform: Platform,
+        platform: Pinner,
         *,
         root: Path = ROOT,
         clock: Callable[[], float] = time.monotonic,
@@ -145,11 +159,16 @@ class HostPool:
         return self._fd
 
     @property
-    def page_kind(self) -> PageKind:
-        """Which pages it got, or most of it; known from `pin` on."""
+    def pages(self) -> Pages:
+        """Which pages were asked for. A RuntimeError before `pin`."""
         if self._pages is None:
             raise RuntimeError("the pool is not reserved")
-        return PageKind.SMALL if self._small > self.nbytes / 2 else self._pages.kind
+        return self._pages
+
+    @property
+    def page_kind(self) -> PageKind:
+        """Which pages it got, or most of it; known from `pin` on."""
+        return PageKind.SMALL if self._small > self.nbytes / 2 else self.pages.kind
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
@@ -179,7 +198,7 @@ class HostPool:
             memory_limits.check_fits(
                 self.nbytes,
                 pages=pages,
-                bookkeeping=memory_limits.bookkeeping_bytes(self.nbytes) if cuda else 0,
+                bookkeeping=memory_limits.bookkeeping_bytes(self.nbytes) * self._spec.num_pins if cuda else 0,
                 pin_limit=self._platform.pin_limit(),
                 node_bytes=self._node_bytes(),
                 root=self._root,

@@ -8,12 +8,11 @@ the local protocol, unless that is off.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from kvsidecar.core.quota import Quota
@@ -28,8 +27,6 @@ from kvsidecar.support.tasks import TaskSet
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_HELLO_BYTES = 4096
-MAX_FDS = 253
-"""The kernel's SCM_MAX_FD: one message cannot carry more."""
 MAX_CONNECTIONS = 1024
 """Limit per user. An engine has three for each rank, and three for its scheduler."""
 MAX_MEMFDS = 4096
@@ -47,6 +44,8 @@ class AttachSocket:
         on_gone: called with a peer whose connection has ended.
         local_connection: serves the local protocol to a peer; None if the protocol is off.
         refuse: counts a refusal.
+        pidfds: returns the copiers' processes and a pidfd of each. A client gets them and the daemon's own with its
+            Welcome: its memory may be in use until all of these processes have ended.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class AttachSocket:
         local_connection: Callable[[Peer], LocalConnection] | None,
         refuse: Callable[[Refusal], None],
         tasks: TaskSet,
+        pidfds: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self._path = path
         self._mode = mode
@@ -71,6 +71,7 @@ class AttachSocket:
         self._local_connection = local_connection
         self._refuse = refuse
         self._tasks = tasks
+        self._pidfds = pidfds
         self._connections_of = Quota(MAX_CONNECTIONS, "connections to the attach socket")
         self._memfds_of = Quota(MAX_MEMFDS, "descriptors handed over")
         self._listener: socket.socket | None = None
@@ -149,11 +150,21 @@ class AttachSocket:
                 self._reject(connection, error)
                 return
             groups = peers.groups(connection)
-            peer = self._instances.add_peer(**who._asdict(), client=hello.client, fds=fds, groups=groups)
+            pidfds = self._pidfds()
+            peer = self._instances.add_peer(
+                **who._asdict(), client=hello.client, fds=fds, groups=groups, copiers=frozenset(pidfds)
+            )
             _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=len(fds))
             local = self._local_connection(peer) if self._local_connection is not None else None
-            welcome = pb.Welcome(token=peer.token, epoch=self._epoch, local_protocol=local is not None)
-            await asyncio.get_running_loop().sock_sendall(connection, frame(welcome.SerializeToString()))
+            welcome = pb.Welcome(
+                token=peer.token, epoch=self._epoch, local_protocol=local is not None, num_pidfds=1 + len(pidfds)
+            )
+            own = os.pidfd_open(os.getpid())
+            try:
+                # In one call, which never waits: nothing was sent on this connection before.
+                socket.send_fds(connection, [frame(welcome.SerializeToString())], [own, *pidfds.values()])
+            finally:
+                os.close(own)
             if local is not None:
                 await self._serve_local_protocol(connection, local)
             else:
@@ -249,9 +260,7 @@ async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[
     loop = asyncio.get_running_loop()
     while True:
         try:
-            data, ancillary, flags, _ = connection.recvmsg(
-                nbytes, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
-            )
+            data, fds, truncated = peers.recv_fds(connection, nbytes)
         except BlockingIOError:
             readable = loop.create_future()
             loop.add_reader(connection.fileno(), _set, readable)
@@ -260,14 +269,10 @@ async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[
             finally:
                 loop.remove_reader(connection.fileno())
             continue
-        fds = array.array("i")
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        if flags & socket.MSG_CTRUNC:
+        if truncated:
             _close_all(fds)
-            raise InvalidRequest(f"more than {MAX_FDS} descriptors in one message")
-        return data, list(fds)
+            raise InvalidRequest(f"more than {peers.MAX_FDS} descriptors in one message")
+        return data, fds
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -124,16 +124,9 @@ class AttachStream:
 
     def _order(self, event: int) -> StoreOrder:
         """The event that a store waits for. Raises InvalidRequest if the rank's ring has no event of this number."""
-        events = self._session.events
-        if not 1 <= event <= len(events):
-            raise InvalidRequest(f"event {event} is not in this rank's ring of {len(events)} events")
-        loop = asyncio.get_running_loop()
-        issued = pb.AttachReply(wait_issued=pb.WaitIssued(event=event))
-
-        def on_start() -> None:
-            loop.call_soon_threadsafe(self._send, issued)
-
-        return StoreOrder(events[event - 1], on_start)
+        if not 1 <= event <= self._session.num_events:
+            raise InvalidRequest(f"event {event} is not in this rank's ring of {self._session.num_events} events")
+        return StoreOrder(event - 1, partial(self._send, pb.AttachReply(wait_issued=pb.WaitIssued(event=event))))
 
     async def _flush(self, message: pb.Flush) -> None:
         """Reply when the named jobs have ended, or at the client's timeout with those that have not."""

@@ -128,5 +128,4 @@ def job_done_to(job: int, result: JobResult) -> pb.JobDone:
         bytes=result.nbytes,
         copy_seconds=result.copy_seconds,
         queue_seconds=result.queue_seconds,
-        unsettled=result.unsettled,
     )

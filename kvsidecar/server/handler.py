@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvsidecar import __version__
+from kvsidecar.copier.copiers import Copier
 from kvsidecar.core.access import Access, Caller
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.jobs import JobRunner
@@ -77,7 +78,8 @@ class Handler:
         self._metrics = metrics
         self.tasks = tasks
         self._status = status
-        self._on_dropped: dict[int, Callable[[], object]] = {}
+        self._on_lost: dict[int, Callable[[KVSidecarError], object]] = {}
+        """Ends the stream of a session with an error."""
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
@@ -110,23 +112,25 @@ class Handler:
         cannot be cancelled when the client dies. The task returns a refusal instead of raising it."""
         return self.tasks.spawn(self._try_to_register(first), name="register")
 
-    def open(self, session: RankSession, send: Send, on_dropped: Callable[[], object] | None = None) -> AttachStream:
+    def open(self, session: RankSession, send: Send, on_lost: Callable[[KVSidecarError], object]) -> AttachStream:
         """Send the reply to a registration, and return the rank's stream.
 
         Args:
-            on_dropped: called when the session has ended because its process is gone, whatever the stream's state.
+            on_lost: ends the stream with an error, whatever its client says: the client's process is gone, or the
+                copier that has the rank's memory.
         """
-        if on_dropped is not None:
-            self._on_dropped[session.id] = on_dropped
+        self._on_lost[session.id] = on_lost
         registered = pb.Registered(
             epoch=self._epoch,
             session=session.id,
             readiness=convert.readiness_to(self._readiness.now),
             version=__version__,
-            device_order=bool(session.events),
+            device_order=bool(session.num_events),
             device_order_refused=session.device_order_refused,
         )
         send(pb.AttachReply(registered=registered))
+        if session.lost:  # since it was registered, when nobody could be told yet
+            on_lost(_lost(session))
         return AttachStream(session, send, instances=self._instances, readiness=self._readiness, runner=self._runner)
 
     async def end(self, session: RankSession, *, gone: bool) -> None:
@@ -135,14 +139,20 @@ class Handler:
         await self._instances.end(session, gone=gone)
         if first:
             _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
-        self._on_dropped.pop(session.id, None)
+        self._on_lost.pop(session.id, None)
 
     async def drop(self, session: RankSession) -> None:
         """End the session of a rank whose process is gone, then the rest of its stream."""
-        on_dropped = self._on_dropped.get(session.id)
+        on_lost = self._on_lost.get(session.id)
         await self.end(session, gone=True)
-        if on_dropped is not None:
-            on_dropped()
+        if on_lost is not None:
+            on_lost(UnknownPeer("the connection to the attach socket whose token this rank registered with has ended"))
+
+    def copier_lost(self, copier: Copier) -> None:
+        """The process that copied for a device has ended, and its copies with it: its ranks must attach again."""
+        for session in self._instances:
+            if session.copier is copier and (on_lost := self._on_lost.get(session.id)) is not None:
+                on_lost(_lost(session))
 
     async def _try_to_register(self, first: Any) -> RankSession | KVSidecarError:
         try:
@@ -283,6 +293,10 @@ def _not_admin(caller: Caller, what: str) -> KVSidecarError:
 
 _CACHED_BYTES = 1024
 """Larger namespaces are not cached, so that no client can fill the cache with megabytes of text."""
+
+
+def _lost(session: RankSession) -> Unavailable:
+    return Unavailable(f"{session.copier.uuid}: {session.lost}: attach again", refusal=Refusal.DEVICE_LOST)
 
 
 def _namespace(message: pb.Namespace) -> Namespace:

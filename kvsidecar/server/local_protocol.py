@@ -211,7 +211,9 @@ class LocalConnection(asyncio.Protocol):
         self._session = session
         if self._transport.is_closing():
             return  # the owner of the connection ends the sessions of its peer
-        self._stream = self._handler.open(session, lambda reply: self._send(pb.LocalReply(attach=reply)))
+        self._stream = self._handler.open(
+            session, lambda reply: self._send(pb.LocalReply(attach=reply)), self._end_stream
+        )
         early, self._early = self._early, []
         for message in early:
             self._take_attach(self._stream, message)

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from kvsidecar import __version__
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.copier.hub import DeviceHub
+from kvsidecar.copier.copiers import Copiers
 from kvsidecar.core.access import Caller
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.metrics import Gauges, Metrics
@@ -48,7 +48,7 @@ class Report:
         epoch: int,
         backend: str,
         cache: BlockCache,
-        hub: DeviceHub,
+        copiers: Copiers,
         instances: Instances,
         runner: JobRunner,
         readiness: DaemonReadiness,
@@ -58,7 +58,7 @@ class Report:
         self._epoch = epoch
         self._backend = backend
         self._cache = cache
-        self._hub = hub
+        self._copiers = copiers
         self._instances = instances
         self._runner = runner
         self._readiness = readiness
@@ -72,9 +72,11 @@ class Report:
         """For a scrape of /metrics."""
         queued = dict.fromkeys(Direction, 0)
         running = dict.fromkeys(Direction, 0)
-        for _, direction, worker in self._hub.workers():
-            queued[direction] += worker.queued
-            running[direction] += worker.running
+        for copier in self._copiers:
+            for direction in Direction:
+                waiting, in_flight = copier.copies(direction)
+                queued[direction] += waiting
+                running[direction] += in_flight
         return Gauges(
             readiness=self._readiness.now,
             cache=self._cache.stats(),

@@ -126,20 +126,20 @@ class _Attached:
         # One reply per job, and readiness changes. Beyond MAX_UNREAD replies the stream is ended.
         self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
         self._reading = False
-        self._dropped = False
-        """Whether the session has ended because its connection to the attach socket has."""
+        self._lost: KVSidecarError | None = None
+        """Why the stream must end, whatever its client says."""
 
     async def serve(self) -> None:
         """Serve the stream until it and the session have ended."""
         task = asyncio.current_task()
         assert task is not None
 
-        def dropped() -> None:
-            self._dropped = True
-            if self._reading:
+        def lost(error: KVSidecarError) -> None:
+            first, self._lost = self._lost is None, self._lost or error
+            if self._reading and first:
                 task.cancel()
 
-        stream = self._handler.open(self._session, self._outbox.put_nowait, dropped)
+        stream = self._handler.open(self._session, self._outbox.put_nowait, lost)
         writer = self._handler.tasks.spawn(self._write(), name="attach-writer")
         try:
             refused = await self._serve(stream, writer)
@@ -154,7 +154,7 @@ class _Attached:
         refused: KVSidecarError | None = None
         gone = True
         try:
-            refused = await self._read(stream)
+            refused = self._lost or await self._read(stream)
             gone = False
         finally:
             stream.close()
@@ -164,7 +164,7 @@ class _Attached:
         if not isinstance(refused, LimitExceeded):  # else the client does not read
             self._outbox.put_nowait(None)
             # A client whose attach connection has ended is mostly gone, and may not read.
-            await asyncio.wait([writer], timeout=LINGER_SECONDS if self._dropped else None)
+            await asyncio.wait([writer], timeout=LINGER_SECONDS if isinstance(self._lost, UnknownPeer) else None)
         return refused
 
     async def _read(self, stream: AttachStream) -> KVSidecarError | None:
@@ -189,9 +189,9 @@ class _Attached:
         except KVSidecarError as error:
             return error
         except asyncio.CancelledError:
-            if not self._dropped or task.uncancel():  # gRPC also reports that the client has gone
+            if self._lost is None or task.uncancel():  # gRPC also reports that the client has gone
                 raise
-            return UnknownPeer("the connection to the attach socket whose token this rank registered with has ended")
+            return self._lost
         finally:
             self._reading = False
         return None

@@ -43,6 +43,13 @@ class SocketFiles:
         self.gid = group_id("socket_group", group)
         self._lock: int | None = None
 
+    @property
+    def lock(self) -> int:
+        """Descriptor of the lock. A RuntimeError before `acquire`."""
+        if self._lock is None:
+            raise RuntimeError("the lock is not held")
+        return self._lock
+
     async def acquire(self, *, wait_seconds: float, stop: asyncio.Event) -> bool:
         """Take the lock and remove stale sockets. False if ``stop`` was set while another daemon held the lock.
 

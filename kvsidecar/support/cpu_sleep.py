@@ -75,16 +75,6 @@ class SleepGuard:
             self._ticking = True
             self._set(NAP_SECONDS)
 
-    def keep_awake_from_thread(self) -> None:
-        """`keep_awake` from another thread. Has no effect before the first `keep_awake`: no work could end then."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.keep_awake)
-
-    def longest_wait(self, last_work: float) -> float | None:
-        """Maximum wait of a worker thread before it checks for work again, given the end of its last work (monotonic
-        seconds). None: no limit."""
-        return NAP_SECONDS if time.monotonic() - last_work < self._seconds else None
-
     def close(self) -> None:
         if self._timer >= 0:
             if self._loop is not None:

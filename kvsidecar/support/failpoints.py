@@ -37,10 +37,12 @@ KNOWN: dict[str, str] = {
     "store.before_copy": "before the copies of a store job are issued",
     "store.before_seal": "the copies of a store job are complete, its blocks are not readable yet",
     "load.before_copy": "before the copies of a load job are issued",
-    "store.in_flight": "in the worker thread: the copies of a store job are issued but not complete",
-    "load.in_flight": "in the worker thread: the copies of a load job are issued but not complete",
-    "copy.device_lost": "in the worker thread, before a job's copies: raise() simulates a sticky CUDA error",
-    "copy.quiesce": "in the worker thread, before it asks the device whether all submitted work is complete",
+    "store.in_flight": "in the copier: the copies of a store job are issued but not complete",
+    "load.in_flight": "in the copier: the copies of a load job are issued but not complete",
+    "copy.device_lost": "in the copier, before a job's copies: raise() simulates a sticky CUDA error",
+    "copy.quiesce": "in the copier, before it asks the device whether all submitted work is complete",
+    "copier.pin": "in the copier, before it pins one chunk of the pool",
+    "copier.import": "in the copier, before it imports one allocation of a rank",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
     "start.load": "in the thread that imports the rest of the daemon, before the imports; probes are answered",
 }
@@ -74,6 +76,11 @@ def hit(name: str) -> None:
     """Apply the rules for this point, if any. Raises FailpointError if a ``raise(text)`` rule matches."""
     if _rules:
         _apply(name)
+
+
+def is_set(name: str) -> bool:
+    """Whether a rule names this point."""
+    return name in _rules
 
 
 def configure(spec: str) -> None:

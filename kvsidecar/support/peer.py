@@ -1,4 +1,4 @@
-"""Identifies the peer of a Unix socket (unix(7))."""
+"""Identifies the peer of a Unix socket, and receives its descriptors (unix(7))."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ _SO_PEERGROUPS = 59
 """Linux 4.13 (include/uapi/asm-generic/socket.h). Python has no name for it."""
 _SO_PEERPIDFD = 77
 """Linux 6.5. Python 3.11 has no name for it."""
+
+MAX_FDS = 253
+"""The kernel's SCM_MAX_FD: one message cannot carry more."""
 
 _UCRED = struct.Struct("3i")
 
@@ -56,3 +59,19 @@ def pidfd(connection: socket.socket) -> int | None:
         with contextlib.suppress(OSError):  # it has died
             return os.pidfd_open(pid)
     return None
+
+
+def recv_fds(connection: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:
+    """Receive up to ``nbytes`` bytes and the descriptors with them, which are the caller's. A child that another thread
+    starts meanwhile does not inherit them.
+
+    Returns:
+        The bytes, the descriptors, and whether some are missing: more were sent than this process has room for.
+    """
+    space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+    data, ancillary, flags, _ = connection.recvmsg(nbytes, space, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, list(fds), bool(flags & socket.MSG_CTRUNC)

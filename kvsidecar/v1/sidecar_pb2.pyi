@@ -218,7 +218,7 @@ class AttachRequest(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., flush: _Optional[_Union[Flush, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ...) -> None: ...
 
 class JobDone(_message.Message):
-    __slots__ = ("job", "outcome", "reason", "error", "copied_blocks", "skipped_blocks", "bytes", "copy_seconds", "queue_seconds", "unsettled")
+    __slots__ = ("job", "outcome", "reason", "error", "copied_blocks", "skipped_blocks", "bytes", "copy_seconds", "queue_seconds")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[JobDone.Outcome]
@@ -238,7 +238,6 @@ class JobDone(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     job: int
     outcome: JobDone.Outcome
     reason: str
@@ -248,8 +247,7 @@ class JobDone(_message.Message):
     bytes: int
     copy_seconds: float
     queue_seconds: float
-    unsettled: bool
-    def __init__(self, job: _Optional[int] = ..., outcome: _Optional[_Union[JobDone.Outcome, str]] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ..., copied_blocks: _Optional[int] = ..., skipped_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., unsettled: bool = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., outcome: _Optional[_Union[JobDone.Outcome, str]] = ..., reason: _Optional[str] = ..., error: _Optional[str] = ..., copied_blocks: _Optional[int] = ..., skipped_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., copy_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
 
 class Flushed(_message.Message):
     __slots__ = ("flush", "pending")
@@ -573,16 +571,18 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., num_fds: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("token", "epoch", "error", "local_protocol")
+    __slots__ = ("token", "epoch", "error", "local_protocol", "num_pidfds")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PIDFDS_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     epoch: int
     error: str
     local_protocol: bool
-    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ..., local_protocol: bool = ...) -> None: ...
+    num_pidfds: int
+    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ..., local_protocol: bool = ..., num_pidfds: _Optional[int] = ...) -> None: ...
 
 class LocalRequest(_message.Message):
     __slots__ = ("call", "attach", "detach", "lookup", "release", "renew")

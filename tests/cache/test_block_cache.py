@@ -171,23 +171,8 @@ def test_an_aborted_store_gives_its_slots_back() -> None:
     store(cache, space, "a", "b")
 
 
-def test_a_quarantined_slot_is_not_used_again_and_its_block_can_be_stored_anew() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
-    grant = begin(cache, space, keys("a"))
-    lost = slots_of(grant)
-    cache.quarantine_all(grant)
-    again = begin(cache, space, keys("a"))
-    assert slots_of(again) != lost
-    cache.seal_all(again)
-    assert refused(cache, space, "b", "c")
-    cache.clear()
-    assert cache.stats().quarantined_bytes == PAGE
-    check_integrity(cache)
-
-
-@pytest.mark.parametrize("second", ["seal", "abort", "quarantine"])
-@pytest.mark.parametrize("first", ["seal", "abort", "quarantine"])
+@pytest.mark.parametrize("second", ["seal", "abort"])
+@pytest.mark.parametrize("first", ["seal", "abort"])
 def test_a_store_ends_once(first: str, second: str) -> None:
     cache = new_cache(2)
     grant = begin(cache, open_space(cache), keys("a"))
@@ -391,22 +376,6 @@ def test_a_load_of_which_one_block_is_missing_pins_nothing() -> None:
     check_integrity(cache)
 
 
-def test_a_load_of_unknown_outcome_keeps_its_blocks_for_ever() -> None:
-    cache = new_cache(1)
-    space = open_space(cache)
-    store(cache, space, "a")
-    load = cache.begin_load([(space, 0, keys("a"))], None, 0.0)
-    assert isinstance(load, LoadGrant)
-    cache.quarantine_load(load)
-    assert readable(cache, space, "a") == [True]
-    assert refused(cache, space, "b")
-    cache.clear()
-    assert refused(cache, space, "b")
-    with pytest.raises(AssertionError, match="already ended"):
-        cache.end_load(load)
-    check_integrity(cache)
-
-
 # -- wrong bytes --------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +399,23 @@ def test_a_corrupt_block_is_a_miss_and_its_slot_is_withdrawn_when_the_last_load_
     stats = cache.stats()
     assert (stats.quarantined_bytes, stats.used_bytes, stats.free_bytes) == (PAGE, PAGE, 0)
     assert refused(cache, space, "x", "y")
+    check_integrity(cache)
+
+
+def test_a_corrupt_slot_is_not_used_again_and_its_block_can_be_stored_anew() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    load = begin_load(cache, space, "a")
+    lost = set(load.slots[0].tolist())
+    cache.mark_corrupt(load, 0, 0)
+    cache.end_load(load)
+    again = begin(cache, space, keys("a"))
+    assert lost.isdisjoint(slots_of(again))
+    cache.seal_all(again)
+    assert refused(cache, space, "b", "c")
+    cache.clear()
+    assert cache.stats().quarantined_bytes == PAGE
     check_integrity(cache)
 
 
@@ -586,7 +572,10 @@ def test_gauges_say_where_every_byte_is() -> None:
     store(cache, space, "a", "b")
     lease(cache, space, "a")
     begin(cache, space, keys("c"))
-    cache.quarantine_all(begin(cache, space, keys("d")))
+    store(cache, space, "d")
+    load = begin_load(cache, space, "d")
+    cache.mark_corrupt(load, 0, 0)
+    cache.end_load(load)
     large = open_space(cache, "large", shards=(3,))
     store(cache, large, "a")
     stats = cache.stats()

@@ -114,8 +114,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.dead_leases: list[int] = []
         self.released_leases: list[int] = []
         self.loads: list[OpenLoad] = []
-        self.lost_loads: list[OpenLoad] = []
-        self.lost_slots: list[tuple[int, int]] = []
         self.corrupt: tuple[int, int] | None = None
         self.now = 0.0
         self.serial = 0
@@ -133,7 +131,7 @@ class CacheMachine(RuleBasedStateMachine):
         return [block for block in self.sealed if self.is_readable(block)]
 
     def pinned(self) -> set[Key]:
-        holders = [*self.leases.values(), *self.loads, *self.lost_loads]
+        holders = [*self.leases.values(), *self.loads]
         return {block for holder in holders for block in holder.keys}
 
     def filling(self) -> set[Key]:
@@ -244,17 +242,16 @@ class CacheMachine(RuleBasedStateMachine):
             for index, slot in zip(part.index.tolist(), part.slots.tolist(), strict=True):
                 self.serial += 1
                 wanted = self.shards[space][shard]
-                for lost, pages in [*self.lost_slots, *([self.corrupt] if self.corrupt else [])]:
-                    assert not lost - wanted * PAGE < slot < lost + pages * PAGE, "a lost slot was given out"
+                if self.corrupt is not None:
+                    lost, pages = self.corrupt
+                    assert not lost - wanted * PAGE < slot < lost + pages * PAGE, "a corrupt slot was given out"
                 block = (space, names[index])
                 self.open.append(Reservation(slot, wanted, shard, block, (block, shard, self.serial), grant))
                 self.write(slot, wanted, ("half written", self.serial))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), end=st.sampled_from(["seal", "seal", "seal", "abort", "quarantine"]))
+    @rule(data=st.data(), end=st.sampled_from(["seal", "seal", "seal", "abort"]))
     def end_a_store(self, data: st.DataObject, end: str) -> None:
-        if end == "quarantine" and self.lost_slots:
-            end = "abort"
         self.end_store(data.draw(st.sampled_from(self.open)).grant, end)
 
     def end_store(self, grant: StoreGrant, end: str) -> None:
@@ -262,8 +259,6 @@ class CacheMachine(RuleBasedStateMachine):
         for one in [one for one in self.open if one.grant is grant]:
             self.open.remove(one)
             self.write(one.slot, one.pages, one.token)
-            if end == "quarantine":
-                self.lost_slots.append((one.slot, one.pages))
             if end == "seal" and not one.cleared:
                 self.sealed.setdefault(one.key, {})[one.shard] = one.token
                 became_readable += self.is_readable(one.key)
@@ -373,15 +368,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.loads.append(load)
 
     @precondition(lambda self: self.loads)
-    @rule(data=st.data(), lose=st.booleans())
-    def end_load(self, data: st.DataObject, lose: bool) -> None:
+    @rule(data=st.data())
+    def end_load(self, data: st.DataObject) -> None:
         load = data.draw(st.sampled_from(self.loads))
         self.loads.remove(load)
-        if lose and not self.lost_loads:
-            self.cache.quarantine_load(load.grant)
-            self.lost_loads.append(load)
-        else:
-            self.cache.end_load(load.grant)
+        self.cache.end_load(load.grant)
 
     @precondition(lambda self: self.corrupt is None and any(load.asked for load in self.loads))
     @rule(data=st.data())
@@ -393,7 +384,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.corrupt = load.expected[which][:2]
         if block in load.keys:  # else it was cleared, and the one of this name is another
             del self.sealed[block]
-            for holder in (*self.leases.values(), *self.loads, *self.lost_loads):
+            for holder in (*self.leases.values(), *self.loads):
                 holder.keys = [other for other in holder.keys if other != block]
 
     # -- the rest ------------------------------------------------------------------------------------------------
@@ -409,7 +400,7 @@ class CacheMachine(RuleBasedStateMachine):
             del self.sealed[block]
         for one in self.open:
             one.cleared |= one.key[0] in spaces
-        for holder in (*self.leases.values(), *self.loads, *self.lost_loads):
+        for holder in (*self.leases.values(), *self.loads):
             holder.keys = [block for block in holder.keys if block[0] not in spaces]
 
     @rule(limit=st.integers(0, 2))
@@ -426,13 +417,6 @@ class CacheMachine(RuleBasedStateMachine):
         again = open_space(self.cache, SPACES[which], shards=self.shards[which])
         assert (again is self.spaces[which]) == had_blocks
         self.spaces[which] = again
-
-    @precondition(lambda self: self.lost_slots)
-    @rule()
-    def a_lost_copy_still_writes(self) -> None:
-        self.serial += 1
-        for slot, pages in self.lost_slots:
-            self.write(slot, pages, ("late", self.serial))
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -459,7 +443,7 @@ class CacheMachine(RuleBasedStateMachine):
     def what_is_being_loaded_does_not_change(self) -> None:
         if not hasattr(self, "cache"):
             return
-        for load in (*self.loads, *self.lost_loads):
+        for load in self.loads:
             for slot, pages, token in load.expected:
                 self.check_pages(slot, pages, token)
 

@@ -135,7 +135,7 @@ STEPS = st.one_of(
     st.tuples(st.just("store"), WHICH, NAMES),
     st.tuples(st.just("store"), WHICH, NAMES),
     st.tuples(st.just("begin"), WHICH, WHICH, NAMES, st.sampled_from([None, 0, 1])),
-    st.tuples(st.just("end"), WHICH, st.sampled_from(["seal_all", "seal_all", "abort_all", "quarantine_all"])),
+    st.tuples(st.just("end"), WHICH, st.sampled_from(["seal_all", "seal_all", "abort_all"])),
     st.tuples(st.just("load"), WHICH, NAMES, st.integers(-1, 3)),
     st.tuples(st.just("lease"), WHICH, NAMES, st.sampled_from(list(LookupMode))),
     st.tuples(st.just("release"), WHICH),

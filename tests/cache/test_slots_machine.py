@@ -113,12 +113,11 @@ class SlotsMachine(RuleBasedStateMachine):
         for slot in slots:
             del self.taken[slot]
 
-    @rule(data=st.data(), mark_corrupt=st.booleans())
+    @rule(data=st.data())
     @precondition(lambda self: all(state != SlotState.QUARANTINED for _, state in self.taken.values()))
-    def quarantine(self, data: st.DataObject, mark_corrupt: bool) -> None:
-        states = (SlotState.HELD, SlotState.EVICTABLE) if mark_corrupt else (SlotState.RESERVED,)
-        slots = self.move(self.pick(data, *states)[:1], SlotState.QUARANTINED)
-        (self.slots.mark_corrupt if mark_corrupt else self.slots.quarantine)(slots)
+    def mark_corrupt(self, data: st.DataObject) -> None:
+        slots = self.pick(data, SlotState.HELD, SlotState.EVICTABLE)[:1]
+        self.slots.mark_corrupt(self.move(slots, SlotState.QUARANTINED))
 
     @rule(needs=NEEDS, node=st.sampled_from([0, 1]))
     def what_a_node_can_be_preferred_for_can_be_had(self, needs: dict[int, int], node: int) -> None:

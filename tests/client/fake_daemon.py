@@ -43,11 +43,6 @@ class Stream:
     def done(self, job: int, outcome: int = pb.JobDone.OUTCOME_DONE) -> None:
         self.answers.put(pb.AttachReply(done=pb.JobDone(job=job, outcome=outcome)))
 
-    def unsettled(self, job: int, error: str) -> None:
-        """It has failed, and may still run."""
-        done = pb.JobDone(job=job, outcome=pb.JobDone.OUTCOME_FAILED, error=error, unsettled=True)
-        self.answers.put(pb.AttachReply(done=done))
-
     def wait_issued(self, event: int) -> None:
         self.answers.put(pb.AttachReply(wait_issued=pb.WaitIssued(event=event)))
 
@@ -121,10 +116,10 @@ class FakeDaemon(pb_grpc.SidecarServicer):
             self._links.append(link)
             hello = pb.Hello.FromString(data[HEADER_BYTES:])
             assert hello.num_fds == len(fds)
-            welcome = pb.Welcome(
-                token=b"token", epoch=self.epoch, local_protocol=self._local_protocol
-            ).SerializeToString()
-            link.sendall(frame(welcome))
+            welcome = pb.Welcome(token=b"token", epoch=self.epoch, local_protocol=self._local_protocol, num_pidfds=1)
+            own = os.pidfd_open(os.getpid())
+            socket.send_fds(link, [frame(welcome.SerializeToString())], [own])
+            os.close(own)
             if self._local_protocol:
                 threading.Thread(target=self._serve_local, args=(link,), daemon=True).start()
 

@@ -91,7 +91,7 @@ class FakeTransport(Transport):
         self.closed = threading.Event()
         self.streams: list[FakeStream] = []
         self.questions: queue.SimpleQueue[tuple[Any, OnAnswer]] = queue.SimpleQueue()
-        process: Any = SimpleNamespace(fd=None, gone=self.gone.is_set, close=lambda: None)
+        process: Any = SimpleNamespace(fds=(), gone=self.gone.is_set, close=lambda: None)
         process.duplicate = lambda: process
         self.connection: Any = SimpleNamespace(
             sock=near, process=process, token=b"t", epoch=epoch, ended=lambda: self.far.fileno() < 0

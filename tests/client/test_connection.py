@@ -1,21 +1,36 @@
-"""Connecting to a daemon that is slow to take connections."""
+"""Connecting to a daemon: one that is slow to take connections, one that answers wrongly, one whose processes end."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 
-from kvsidecar.client import BreakerState, Client, DaemonUnreachable
-from kvsidecar.client.connection import connect
+from kvsidecar.client import AttachRefused, BreakerState, Client, ClientError, DaemonUnreachable
+from kvsidecar.client.connection import DaemonProcess, LostDaemon, connect
+from kvsidecar.client.messages import TransportError
+from kvsidecar.client.quiescing import quiesce
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.harness import NAMESPACE, SECONDS, hashes
+from tests.harness import NAMESPACE, SECONDS, eventually, hashes
+
+
+def welcome(connection: socket.socket, message: pb.Welcome, *, pidfds: int = 1, payload: bytes | None = None) -> None:
+    """Send a Welcome, or other bytes, with pidfds of this process."""
+    fds = [os.pidfd_open(os.getpid()) for _ in range(pidfds)]
+    socket.send_fds(connection, [payload or frame(message.SerializeToString())], fds)
+    for fd in fds:
+        os.close(fd)
 
 
 @pytest.fixture
@@ -44,8 +59,7 @@ def test_a_full_queue_of_connections_is_waited_for(full: SimpleNamespace) -> Non
         while True:
             connection, _ = full.listener.accept()
             if connection.recv(4096):
-                payload = pb.Welcome(token=b"t", epoch=3).SerializeToString()
-                connection.sendall(frame(payload))
+                welcome(connection, pb.Welcome(token=b"t", epoch=3, num_pidfds=1))
                 return
 
     def close_those_before() -> None:
@@ -79,3 +93,182 @@ def test_a_scheduler_at_a_daemon_that_hangs_in_the_greeting_pays_three_budgets(f
     assert client.breaker_state is not BreakerState.CLOSED
     assert client.lookup(NAMESPACE, {0: hashes("a")}, timeout=SECONDS).reason == "daemon_lost"
     client.close()
+
+
+# -- the processes behind it -------------------------------------------------------------------------------------------
+
+DAEMON = """
+import os, socket, sys
+from kvsidecar.protocol.framing import frame
+from kvsidecar.v1 import sidecar_pb2 as pb
+connection, _ = socket.socket(fileno=int(sys.argv[1])).accept()
+connection.recv(4096)
+pidfds = [os.pidfd_open(int(pid)) for pid in (os.getpid(), *sys.argv[2:])]
+welcome = pb.Welcome(token=b"t", epoch=3, num_pidfds=len(pidfds))
+socket.send_fds(connection, [frame(welcome.SerializeToString())], pidfds)
+connection.close()
+sys.stdin.read()
+"""
+"""Answers one client with its own pidfd and those of its copiers, closes the connection, and lives on."""
+
+
+def pidfds() -> int:
+    """How many pidfds this process has open."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of listdir, or another thread's
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum("pidfd" in link for link in links)
+
+
+@contextmanager
+def connected(directory: Path, num_copiers: int) -> Iterator[tuple[DaemonProcess, list[subprocess.Popen[bytes]]]]:
+    """What a client knows of the processes, and those: the daemon, and its copiers. Each ends with its stdin."""
+    path = str(directory / "daemon.sock")
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        listener.listen()
+
+        def start(*command: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=pass_fds)
+            stack.callback(process.communicate)
+            return process
+
+        copiers = [start("cat") for _ in range(num_copiers)]
+        number = listener.fileno()
+        pids = [str(copier.pid) for copier in copiers]
+        daemon = start(sys.executable, "-c", DAEMON, str(number), *pids, pass_fds=[number])
+        connection = connect(path, fds=(), client="", timeout=SECONDS)
+        stack.callback(connection.close)
+        assert connection.sock.recv(1) == b""
+        yield connection.process, [daemon, *copiers]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_memory_is_in_use_until_the_daemon_and_all_of_its_copiers_have_ended(
+    short_dir: Path, order: tuple[int, ...]
+) -> None:
+    with connected(short_dir, 2) as (process, processes), Client(str(short_dir / "nobody.sock")) as client:
+        client._supervisor.lost_daemon = LostDaemon(process.duplicate())
+        for number in order:
+            assert not process.gone(), "the connection is closed, and not all processes have ended"
+            assert not client.unmapped()
+            processes[number].communicate()
+        assert process.gone()
+        assert client.unmapped()
+        assert client.unmapped()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_end_of_the_daemon_is_no_proof_while_a_copier_of_it_lives(short_dir: Path, order: tuple[int, ...]) -> None:
+    """Nobody answers any more: what is waited for is the end of all processes."""
+    with connected(short_dir, 1) as (process, processes):
+        left = [processes[number] for number in order]
+
+        def query(_request: Any, _seconds: float, then: Callable[[Any], None]) -> Callable[[], None]:
+            then(TransportError(grpc.StatusCode.UNAVAILABLE, "nobody answers"))
+            return lambda: None
+
+        def wait_until(is_done: Callable[[], bool], _seconds: float) -> bool:
+            if is_done():
+                return True
+            left.pop(0).communicate()
+            return is_done()
+
+        transport: Any = SimpleNamespace(
+            connection=SimpleNamespace(process=process), going_down=lambda: True, query=query
+        )  # fmt: skip
+        session: Any = SimpleNamespace(id=11, epoch=3)
+        proven = quiesce(
+            transport, session, wait_until=wait_until, going_down=lambda: None, give_up=lambda: False,
+            wake=lambda: None,
+        )  # fmt: skip
+        assert proven
+        assert not left, "a process still lives"
+
+
+def test_every_descriptor_is_duplicated_and_closed_and_no_child_inherits_one(short_dir: Path) -> None:
+    before = pidfds()
+    with connected(short_dir, 2) as (process, processes):
+        other = process.duplicate()
+        assert (len(process.fds), len(other.fds), len({*process.fds, *other.fds})) == (3, 3, 6)
+        assert not any(map(os.get_inheritable, (*process.fds, *other.fds)))
+        assert pidfds() == before + 6
+        process.close()
+        process.close()
+        assert pidfds() == before + 3
+        for each in processes:
+            each.communicate()
+        assert other.gone()
+        assert not process.gone(), "closed: that cannot be known any more"
+        lost = LostDaemon(other)
+        assert lost.gone()
+        assert pidfds() == before
+        assert lost.gone()
+    given_up = LostDaemon(DaemonProcess([os.pidfd_open(os.getpid())]))
+    assert not given_up.gone()
+    del given_up
+    assert pidfds() == before
+
+
+GOOD = pb.Welcome(token=b"t", epoch=3, num_pidfds=2)
+WRONG: dict[str, tuple[type[ClientError], str, dict[str, Any]]] = {
+    "fewer than announced": (DaemonUnreachable, "announced 2 pidfds and sent 1", {"pidfds": 1}),
+    "more than announced": (DaemonUnreachable, "announced 2 pidfds and sent 3", {"pidfds": 3}),
+    "none": (DaemonUnreachable, "announced 0 pidfds and sent 0", {"message": pb.Welcome(token=b"t"), "pidfds": 0}),
+    "a refusal": (AttachRefused, "not you", {"message": pb.Welcome(error="not you")}),
+    "a frame that is too long": (DaemonUnreachable, "not kvsidecar's", {"payload": b"\xff" * 4}),
+    "no Welcome": (DaemonUnreachable, "Welcome", {"payload": frame(b"\xff" * 4)}),
+    "an end in the middle": (DaemonUnreachable, "closed the connection", {"payload": b"\x09"}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_answer_leaves_no_descriptor_behind(short_dir: Path, what: str) -> None:
+    kind, text, answer = WRONG[what]
+    before = pidfds()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(short_dir / "wrong.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(4096)
+                welcome(connection, **{"message": GOOD, "pidfds": 2, **answer})
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with pytest.raises(kind, match=text):
+            connect(listener.getsockname(), fds=(), client="", timeout=SECONDS)
+        server.join(SECONDS)
+    assert pidfds() == before
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_giving_up_in_the_middle_of_an_answer_leaves_no_descriptor_behind(short_dir: Path, cancelled: bool) -> None:
+    before = pidfds()
+    cancel = os.eventfd(0)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(short_dir / "slow.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(4096)
+                welcome(connection, GOOD, pidfds=2, payload=b"\x09")
+                if cancelled:
+                    eventually(lambda: pidfds() == before + 2)  # the client has them
+                    os.eventfd_write(cancel, 1)
+                assert connection.recv(1) == b"", "the client has not given up"
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with pytest.raises(DaemonUnreachable, match="being closed" if cancelled else "does not answer"):
+            connect(
+                listener.getsockname(), fds=(), client="", timeout=SECONDS if cancelled else 0.2,
+                cancel=cancel if cancelled else None,
+            )  # fmt: skip
+        server.join(SECONDS)
+    os.close(cancel)
+    assert pidfds() == before

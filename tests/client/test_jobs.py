@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kvsidecar.client import Blocks, Client, HostBuffer
+from kvsidecar.client import Client
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.ledger import MAX_UNPOLLED, Job, Ledger
 from kvsidecar.client.types import NOT_ATTACHED, JobDone
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, Outcome
-from tests.client.fake_daemon import FakeDaemon
-from tests.harness import NAMESPACE, SECONDS, hashes, layout
-from tests.marks import both_protocols
+from tests.harness import SECONDS
 
 
 class FakeSession:
@@ -58,33 +55,6 @@ def test_the_end_of_jobs_is_looked_for_unless_all_were_added_since_the_last_time
     session.ended.append(2)
     assert [done.job for done in jobs.poll()] == [2]
     assert (jobs.poll(), session.looked) == ([], 2)
-
-
-@both_protocols
-def test_a_job_whose_copy_may_still_run_is_not_over_whatever_its_daemon_says_while_it_lives(
-    short_dir: Path, local: bool
-) -> None:
-    """Not its end, nor a flush, nor the end of the session. (The fake daemon is this process, which lives.)"""
-    buffer = HostBuffer(1 << 20)
-    with FakeDaemon(short_dir) as daemon:
-        client = Client(daemon.socket, timeout=SECONDS, local_protocol=local)
-        client.attach(instance="test", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout()])
-        stream = daemon.stream()
-        load, store = client.load([Blocks(0, hashes("a"), [0])]), client.store([Blocks(0, hashes("b"), [1])])
-        assert [stream.next().load.job, stream.next().store.job] == [load, store]
-        stream.unsettled(load, "Xid 79")
-        stream.done(store)  # behind it
-        assert client.wait([store], SECONDS)[store].outcome is Outcome.DONE
-        assert client.poll() == []
-        assert client.outstanding == 1
-        with ThreadPoolExecutor() as threads:
-            flushing = threads.submit(client.flush, [load], timeout=0.5)
-            stream.flushed(stream.next().flush.flush)
-            assert flushing.result() == {load}
-        assert not client.close(0.2), "the daemon says that the session has ended"
-        assert not client.unmapped()
-        assert client.poll() == []
-    buffer.close()
 
 
 def test_ends_that_nobody_asks_for_are_kept_up_to_a_limit(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -67,16 +67,6 @@ def test_a_client_that_leaves_ends_only_what_still_waits(ledger: Ledger) -> None
     assert ends(ledger) == {1: "closed"}
 
 
-def test_the_verdict_of_a_daemon_is_what_is_reported_when_the_copy_cannot_run_any_more(ledger: Ledger) -> None:
-    job(ledger, 1, Direction.LOAD, Phase.SENT)
-    verdict = JobDone(1, Outcome.FAILED, "device_lost")
-    assert ledger.set_verdict(verdict)
-    assert not ledger.take_finished()
-    ledger.end_all("lost", "why")
-    assert ledger.take_finished() == [verdict]
-    assert not ledger.set_verdict(verdict), "it had ended"
-
-
 def test_a_job_that_ends_gives_its_ring_entry_back_whatever_ends_it(ledger: Ledger) -> None:
     ring = RingSlots(1)
     for end in (
@@ -174,15 +164,6 @@ def test_a_flush_is_over_when_every_job_has_ended_or_the_daemon_says_so(ledger: 
     assert flush.pending() == {2, 3}
     ledger.finish(JobDone(2, Outcome.DONE))
     assert flush.pending() == {3}
-
-
-def test_a_flush_does_not_believe_the_daemon_of_a_copy_that_it_has_given_up(ledger: Ledger) -> None:
-    job(ledger, 1, phase=Phase.SENT)
-    flush = Flush(ledger, (1,), cancel=False)
-    asked = flush.take_unrequested()
-    ledger.set_verdict(JobDone(1, Outcome.FAILED, "device_lost"))
-    flush.on_answer(asked, [])
-    assert flush.pending() == {1}
 
 
 def test_a_flush_that_cancels_ends_here_what_was_not_sent(ledger: Ledger) -> None:

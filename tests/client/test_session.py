@@ -117,17 +117,6 @@ def test_a_flush_is_told_what_the_daemon_answers_to_it_and_nobody_who_has_gone(o
     assert flushes[0].pending() == {1, 2}
 
 
-def test_a_copy_that_may_still_run_spoils_the_end_of_the_session(opened: Opened) -> None:
-    job = opened.job(1)
-    opened.session.send(job)
-    opened.stream.reply(done=pb.JobDone(job=1, outcome=pb.JobDone.OUTCOME_FAILED, error="Xid 79", unsettled=True))
-    opened.until(lambda: opened.session.copy_may_run)
-    opened.stream.end(quiesced=True)
-    opened.session.join()
-    assert opened.ledger.is_outstanding(1)
-    assert not opened.session.quiesced
-
-
 @pytest.mark.parametrize("error", [None, TransportError(grpc.StatusCode.UNAVAILABLE, "gone")])
 def test_what_was_said_before_the_end_is_taken_and_nothing_is_sent_after_it(
     opened: Opened, error: TransportError | None

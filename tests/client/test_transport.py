@@ -265,7 +265,7 @@ def test_the_end_of_the_daemon_is_told_to_all_who_wait(
     with pytest.raises(TransportError) as lost:
         transport.call(lookup("a"), SECONDS)
     assert lost.value.code is grpc.StatusCode.UNAVAILABLE
-    assert transport.connection.process.gone()
+    eventually(transport.connection.process.gone)  # the kernel ends its copiers
 
 
 def test_nothing_is_carried_by_one_that_is_closed(transport: Transport) -> None:

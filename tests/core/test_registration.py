@@ -13,20 +13,20 @@ import pytest
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.client import HostBuffer
-from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Access
 from kvsidecar.core.registration import FdAllocation, RankRegistration
 from kvsidecar.core.sessions import Instances
 from kvsidecar.device.base import DeviceMemory, MemorySource
-from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import UnknownPeer
+from tests.copiers import NoProcessCopiers
 from tests.harness import NAMESPACE, SECONDS, layout
 
 
 async def test_descriptors_stay_open_while_a_driver_has_them_in_its_hands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed under it, their numbers could name another client's memory by then."""
-    platform = HostPlatform()
-    device: Any = platform.device("host")
+    copiers = NoProcessCopiers()
+    copier = copiers.by_uuid["host"]
+    device: Any = copier.device
     importing, go_on = threading.Event(), threading.Event()
     seen: list[int] = []
     import_memory = device.import_memory
@@ -42,14 +42,14 @@ async def test_descriptors_stay_open_while_a_driver_has_them_in_its_hands(monkey
     errors: list[BaseException] = []
     instances = Instances(
         BlockCache(SlotAllocator(1 << 20, 1 << 20)),
-        DeviceHub(platform, lambda *_: None),
+        copiers,
         time.monotonic,
         lambda _, error: errors.append(error),
         Access(None, owner=0),
     )
     buffer = HostBuffer(1 << 20)
     fd = os.dup(buffer.fd)
-    peer = instances.add_peer(pid=1, uid=0, gid=0, client="", fds=(fd,))
+    peer = instances.add_peer(pid=1, uid=0, gid=0, client="", fds=(fd,), copiers=frozenset({copier.pid}))
     allocations = (FdAllocation(0, buffer.nbytes),)
     registration = RankRegistration(peer.token, "i", NAMESPACE, 0, 1, "host", allocations, (layout(),))
     registering = asyncio.create_task(instances.register(registration))
@@ -61,5 +61,5 @@ async def test_descriptors_stay_open_while_a_driver_has_them_in_its_hands(monkey
     assert seen == [os.fstat(buffer.fd).st_ino]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-    assert len(instances) == 0
+    assert (len(instances), copier.sessions) == (0, set())
     buffer.close()

@@ -14,19 +14,19 @@ import pytest
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.client import HostBuffer
-from kvsidecar.copier.hub import DeviceHub
 from kvsidecar.core.access import Access
 from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
 from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, RankRegistration
 from kvsidecar.core.sessions import Instances, Peer, RankSession
-from kvsidecar.device.host import HostPlatform
-from kvsidecar.errors import AccessDenied, InvalidRequest
+from kvsidecar.device.base import DeviceMemory
+from kvsidecar.errors import AccessDenied, DeviceError, DeviceLost, InvalidRequest, Refusal, Unavailable
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire
 from kvsidecar.server.convert import registration_from
 from kvsidecar.support.tasks import RoundRobin
 from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.harness import NAMESPACE, layout
+from tests.copiers import NoProcessCopiers
+from tests.harness import NAMESPACE, SECONDS, layout
 
 POOL_BYTES = 1 << 20
 CHUNK = 4096
@@ -40,15 +40,22 @@ def buffer() -> Iterator[HostBuffer]:
 
 
 class World:
-    """Instances over the real host device and an empty cache."""
+    """Instances over copiers of the real host device, in this process, and an empty cache."""
 
     def __init__(self) -> None:
         self.cache = BlockCache(SlotAllocator(POOL_BYTES, POOL_BYTES))
-        self.hub = DeviceHub(HostPlatform(), lambda *_: None, store_chunk=CHUNK)
-        self.instances = Instances(self.cache, self.hub, lambda: 0.0, lambda *_: None, Access(None, owner=0))
+        self.copiers = NoProcessCopiers(store_chunk=CHUNK)
+        self.copier = self.copiers.by_uuid["host"]
+        self.instances = Instances(self.cache, self.copiers, lambda: 0.0, lambda *_: None, Access(None, owner=0))
 
     def peer(self, buffer: HostBuffer, *, uid: int) -> Peer:
-        return self.instances.add_peer(pid=1, uid=uid, gid=1, client="", fds=(buffer.fd,))
+        known = frozenset({self.copier.pid})
+        return self.instances.add_peer(pid=1, uid=uid, gid=1, client="", fds=(buffer.fd,), copiers=known)
+
+    def nothing_is_left(self) -> None:
+        assert (len(self.instances), self.instances.imported_bytes(), self.copier.sessions) == (0, {}, set())
+        assert self.cache.find_space(NAMESPACE, 0) is None
+        assert self.copiers.busy == frozenset()
 
     async def attach(self, peer: Peer, **changes: Any) -> RankSession:
         registration = RankRegistration(
@@ -68,12 +75,12 @@ async def test_stores_are_paced_while_an_engine_is_at_work_on_their_device(buffe
     world = World()
 
     def chunks() -> tuple[int | None, int | None]:
-        return world.hub.chunk("host", Direction.STORE), world.hub.chunk("host", Direction.LOAD)
+        return world.copiers.pace("host", Direction.STORE), world.copiers.pace("host", Direction.LOAD)
 
     assert chunks() == (None, None)
     one, two = [await world.attach(world.peer(buffer, uid=1000)) for _ in range(2)]
     assert chunks() == (CHUNK, None)  # copies to the device disturb nobody
-    assert world.hub.chunk("another", Direction.STORE) is None
+    assert world.copiers.pace("another", Direction.STORE) is None
     world.instances.set_idle(one, True)
     assert chunks() == (CHUNK, None)
     world.instances.set_idle(two, True)
@@ -99,6 +106,7 @@ async def test_memory_may_be_shared_by_processes_of_one_user(buffer: HostBuffer)
     world = World()
     sessions = [await world.attach(world.peer(buffer, uid=1000)) for _ in range(2)]
     assert sessions[0].memories == sessions[1].memories
+    assert world.copier.sessions == {session.id for session in sessions}
 
 
 async def test_a_refused_user_leaves_nothing_behind(buffer: HostBuffer) -> None:
@@ -108,9 +116,10 @@ async def test_a_refused_user_leaves_nothing_behind(buffer: HostBuffer) -> None:
         await world.attach(world.peer(buffer, uid=1001), namespace=dataclasses.replace(NAMESPACE, model="other"))
     await world.instances.end(first, gone=False)
     assert world.instances.imported_bytes() == {}
-    device = first.device
+    memory = DeviceMemory(0, first.memories[0].nbytes, first.memories[0].key)
     with pytest.raises(ValueError, match="not mapped"):  # the first one's end was the last use
-        device.release_memory(first.memories[0])
+        world.copier.device.release_memory(memory)
+    assert world.copier.sessions == set()
     assert world.cache.find_space(NAMESPACE, 0) is None
     assert world.cache.find_space(dataclasses.replace(NAMESPACE, model="other"), 0) is None
 
@@ -129,6 +138,80 @@ async def test_different_users_may_attach_memory_of_their_own(buffer: HostBuffer
     await world.attach(world.peer(other, uid=1001))
     assert len(world.instances) == 2
     other.close()
+
+
+async def test_a_process_that_the_client_cannot_watch_is_not_used(buffer: HostBuffer) -> None:
+    """If the daemon died, that client could not tell when its copies are over."""
+    world = World()
+    old = world.peer(buffer, uid=1000)
+    world.copier.die()
+    world.copier.start_again()
+    with pytest.raises(Unavailable, match="connect again") as refused:
+        await world.attach(old)
+    assert refused.value.refusal is Refusal.DEVICE_LOST
+    world.nothing_is_left()
+    session = await world.attach(world.peer(buffer, uid=1000))
+    assert (session.process, session.lost) == (world.copier.pid, "")
+
+
+async def test_nothing_is_attached_while_the_copier_is_down(buffer: HostBuffer) -> None:
+    world = World()
+    peer = world.peer(buffer, uid=1000)
+    world.copier.die()
+    with pytest.raises(DeviceLost, match="SIGKILL"):
+        await world.attach(peer)
+    world.nothing_is_left()
+
+
+@pytest.mark.parametrize("when", ["before it has imported", "after it has imported", "before the session is listed"])
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_copier_that_dies_during_a_registration_leaves_nothing_behind(
+    buffer: HostBuffer, when: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    loop = asyncio.get_running_loop()
+
+    def die() -> None:
+        world.copier.die()
+        if replaced:
+            world.copier.start_again()
+
+    async def in_the_loop() -> None:
+        die()
+
+    def now(_name: str) -> None:
+        asyncio.run_coroutine_threadsafe(in_the_loop(), loop).result(SECONDS)
+
+    match when:
+        case "before it has imported":
+            world.copier.on_request = now
+        case "after it has imported":
+            world.copier.after_request = now
+        case _:
+            monkeypatch.setattr(
+                "kvsidecar.core.sessions.failpoints.hit",
+                lambda name: now(name) if name == "attach.after_import" else None,
+            )
+    with pytest.raises(DeviceError):
+        await world.attach(world.peer(buffer, uid=1000))
+    world.nothing_is_left()
+    assert not list(world.instances)
+
+
+async def test_a_session_whose_copier_has_been_replaced_ends_and_leaves_the_next_process_alone(
+    buffer: HostBuffer,
+) -> None:
+    world = World()
+    first = await world.attach(world.peer(buffer, uid=1000))
+    world.copier.die()
+    assert first.lost == world.copier.down != ""
+    world.copier.start_again()
+    second = await world.attach(world.peer(buffer, uid=1000))
+    assert (first.lost, second.lost) == ("the copier has been replaced", "")
+    await world.instances.end(first, gone=False)
+    assert world.copier.sessions == {second.id}
+    await world.instances.end(second, gone=False)
+    world.nothing_is_left()
 
 
 LONGEST = "é" * (MAX_TEXT_BYTES // 2)

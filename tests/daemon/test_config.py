@@ -49,6 +49,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "http_host": ("0.0.0.0", "0.0.0.0"),
     "http_port": ("0", 0),
     "device": ("host", "host"),
+    "devices": ("host-1, host", ("host-1", "host")),
     "pool_size": ("75%", Size(percent=75.0)),
     "slab_size": ("16MiB", 16 * MiB),
     "chunk_size": ("256MiB", 256 * MiB),

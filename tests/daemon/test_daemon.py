@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from kvsidecar.copier.launch import launch
 from kvsidecar.daemon import daemon as module
-from kvsidecar.daemon.config import load_settings
-from kvsidecar.daemon.daemon import EXIT_UNSETTLED, Daemon
+from kvsidecar.daemon.config import PoolGeometry, load_settings
+from kvsidecar.daemon.daemon import EXIT_COPIERS_LEFT, Daemon
 from kvsidecar.daemon.lifecycle import Lifecycle
+from kvsidecar.daemon.serve import _load
 from kvsidecar.daemon.systemd import Notifier, NotifySocket
-from kvsidecar.device.platforms import open_platform
-from kvsidecar.pool.host_pool import HostPool, PoolSpec
-from kvsidecar.types import State
 
 MiB = 1 << 20
 
@@ -30,40 +33,72 @@ def get(url: str) -> tuple[int, dict[str, object]]:
         return error.code, json.loads(error.read())
 
 
-async def test_a_copy_of_unknown_outcome_is_said_everywhere_and_ends_the_process_once(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits: list[int] = []
-    exited = asyncio.Event()
-    said = asyncio.Event()
-
-    def exit_process(code: int) -> None:
-        exits.append(code)
-        exited.set()
-
-    monkeypatch.setattr(module.os, "_exit", exit_process)
-    monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 0.0)
-    flags = {"socket": str(short_dir / "kvs.sock"), "pool_size": "1MiB", "device": "host", "http_port": "0"}
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[tuple[Daemon, Lifecycle]]:
+    """A daemon in this process that is ready; its copier is a process."""
+    flags = {"socket": str(directory / "kvs.sock"), "pool_size": "1MiB", "device": "host", "http_port": "0"}
     settings = load_settings(flags, {}, default_file=Path("/nowhere"))
-    platform, _ = open_platform("host")
-    pool = HostPool(PoolSpec(nbytes=MiB, slab_bytes=MiB, chunk_bytes=MiB), platform)
     async with Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None)) as life:
         assert await life.open()
-        daemon = Daemon(settings, platform, pool, MiB, life=life)
-        daemon.readiness.listen(lambda now: said.set() if now.state is State.READY else None)
-        running = asyncio.create_task(daemon.run())
+        make = _load(settings, PoolGeometry(MiB, MiB, MiB), None)
+        daemon = await make(life, launch([life.endpoint.lock]))
+        run = asyncio.create_task(daemon.run())
         try:
-            await said.wait()
-            assert (await asyncio.to_thread(get, f"{life.http}/health"))[0] == 200
-            daemon._end_soon("a load may still run")
-            daemon._end_soon("so may another one")
-            code, health = await asyncio.to_thread(get, f"{life.http}/health")
-            assert (code, health["alive"]) == (503, False)
-            assert "a load may still run: the daemon ends" in str(health["reason"])
-            code, ready = await asyncio.to_thread(get, f"{life.http}/ready")
-            assert (code, ready["state"], ready["reason"]) == (503, "failed", health["reason"])
-            await exited.wait()
+            await until(daemon, lambda: daemon.readiness.ready)
+            yield daemon, life
         finally:
             life.stop.set()
-            await running
-    assert exits == [EXIT_UNSETTLED] * 2, "once by itself, and once by the stop that would have unpinned"
+            await run
+
+
+async def until(daemon: Daemon, condition: Callable[[], bool]) -> None:
+    """Wait for a state of its readiness."""
+    changed = asyncio.Event()
+    stop = daemon.readiness.listen(lambda _: changed.set())
+    while not condition():
+        await changed.wait()
+        changed.clear()
+    stop()
+
+
+async def test_while_its_only_copier_is_down_the_daemon_is_alive_and_not_ready(short_dir: Path) -> None:
+    async with running(short_dir) as (daemon, life):
+        (copier,) = daemon._copiers
+        first, link = copier.pid, copier._link
+        assert link is not None
+        async with copier._lock:  # its next process is not set up before this is over
+            os.kill(first, signal.SIGKILL)
+            await until(daemon, lambda: not daemon.readiness.ready)
+            assert (await asyncio.to_thread(get, f"{life.http}/health"))[0] == 200
+            code, ready = await asyncio.to_thread(get, f"{life.http}/ready")
+            assert (code, ready["state"], ready["reason"]) == (503, "pinning", "host: the copier has ended (SIGKILL)")
+        await until(daemon, lambda: daemon.readiness.ready)
+        assert copier.pid not in (0, first)
+        assert (await asyncio.to_thread(get, f"{life.http}/ready"))[0] == 200
+        assert daemon._metrics.value("kvsidecar_copier_deaths_total", device="host") == 1
+
+
+async def test_a_copier_that_does_not_end_though_it_was_killed_is_said_and_ends_the_daemon(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is in a driver that does not return: the node must be looked at."""
+    exits: list[int] = []
+    monkeypatch.setattr(module, "exit_at_once", exits.append)
+    monkeypatch.setattr(module, "COPIER_END_SECONDS", 0.0)
+    async with running(short_dir) as (daemon, life):
+        (copier,) = daemon._copiers
+        assert copier._link is not None
+        process = copier._link._process
+        kill = process.kill
+        monkeypatch.setattr(process, "kill", lambda: None)
+        assert (await asyncio.to_thread(get, f"{life.http}/health"))[0] == 200
+        copier._link.kill("it hangs")
+        code, health = await asyncio.to_thread(get, f"{life.http}/health")
+        assert (code, health["alive"]) == (503, False)
+        assert f"host: the copier (pid {copier.pid}) was killed and does not end" in str(health["reason"])
+        pid, ended = copier.pid, copier._link.ended
+    assert exits == [EXIT_COPIERS_LEFT]
+    kill()
+    assert "it hangs" in await ended
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

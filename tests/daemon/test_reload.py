@@ -9,10 +9,12 @@ from kvsidecar.daemon.daemon import Daemon
 from kvsidecar.daemon.lifecycle import Lifecycle
 from kvsidecar.daemon.reload import RELOADABLE, Reloader, change
 from kvsidecar.daemon.systemd import Notifier, NotifySocket
-from kvsidecar.device.platforms import open_platform
+from kvsidecar.device.host import HostPlatform
 from kvsidecar.pool.host_pool import HostPool, PoolSpec
+from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
+from tests.copiers import NoProcessCopiers
 
 
 def read(file: Path, text: str, **flags: str) -> Settings:
@@ -71,23 +73,21 @@ async def test_a_file_with_a_mistake_changes_nothing(tmp_path: Path, mistake: st
     assert applied[0].log_level == "debug"
 
 
-async def test_the_daemon_hands_the_store_chunk_to_the_workers(
+async def test_the_daemon_hands_the_store_chunk_to_the_copiers(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     levels: list[str] = []
     monkeypatch.setattr("kvsidecar.support.log.configure", lambda *, log_format, level: levels.append(level))
     flags = {"socket": str(short_dir / "kvs.sock"), "pool_size": "1MiB", "device": "host"}
     settings = load_settings(flags, {}, default_file=Path("/nowhere"))
-    platform, _ = open_platform("host")
-    pool = HostPool(PoolSpec(nbytes=MiB, slab_bytes=MiB, chunk_bytes=MiB), platform)
+    pool = HostPool(PoolSpec(nbytes=MiB, slab_bytes=MiB, chunk_bytes=MiB), HostPlatform())
     life = Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None))
-    daemon = Daemon(settings, platform, pool, MiB, life=life)
-    uuid = platform.device_uuids()[0]
-    daemon._hub.busy = frozenset({uuid})
-    assert daemon._hub.chunk(uuid, Direction.STORE) == 4 * MiB
+    copiers = NoProcessCopiers(store_chunk=settings.store_chunk)
+    daemon = Daemon(settings, copiers, pool, MiB, life=life, guard=SleepGuard(0.0))
+    copiers.busy = frozenset({"host"})
+    assert copiers.pace("host", Direction.STORE) == 4 * MiB
     daemon._apply(settings.model_copy(update={"store_chunk": 8 * MiB, "log_level": "error"}))
-    assert daemon._hub.chunk(uuid, Direction.STORE) == 8 * MiB
+    assert copiers.pace("host", Direction.STORE) == 8 * MiB
     assert levels == ["error"]
     pool.close()
-    platform.close()
     daemon._guard.close()

@@ -14,7 +14,8 @@ import pytest
 from tests.harness import SECONDS, DaemonProcess, Gate, environment
 
 LATE = {"cuda", "google.protobuf", "grpc", "numpy", "opentelemetry", "prometheus_client", "rich", "xxhash"}
-LATE |= {f"kvsidecar.{part}" for part in ("cache", "copier", "daemon.daemon", "device", "pool", "v1")}
+LATE |= {f"kvsidecar.{part}" for part in ("cache", "daemon.daemon", "device", "pool", "v1")}
+LATE |= {f"kvsidecar.copier.{part}" for part in ("copiers", "link", "process")}  # `launch` starts the first one early
 LATE |= {f"kvsidecar.core.{part}" for part in ("jobs", "metrics", "sessions")}
 
 # Ends itself as soon as its server listens, and says what is imported by then.

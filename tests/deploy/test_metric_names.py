@@ -25,7 +25,6 @@ NOT_ON_A_PANEL = {
     "kvsidecar_log_lines_lost": "the log says it, when it can",
     "kvsidecar_malformed_traceparents": "an engine's mistake, and of tracing alone",
     "kvsidecar_spans": "of the tracing, which is off by default",
-    "kvsidecar_unsettled_copies": "the daemon that counts one ends itself; its restart is alarmed on",
 }
 
 

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pytest
 
 import kvsidecar
-from kvsidecar.copier.worker import CopyResult, CopyWorker
-from kvsidecar.core import copy_plan
-from kvsidecar.core.copy_plan import BlockCopies, bind
+from kvsidecar.copier import copy_plan
+from kvsidecar.copier.copy_plan import BlockCopies, bind
+from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
 from kvsidecar.core.layout import checking_regions
 from kvsidecar.device.base import (
     CopyCall,
@@ -65,11 +65,47 @@ def is_mapped(memory: DeviceMemory, kind: str) -> bool:
         return False
 
 
+class Copies:
+    """One direction of a device, driven by this thread as a copier's thread does."""
+
+    def __init__(self, device: Device, direction: Direction, pool: Pool, chunk: int | None = None) -> None:
+        self._stream = device.open_stream(direction)
+        self._ends: dict[int, CopyResult | CopyFailed] = {}
+        self._queue = CopyQueue(self._stream, direction, pool.address, lambda copy, end: self._ended(copy.number, end))
+        self._queue.pace = chunk
+        self._submitted = 0
+
+    def _ended(self, number: int, end: CopyResult | CopyFailed) -> None:
+        self._ends[number] = end
+
+    def submit(self, plan: CopyPlan) -> int:
+        self._submitted += 1
+        self._queue.submit(QueuedCopy(self._submitted, plan))
+        return self._submitted
+
+    def result(self, number: int) -> CopyResult:
+        deadline = time.monotonic() + TIMEOUT
+        while number not in self._ends:
+            assert time.monotonic() < deadline
+            if not self._queue.step():
+                time.sleep(self._queue.wait() or 0.0)
+        end = self._ends[number]
+        if isinstance(end, CopyFailed):
+            raise end
+        return end
+
+    def run(self, plan: CopyPlan) -> CopyResult:
+        return self.result(self.submit(plan))
+
+    def close(self) -> None:
+        assert self._stream.is_done()
+        self._stream.close()
+
+
 def copy(device: Device, direction: Direction, pool: Pool, plan: CopyPlan, chunk: int | None = None) -> None:
-    worker = CopyWorker(device, direction, pool.address, chunk=lambda: chunk)
-    result = worker.submit(plan).result(TIMEOUT)
-    assert result.nbytes == plan.nbytes
-    assert worker.close(TIMEOUT)
+    copies = Copies(device, direction, pool, chunk)
+    assert copies.run(plan).nbytes == plan.nbytes
+    copies.close()
 
 
 # -- platform ----------------------------------------------------------------------------------------------------
@@ -83,7 +119,8 @@ def test_devices(platform: Platform, kind: str) -> None:
     device = platform.device(uuids[0])
     assert device is platform.device(uuids[0])
     assert device.uuid == uuids[0]
-    assert device.numa_node is None or device.numa_node in platform.numa_nodes()
+    node = platform.numa_node(uuids[0])
+    assert node is None or Path(f"/sys/devices/system/node/node{node}").exists()
     with pytest.raises(DeviceNotFound, match=f"GPU-none is not visible.*{uuids[0]}"):
         platform.device("GPU-none")
 
@@ -340,10 +377,8 @@ def test_the_time_of_a_copy_is_the_devices_alone(
 ) -> None:
     """Planning is not in it, neither before the first call nor between two: that is shown as waiting."""
     memory = device.allocate(8 * MIB)
-    worker = CopyWorker(device, direction, pool.address, chunk=lambda: chunk)
-
-    def run(plan: CopyPlan) -> CopyResult:
-        return worker.submit(plan).result(TIMEOUT)
+    copies = Copies(device, direction, pool, chunk)
+    run = copies.run
 
     def part(nbytes: int, at: int = 0) -> CopyList:
         return plan_of((memory.address + at, 0, at, nbytes, 1))
@@ -358,20 +393,20 @@ def test_the_time_of_a_copy_is_the_devices_alone(
         big.append(run(part(4 * MIB)).copy_seconds)
     assert 0 < min(slow) < 0.1
     assert 0 < min(small) <= min(big)
-    assert worker.close(TIMEOUT)
+    copies.close()
     device.release_memory(memory)
 
 
 def test_many_plans_in_order(device: Device, pool: Pool) -> None:
     """Loads are first in, first out: of many that write the same bytes the last one wins."""
     memory = device.allocate(2 * MIB)
-    worker = CopyWorker(device, Direction.LOAD, pool.address)
+    copies = Copies(device, Direction.LOAD, pool)
     for index in range(100):
         pool.bytes[index * 4096 : (index + 1) * 4096] = index
-    futures = [worker.submit(plan_of((memory.address, 0, index * 4096, 4096, 1))) for index in range(100)]
-    results = [future.result(TIMEOUT) for future in futures]
+    numbers = [copies.submit(plan_of((memory.address, 0, index * 4096, 4096, 1))) for index in range(100)]
+    results = [copies.result(number) for number in numbers]
     assert all(result.copy_seconds > 0 and result.queue_seconds >= 0 for result in results)
-    assert worker.close(TIMEOUT)
+    copies.close()
     copy(device, Direction.STORE, pool, plan_of((memory.address, 0, MIB, 4096, 1)))
     assert (pool.bytes[MIB : MIB + 4096] == 99).all()
     device.release_memory(memory)
@@ -402,16 +437,15 @@ def test_memory_of_a_killed_engine_is_usable_until_released_and_free_after(
 @only_cuda
 def test_a_refused_piece_fails_its_job_and_not_the_device(device: Device, pool: Pool) -> None:
     memory = device.allocate(2 * MIB)
-    worker = CopyWorker(device, Direction.STORE, pool.address)
+    copies = Copies(device, Direction.STORE, pool)
     # Beyond its allocation. (An address that is none at all would be taken for one of the host's.)
     good, bad = (memory.address, 0, 0, 4096, 1), (memory.address, 0, 4096, 4 * MIB, 1)
     for plan in (plan_of(bad), plan_of(good, bad), plan_of(good, (memory.address, 2 * MIB, 0, 4096, 2))):
         with pytest.raises(CopyFailed, match="CUDA_ERROR_INVALID_VALUE") as failure:
-            worker.submit(plan).result(TIMEOUT)
+            copies.run(plan)
         assert failure.value.outcome_known
-    assert worker.submit(plan_of(good)).result(TIMEOUT).nbytes == 4096
-    assert worker.alive
-    assert worker.close(TIMEOUT)
+    assert copies.run(plan_of(good)).nbytes == 4096
+    copies.close()
     device.release_memory(memory)
 
 

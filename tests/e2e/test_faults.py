@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import Blocks, ClientError, GroupLayout, HostBuffer, Outcome, Region
-from kvsidecar.daemon.daemon import EXIT_UNSETTLED
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
@@ -62,17 +61,13 @@ def read(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def mappings(daemon: DaemonProcess) -> int:
-    return Path(f"/proc/{daemon.process.pid}/maps").read_text().count("/memfd:kvsidecar-kv")
-
-
 def wait_for_metric(daemon: DaemonProcess, name: str, value: float) -> None:
     eventually(lambda: daemon.metric(name) == value, lambda: f"{name} is {daemon.metric(name)}, not {value}")
 
 
 def nothing_is_left_of(daemon: DaemonProcess) -> None:
     """No session, lease, reservation or mapping of the dead engine; a healthy one works byte for byte."""
-    assert mappings(daemon) == 0
+    assert daemon.mapped_buffers() == 0
     for gauge in ("attached_ranks", "leases", "pool_reserved_bytes", "pool_leased_bytes", "pool_quarantined_bytes"):
         assert daemon.metric(f"kvsidecar_{gauge}") == 0, gauge
     rank = Rank(daemon)
@@ -109,10 +104,10 @@ def test_2_an_engine_killed_mid_load_leaves_nothing_and_harms_no_other(short_dir
             daemon.wait_log("failpoint")
             victim.kill()
             done(rank.store("meanwhile"))
-            assert mappings(daemon) == 2, "unmapped under a copy that runs"
+            assert daemon.mapped_buffers() == 2, "unmapped under a copy that runs"
             gate.let_pass()
             daemon.wait_log("rank detached")
-        assert mappings(daemon) == 1
+        assert daemon.mapped_buffers() == 1
         done(rank.load("shared", at=[3]))
         assert rank.holds(3, "shared")
         rank.close()
@@ -120,7 +115,7 @@ def test_2_an_engine_killed_mid_load_leaves_nothing_and_harms_no_other(short_dir
 
 
 def until_unmapped(daemon: DaemonProcess) -> None:
-    eventually(lambda: not mappings(daemon), "memory of a rank that is not attached is still mapped")
+    eventually(lambda: not daemon.mapped_buffers(), "memory of a rank that is not attached is still mapped")
 
 
 def test_3_an_engine_killed_while_it_attaches_leaves_nothing(short_dir: Path, gate: Gate) -> None:
@@ -128,7 +123,7 @@ def test_3_an_engine_killed_while_it_attaches_leaves_nothing(short_dir: Path, ga
         daemon.wait_ready()
         with engine(daemon, "nothing") as victim:
             daemon.wait_log("failpoint")
-            assert mappings(daemon) == 1
+            assert daemon.mapped_buffers() == 1
             victim.kill()
             victim.wait()
             gate.let_pass()
@@ -149,7 +144,7 @@ def test_3_an_attach_that_its_client_gives_up_leaves_nothing(short_dir: Path, ga
             attaching = sidecar.Attach(iter([request]), timeout=SECONDS)
             daemon.wait_log("failpoint")
             attaching.cancel()
-            assert mappings(daemon) == 1, "the registration was over before it was given up"
+            assert daemon.mapped_buffers() == 1, "the registration was over before it was given up"
             gate.let_pass()
             until_unmapped(daemon)
             nothing_is_left_of(daemon)
@@ -174,7 +169,7 @@ def test_5_a_paused_engine_is_not_dead_and_its_leases_end_by_time(short_dir: Pat
             paused.send_signal(signal.SIGSTOP)
             wait_for_metric(daemon, "kvsidecar_leases", 0)
             assert daemon.metric("kvsidecar_attached_ranks") == 2
-            assert mappings(daemon) == 2
+            assert daemon.mapped_buffers() == 2
             paused.send_signal(signal.SIGCONT)
             assert daemon.metric('kvsidecar_refusals_total{reason="lease_expired"}') == 1
         rank.close()
@@ -193,12 +188,12 @@ def test_17_one_process_may_register_the_same_memory_twice(daemon: DaemonProcess
     again = daemon.client()
     again.attach(instance="twin", namespace=NAMESPACE, buffers=rank.buffer.kv_buffers(), groups=[rank.layout])
     assert daemon.metric('kvsidecar_imported_gpu_bytes{device="host"}') == rank.buffer.nbytes
-    assert mappings(daemon) == 1
+    assert daemon.mapped_buffers() == 1
     again.close()
-    assert mappings(daemon) == 1, "the first registration lost its memory"
+    assert daemon.mapped_buffers() == 1, "the first registration lost its memory"
     done(rank.store("a"))
     rank.close()
-    assert mappings(daemon) == 0
+    assert daemon.mapped_buffers() == 0
 
 
 OTHER_USER = """
@@ -247,7 +242,7 @@ def test_18_memory_of_one_user_is_not_given_to_another(short_dir: Path) -> None:
         # What the refused one had opened is given back: the last one out unmaps the memory.
         client, rank.client = rank.client, daemon.client()
         client.close()
-        assert mappings(daemon) == 0
+        assert daemon.mapped_buffers() == 0
         assert attach_as(65534) == "attached", "the first user has gone, and the memory is still refused"
         rank.close()
 
@@ -354,32 +349,19 @@ def test_34_a_second_sigterm_ends_without_the_copy(short_dir: Path, gate: Gate) 
         rank.close()
 
 
-def test_36_a_lost_device_fails_its_jobs_and_ends_the_daemon(short_dir: Path) -> None:
-    """What is promised of a load then, and of other causes: test_unsettled.py."""
+def test_36_a_lost_device_fails_its_jobs_and_gets_a_new_copier(short_dir: Path) -> None:
+    """What is promised of a load then, and of other causes: test_copier_death.py."""
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"copy.device_lost@{2 * FIRST}=raise(Xid 79)") as daemon:
         rank = Rank(daemon.wait_ready())
         lost = rank.store("a")
         assert (lost.outcome, lost.reason) == (Outcome.FAILED, "device_lost")
-        assert "Xid 79" in daemon.wait_log("copy worker ended")["error"]
-        assert daemon.process.wait(SECONDS) == EXIT_UNSETTLED
-        assert rank.store("b").reason == "daemon_lost"
-        rank.close()
-
-
-def test_39_a_copy_worker_that_dies_fails_one_job_and_is_replaced(short_dir: Path) -> None:
-    with DaemonProcess(
-        short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}=raise(nobody expected this)"
-    ) as daemon:
-        rank = Rank(daemon.wait_ready())
-        failed = rank.store("a")
-        assert failed.outcome is Outcome.FAILED
-        assert "nobody expected this" in failed.error
-        assert daemon.metric("kvsidecar_pool_quarantined_bytes") == 0, "the device said that all was over"
+        assert "Xid 79" in daemon.wait_log("a copier is down")["reason"]
+        daemon.wait_log("the copier works")
+        daemon.wait_log("rank attached")
+        assert rank.client.wait_attached(SECONDS)
         done(rank.store("a"))
         done(rank.load("a", at=[4]))
         assert rank.holds(4, "a")
-        assert daemon.get("/ready")[0] == 200
-        assert daemon.get("/health")[0] == 200
         rank.close()
 
 

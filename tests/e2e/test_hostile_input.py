@@ -342,7 +342,7 @@ class Holdings:
     def __init__(self, daemon: DaemonProcess) -> None:
         process = Path(f"/proc/{daemon.process.pid}")
         self.fds = len(os.listdir(process / "fd"))
-        self.shared_mappings = (process / "maps").read_text().count("/memfd:")
+        self.shared_mappings = (process / "maps").read_text().count("/memfd:") + daemon.mapped_buffers()
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         self.rss = int(status["VmRSS"].split()[0]) * 1024
         self.ranks = daemon.metric("kvsidecar_attached_ranks")

@@ -42,11 +42,6 @@ def grpc_health(daemon: DaemonProcess, service: str = "kvsidecar.v1.Sidecar") ->
         return status
 
 
-def locked_kib(daemon: DaemonProcess) -> int:
-    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    return int((status.partition("VmLck:")[2].split() or ["0"])[0])  # a process that has ended has no such line
-
-
 def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
         daemon.wait_log("failpoint")
@@ -85,7 +80,7 @@ def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir
 
         assert daemon.get("/ready")[0] == 200
         assert grpc_health(daemon) == grpc_health(daemon, "") == health_pb2.HealthCheckResponse.SERVING
-        assert locked_kib(daemon) == 1024
+        assert daemon.locked_kib() == 1024
         done(rank.store("a"))
         assert rank.hits("a") == 1
         rank.close()
@@ -110,7 +105,7 @@ def test_a_pin_that_fails_leaves_a_live_daemon_that_says_why_everywhere(short_di
         assert "no more pages" in logged
         assert "chunk 4 of 8" in logged or "chunk 3 of 8" in logged
 
-        assert locked_kib(daemon) == 0, "the chunks before the failed one were not given back"
+        assert daemon.locked_kib() == 0, "the chunks before the failed one were not given back"
         assert daemon.get("/health")[0] == 200
         code, ready = daemon.get("/ready")
         assert (code, ready["state"], ready["reason"], ready["pinned_bytes"]) == (503, "failed", logged, 0)
@@ -224,7 +219,7 @@ def test_a_drain_of_a_daemon_that_pins_can_be_taken_back(short_dir: Path) -> Non
             assert daemon.get("/ready")[0] == 503, "the pin ended below the drain"
             assert client.cancel_drain()
         assert daemon.get("/ready")[0] == 200
-        assert locked_kib(daemon) == 1024
+        assert daemon.locked_kib() == 1024
 
 
 def test_a_shutdown_is_not_taken_back(short_dir: Path) -> None:
@@ -277,16 +272,16 @@ def test_a_daemon_waits_for_the_end_of_the_one_before_it_and_never_pins_beside_i
         with DaemonProcess(short_dir, "--lock-wait", "600", until=WAITING) as second:
             assert second.log[-1]["holder"].startswith(f"pid {first.process.pid} on ")
             assert second.log[-1]["wait_seconds"] == 600
-            assert (locked_kib(first), locked_kib(second)) == (1024, 0)
+            assert (first.locked_kib(), second.locked_kib()) == (1024, 0)
             rank.fill(0, "a")
             job = rank.client.store([Blocks(0, hashes("a"), [0])])
             eventually(lambda: first.metric('kvsidecar_jobs_running{direction="store"}'))
             first.process.send_signal(signal.SIGTERM)
             first.wait_log("stopping")
-            assert (locked_kib(first), locked_kib(second)) == (1024, 0)
+            assert (first.locked_kib(), second.locked_kib()) == (1024, 0)
             gate.let_pass()
-            eventually(lambda: locked_kib(second), pause=0.0)
-            assert locked_kib(first) == 0, "two pools were pinned at once"
+            eventually(lambda: second.locked_kib(), pause=0.0)
+            assert first.locked_kib() == 0, "two pools were pinned at once"
             assert first.process.wait(SECONDS) == 0
             assert rank.finish(job).outcome is Outcome.DONE, "the copy was not finished, or its client not told"
             rank.close()

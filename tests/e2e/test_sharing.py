@@ -323,9 +323,6 @@ def test_groups_that_overlay_each_other_are_accepted_and_each_moves_its_own_bloc
 
 
 def test_a_killed_engine_is_unmapped_and_its_blocks_stay(daemon: DaemonProcess) -> None:
-    def mapped() -> int:
-        return Path(f"/proc/{daemon.process.pid}/maps").read_text().count("/memfd:kvsidecar-kv")
-
     script = (
         "import sys; from tests import harness; "
         "d = object.__new__(harness.DaemonProcess); d.socket = sys.argv[1]; "
@@ -336,10 +333,10 @@ def test_a_killed_engine_is_unmapped_and_its_blocks_stay(daemon: DaemonProcess) 
     )
     assert engine.stdout is not None
     assert engine.stdout.readline() == "stored\n"
-    assert mapped() == 1
+    assert daemon.mapped_buffers() == 1
     engine.kill()
     daemon.wait_log("rank detached")
-    assert mapped() == 0
+    assert daemon.mapped_buffers() == 0
     engine.communicate()
     rank = Rank(daemon)
     done(rank.load("a", at=[2]))
@@ -350,7 +347,7 @@ def test_a_killed_engine_is_unmapped_and_its_blocks_stay(daemon: DaemonProcess) 
 def test_close_returns_after_the_daemon_has_unmapped_the_memory(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     rank.client.close()
-    assert "/memfd:kvsidecar-kv" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    assert daemon.mapped_buffers() == 0
     assert daemon.metric("kvsidecar_attached_ranks") == 0
 
 
@@ -423,7 +420,7 @@ def test_an_engine_whose_forked_child_lives_on_is_unmapped_all_the_same(daemon: 
     engine.kill()
     engine.wait()
     daemon.wait_log("rank detached")
-    assert "/memfd:kvsidecar-kv" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    assert daemon.mapped_buffers() == 0
     assert Path(f"/proc/{child}").exists(), "the child must outlive the test's claim"
     os.kill(child, signal.SIGKILL)
     engine.communicate()

@@ -50,7 +50,7 @@ class Stream:
         self.replies: list[pb.AttachReply] = []
         registration: Any = SimpleNamespace(namespace=NAMESPACE)
         nobody: Any = None
-        self.session = RankSession(1, nobody, registration, nobody, (), {}, 0.0, TaskSet(lambda *_: None))
+        self.session = RankSession(1, nobody, registration, nobody, 1, (), {}, 0.0, TaskSet(lambda *_: None))
         self.stream = AttachStream(
             self.session,
             self.replies.append,

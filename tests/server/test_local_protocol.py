@@ -65,7 +65,9 @@ class Handler:
     async def start_registration(self, _first: Any) -> Any:
         return await self.registered
 
-    def open(self, _session: Any, send: Callable[[pb.AttachReply], None]) -> Any:
+    def open(
+        self, _session: Any, send: Callable[[pb.AttachReply], None], _on_lost: Callable[[Exception], object]
+    ) -> Any:
         send(pb.AttachReply(registered=pb.Registered(session=1)))
         return SimpleNamespace(handle=lambda message: self.taken.append(message.store.job), close=lambda: None)
 

@@ -28,5 +28,5 @@ def test_no_error_maps_to_ok_or_unknown() -> None:
 
 
 def test_errors_with_arguments_of_their_own_are_mapped_too() -> None:
-    assert code_of(errors.CopyFailed("x", outcome_known=True)) is grpc.StatusCode.INTERNAL
+    assert code_of(errors.CopyFailed("x")) is grpc.StatusCode.INTERNAL
     assert code_of(errors.Unavailable("x", refusal=Refusal.DRAINING)) is grpc.StatusCode.UNAVAILABLE

@@ -16,7 +16,7 @@ from kvsidecar.types import PROTOCOL, Direction, GroupLayout
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.simulation.machine import Allocation, Event, Violation
 from tests.simulation.shapes import HASHES, NUM_BLOCKS, NUM_KEYS, Shape, content, make_layout, rows_of
-from tests.simulation.world import Call, Lease, World
+from tests.simulation.world import DEVICES, Call, Lease, World
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Engine:
         """What the last lookup found."""
         self.closing = False
         self.dead = False
-        device = world.rng.choice(world.platform.device_uuids())
+        device = world.rng.choice(DEVICES)
         self.ranks = [Rank(self, number, device) for number in range(shape.num_ranks)]
 
     @property
@@ -75,7 +75,8 @@ class Engine:
         try:
             reply = await self.world.service.Lookup(request, call)  # type: ignore[arg-type]
         except grpc.aio.AbortError:
-            if not self.over or call.refused is None or call.refused[0] is not grpc.StatusCode.UNAUTHENTICATED:
+            gone = self.over or request.token != self.ranks[0].peer.token or self.ranks[0].peer.gone
+            if not gone or call.refused is None or call.refused[0] is not grpc.StatusCode.UNAUTHENTICATED:
                 raise Violation(f"a lookup was refused: {call.refused}") from None
             return
         found = {}
@@ -86,7 +87,7 @@ class Engine:
             else:
                 found[hits.group] = chain[: hits.hits]
         self.found = {group: chain for group, chain in found.items() if chain}
-        if reply.lease and not self.over:
+        if reply.lease and not self.over and request.token == self.ranks[0].peer.token:
             lease = Lease(reply.lease, found, asked_at + reply.lease_ms / 1000)
             self.leases.append(lease)
             self.world.leases[self.shape.namespace].append(lease)
@@ -165,9 +166,25 @@ class Rank:
         ring = [world.machine.event() for _ in range(2)] if rng.random() < 0.5 else []
         self.ring: dict[int, Event] = {index + 1: event for index, (_, event) in enumerate(ring)}
         self.free_events = list(self.ring)
-        self.peer: Peer = world.instances.add_peer(pid=1, uid=1, gid=1, client=self.name, fds=())
+        self._ring_handles = [handle for handle, _ in ring]
+        self._register = (number, device)
+        self.peer: Peer
+        self.watched: frozenset[int]
+        """The processes of copiers whose death it can see."""
+        self.call: Call
+        self.task: asyncio.Task[None]
+        self.attach()
+
+    def attach(self) -> None:
+        """Connect and register, for the first time or again."""
+        world, engine = self.world, self.engine
+        number, device = self._register
+        self.detached = False
+        """Its stream has ended, and it has not attached again."""
+        self.watched = frozenset(world.copiers.pidfds())
+        self.peer = world.instances.add_peer(pid=1, uid=1, gid=1, client=self.name, fds=(), copiers=self.watched)
         self.call = Call(self._heard, world.wire)
-        self.task: asyncio.Task[None] = world.loop.create_task(world.service.Attach(None, self.call))  # type: ignore[arg-type]
+        self.task = world.loop.create_task(world.service.Attach(None, self.call))  # type: ignore[arg-type]
         register = pb.Register(
             protocol=PROTOCOL,
             token=self.peer.token,
@@ -178,9 +195,35 @@ class Rank:
             device=device,
             allocations=[pb.Allocation(cuda_ipc_handle=each.handle, size=len(each.data)) for each in self.allocations],
             groups=[layout_to_wire(layout) for layout in self.layouts.values()],
-            event_handles=[handle for handle, _ in ring],
+            event_handles=self._ring_handles,
         )
         self.call.send(pb.AttachRequest(register=register))
+
+    def detach(self) -> None:
+        """The stream of a living engine has ended: its copier has. All copies are over: its memory is its own."""
+        if not isinstance(error := self.task.exception(), grpc.aio.AbortError):
+            raise Violation(f"the stream of {self.name} has failed: {error!r}")
+        late = not self.attached  # its first message may have been under way for too long
+        expected = (grpc.StatusCode.UNAVAILABLE, *[grpc.StatusCode.RESOURCE_EXHAUSTED] * late)
+        if self.call.refused is None or self.call.refused[0] not in expected:
+            raise Violation(f"the stream of {self.name} has ended: {self.call.refused}")
+        if any(each.mapped_by for each in self.allocations):
+            raise Violation(f"the stream of {self.name} has ended, and its memory is still mapped")
+        self.detached, self.attached = True, False
+        for job in self.jobs.values():
+            if job.ring:
+                self.ring[job.ring].done = True
+                self.free_events.append(job.ring)
+            if job.direction is Direction.LOAD:
+                self._give_up_load(job)
+            elif not job.let_go:
+                self._take_back(job)
+        self.jobs.clear()
+        self.flushes.clear()
+        if self is self.engine.ranks[0]:  # its leases end with its connection
+            for lease in self.engine.leases:
+                lease.ended = True
+            self.engine.leases.clear()
 
     # -- what a worker process does --------------------------------------------------------------------------------
 
@@ -247,6 +290,8 @@ class Rank:
         match reply.WhichOneof("message"):
             case "registered":
                 self.attached = True
+                if any(each.mapped_by - self.watched for each in self.allocations):
+                    raise Violation(f"{self.name} is attached to a process that it cannot watch")
                 if self.ring and not reply.registered.device_order:
                     raise Violation(f"{self.name} was refused its events: {reply.registered.device_order_refused}")
             case "done":
@@ -270,7 +315,7 @@ class Rank:
         if job.direction is Direction.STORE:
             if not job.let_go:
                 self._take_back(job)
-        elif not done.unsettled:  # else nobody knows what may still be written there: never used again
+        else:
             self._loaded(job, done)
 
     def _flushed(self, flushed: pb.Flushed) -> None:
@@ -295,6 +340,10 @@ class Rank:
                         raise Violation(f"{self.name}: a load of key {key} of group {group} brought other bytes")
                 elif done.outcome == pb.JobDone.OUTCOME_DECLINED and not (got == self.garbage[group, block_id]).all():
                     raise Violation(f"{self.name}: a load was declined ({done.reason}) and has written")
+        self._give_up_load(job)
+
+    def _give_up_load(self, job: Job) -> None:
+        for group, _, block_id in job.blocks:
             self._mark(group, block_id, writing=False)
             self.free[group].append(block_id)
 

@@ -122,6 +122,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._threads.append(thread)
         return future
 
+    def remove_reader(self, fd: Any) -> bool:
+        """No descriptor is ever watched."""
+        return False
+
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, field
-from typing import cast
 
+from kvsidecar.core.sessions import Peer
+from tests.simulation.copiers import SimWorker
 from tests.simulation.engine import Engine, Rank
 from tests.simulation.loop import SimLoop
-from tests.simulation.machine import SimWorker, Violation
+from tests.simulation.machine import Violation
 from tests.simulation.shapes import NUM_KEYS, SHAPES
 from tests.simulation.world import Lease, World, quiet_and_repeatable
 
@@ -68,14 +69,18 @@ class _Run:
         self.engines: list[Engine] = []
         self.news: list[tuple[str, Rank]] = []
         """Ends of dead engines' connections that the daemon has not heard of."""
+        self.old: list[Peer] = []
+        """Connections of ranks that have lost their streams. They close them."""
         self.half_gone: list[Rank] = []
         """Dead ranks of whose end the daemon has heard in one way or two."""
         self.patient = self.rng.random() < 0.5
         """At the end, let the daemon finish with one piece of news before the next one comes."""
         self.closing: list[Rank] = []
         self.started = 0
-        # Most runs have no fault of a device, so that leaks and lost pins are not hidden behind a dead one.
         self.fault_rate = self.rng.choice((0.0, 0.0, 0.02, 0.1))
+        """Of a step of a copy: it fails, or its copier dies."""
+        self.death_rate = self.rng.choice((0.0, 0.0, 0.002, 0.02))
+        """Of any step: a copier dies."""
         self.kill_rate = self.rng.choice((0.0, 0.02, 0.08))
 
     def play(self) -> None:
@@ -87,7 +92,8 @@ class _Run:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        rng, loop, machine = self.rng, self.loop, self.world.machine
+        rng, loop = self.rng, self.loop
+        self._maybe_kill()
         choice = rng.random()
         if choice < 0.50 and loop.num_ready:
             loop.run_one()
@@ -95,10 +101,10 @@ class _Run:
             loop.run_thread()
         elif choice < 0.80 and (workers := self._workers()):
             rng.choice(workers).step(self._fault())
-        elif choice < 0.81 and machine.ghosts:
-            machine.move_ghost()
         elif choice < 0.83 and self.news:
             self._tell(self.news.pop(rng.randrange(len(self.news))))
+        elif choice < 0.835 and self.old:
+            self.world.peer_gone(self.old.pop(rng.randrange(len(self.old))))
         elif choice < 0.84:
             self._pass_time()
         elif choice < 0.87 and self.world.wire:
@@ -108,13 +114,16 @@ class _Run:
         self._see_ends()
 
     def _workers(self) -> list[SimWorker]:
-        workers = [cast(SimWorker, worker) for _, _, worker in self.world.hub.workers()]
-        return [worker for worker in workers if worker.can_step]
+        return self.world.copiers.workers()
+
+    def _maybe_kill(self) -> None:
+        if self.rng.random() < self.death_rate and (living := self.world.copiers.living):
+            self.rng.choice(living).kill()
 
     def _fault(self) -> str | None:
         if self.rng.random() >= self.fault_rate:
             return None
-        return self.rng.choice(("known", "known", "unknown", "unknown", "lost"))
+        return self.rng.choice(("failure", "failure", "failure", "death"))
 
     def _pass_time(self) -> None:
         self.loop.advance(self.rng.choice((0.001, 0.1, 0.2, 0.2, 0.5, 1.0, 10.0, 70.0)))
@@ -146,6 +155,11 @@ class _Run:
             self.engines.append(engine)
             return
         engine = rng.choice(alive)
+        for rank in engine.ranks:
+            if rank.detached and rng.random() < 0.3:
+                self.trace.append(f"{rank.name} attaches again")
+                rank.attach()
+                return
         if rng.random() < self.kill_rate:
             if rng.random() < 0.5:
                 for rank in engine.ranks:  # with its last breath
@@ -203,21 +217,29 @@ class _Run:
 
     def _see_ends(self) -> None:
         """Streams that have ended: what that promised must be true by now."""
+        for rank in [rank for engine in self.engines if not engine.over for rank in engine.ranks]:
+            if rank.task.done() and not rank.detached:
+                self.trace.append(f"{rank.name} has lost its stream: {rank.call.refused}")
+                rank.detach()
+                self.old.append(rank.peer)
         for rank in [rank for rank in self.closing if rank.task.done()]:
             self.closing.remove(rank)
             self.trace.append(f"{rank.name} has closed")
             if not rank.task.cancelled() and rank.task.exception() is None:
-                mapped = [each.name for each in rank.allocations if each.mappings]
+                mapped = [each.name for each in rank.allocations if each.mapped_by]
                 if mapped:
                     raise Violation(f"the stream of {rank.name} has ended, and {mapped} is still mapped")
                 if rank.jobs:
                     raise Violation(f"the stream of {rank.name} has ended without a word on jobs {sorted(rank.jobs)}")
             self._tell(("attach socket", rank))
-        if self.half_gone and not self._busy():
+        if self._busy():
+            return
+        self.world.check_at_rest()
+        if self.half_gone:
             # Either end of a rank's connections is enough: the daemon has nothing left to do but this.
             for rank in self.half_gone:
-                mapped = [each.name for each in rank.allocations if each.mappings]
-                if mapped and not self.world.unsettled(rank.peer):
+                mapped = [each.name for each in rank.allocations if each.mapped_by]
+                if mapped:
                     raise Violation(f"{rank.name} has gone, nothing is in flight, and {mapped} is still mapped")
             self.half_gone.clear()
 
@@ -228,7 +250,7 @@ class _Run:
             self.world.end_all()
         alive = [engine for engine in self.engines if not engine.over]
         steps = 0
-        while alive or self.news or self._closing() or self._busy():
+        while alive or self.news or self.old or self.closing or self._busy():
             steps += 1
             if steps > END_STEPS:
                 raise Violation(f"it does not end: {len(self.closing)} streams, {self.loop.num_ready} callbacks")
@@ -237,8 +259,6 @@ class _Run:
             self._go_on()
             self._see_ends()
             self.world.check()
-        for rank in self.closing:  # their streams do not end, and the engines do not wait for ever
-            self._tell(("attach socket", rank))
         if leases := self.world.cache.stats().leases:
             raise Violation(f"{leases} leases have outlived their owners")
         self.loop.advance(1000.0)  # deadlines of jobs that are over
@@ -248,10 +268,6 @@ class _Run:
         self.world.check_end()
         # The next random number depends on every choice that was made.
         self.trace.append(f"end: {self.world.cache.stats()} {self.rng.random()}")
-
-    def _closing(self) -> list[Rank]:
-        """Ranks whose streams will end."""
-        return [rank for rank in self.closing if not self.world.unsettled(rank.peer)]
 
     def _leave(self, engine: Engine) -> None:
         if self.rng.random() < 0.5:
@@ -266,12 +282,14 @@ class _Run:
     def _go_on(self) -> None:
         """Something that brings the end nearer."""
         loop = self.loop
+        self._maybe_kill()
         choices = [loop.run_one] * 3 * (loop.num_ready > 0) + [loop.run_thread] * (loop.num_threads > 0)
         choices += [lambda: self.rng.choice(self._workers()).step(self._fault())] * 2 * bool(self._workers())
         choices += [self._deliver] * 2 * bool(self.world.wire)
         if self.news and not (self.patient and choices):
             choices.append(lambda: self._tell(self.news.pop(self.rng.randrange(len(self.news)))))
-        choices += [self.world.machine.move_ghost] * bool(self.world.machine.ghosts)
+        if self.old:
+            choices.append(lambda: self.world.peer_gone(self.old.pop(self.rng.randrange(len(self.old)))))
         if choices:
             self.rng.choice(choices)()
         else:

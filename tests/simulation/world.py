@@ -18,7 +18,8 @@ import grpc
 import structlog
 
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.cache.slots import SlotAllocator, SlotState
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.copier.copiers import Copier
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
@@ -29,12 +30,12 @@ from kvsidecar.core.sessions import Instances, Peer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Service
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import Direction, Namespace, Verify
+from kvsidecar.types import Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.cache.inside import state_of
 from tests.cache.integrity import check_integrity
+from tests.simulation.copiers import SimCopiers
 from tests.simulation.loop import SimLoop
-from tests.simulation.machine import Machine, SimHub, SimPlatform, Violation
+from tests.simulation.machine import Machine, Violation
 from tests.simulation.shapes import PAGE
 
 SLAB = 4 * PAGE
@@ -134,22 +135,18 @@ class World:
         self.note = note
         pool_bytes = rng.choice((2, 3, 5)) * SLAB + rng.choice((0, PAGE, 3 * PAGE))
         self.machine = Machine(rng, pool_bytes, note)
-        self.platform = SimPlatform(self.machine, DEVICES)
-        self.hub = SimHub(self.platform, self._worker_failed)  # type: ignore[arg-type]
-        self.hub.machine = self.machine
-        self.hub.pool_address = self.machine.pool.ctypes.data
+        self.copiers = SimCopiers(self.machine, loop, DEVICES, SLAB)
+        self.copiers.on_change = self._copier_changed
         self.readiness = DaemonReadiness(pool_bytes)
         self.readiness.pinning()
         self.readiness.become_ready()
         self.tasks = TaskSet(self._task_failed)
         self.cache = BlockCache(SlotAllocator(pool_bytes, SLAB), next_id=itertools.count(1).__next__)
         self.instances = Instances(
-            self.cache, self.hub, loop.time, self._task_failed, Access(None, owner=0, private=True)
+            self.cache, self.copiers, loop.time, self._task_failed, Access(None, owner=0, private=True)
         )
         checksums = Checksums(Verify.ALWAYS, lambda: self.machine.pool) if rng.random() < 0.5 else None
-        self.runner = JobRunner(
-            self.cache, self.hub, self.readiness, _metrics(), loop.time, slab_bytes=SLAB, checksums=checksums
-        )
+        self.runner = JobRunner(self.cache, self.copiers, self.readiness, _metrics(), loop.time, checksums=checksums)
         self.lookups = LookupService(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
         self.handler = Handler(
             epoch=1,
@@ -166,6 +163,8 @@ class World:
         """What engines have sent and the daemon has not got, if the wire is slow."""
         self.leases: defaultdict[Namespace, list[Lease]] = defaultdict(list)
         self.failures: list[str] = []
+        self.copiers.launch()
+        self.finish(loop.create_task(self.copiers.start()))
         self._checked: object = None
 
     # -- as in kvsidecar.daemon.daemon --------------------------------------------------------------------------------
@@ -180,18 +179,31 @@ class World:
         for session in self.instances:
             self.tasks.spawn(self.instances.end(session, gone=False), name="end-session")
 
-    def _worker_failed(self, uuid: str, direction: Direction, error: BaseException) -> None:
-        if all(device.lost for device in self.platform.devices.values()):
-            self.loop.call_soon(self.readiness.fail, "no device is left")
+    def _copier_changed(self, copier: Copier) -> None:
+        down = {each.uuid: each.down for each in self.copiers if each.down}
+        self.readiness.devices_down(down, all_down=len(down) == len(DEVICES))
+        self.note(f"the copier of {copier.uuid} {'is down' if copier.down else 'works'}")
+        if copier.down:
+            self.handler.copier_lost(copier)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         if not isinstance(error, grpc.aio.AbortError):
             self.failures.append(f"task {name} failed: {type(error).__name__}: {error}")
 
-    def unsettled(self, peer: Peer | None = None) -> bool:
-        """Whether a copy of unknown outcome keeps a session from its end, of this peer if one is named. The process
-        would end soon; here it lives on, and keeps its promises."""
-        return any(each.unsettled and peer in (None, each.peer) for each in self.instances)
+    def finish(self, task: asyncio.Task[Any]) -> None:
+        """Let the loop run until this is over."""
+        for _ in range(10_000):
+            if task.done():
+                break
+            if self.loop.num_ready:
+                self.loop.run_one()
+            elif self.loop.num_threads:
+                self.loop.run_thread()
+            else:
+                self.loop.advance(0.1)
+        else:
+            raise Violation(f"it does not end: {task}")
+        task.result()
 
     # -- what must hold --------------------------------------------------------------------------------------------
 
@@ -205,37 +217,32 @@ class World:
             check_integrity(self.cache)
             self._checked = now
 
+    def check_at_rest(self) -> None:
+        """The daemon has nothing to do."""
+        if any(session.lost and not session.ending for session in self.instances):
+            raise Violation("a session has outlived the copier that had its memory")
+
     def check_end(self) -> None:
         """All engines have gone, and nothing moves any more."""
         stats = self.cache.stats()
-        allocator = self.cache._table.slots
-        left = [each for each in self.instances if not each.unsettled]
-        if left or self.instances._peers:
-            raise Violation(f"{len(left)} sessions and {len(self.instances._peers)} peers are left")
-        kept = {memory.address for each in self.instances for memory in each.memories}
-        if mapped := [each.name for each in self.machine.mapped.values() if each.address not in kept]:
+        if len(self.instances) or self.instances._peers:
+            raise Violation(f"{len(self.instances)} sessions and {len(self.instances._peers)} peers are left")
+        if mapped := [each.name for each in self.machine.by_handle.values() if each.mapped_by]:
             raise Violation(f"still mapped: {mapped}")
         if stats.leases or stats.reserved_bytes:
             raise Violation(f"{stats.leases} leases and {stats.reserved_bytes} reserved bytes are left")
-        certain = [copy for copy in self.machine.inflight if not copy.uncertain]
-        if certain:
-            raise Violation(f"{len(certain)} copies never ended")
-        loads = sum(copy.direction is Direction.LOAD for copy in self.machine.inflight)
-        if stats.loads != loads:
-            raise Violation(f"{stats.loads} loads hold pins; {loads} are of unknown outcome")
-        if not loads and stats.leased_bytes:
-            raise Violation(f"{stats.leased_bytes} bytes are pinned by nobody")
-        pages: set[int] = set()
-        for copy in self.machine.inflight:
-            for start, end in copy.host if copy.direction is Direction.STORE else ():
-                if state_of(allocator, start) != SlotState.QUARANTINED:
-                    raise Violation(f"the slot at {start}, of a store of unknown outcome, is not quarantined")
-                pages.update(range(start // PAGE, -(-end // PAGE)))
-        if stats.quarantined_bytes > len(pages) * PAGE:
-            raise Violation(f"{stats.quarantined_bytes} bytes are quarantined, {len(pages)} pages need to be")
+        if self.machine.inflight:
+            raise Violation(f"{len(self.machine.inflight)} copies never ended")
+        if stats.loads or stats.leased_bytes:
+            raise Violation(f"{stats.loads} loads hold pins, {stats.leased_bytes} bytes are pinned by nobody")
+        if stats.quarantined_bytes:
+            raise Violation(f"{stats.quarantined_bytes} bytes are quarantined")
         if self.runner.num_running:
             raise Violation("a job is still counted as running")
         if self.cache._stores:
             raise Violation(f"{len(self.cache._stores)} stores have never been ended")
-        if len(self.tasks) and not self.unsettled():
+        if len(self.tasks):
             raise Violation(f"{len(self.tasks)} tasks never ended")
+        self.finish(self.loop.create_task(self.copiers.close()))
+        if self.copiers.living:
+            raise Violation(f"{len(self.copiers.living)} processes of copiers have outlived the daemon")

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from kvsidecar.support.cpu_sleep import NAP_SECONDS, SleepGuard
-from tests.harness import SECONDS, eventually_in_loop
+from tests.harness import eventually_in_loop
 
 SECONDS_AWAKE = 0.05
 
@@ -50,27 +50,6 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(check())
-
-
-async def test_a_thread_can_keep_the_loop_awake() -> None:
-    guard = SleepGuard(SECONDS)
-    await asyncio.to_thread(guard.keep_awake_from_thread)  # there was no work yet, and there is no loop to wake
-    assert not guard._ticking
-    guard.keep_awake()
-    guard._ticking = False
-    await asyncio.to_thread(guard.keep_awake_from_thread)
-    await asyncio.sleep(0)
-    assert guard._ticking
-    guard.close()
-
-
-def test_a_thread_waits_shortly_for_work_while_there_was_some_not_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsidecar.support.cpu_sleep.time", SimpleNamespace(monotonic=lambda: 100.0))
-    guard = SleepGuard(SECONDS_AWAKE)
-    assert guard.longest_wait(100.0 - 0.9 * SECONDS_AWAKE) == NAP_SECONDS
-    assert guard.longest_wait(100.0 - 1.1 * SECONDS_AWAKE) is None
-    assert SleepGuard(0.0).longest_wait(100.0) is None
-    guard.close()
 
 
 def test_zero_is_never() -> None:

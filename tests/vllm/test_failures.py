@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from kvsidecar.client import Client
-from kvsidecar.daemon.daemon import EXIT_UNSETTLED
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, join, kvsidecar, prompt, rejoin, running
@@ -23,12 +23,8 @@ def wrong(directory: Path, rules: str) -> DaemonProcess:
     return DaemonProcess(directory, *POOL, KVSIDECAR_FAILPOINTS=rules).wait_ready()
 
 
-def second_job(point: str) -> str:
-    """The copies of the daemon's own self-test at its start pass the points in the worker's thread."""
-    return f"{point}@{SELF_TEST.get(point, 0)}"
-
-
 SELF_TEST = {"store.in_flight": 2, "load.in_flight": 2}
+"""Hits of a point by the copies of the daemon's own self-test."""
 
 
 def ask_again(engine: Engine) -> None:
@@ -54,16 +50,31 @@ def works(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
     assert [hit.tokens] == truth(other)
 
 
+def fatal(point: str, number: int, gate: Gate) -> str:
+    """The rule by which a daemon is killed at a hit of a point; a copier holds the copy there until it is."""
+    return f"{point}@{number}={gate if 'in_flight' in point else 'kill'}"
+
+
+def kill_when_held(daemon: DaemonProcess, point: str) -> None:
+    def kill() -> None:
+        daemon.wait_log("failpoint")
+        daemon.process.kill()
+
+    if "in_flight" in point:
+        threading.Thread(target=kill, daemon=True).start()
+
+
 @pytest.mark.parametrize("point", ["load.before_copy", "load.in_flight"])
-def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, truth: Truth, point: str) -> None:
+def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, gate: Gate, truth: Truth, point: str) -> None:
     """The request is computed instead; a daemon started in its place is used."""
     with (
-        wrong(short_dir, f"{second_job(point)}=kill") as first,
+        wrong(short_dir, fatal(point, SELF_TEST.get(point, 0), gate)) as first,
         running(model, kvsidecar(first.socket)) as engine,
     ):
         join(engine, first)
         ask_again(engine)
         assert first.process.poll() is None
+        kill_when_held(first, point)
         (answer,) = engine.generate(LONG)
         assert first.process.wait(SECONDS) == -signal.SIGKILL
         assert [answer.tokens] == truth(LONG)
@@ -80,10 +91,11 @@ def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, truth: Truth
 
 
 @pytest.mark.parametrize("point", ["store.before_copy", "store.in_flight", "store.before_seal"])
-def test_a_daemon_killed_during_a_store(model: str, short_dir: Path, truth: Truth, point: str) -> None:
+def test_a_daemon_killed_during_a_store(model: str, short_dir: Path, gate: Gate, truth: Truth, point: str) -> None:
     number = SELF_TEST.get(point, 0) + 1  # the first one lets the engine join
-    with wrong(short_dir, f"{point}@{number}=kill") as first, running(model, kvsidecar(first.socket)) as engine:
+    with wrong(short_dir, fatal(point, number, gate)) as first, running(model, kvsidecar(first.socket)) as engine:
         join(engine, first)
+        kill_when_held(first, point)
         (answer,) = engine.generate(LONG, tokens=40)
         assert first.process.wait(SECONDS) == -signal.SIGKILL
         assert [answer.tokens] == truth(LONG, tokens=40)
@@ -127,37 +139,18 @@ def test_an_engine_joins_while_the_pool_is_still_being_pinned(
 @pytest.mark.parametrize(
     ("rules", "flags"),
     [
-        ("load.in_flight@2=raise(a bug);copy.quiesce=raise(the device does not say)", ()),
+        ("load.in_flight@2=raise(a bug)", ()),
+        ("load.in_flight@2=kill", ()),
         ("load.in_flight@2=delay(3600)", ("--stuck-after", "1")),
     ],
-    ids=["a dead copy thread", "a copy that hangs"],
+    ids=["a bug in a copier", "a killed copier", "a copy that hangs"],
 )
-def test_a_load_of_unknown_outcome_is_computed_when_its_daemon_has_ended_itself(
+def test_a_load_whose_copier_dies_is_computed_and_the_next_one_hits(
     model: str, short_dir: Path, truth: Truth, rules: str, flags: tuple[str, ...]
 ) -> None:
-    """No daemon comes after it, and the request does not wait for one."""
     with (
         DaemonProcess(short_dir, *POOL, *flags, KVSIDECAR_FAILPOINTS=rules) as daemon,
         running(model, kvsidecar(daemon.wait_ready().socket)) as engine,
-    ):
-        join(engine, daemon)
-        ask_again(engine)
-        assert daemon.process.poll() is None
-        engine.add(LONG)
-        engine.step_until(lambda: _loading(engine), "a load")
-        (answer,) = engine.run().values()
-        assert daemon.process.wait(SECONDS) == EXIT_UNSETTLED
-        assert [answer.tokens] == truth(LONG)
-        engine.drain()
-        assert engine.reset(), "its blocks were not given back"
-        (alone,) = engine.generate(prompt("alone", 100))
-        assert [alone.tokens] == truth(prompt("alone", 100))
-
-
-def test_a_dead_copy_thread_whose_copies_are_over_costs_one_load(model: str, short_dir: Path, truth: Truth) -> None:
-    with (
-        wrong(short_dir, "load.in_flight@2=raise(a bug)") as daemon,
-        running(model, kvsidecar(daemon.socket)) as engine,
     ):
         join(engine, daemon)
         ask_again(engine)
@@ -165,9 +158,12 @@ def test_a_dead_copy_thread_whose_copies_are_over_costs_one_load(model: str, sho
         assert failed_loads(daemon) == 1
         assert [answer.tokens] == truth(LONG)
         engine.drain()
-        assert engine.reset()
+        assert engine.reset(), "its blocks were not given back"
+        daemon.wait_log("the copier works")
+        daemon.wait_log("rank attached")
+        rejoin(engine, daemon)
         (hit,) = engine.generate(LONG)
-        assert hit.cached == WHOLE
+        assert hit.cached == WHOLE, "the cache outlives a copier"
         assert [hit.tokens] == truth(LONG)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL
-from tests.vllm.engine import Answer, Prompt, blocks, join, kvsidecar, prompt, running
+from tests.vllm.engine import Answer, Prompt, blocks, join, kvsidecar, prompt, rejoin, running
 from tests.vllm.models import BLOCK
 
 LONG = prompt("long", 700)
@@ -85,12 +85,16 @@ def test_a_load_that_fails_is_computed_instead(
             assert tokens(answers) == [right["long"], right["new"]]
             engine.drain()
             assert engine.reset()
-            if "kill" in rule:
+            if dies := rule == "load.before_copy@0=kill":
                 assert daemon.process.wait(SECONDS) == -signal.SIGKILL
             else:
                 assert daemon.metric('kvsidecar_jobs_total{direction="load",outcome="failed"}') == 1
+            if "kill" in rule and not dies:
+                daemon.wait_log("the copier works")
+                daemon.wait_log("rank attached")
+                rejoin(engine, daemon)
             (again,) = engine.generate(LONG)
-            assert (again.cached, again.tokens) == (0 if "kill" in rule else WHOLE, right["long"])
+            assert (again.cached, again.tokens) == (0 if dies else WHOLE, right["long"])
 
 
 def test_where_a_failed_load_cannot_be_told_the_engine_serves_without_offload(

@@ -154,6 +154,7 @@ def _memory(settings: Settings | None, driver: Driver) -> Memory:
             huge_pages=settings.huge_pages,
             numa_nodes=() if settings.numa == "off" or len(numa) < 2 else (of_gpus if cuda else ()) or tuple(numa),
             memory_check=settings.memory_check,
+            num_pins=max(1, len(driver.gpus)) if cuda else 1,
         )
         try:
             page_kind = HostPool(spec, _Limits("cuda" if cuda else "host")).check().kind.value

@@ -66,7 +66,6 @@ NEEDED: Final = frozenset(
         "cuEventDestroy",
         "cuEventQuery",
         "cuEventRecord",
-        "cuEventSynchronize",
         "cuGetErrorString",
         "cuGetProcAddress",
         "cuInit",

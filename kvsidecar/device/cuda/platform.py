@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import threading
 import uuid as uuids
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +31,16 @@ class CudaPlatform:
     """All GPUs that the driver shows. Implements `kvsidecar.device.base.Platform`. Thread-safe.
 
     Args:
-        pin_device: UUID of the GPU whose context pins host memory; None is the first. Pinned memory works for every
-            GPU, but the one that pins gets a context (about 270 MiB of its memory): name one that is in use.
+        devices: UUIDs or indices of those to use; empty for all.
+
+    Raises:
+        DriverUnusable: the driver sees no GPU.
+        DeviceNotFound: it does not see one of ``devices``; or that is a MIG device.
     """
 
     name = "cuda"
 
-    def __init__(self, *, pin_device: str | None = None) -> None:
+    def __init__(self, devices: Sequence[str] = ()) -> None:
         count = cuda_status.initialize()
         if count == 0:
             raise DriverUnusable(
@@ -48,8 +52,10 @@ class CudaPlatform:
         for ordinal in range(count):
             handle = check(driver.cuDeviceGet(ordinal), f"opening GPU {ordinal}", DriverUnusable)
             self._handles[_uuid(handle)] = handle
-        self._pin_uuid = pin_device if pin_device is not None else next(iter(self._handles))
-        self._find(self._pin_uuid)
+        visible = list(self._handles)
+        wanted = [visible[int(each)] if each.isdecimal() and int(each) < count else each for each in devices]
+        if wanted:
+            self._handles = {uuid: self._find(uuid) for uuid in wanted}
 
     def device_uuids(self) -> tuple[str, ...]:
         return tuple(self._handles)
@@ -57,20 +63,17 @@ class CudaPlatform:
     def device(self, uuid: str) -> Device:
         return self._device(uuid)
 
-    def numa_nodes(self) -> tuple[int, ...]:
-        nodes = (_numa_node(handle) for handle in self._handles.values())
-        return tuple(dict.fromkeys(node for node in nodes if node is not None))
+    def numa_node(self, uuid: str) -> int | None:
+        return _numa_node(self._find(uuid))
 
     def pin_limit(self) -> int | None:
         """No limit of the platform's own: NVIDIA's kernel module does not count RLIMIT_MEMLOCK; cgroups do count."""
         return None
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Register one chunk. Prefault it and keep chunks small (1 GiB): the call holds this process's mmap lock."""
-        try:
-            self._device(self._pin_uuid).make_current()
-        except DeviceError as error:
-            raise PinFailed(f"no context to pin with: {error}") from error
+        """Register one chunk for the device that was opened. Prefault it and keep chunks small (1 GiB): the call holds
+        this process's mmap lock."""
+        self._make_current()
         # PORTABLE: pinned for the contexts of all GPUs, also of later ones. With unified addressing (all 64-bit Linux)
         # the device uses the same address, so there is no need for cuMemHostGetDevicePointer.
         (status,) = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)
@@ -78,12 +81,19 @@ class CudaPlatform:
             raise PinFailed(f"cuMemHostRegister of {nbytes} bytes: {describe(status)}")
 
     def unpin(self, address: int, nbytes: int) -> None:
-        self._device(self._pin_uuid).make_current()
+        self._make_current()
         (status,) = driver.cuMemHostUnregister(address)
         # In a lost context every call fails, and the pages are released when the process ends. An error would only
         # keep the caller from releasing the rest.
         if status.name not in STICKY:
             check((status,), f"cuMemHostUnregister of {nbytes} bytes")
+
+    def _make_current(self) -> None:
+        """Pinned memory works for every GPU, so any context that there is will do; without one the first is made."""
+        try:
+            self._device(next(iter(self._devices or self._handles))).make_current()
+        except DeviceError as error:
+            raise PinFailed(f"no context to pin with: {error}") from error
 
     def close(self) -> None:
         with self._lock:
@@ -125,7 +135,6 @@ class CudaDevice:
     def __init__(self, uuid: str, handle: Any) -> None:
         self.uuid = uuid
         self._handle = handle
-        self.numa_node = _numa_node(handle)
         self._context = _open_context(uuid, handle)
         self._lock = threading.Lock()
         self._mappings: dict[bytes, _Mapping] = {}

@@ -50,7 +50,7 @@ class CudaEvent:
             (status,) = driver.cuEventQuery(self._event)
         if status == driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
-        check((status,), "asking an engine's event", lambda text: CopyFailed(text, outcome_known=True))
+        check((status,), "asking an engine's event", lambda text: CopyFailed(text))
         return True
 
     def close(self) -> None:
@@ -136,11 +136,6 @@ class CudaCopyStream:
         (status,) = driver.cuStreamQuery(self._stream) if end is None else driver.cuEventQuery(end.event)
         return status
 
-    def wait_for(self, end: _TimedEvent | None) -> Any:
-        """`ask`, once the event or the stream is over."""
-        (status,) = driver.cuStreamSynchronize(self._stream) if end is None else driver.cuEventSynchronize(end.event)
-        return status
-
     def check(self, status: Any) -> None:
         """Raise for the driver's status of a call in flight, unless the call is over."""
         if status != OK:
@@ -180,8 +175,7 @@ class CudaCopyStream:
             self._refuse(status, "recording an event")
 
     def _new_event(self) -> _TimedEvent:
-        # Without BLOCKING_SYNC a wait spins, and returns tens of microseconds sooner than by an interrupt; the worker
-        # waits only just before the end. Without DISABLE_TIMING the device records the time.
+        # Without DISABLE_TIMING the device records the time.
         flags = driver.CUevent_flags.CU_EVENT_DEFAULT
         status, event = driver.cuEventCreate(int(flags))
         if status != OK:
@@ -222,10 +216,6 @@ class CudaMark:
             return True
         status = self._stream.ask(self._end)
         return status != driver.CUresult.CUDA_ERROR_NOT_READY and self._ended(status)
-
-    def wait(self) -> None:
-        if not self._over:
-            self._ended(self._stream.wait_for(self._end))
 
     def seconds(self) -> float:
         assert self._start is not None

@@ -231,7 +231,7 @@ class WorkerSide:
         self._idle_unsent = False
         client = self._client
         if self._closed:
-            self._settle_closed(0 if client is None else client.epoch)
+            self._settle_closed()
         if client is None:
             return
         for done in client.poll():
@@ -270,11 +270,11 @@ class WorkerSide:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _settle_closed(self, epoch: int) -> None:
+    def _settle_closed(self) -> None:
         """Report the loads of closed clients once nothing can write to their blocks any more."""
         closed, self._closed = self._closed, []
         for client, loads in closed:
-            if not client.unmapped(epoch):
+            if not client.unmapped():
                 self._closed.append((client, loads))
                 continue
             for load in loads:

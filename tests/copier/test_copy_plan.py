@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.core import copy_plan
-from kvsidecar.core.copy_plan import BlockCopies, bind, pitched_pays, run_pays_from
+from kvsidecar.copier import copy_plan
+from kvsidecar.copier.copy_plan import BlockCopies, bind, pitched_pays, run_pays_from
 from kvsidecar.core.layout import check_block_ids, checking_regions
 from kvsidecar.device.base import CopyCall
-from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Region
 from tests.plans import calls_of, copies_of
 
@@ -178,7 +177,7 @@ ROWS_OF_64 = group(Region(0, 0, 64, 16, 16, 2))
 def test_the_plan_itself_refuses_a_block_outside() -> None:
     bound = bind(ROWS_OF_64, [4096])
     for bad in (4, -1):
-        with pytest.raises(InvalidRequest, match=f"block id {bad} is outside"):
+        with pytest.raises(ValueError, match=f"block id {bad} is outside"):
             BlockCopies([(bound, ints(0, bad), ints(0, 32))], boundary=NO_BOUNDARY)
     with pytest.raises(ValueError, match="2 block ids but 1 slots"):
         BlockCopies([(bound, ints(0, 1), ints(0))], boundary=NO_BOUNDARY)

@@ -26,7 +26,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.core.layout import check_block_ids
 from kvsidecar.device.base import COPY, CopyCall
 from kvsidecar.types import GroupLayout
 
@@ -136,7 +135,7 @@ def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
     """Put a checked layout at the addresses of its allocations.
 
     Args:
-        layout: passed `kvsidecar.core.layout.checking_regions`.
+        layout: checked, with all of its regions.
         base_addresses: where each allocation is mapped in this process, in the registration's order.
     """
     regions = layout.regions
@@ -219,14 +218,14 @@ class BlockCopies:
     """The plan of one job. Implements `kvsidecar.device.base.CopyPlan`.
 
     Args:
-        parts: per group its layout, the block ids (passed `check_block_ids`) and the offset of each block's slot in
+        parts: per group its layout, the block ids (checked) and the offset of each block's slot in
             the pool. A slot does not span two pin chunks.
         boundary: no copy spans a pool offset that is a multiple of this: the driver refuses a copy over two
             registrations, so the pin chunk size must be a multiple of it.
 
     Raises:
-        InvalidRequest: an id is out of range. (Checked again: a bad id would write into another client's memory.)
-        ValueError: the arrays of a part differ in length.
+        ValueError: the arrays of a part differ in length, or an id is out of range. (Checked again: a bad id would
+            write into another client's memory.)
     """
 
     def __init__(
@@ -237,12 +236,16 @@ class BlockCopies:
             if len(block_ids) != len(slots):
                 raise ValueError(f"{len(block_ids)} block ids but {len(slots)} slots")
             if len(block_ids) and not 0 <= int(block_ids.min()) <= int(block_ids.max()) < bound.num_blocks:
-                check_block_ids(block_ids, bound.num_blocks)
+                bad = next(each for each in block_ids.tolist() if not 0 <= each < bound.num_blocks)
+                raise ValueError(f"block id {bad} is outside the {bound.num_blocks} blocks of its group")
             self.nbytes += len(block_ids) * bound.shard_bytes
         self._parts = parts
         self._boundary = boundary
-        self._part = 0
-        self._next = 0
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin with the first slice again."""
+        self._part = self._next = 0
         self._lead = True
 
     def take(self, chunk: int | None) -> list[CopyCall]:

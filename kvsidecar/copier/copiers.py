@@ -1,0 +1,441 @@
+"""The copiers of a daemon, one for each device: started side by side, watched, replaced when one ends.
+
+A copier that has ended is replaced by one that pins the same chunks of the pool. It knows no ranks: those of the one
+before attach again, because a rank must know whose death proves that its copies are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvsidecar.copier.launch import launch
+from kvsidecar.copier.link import CopierLink, Copying, Hello, Opened, PoolFile
+from kvsidecar.copier.messages import Part
+from kvsidecar.device.base import MemorySource
+from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed
+from kvsidecar.support import log
+from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
+from kvsidecar.support.tasks import TaskSet
+from kvsidecar.types import Direction, GroupLayout
+
+FIRST_PAUSE_SECONDS: Final = 0.5
+LONGEST_PAUSE_SECONDS: Final = 30.0
+"""Between attempts to replace a copier; doubled each time."""
+START_ATTEMPTS: Final = 3
+"""Processes of one device that may end while the daemon starts, before its start has failed."""
+HUNG_CHECKS: Final = 8
+"""A copier hangs if it is stuck in this many checks in a row. Not at once: after the machine was suspended, every copy
+looks old until its thread has had time to see that it is over."""
+
+_log = log.get("copier")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How every copier is set up."""
+
+    device: str
+    """``auto``, ``cuda`` or ``host``."""
+    devices: tuple[str, ...] = ()
+    """Those to use, by UUID or index; empty for all."""
+    kept: tuple[int, ...] = ()
+    """Descriptors that stay open in every copier: see `launch`."""
+    light_seconds: float = 0.0
+    log_format: str = "json"
+    log_level: str = "info"
+
+
+class Copier:
+    """The copier of one device, across the processes that are it one after another. Used from the event loop.
+
+    Requests and replacement take turns under one lock, so a new process pins all that the one before had pinned.
+
+    Args:
+        on_change: called with this when it stops working, and when it works again.
+    """
+
+    def __init__(
+        self,
+        uuid: str,
+        numa_node: int | None,
+        options: Options,
+        on_change: Callable[[Copier], None],
+        guard: SleepGuard,
+    ) -> None:
+        self.uuid = uuid
+        self.numa_node = numa_node
+        self.deaths = 0
+        """How many of its processes have ended unexpectedly."""
+        self.down = "the copier has not started yet"
+        """Why it takes no copies; empty while it does."""
+        self._options, self._on_change, self._guard = options, on_change, guard
+        self._link: CopierLink | None = None
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        """Set when `down` changes."""
+        self._failures = 0
+        """Attempts to start a process that have failed since one worked."""
+        self._hung_checks = 0
+        self._closing = False
+        self._pool: PoolFile | None = None
+        self._chunks: list[tuple[int, int]] = []
+        """Offset and bytes of the chunks that are pinned."""
+        self._pace: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 if there is none."""
+        return 0 if self._link is None else self._link.pid
+
+    @property
+    def killed_seconds(self) -> float:
+        """How long ago its process was killed, if it still lives; else 0."""
+        return 0.0 if self._link is None else self._link.killed_seconds
+
+    @property
+    def pidfd(self) -> int | None:
+        """Of its process, while it lives; ours."""
+        return None if self._link is None or self._link.ended.done() else self._link.pidfd
+
+    # -- the process ---------------------------------------------------------------------------------------------------
+
+    def launch(self, first: CopierLink | None = None) -> None:
+        """Start its process, which then waits to be set up by `run`.
+
+        Args:
+            first: one that has said hello.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self._link = first or CopierLink(launch(self._options.kept), self._guard)
+
+    async def run(self) -> None:
+        """Set its process up, and replace it whenever it ends; until `close`."""
+        pause = 0.0
+        while True:
+            await asyncio.sleep(pause)
+            if self._closing:
+                return
+            try:
+                if self._link is None or self._link.ended.done():
+                    self.launch()
+                assert self._link is not None
+                async with self._lock:
+                    await self._set_up(self._link)
+            except (KVSidecarError, OSError) as error:
+                self._failures += 1
+                if self._link is not None:
+                    self._link.kill()
+                    await asyncio.shield(self._link.ended)
+                self._set_down(f"the copier does not start: {error}")
+                pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
+                continue
+            self._failures, worked = 0, time.monotonic()
+            reason = await asyncio.shield(self._link.ended)
+            if not self._closing:
+                self.deaths += 1
+                self._set_down(reason)
+            # At once, unless the one before has ended soon as well.
+            lasted = time.monotonic() - worked > LONGEST_PAUSE_SECONDS
+            pause = 0.0 if lasted or self.deaths == 1 else max(FIRST_PAUSE_SECONDS, 2 * pause)
+            pause = min(LONGEST_PAUSE_SECONDS, pause)
+
+    async def _set_up(self, link: CopierLink) -> None:
+        """Tell a process all that it must know."""
+        if not link.greeted:
+            await link.hello(
+                self._options.device, [self.uuid], log_format=self._options.log_format,
+                log_level=self._options.log_level,
+            )  # fmt: skip
+        await link.start(self.uuid, light_seconds=self._options.light_seconds)
+        if self._pool is not None:
+            await link.map(self._pool)
+        for offset, nbytes in self._chunks:
+            await link.pin(offset, nbytes)
+        link.set_pace(self._pace)
+        self._set_down("")
+
+    def _set_down(self, reason: str) -> None:
+        if reason != self.down:
+            self.down = reason
+            self._on_change(self)
+        self._changed.set()
+        self._changed.clear()
+
+    async def working(self) -> None:
+        """Return when it works.
+
+        Raises:
+            DeviceError: it has not worked for `START_ATTEMPTS` processes; the text says why.
+        """
+        while self.down:
+            if self._failures >= START_ATTEMPTS:
+                raise DeviceError(f"{self.uuid}: {self.down}")
+            await self._changed.wait()
+
+    def check(self, stuck_seconds: float) -> str:
+        """Kill a process that hangs. Called again and again. Returns what is stuck, if something is."""
+        link = self._link
+        stuck = "" if link is None or link.ended.done() else link.stuck(stuck_seconds)
+        self._hung_checks = self._hung_checks + 1 if stuck else 0
+        if link is not None and self._hung_checks == HUNG_CHECKS:
+            _log.error("the copier hangs and is killed", device=self.uuid, pid=link.pid, reason=stuck)
+            link.kill(stuck)
+        return f"{self.uuid}: {stuck}" if stuck else ""
+
+    async def close(self) -> None:
+        """End its process, and all of its copies. Returns when it is dead."""
+        self._closing = True
+        if self._link is not None:
+            self._link.kill("the daemon ends")
+            await asyncio.shield(self._link.ended)
+
+    def _live(self) -> CopierLink:
+        if self.down or self._link is None or self._link.ended.done():
+            raise DeviceLost(f"{self.uuid}: {self.down or 'the copier has ended'}")
+        return self._link
+
+    # -- the pool ------------------------------------------------------------------------------------------------------
+
+    async def map(self, pool: PoolFile) -> None:
+        """Map the pool. Copies may be handed over from then on."""
+        async with self._lock:
+            self._pool = pool
+            with suppress(DeviceLost):  # the next process is told
+                await self._live().map(pool)
+
+    async def pin(self, offset: int, nbytes: int) -> None:
+        """Pin one chunk of the pool. A process that dies meanwhile is replaced.
+
+        Raises:
+            PinFailed: nothing of this chunk is pinned.
+        """
+        while True:
+            try:
+                await self.working()
+                async with self._lock:
+                    await self._live().pin(offset, nbytes)
+                    self._chunks.append((offset, nbytes))
+                return
+            except DeviceLost as error:
+                if self._closing:
+                    raise PinFailed(str(error)) from error
+                await asyncio.sleep(0)  # `run` learns of it too
+            except (KVSidecarError, OSError) as error:
+                raise PinFailed(str(error) if self.uuid in str(error) else f"{self.uuid}: {error}") from error
+
+    async def unpin(self, offset: int, nbytes: int) -> None:
+        """Undo `pin` of exactly this chunk."""
+        async with self._lock:
+            if (offset, nbytes) in self._chunks:
+                self._chunks.remove((offset, nbytes))
+                with suppress(DeviceLost):  # a process that has ended has nothing pinned
+                    await self._live().unpin(offset, nbytes)
+
+    # -- sessions and copies -------------------------------------------------------------------------------------------
+
+    async def open(
+        self, session: int, sources: Sequence[MemorySource], layouts: Sequence[GroupLayout], events: Sequence[bytes]
+    ) -> tuple[Opened, int]:
+        """Import a rank's memory. Waits for a process that starts, not for one that replaces another.
+
+        Returns:
+            What was imported, and the process that has it.
+
+        Raises:
+            ImportRefused, DeviceError: nothing was imported.
+        """
+        if not self.deaths:
+            await self.working()
+        async with self._lock:
+            link = self._live()
+            return await link.open(session, sources, layouts, events), link.pid
+
+    async def close_session(self, session: int, pid: int) -> None:
+        """Give a session's memory back. None of its copies may be under way.
+
+        Args:
+            pid: of the process that has it: the memory of one that has ended is given back.
+        """
+        async with self._lock:
+            if pid == self.pid:
+                with suppress(DeviceLost):
+                    await self._live().close_session(session)
+
+    def submit(
+        self,
+        session: int,
+        direction: Direction,
+        parts: Sequence[Part],
+        *,
+        event: int | None = None,
+        on_start: Callable[[], None] | None = None,
+    ) -> Copying:
+        """Hand over a copy; as `CopierLink.submit`.
+
+        Raises:
+            DeviceLost: no process takes it now.
+        """
+        return self._live().submit(session, direction, parts, event=event, on_start=on_start)
+
+    def copies(self, direction: Direction) -> tuple[int, int]:
+        """How many copies wait for their turn, and how many are in flight."""
+        return (0, 0) if self.down or self._link is None else self._link.copies(direction)
+
+    def set_pace(self, nbytes: int | None) -> None:
+        """Set the most bytes of stores in flight at a time; None for the whole link."""
+        if nbytes != self._pace:
+            self._pace = nbytes
+            if not self.down:
+                self._live().set_pace(nbytes)
+
+
+class Copiers:
+    """All copiers of a daemon. Used from the event loop.
+
+    Args:
+        hello: what the first process has found.
+        first: that process, which becomes the copier of the first device.
+        store_chunk: bytes of stores in flight at a time while an engine is busy on their device; None for no bound.
+        on_error: called with (task name, error) if the supervision of a copier fails.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        first: CopierLink,
+        options: Options,
+        *,
+        store_chunk: int | None = None,
+        guard: SleepGuard = NO_GUARD,
+        on_error: Callable[[str, BaseException], None] = lambda *_: None,
+    ) -> None:
+        self.hello = hello
+        self.on_change: Callable[[Copier], None] = lambda _: None
+        """Called with a copier when it stops working, and when it works again."""
+        self._first, self._guard = first, guard
+        self._options = replace(options, device=hello.platform)
+        self._tasks = TaskSet(on_error)
+        self._copiers = {
+            uuid: Copier(uuid, node, self._options, lambda copier: self.on_change(copier), guard)
+            for uuid, node in hello.devices.items()
+        }
+        self._store_chunk = store_chunk
+        self._busy: frozenset[str] = frozenset()
+
+    def __iter__(self) -> Iterator[Copier]:
+        return iter(self._copiers.values())
+
+    def copier(self, uuid: str) -> Copier:
+        """The copier of a device.
+
+        Raises:
+            DeviceNotFound: the daemon does not use such a device; the text lists those that it does.
+        """
+        if uuid not in self._copiers:
+            raise DeviceNotFound(f"device {uuid} is not visible to the daemon; visible: {', '.join(self._copiers)}")
+        return self._copiers[uuid]
+
+    # -- pacing --------------------------------------------------------------------------------------------------------
+
+    @property
+    def store_chunk(self) -> int | None:
+        return self._store_chunk
+
+    @store_chunk.setter
+    def store_chunk(self, nbytes: int | None) -> None:
+        self._store_chunk = nbytes
+        self._set_paces()
+
+    @property
+    def busy(self) -> frozenset[str]:
+        """UUIDs of the devices on which an engine computes: its own small copies, such as those of sampled tokens, must
+        pass the stores there. Elsewhere stores may use the whole link."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, uuids: frozenset[str]) -> None:
+        if uuids != self._busy:
+            self._busy = uuids
+            self._set_paces()
+
+    def pace(self, uuid: str, direction: Direction) -> int | None:
+        """The most bytes in flight at a time now, None for the whole link. Only stores are bounded: copies to the
+        device do not delay those from it (measured)."""
+        return self._store_chunk if direction is Direction.STORE and uuid in self._busy else None
+
+    def _set_paces(self) -> None:
+        for copier in self:
+            copier.set_pace(self.pace(copier.uuid, Direction.STORE))
+
+    # -- start and stop ------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Start all processes. Raises OSError."""
+        first: CopierLink | None = self._first
+        for copier in self:
+            copier.launch(first)
+            first = None
+
+    def pidfds(self) -> dict[int, int]:
+        """The process ids and pidfds of all that live. The descriptors are ours."""
+        return {copier.pid: fd for copier in self if (fd := copier.pidfd) is not None}
+
+    async def start(self) -> None:
+        """Set all up, side by side.
+
+        Raises:
+            DeviceError: one cannot be used; the text names it.
+        """
+        for copier in self:
+            self._tasks.spawn(copier.run(), name=f"copier-{copier.uuid}")
+        await self._all(lambda copier: copier.working())
+
+    async def map(self, pool: PoolFile) -> None:
+        await self._all(lambda copier: copier.map(pool))
+
+    async def pin(self, offset: int, nbytes: int) -> None:
+        """Pin one chunk of the pool in all of them.
+
+        Raises:
+            PinFailed: nothing of this chunk is pinned.
+        """
+        try:
+            await self._all(lambda copier: copier.pin(offset, nbytes))
+        except PinFailed:
+            await self.unpin(offset, nbytes)
+            raise
+
+    async def unpin(self, offset: int, nbytes: int) -> None:
+        await self._all(lambda copier: copier.unpin(offset, nbytes))
+
+    def check(self, stuck_seconds: float) -> str:
+        """Kill those that hang. Returns what is stuck, if something is."""
+        return "; ".join(filter(None, [copier.check(stuck_seconds) for copier in self]))
+
+    def unkillable(self, seconds: float) -> str:
+        """Which copiers still live so long after they were killed; empty if there are none."""
+        return "; ".join(
+            f"{copier.uuid}: the copier (pid {copier.pid}) was killed and does not end"
+            for copier in self
+            if copier.killed_seconds > seconds
+        )
+
+    async def close(self) -> None:
+        """End all processes, and with them all copies. Returns when they are dead."""
+        await self._all(lambda copier: copier.close())
+        self._first.kill()
+        await asyncio.shield(self._first.ended)
+        await self._tasks.cancel()
+
+    async def _all(self, call: Callable[[Copier], Coroutine[Any, Any, None]]) -> None:
+        """Call it for each, side by side; raise the first error when all have returned."""
+        results = await asyncio.gather(*map(call, self), return_exceptions=True)
+        for error in filter(None, results):
+            raise error

@@ -1,0 +1,436 @@
+"""The daemon's side of one copier's process: requests, copies, and the end of both."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from kvsidecar import errors
+from kvsidecar.copier.control import Control, pack_layouts, pack_source
+from kvsidecar.copier.launch import Launched
+from kvsidecar.copier.messages import (
+    Copy,
+    Done,
+    Ended,
+    Kind,
+    Part,
+    Progress,
+    kind_of,
+    last_words_of,
+    number_of,
+    pack_number,
+)
+from kvsidecar.copier.ring import RING_BYTES, Receiver, Ring, RingFull, Sender
+from kvsidecar.device.base import MemorySource
+from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
+from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
+from kvsidecar.support.memory_limits import Pages
+from kvsidecar.types import Direction, GroupLayout
+
+T = TypeVar("T")
+
+ANSWER_SECONDS: Final = 60.0
+"""A request that takes longer counts as stuck. The slowest ones pin a chunk or make a context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a copier's process finds on this machine."""
+
+    platform: str
+    """``cuda`` or ``host``."""
+    why: str
+    """Why it is this platform, in a sentence."""
+    devices: dict[str, int | None]
+    """The devices to use, in the driver's order, and the host NUMA node nearest to each."""
+    pin_limit: int | None
+    """Bytes that a process may pin; None if there is no limit of the platform's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFile:
+    """The pool, as a copier maps it."""
+
+    fd: int
+    nbytes: int
+    pages: Pages
+    slab_bytes: int
+    """No copy spans two slabs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """An engine's allocation, as a copier knows it."""
+
+    key: bytes
+    """Identifies the allocation on its device."""
+    nbytes: int
+    """Of the whole allocation, as the driver or kernel knows it, not as the client claims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A rank's memory and events, imported."""
+
+    memories: tuple[Imported, ...]
+    kinds: tuple[tuple[str, ...], ...]
+    """The kinds of copies of each group, for a trace."""
+    num_events: int
+    events_refused: str
+    """Why its events are not used, if they are not."""
+
+
+class Copying:
+    """A copy that was handed to a copier.
+
+    `ended` is resolved once, when nothing of the copy moves any more: with `Done`, CopyFailed or DeviceLost; or it is
+    cancelled, if the copy never started.
+    """
+
+    __slots__ = ("_copy", "_link", "ended", "on_start")
+
+    def __init__(
+        self, link: CopierLink, copy: Copy, ended: asyncio.Future[Done], on_start: Callable[[], None] | None
+    ) -> None:
+        self._link, self._copy, self.ended, self.on_start = link, copy, ended, on_start
+
+    @property
+    def direction(self) -> Direction:
+        return self._copy.direction
+
+    def cancel(self) -> None:
+        """Do not start it, if it has not started yet."""
+        self._tell(Kind.CANCEL)
+
+    def prioritize(self) -> None:
+        """Let it be the next one of its direction, if it has not started yet."""
+        self._tell(Kind.PRIORITIZE)
+
+    def _tell(self, kind: Kind) -> None:
+        if not self.ended.done():
+            self._link.tell(self._copy.direction, kind, self._copy.number)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Wait until it has ended, even if cancelled meanwhile; raises CancelledError then, after the end."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # so that asyncio does not complain that nobody asked for it
+        raise cancelled
+    return task.result()
+
+
+class CopierLink:
+    """One process. Used from the event loop.
+
+    A copy that was sent ends exactly once: as the copier says, or with the process. The death of the process proves
+    that none of its DMA runs any more (measured: docs/benchmarks.md), so its copies are over then.
+
+    Args:
+        guard: keeps the loop awake for a copy that is about to end.
+    """
+
+    def __init__(self, launched: Launched, guard: SleepGuard = NO_GUARD) -> None:
+        self._process, self._control, self._guard = launched.process, Control(launched.connection), guard
+        self._rings: list[Ring] = []
+        self._senders: dict[Direction, Sender] = {}
+        self._receivers: dict[Direction, Receiver] = {}
+        self._mapped = False
+        """It has the pool: its threads take records."""
+        self._taken = dict.fromkeys(Direction, (-1, 0.0))
+        """Bytes that it has taken of each ring, and when that was last seen to be more than before, or all."""
+        self._asking = asyncio.Lock()
+        self._copies: dict[int, Copying] = {}
+        self._handed = dict.fromkeys(Direction, 0)
+        self._numbers = iter(range(1, 1 << 62))
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(launched.process.pid)
+        self._loop.add_reader(self._pidfd, self._died)
+        self.greeted = False
+        """It has said hello."""
+        self._asked_at = 0.0
+        """When the request was sent that is being answered; 0 if there is none."""
+        self._last_words = ""
+        self._killed_at = 0.0
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        """Resolved with the reason when the process is dead."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def pidfd(self) -> int:
+        """Ours; closed when the process has ended."""
+        return self._pidfd
+
+    @property
+    def killed_seconds(self) -> float:
+        """How long ago it was killed, if it still lives; else 0."""
+        return 0.0 if self.ended.done() or not self._killed_at else time.monotonic() - self._killed_at
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def hello(self, device: str, devices: Sequence[str], *, log_format: str, log_level: str) -> Hello:
+        """Have it look at the machine.
+
+        Args:
+            device: ``auto``, ``cuda`` or ``host``.
+            devices: which to use, by UUID or index; empty for all.
+
+        Raises:
+            ConfigError, DriverUnusable, DeviceNotFound: as `kvsidecar.device.platforms.open_platform`.
+            DeviceLost: the process has ended.
+        """
+        reply = await self.ask(
+            {
+                "do": "hello",
+                "device": device,
+                "devices": list(devices),
+                "log_format": log_format,
+                "log_level": log_level,
+            }
+        )
+        self.greeted = True
+        return Hello(reply["platform"], reply["why"], dict(reply["devices"]), reply["pin_limit"])
+
+    async def start(self, uuid: str, *, light_seconds: float = 0.0, ring_bytes: int = RING_BYTES) -> None:
+        """Have it open its device. It copies when it has the pool.
+
+        Raises:
+            DeviceError: the device cannot be used.
+        """
+        pairs = [(direction, Ring.create(ring_bytes), Ring.create(ring_bytes)) for direction in Direction]
+        for direction, there, back in pairs:
+            self._rings += (there, back)
+            self._senders[direction], self._receivers[direction] = Sender(there), Receiver(back)
+            self._loop.add_reader(back.bell, self._rang, direction)
+        fds = [fd for ring in self._rings for fd in (ring.memory, ring.bell)]
+        await self.ask({"do": "start", "uuid": uuid, "light_seconds": light_seconds, "ring_bytes": ring_bytes}, fds)
+
+    async def map(self, pool: PoolFile) -> None:
+        """Have it map the pool."""
+        await self.ask(
+            {
+                "do": "map",
+                "pool_bytes": pool.nbytes,
+                "page_kind": pool.pages.kind.value,
+                "page_bytes": pool.pages.nbytes,
+                "slab_bytes": pool.slab_bytes,
+            },
+            [pool.fd],
+        )
+        self._mapped = True
+
+    async def pin(self, offset: int, nbytes: int) -> None:
+        """Pin one chunk of the pool. Raises PinFailed: nothing of it is pinned."""
+        await self.ask({"do": "pin", "offset": offset, "nbytes": nbytes})
+
+    async def unpin(self, offset: int, nbytes: int) -> None:
+        await self.ask({"do": "unpin", "offset": offset, "nbytes": nbytes})
+
+    async def open(
+        self, session: int, sources: Sequence[MemorySource], layouts: Sequence[GroupLayout], events: Sequence[bytes]
+    ) -> Opened:
+        """Import a rank's memory.
+
+        Raises:
+            ImportRefused, DeviceError: nothing was imported.
+        """
+        groups = await asyncio.to_thread(pack_layouts, layouts)  # thousands of regions would hold up the loop
+        fds: list[int] = []
+        request = {
+            "do": "open",
+            "session": session,
+            "allocations": [pack_source(each, fds) for each in sources],
+            "groups": groups,
+            "events": [each.hex() for each in events],
+        }
+        try:
+            reply = await self.ask(request, fds)
+        except OSError as error:
+            raise ImportRefused(f"the memory cannot be passed to the copier: {error.strerror}") from error
+        except asyncio.CancelledError:
+            with suppress(DeviceLost):  # a process that has ended holds no memory
+                await _to_the_end(self.close_session(session))  # the caller does not know that it is open
+            raise
+        memories = tuple(Imported(bytes.fromhex(key), nbytes) for key, nbytes in reply["memories"])
+        return Opened(memories, tuple(map(tuple, reply["kinds"])), reply["num_events"], reply["events_refused"])
+
+    async def close_session(self, session: int) -> None:
+        """Give a session's memory back, if it is open. None of its copies may be under way."""
+        await self.ask({"do": "close", "session": session})
+
+    async def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+        """Send one request; requests are answered in order. A request that was sent is not cancelled: the cancellation
+        takes effect when it is answered.
+
+        Raises:
+            DeviceLost: the process has ended.
+            KVSidecarError: the error that it answers with.
+            OSError: nothing was sent: a descriptor cannot be passed.
+        """
+
+        def exchange() -> dict[str, Any] | None:
+            try:
+                self._control.send(request, fds)
+                received = self._control.receive()
+            except ConnectionError:
+                return None
+            return None if received is None else received[0]
+
+        async with self._asking:
+            self._asked_at = time.monotonic()
+            try:
+                reply = None if self.ended.done() else await _to_the_end(asyncio.to_thread(exchange))
+            finally:
+                self._asked_at = 0.0
+                if self.ended.done():
+                    self._control.close()
+        if reply is None:
+            raise DeviceLost(await asyncio.shield(self.ended))
+        if (name := reply.get("error")) is not None:
+            kind = getattr(errors, name, None)
+            known = isinstance(kind, type) and issubclass(kind, KVSidecarError)
+            raise (kind if known else errors.DeviceError)(reply["text"])  # type: ignore[misc]
+        return reply
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        session: int,
+        direction: Direction,
+        parts: Sequence[Part],
+        *,
+        event: int | None = None,
+        on_start: Callable[[], None] | None = None,
+    ) -> Copying:
+        """Hand over a copy.
+
+        Args:
+            event: index of the session's event that must be done before the copy starts.
+            on_start: called when that event is not needed any more.
+
+        Raises:
+            DeviceLost: the process has ended.
+            CopyFailed: the copy has too many blocks for a ring.
+        """
+        if self.ended.done():
+            raise DeviceLost(self.ended.result())
+        copy = Copy(next(self._numbers), session, direction, parts, event)
+        try:
+            self._senders[direction].send(copy.pack())
+        except RingFull as error:
+            raise CopyFailed(str(error)) from error
+        copying = self._copies[copy.number] = Copying(self, copy, self._loop.create_future(), on_start)
+        self._handed[direction] += 1
+        return copying
+
+    def tell(self, direction: Direction, kind: Kind, number: int) -> None:
+        """Send a record that has no answer of its own."""
+        if not self.ended.done():
+            self._senders[direction].send(pack_number(kind, number))
+
+    def set_pace(self, nbytes: int | None) -> None:
+        """Set the most bytes of stores in flight at a time; None for the whole link."""
+        self.tell(Direction.STORE, Kind.PACE, nbytes or 0)
+
+    def copies(self, direction: Direction) -> tuple[int, int]:
+        """How many copies wait for their turn, and how many are in flight: one, or none."""
+        handed = self._handed[direction]
+        running = handed > 0 and self._senders[direction].ring.progress[Progress.IN_FLIGHT] > 0
+        return handed - running, int(running)
+
+    def stuck(self, seconds: float) -> str:
+        """What has made no progress for longer than this; empty if there is nothing.
+
+        Called again and again: that a direction takes nothing is seen by comparison with earlier calls.
+        """
+        now = time.monotonic()
+        if self.ended.done():
+            return ""
+        for direction, sender in self._senders.items() if self._mapped else ():
+            taken, seen = sender.taken_bytes, self._taken[direction]
+            if taken != seen[0] or not sender.untaken_bytes:
+                self._taken[direction] = seen = taken, now
+            since = {
+                f"a {direction} has been in flight": sender.ring.progress[Progress.IN_FLIGHT],
+                f"the thread of {direction}s has been in one call": sender.ring.progress[Progress.WORKING],
+                f"the thread of {direction}s has taken nothing": seen[1],
+            }
+            for what, when in since.items():
+                if when and now - when > seconds:
+                    return f"{what} for {now - when:.0f} s"
+        if self._asked_at and now - self._asked_at > ANSWER_SECONDS:
+            return f"a request has not been answered for {now - self._asked_at:.0f} s"
+        return ""
+
+    def _rang(self, direction: Direction) -> None:
+        for record in self._receivers[direction].take():
+            match kind_of(record):
+                case Kind.DONE:
+                    self._done(Done.unpack(record))
+                case Kind.STARTED:
+                    copying = self._copies.get(number_of(record))
+                    if copying is not None and copying.on_start is not None:
+                        copying.on_start()
+                case Kind.SOON:
+                    self._guard.keep_awake()
+                case Kind.LAST_WORDS:
+                    self._last_words = last_words_of(record)
+        self._senders[direction].flush()
+
+    def _done(self, done: Done) -> None:
+        copying = self._copies.pop(done.number)
+        self._handed[copying.direction] -= 1
+        ended = copying.ended
+        if ended.done():
+            return  # cancelled by whoever waited for it
+        if done.ended is Ended.COPIED:
+            ended.set_result(done)
+        elif done.ended is Ended.CANCELLED:
+            ended.cancel()
+        else:
+            ended.set_exception(CopyFailed(done.error))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def kill(self, reason: str = "") -> None:
+        """End the process at once, whatever it does. Its copies end with it."""
+        if not self._killed_at and not self.ended.done():
+            self._last_words, self._killed_at = reason, time.monotonic()
+            self._process.kill()
+
+    def _died(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if not self._asking.locked():
+            self._control.close()  # else `ask` does, whose thread still uses it
+        # The records that it wrote before are taken first: a copy that was done stays done.
+        for direction, receiver in self._receivers.items():
+            self._rang(direction)
+            self._loop.remove_reader(receiver.bell)
+        code = self._process.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        reason = f"the copier has ended ({self._last_words or how})"
+        copies, self._copies = self._copies, {}
+        self._handed = dict.fromkeys(Direction, 0)
+        self.ended.set_result(reason)
+        for copying in copies.values():
+            if not copying.ended.done():
+                copying.ended.set_exception(DeviceLost(reason))
+        for ring in self._rings:
+            ring.close()

@@ -1,0 +1,155 @@
+"""The messages about copies between the daemon and a copier, as records of a `Ring`. Pure.
+
+All other requests are rarer and go over a Unix socket: `kvsidecar.copier.control`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.types import Direction
+
+_COPY: Final = struct.Struct("<BBHIQQ")
+"""Kind, direction, parts, event + 1 (0: none), number, session."""
+_PART: Final = struct.Struct("<II")
+"""Group, blocks; then as many block ids and as many offsets of slots, 8 bytes each."""
+_NUMBER: Final = struct.Struct("<BQ")
+_DONE: Final = struct.Struct("<BBQQddd")
+"""Kind, outcome, number, bytes, seconds of copying, seconds of waiting, when it ended; then the text of an error."""
+_DIRECTIONS: Final = tuple(Direction)
+
+
+class Kind(IntEnum):
+    """First byte of a record."""
+
+    COPY = 1
+    CANCEL = 2
+    PRIORITIZE = 3
+    PACE = 4
+    STARTED = 5
+    DONE = 6
+    SOON = 7
+    """A copy is expected to end within `SPIN_SECONDS`: the thread that waits for it should be awake then."""
+    LAST_WORDS = 8
+    """Why the process ends, as text. The last record of a ring."""
+
+
+class Ended(IntEnum):
+    """How a copy has ended."""
+
+    COPIED = 0
+    CANCELLED = 1
+    FAILED = 2
+    """Nothing of it moves any more. (If it might still, the process ends, and the copy with it.)"""
+
+
+class Progress(IntEnum):
+    """The words of `Ring.progress`, written by a direction's thread: monotonic seconds, or 0."""
+
+    WORKING = 0
+    """Since when the thread has not looked for records; 0 while it waits for them."""
+    IN_FLIGHT = 1
+    """`CopyQueue.in_flight_since`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks of one group. Both arrays have the same length."""
+
+    group: int
+    block_ids: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    """Where each block's slot begins, in bytes from the pool's base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy blocks of one session.
+
+    Args:
+        number: unique among the copies of this copier.
+        event: of the session's ring, which must be done before the copy starts; None: it may start at once.
+    """
+
+    number: int
+    session: int
+    direction: Direction
+    parts: Sequence[Part]
+    event: int | None = None
+
+    def pack(self) -> bytes:
+        head = _COPY.pack(
+            Kind.COPY, _DIRECTIONS.index(self.direction), len(self.parts), 0 if self.event is None else self.event + 1,
+            self.number, self.session,
+        )  # fmt: skip
+        pieces = [head]
+        for part in self.parts:
+            pieces += (_PART.pack(part.group, len(part.block_ids)), part.block_ids.tobytes(), part.slots.tobytes())
+        return b"".join(pieces)
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Copy:
+        _, direction, num_parts, event, number, session = _COPY.unpack_from(record)
+        position, parts = _COPY.size, []
+        for _ in range(num_parts):
+            group, count = _PART.unpack_from(record, position)
+            position += _PART.size
+            ids = np.frombuffer(record, np.int64, count, position)
+            slots = np.frombuffer(record, np.int64, count, position + 8 * count)
+            position += 16 * count
+            parts.append(Part(group, ids, slots))
+        return cls(number, session, _DIRECTIONS[direction], parts, event - 1 if event else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A copy has ended. Seconds are of the monotonic clock, which all processes of a machine share."""
+
+    number: int
+    ended: Ended
+    nbytes: int = 0
+    copy_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    at: float = 0.0
+    error: str = ""
+
+    def pack(self) -> bytes:
+        head = _DONE.pack(
+            Kind.DONE, self.ended, self.number, self.nbytes, self.copy_seconds, self.queue_seconds, self.at
+        )
+        return head + self.error.encode()
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Done:
+        _, ended, number, nbytes, copy_seconds, queue_seconds, at = _DONE.unpack_from(record)
+        error = record[_DONE.size :].decode(errors="replace")
+        return cls(number, Ended(ended), nbytes, copy_seconds, queue_seconds, at, error)
+
+
+def kind_of(record: bytes) -> Kind:
+    return Kind(record[0])
+
+
+def pack_number(kind: Kind, number: int) -> bytes:
+    """CANCEL, PRIORITIZE or STARTED of a copy; PACE of so many bytes, 0 for the whole link."""
+    return _NUMBER.pack(kind, number)
+
+
+def pack_last_words(text: str) -> bytes:
+    return bytes([Kind.LAST_WORDS]) + text.encode()
+
+
+def last_words_of(record: bytes) -> str:
+    return record[1:].decode(errors="replace")
+
+
+def number_of(record: bytes) -> int:
+    number: int = _NUMBER.unpack_from(record)[1]
+    return number

@@ -1,0 +1,326 @@
+"""The process of one GPU: maps and pins the pool, imports the ranks' memory, and copies.
+
+It speaks with the daemon alone: over the socket that it inherits, and two rings for each direction. It ends when the
+daemon closes the socket, and at the latest when the daemon dies.
+
+The main thread answers the daemon's requests; each direction has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from kvsidecar.copier.control import Control, layouts_of, source_of
+from kvsidecar.copier.copy_plan import BlockCopies, BoundGroup, bind
+from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
+from kvsidecar.copier.messages import (
+    Copy,
+    Done,
+    Ended,
+    Kind,
+    Progress,
+    kind_of,
+    number_of,
+    pack_last_words,
+    pack_number,
+)
+from kvsidecar.copier.ring import Receiver, Ring, Sender
+from kvsidecar.copier.sleeper import Sleeper
+from kvsidecar.device.base import Device, DeviceEvent, DeviceMemory, ScratchSource
+from kvsidecar.device.platforms import open_platform
+from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
+from kvsidecar.support import failpoints, host_memory, log
+from kvsidecar.support.cpu_sleep import NAP_SECONDS
+from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.types import Direction
+
+FULL_SECONDS: Final = 1e-3
+"""Between attempts to write into a ring that the daemon does not empty."""
+EXIT_FAILED: Final = 1
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
+_PR_SET_TIMERSLACK: Final = 29
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_prctl = ctypes.CDLL(None).prctl
+_log = log.get("copier")
+
+
+@dataclass(slots=True)
+class Session:
+    """A rank's memory and events, imported by this process."""
+
+    memories: list[DeviceMemory]
+    groups: dict[int, BoundGroup]
+    events: list[DeviceEvent] = field(default_factory=list)
+
+
+class Sessions:
+    """The ranks whose memory is imported. The main thread opens and closes them, the threads of the directions read."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._sessions: dict[int, Session] = {}
+
+    def __getitem__(self, number: int) -> Session:
+        return self._sessions[number]
+
+    def open(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+        """Import a rank's memory and events: all of it, or nothing."""
+        session = Session([], {})
+        try:
+            for each in request["allocations"]:
+                failpoints.hit("copier.import")
+                source = source_of(each, fds)
+                if isinstance(source, ScratchSource):
+                    session.memories.append(self._device.allocate(source.nbytes))
+                else:
+                    session.memories.append(self._device.import_memory(source))
+            bases = [memory.address for memory in session.memories]
+            session.groups = {each.group: bind(each, bases) for each in layouts_of(request["groups"])}
+            refused = self._open_events(session, request["events"])
+        except BaseException:
+            self._give_back(session)
+            raise
+        self._sessions[request["session"]] = session
+        return {
+            "memories": [[memory.key.hex(), memory.nbytes] for memory in session.memories],
+            "kinds": [bound.fast.kinds for bound in session.groups.values()],
+            "num_events": len(session.events),
+            "events_refused": refused,
+        }
+
+    def _open_events(self, session: Session, handles: Sequence[str]) -> str:
+        try:
+            for handle in handles:
+                session.events.append(self._device.import_event(bytes.fromhex(handle)))
+        except ImportRefused as error:
+            _close(session.events)
+            session.events.clear()
+            return str(error)
+        return ""
+
+    def close(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Give a session's memory back, if it is open. None of its copies may be under way."""
+        if (session := self._sessions.pop(request["session"], None)) is not None:
+            self._give_back(session)
+        return {}
+
+    def _give_back(self, session: Session) -> None:
+        _close(session.events)
+        for memory in session.memories:
+            self._device.release_memory(memory)
+
+
+def _close(events: Sequence[DeviceEvent]) -> None:
+    for event in events:
+        event.close()
+
+
+class CopyLoop:
+    """One direction, in a thread of its own, with rings of its own: takes the daemon's records, issues copies, and
+    writes how they ended. Nothing is handed to another thread.
+
+    Two threads, because a driver's call for a thousand copies takes half a millisecond of a core, and both directions
+    together need more than one core (measured). The interpreter's lock is released during such a call.
+
+    Args:
+        pool_address: where this process has mapped the pool.
+        slab_bytes: no copy spans two slabs.
+        light_seconds: the thread sleeps in short naps for this long after a copy; 0 for no naps.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        direction: Direction,
+        sessions: Sessions,
+        pool_address: int,
+        slab_bytes: int,
+        light_seconds: float,
+        from_daemon: Receiver,
+        to_daemon: Sender,
+    ) -> None:
+        self._device, self._direction, self._sessions = device, direction, sessions
+        self._pool_address, self._slab_bytes, self._light_seconds = pool_address, slab_bytes, light_seconds
+        self._receiver, self._sender = from_daemon, to_daemon
+        self._last_end = 0.0
+
+    def run(self) -> None:
+        """Copy until the process ends.
+
+        Raises:
+            CopyFailed, DeviceLost: copies may still run, and only the end of the process ends them.
+        """
+        stream = self._device.open_stream(self._direction)
+        self._queue = queue = CopyQueue(stream, self._direction, self._pool_address, self._ended)
+        sleeper, progress = Sleeper(self._receiver.bell), self._receiver.ring.progress
+        wait: float | None = None
+        while True:
+            progress[Progress.IN_FLIGHT] = queue.in_flight_since
+            progress[Progress.WORKING] = 0.0
+            rung = sleeper.sleep(wait)
+            progress[Progress.WORKING] = time.monotonic()
+            if rung:
+                for record in self._receiver.take():
+                    self._take(record)
+            elif wait is not None and wait > NAP_SECONDS and self._light_seconds and queue.end_in_flight:
+                # This thread slept until shortly before the end of a copy; the daemon's loop may sleep, too.
+                self._sender.send(pack_number(Kind.SOON, 0))
+            wait = 0.0 if queue.step() else queue.wait()
+            self._sender.flush()
+            if wait is None and time.monotonic() - self._last_end < self._light_seconds:
+                wait = NAP_SECONDS
+            if self._sender.waiting_bytes:
+                wait = FULL_SECONDS if wait is None else min(wait, FULL_SECONDS)
+
+    def run_to_the_end(self) -> None:
+        """`run`, and end the process: its end is the daemon's proof that nothing moves any more."""
+        _prctl(_PR_SET_NAME, str(self._direction).encode(), 0, 0, 0)  # what top and gdb show
+        _prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # ns; the default of 50 us is as long as a copy of one block
+        try:
+            self.run()
+        except BaseException as error:  # noqa: BLE001 - the daemon is told, whatever it was
+            text = f"{type(error).__name__}: {error}"
+            _log.error("the copier ends", direction=self._direction.value, error=text)
+            self._sender.send(pack_last_words(str(error) if isinstance(error, KVSidecarError) else text))
+        log.flush()
+        os._exit(EXIT_FAILED)
+
+    def _take(self, record: bytes) -> None:
+        kind = kind_of(record)
+        if kind is Kind.COPY:
+            self._copy(Copy.unpack(record))
+        elif kind is Kind.PACE:
+            self._queue.pace = number_of(record) or None
+        elif kind is Kind.PRIORITIZE:
+            self._queue.prioritize(number_of(record))
+        elif self._queue.cancel(number := number_of(record)):
+            self._sender.send(Done(number, Ended.CANCELLED).pack())
+
+    def _copy(self, copy: Copy) -> None:
+        try:
+            session = self._sessions[copy.session]
+            parts = [(session.groups[part.group], part.block_ids, part.slots) for part in copy.parts]
+            plan = BlockCopies(parts, boundary=self._slab_bytes)
+            after = None if copy.event is None else session.events[copy.event]
+        except Exception as error:  # noqa: BLE001 - nothing was issued; the daemon is told, whatever it was
+            self._sender.send(Done(copy.number, Ended.FAILED, error=f"{type(error).__name__}: {error}").pack())
+            return
+        started = None if after is None else partial(self._sender.send, pack_number(Kind.STARTED, copy.number))
+        self._queue.submit(QueuedCopy(copy.number, plan, after, started))
+
+    def _ended(self, copy: QueuedCopy, result: CopyResult | CopyFailed) -> None:
+        if isinstance(result, CopyFailed):
+            done = Done(copy.number, Ended.FAILED, error=str(result))
+        else:
+            self._last_end = result.ended
+            done = Done(
+                copy.number, Ended.COPIED, result.nbytes, result.copy_seconds, result.queue_seconds, result.ended
+            )
+        self._sender.send(done.pack())
+
+
+class Copier:
+    """Answers the daemon's requests, one at a time, in the main thread."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Callable[[dict[str, Any], Sequence[int]], dict[str, Any]]] = {
+            "hello": self._hello,
+            "start": self._start,
+            "map": self._map,
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "open": lambda request, fds: self._sessions.open(request, fds),
+            "close": lambda request, _: self._sessions.close(request),
+        }
+
+    def serve(self, control: Control) -> None:
+        """Answer until the daemon has gone, or the device is lost."""
+        while (received := control.receive()) is not None:
+            request, fds = received
+            try:
+                reply = self._requests[request["do"]](request, fds)
+            except (KVSidecarError, OSError, failpoints.FailpointError) as error:
+                reply = {"error": type(error).__name__, "text": str(error)}
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            control.send(reply)
+            if reply.get("error") == DeviceLost.__name__:
+                return  # the context is gone: a new process gets a new one
+
+    def _hello(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
+        log.configure(log_format=request["log_format"], level=request["log_level"])
+        self._platform, why = open_platform(request["device"], devices=request["devices"])
+        return {
+            "platform": self._platform.name,
+            "why": why,
+            "devices": [[uuid, self._platform.numa_node(uuid)] for uuid in self._platform.device_uuids()],
+            "pin_limit": self._platform.pin_limit(),
+        }
+
+    def _start(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+        self._device = self._platform.device(request["uuid"])
+        self._sessions = Sessions(self._device)
+        self._light_seconds = request["light_seconds"]
+        ours = map(os.dup, fds)
+        rings = [Ring(memory, bell, request["ring_bytes"]) for memory, bell in zip(ours, ours, strict=True)]
+        self._rings = {direction: rings[2 * index : 2 * index + 2] for index, direction in enumerate(Direction)}
+        return {}
+
+    def _map(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+        """Map the pool, and start to copy."""
+        pages = Pages(PageKind(request["page_kind"]), request["page_bytes"])
+        self._address = host_memory.map_file(fds[0], request["pool_bytes"], pages)
+        host_memory.advise(self._address, request["pool_bytes"], mmap.MADV_DONTDUMP)  # as the daemon's own mapping
+        for direction, (there, back) in self._rings.items():
+            loop = CopyLoop(
+                self._device, direction, self._sessions, self._address, request["slab_bytes"], self._light_seconds,
+                Receiver(there), Sender(back),
+            )  # fmt: skip
+            threading.Thread(target=loop.run_to_the_end, name=str(direction), daemon=True).start()
+        return {}
+
+    def _pin(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
+        """Pin one chunk. Its pages exist; this process's page tables are filled first."""
+        failpoints.hit("copier.pin")
+        address, nbytes = self._address + request["offset"], request["nbytes"]
+        host_memory.populate(address, nbytes, PageKind.SMALL)
+        self._platform.pin(address, nbytes)
+        return {}
+
+    def _unpin(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
+        self._platform.unpin(self._address + request["offset"], request["nbytes"])
+        return {}
+
+
+def main() -> None:
+    """``python -m kvsidecar.copier.process FD``: the number of the inherited socket."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's, or the service manager's: the daemon decides
+    failpoints.configure_from_environment()
+    # If the daemon died before the first prctl, its end of the socket is closed, and `serve` returns.
+    try:
+        Copier().serve(Control(socket.socket(fileno=int(sys.argv[1]))))
+    except BaseException:  # noqa: BLE001 - no end unheard
+        _log.exception("the copier ends")
+    log.flush()
+    os._exit(EXIT_FAILED)  # nothing is waited for
+
+
+if __name__ == "__main__":
+    main()

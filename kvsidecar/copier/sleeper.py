@@ -1,0 +1,27 @@
+"""How a copier waits for its daemon: in nanoseconds, where Python's poll() counts in milliseconds."""
+
+from __future__ import annotations
+
+import ctypes
+import select
+
+from kvsidecar.support.cpu_sleep import Timespec
+
+
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+_ppoll = ctypes.CDLL(None).ppoll
+_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(Timespec), ctypes.c_void_p)
+
+
+class Sleeper:
+    """Waits for one descriptor. Used by one thread."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = _PollFd(fd, select.POLLIN)
+
+    def sleep(self, seconds: float | None) -> bool:
+        """Wait until it is readable, at most ``seconds``; None for as long as it takes. Returns whether it is."""
+        return bool(_ppoll(self._fd, 1, None if seconds is None else Timespec.of(seconds), None) > 0)
