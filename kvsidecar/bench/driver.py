@@ -80,14 +80,14 @@ class Pinned:
 
 
 class Cuda(cuda_driver.CudaContext):
-    """The primary context of the first visible GPU, with streams. Its methods may be called from any thread."""
+    """The primary context of one visible GPU, with streams. Its methods may be called from any thread."""
 
     failure = CudaFailed
 
-    def __init__(self) -> None:
+    def __init__(self, ordinal: int = 0) -> None:
         if cuda_driver.device_count() == 0:
             raise DriverUnusable("the CUDA driver sees no GPU")
-        super().__init__()
+        super().__init__(ordinal)
         self._bound = threading.local()
 
     def bind(self) -> None:

@@ -139,15 +139,25 @@ class Engine:
 
 @contextmanager
 def attached(
-    socket: str, layout: Layout, cuda: Cuda | None, *, run: str, rng: np.random.Generator, name: str = "kvsidecar-bench"
+    socket: str,
+    layout: Layout,
+    cuda: Cuda | None,
+    *,
+    run: str,
+    rng: np.random.Generator,
+    name: str = "kvsidecar-bench",
+    host: str = "host",
 ) -> Iterator[Engine]:
     """Allocate, attach, wait until ready; detach and give back at the end.
+
+    Args:
+        host: which device of the host, without a GPU.
 
     Raises:
         ClientError: the daemon does not take the rank.
         BenchError: it is not ready in time, or has failed.
     """
-    memory = engine_memory(layout, cuda)
+    memory = engine_memory(layout, cuda, host)
     # The budgets of a real engine would turn a stall into a miss; here the stall is what is to be seen.
     client = Client(socket, name=name, timeout=TIMEOUT, step_budget=TIMEOUT)
     unmapped = False

@@ -39,15 +39,16 @@ class EngineMemory(Protocol):
 class HostMemory:
     """A memfd per allocation."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, device: str = "host") -> None:
         self._layout = layout
+        self._device = device
         self._buffers = [HostBuffer(nbytes, "kvsidecar-bench") for nbytes in layout.allocation_bytes]
         self._arrays: list[Bytes] = [np.frombuffer(buffer.memory, np.uint8) for buffer in self._buffers]
         for array in self._arrays:
             array[::4096] = 0  # no copy may pay for the first touch of a page
 
     def kv_buffers(self) -> KVBuffers:
-        return KVBuffers("host", tuple(Allocation(buffer.nbytes, fd=buffer.fd) for buffer in self._buffers))
+        return KVBuffers(self._device, tuple(Allocation(buffer.nbytes, fd=buffer.fd) for buffer in self._buffers))
 
     def write(self, block: int, content: Bytes) -> None:
         place = 0
@@ -118,6 +119,6 @@ class CudaMemory:
             self._cuda.free(address)
 
 
-def engine_memory(layout: Layout, cuda: Cuda | None) -> EngineMemory:
-    """Memory of this layout on the GPU, or on the host where there is none."""
-    return HostMemory(layout) if cuda is None else CudaMemory(cuda, layout)
+def engine_memory(layout: Layout, cuda: Cuda | None, host: str = "host") -> EngineMemory:
+    """Memory of this layout on the GPU, or on this device of the host where there is none."""
+    return HostMemory(layout, host) if cuda is None else CudaMemory(cuda, layout)

@@ -18,6 +18,7 @@ MEASUREMENTS = {
     "lookup": "lookup latency by number of hashes",
     "submit": "what a store, a load and an empty poll cost the engine's thread",
     "jobs": "one-block jobs per second, 1 to 8 ranks",
+    "scaling": "all GPUs together, stores and loads at once: GB/s by number of GPUs",
     "token": "an engine's 4 KiB device-to-host copy while the daemon stores and loads",
     "pin": "an engine's steps while a daemon pins its pool, and how fast it pins",
 }

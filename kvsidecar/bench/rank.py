@@ -19,6 +19,7 @@ from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.engine import Engine, Held, attached, direction_submits
 from kvsidecar.bench.layouts import Layout
 from kvsidecar.bench.processes import serve
+from kvsidecar.support import cuda_driver
 from kvsidecar.types import Direction
 
 LEASE_SECONDS = 60.0
@@ -120,9 +121,14 @@ def main() -> None:
     rng = np.random.default_rng(config["seed"])
     blocks, in_flight, directions = config["blocks"], config["in_flight"], config["directions"]
     with ExitStack() as stack:
-        cuda = Cuda() if config["cuda"] else None
+        cuda, on = None, config["on"]
+        if config["cuda"]:
+            uuids = [cuda_driver.device_uuid(ordinal) for ordinal in range(cuda_driver.device_count())]
+            cuda = Cuda(uuids.index(on) if on else 0)
+        if on:
+            layout = layout.sized(cuda.memory_info()[0] if cuda else None)
         engine = stack.enter_context(
-            attached(config["socket"], layout, cuda, run=config["run"], rng=rng, name=config["name"])
+            attached(config["socket"], layout, cuda, run=config["run"], rng=rng, name=config["name"], host=on or "host")
         )
         loads = Direction.LOAD.value in directions
         held = stack.enter_context(engine.held(blocks, in_flight, LEASE_SECONDS)) if loads else []

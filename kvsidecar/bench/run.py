@@ -21,6 +21,7 @@ from kvsidecar.bench import (
     limit,
     machine,
     pinning,
+    scaling,
     token_copy,
     verify,
 )
@@ -42,6 +43,7 @@ MEASURE: Mapping[str, Measure] = {
     "lookup": latency.lookups,
     "submit": latency.submit,
     "jobs": job_rate.measure,
+    "scaling": scaling.measure,
     "token": token_copy.measure,
     "pin": pinning.measure,
 }

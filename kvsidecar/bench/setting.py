@@ -172,11 +172,17 @@ class Setting:
         device: str = "",
         cores: frozenset[int] | None = None,
         number: int = 0,
+        on: str | None = None,
     ) -> Iterator[Child]:
-        """A rank in a process of its own, attached; see `kvsidecar.bench.rank` for what it answers."""
+        """A rank in a process of its own, attached; see `kvsidecar.bench.rank` for what it answers.
+
+        Args:
+            on: the device by the daemon's name; None for the first GPU, or ``host``.
+        """
         config: dict[str, Any] = {
             "socket": (daemon or self.daemon()).socket,
             "cuda": (device or self.device) == "cuda",
+            "on": on,
             "layout": layout.to_json(),
             "blocks": blocks,
             "in_flight": in_flight,

@@ -137,6 +137,17 @@ def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
     yield table
 
 
+def _scaling(_: Report, rows: list[Row]) -> Iterable[Table]:
+    columns = "layout", "blocks a job", "devices", "GB/s of all, both ways", "store", "load", "times one"
+    table = new_table("Stores and loads at once on one device after another, 2 jobs in flight each way", *columns)
+    one: dict[tuple[str, int], float] = {}
+    for row in rows:
+        first = one.setdefault((row["layout"], row["blocks"]), row["gbps"])
+        numbers = (number(row[key]) for key in ("gbps", "store_gbps", "load_gbps"))
+        table.add_row(row["layout"], str(row["blocks"]), str(row["devices"]), *numbers, number(row["gbps"] / first, 2))
+    yield table
+
+
 def _token(_: Report, rows: list[Row]) -> Iterable[Table]:
     columns = "daemon's traffic", "mode", "p50 µs", "p99 µs", "max µs", "store GB/s", "load GB/s"
     table = new_table("An engine's 4 KiB device-to-host copy meanwhile", *columns)
@@ -184,6 +195,7 @@ TABLES: Mapping[str, Tables] = {
     "lookup": _lookup,
     "submit": _submit,
     "jobs": _jobs,
+    "scaling": _scaling,
     "token": _token,
     "pin": _pin,
 }

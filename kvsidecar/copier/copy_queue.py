@@ -109,7 +109,8 @@ class CopyQueue:
         on_end: Callable[[QueuedCopy, CopyResult | CopyFailed], None],
     ) -> None:
         self._stream, self._pool_address, self._on_end = stream, pool_address, on_end
-        self._failpoint = "store.in_flight" if direction is Direction.STORE else "load.in_flight"
+        self._direction = direction
+        self._failpoint = f"{direction}.in_flight"
         self.pace: int | None = None
         """The most bytes that may be in flight while an engine's own copies in this direction must pass; None while the
         whole link may be used."""
@@ -212,7 +213,7 @@ class CopyQueue:
             else:
                 if failpoints.is_set(self._failpoint):
                     # In line as a call that nothing is issued behind, so that this thread goes on meanwhile.
-                    self._flights.append(_Flight(self._issuing, _Held(self._failpoint), AHEAD_BYTES, time.monotonic()))
+                    self._flights.append(_Flight(self._issuing, _Held(self._direction), AHEAD_BYTES, time.monotonic()))
                     self._ahead += AHEAD_BYTES
                 self._flights.append(_Flight(self._issuing, None, 0, 0.0))
                 self._issuing = None
@@ -326,15 +327,15 @@ class _Held:
     """Keeps a copy in flight, in the place of a slow or failing device, for as long as a failpoint takes. Implements
     `kvsidecar.device.base.CopyMark`."""
 
-    def __init__(self, failpoint: str) -> None:
-        self._failpoint = failpoint
+    def __init__(self, direction: Direction) -> None:
+        self._direction = direction
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._pass, name=failpoint, daemon=True)
+        self._thread = threading.Thread(target=self._pass, name=f"{direction}-held", daemon=True)
         self._thread.start()
 
     def _pass(self) -> None:
         try:
-            failpoints.hit(self._failpoint)
+            failpoints.hit("store.in_flight" if self._direction is Direction.STORE else "load.in_flight")
         except BaseException as error:  # noqa: BLE001 - raised where the copy is looked at
             self._error = error
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvsidecar.device.base import CopyStream
 from kvsidecar.errors import CopyFailed
-from kvsidecar.support import failpoints, log
+from kvsidecar.support import log
 
 QUIESCE_SECONDS: Final = 2.0
 """After an error the device has this long to end its copies, which take milliseconds."""
@@ -23,7 +23,6 @@ def quiesce(stream: CopyStream) -> None:
         CopyFailed: with ``outcome_known=False``: they are not after `QUIESCE_SECONDS`, or the device does not say.
         DeviceLost: the context is gone.
     """
-    failpoints.hit("copy.quiesce")
     deadline = time.monotonic() + QUIESCE_SECONDS
     while not stream.is_done():
         if time.monotonic() >= deadline:

@@ -40,7 +40,6 @@ KNOWN: dict[str, str] = {
     "store.in_flight": "in the copier: the copies of a store job are issued but not complete",
     "load.in_flight": "in the copier: the copies of a load job are issued but not complete",
     "copy.device_lost": "in the copier, before a job's copies: raise() simulates a sticky CUDA error",
-    "copy.quiesce": "in the copier, before it asks the device whether all submitted work is complete",
     "copier.pin": "in the copier, before it pins one chunk of the pool",
     "copier.import": "in the copier, before it imports one allocation of a rank",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",

@@ -95,6 +95,12 @@ def test_ranks_do_jobs_and_traffic_flows_while_tokens_are_copied(ran: Ran) -> No
         assert (row["store_gbps"] > 0, row["load_gbps"] > 0) == ("store" in traffic, "load" in traffic)
 
 
+def test_devices_are_measured_one_after_another(ran: Ran) -> None:
+    rows = [(row["layout"], row["blocks"], row["devices"]) for row in ran.rows("scaling")]
+    assert rows == list(product(("stacked-64k", "tp8-4k"), (256, 32), (1, 2)))
+    assert all(row["store_gbps"] >= 0 and row["gbps"] > 0 for row in ran.rows("scaling"))
+
+
 def test_pinning_is_timed_and_an_engine_steps_meanwhile(ran: Ran) -> None:
     phases = {row["phase"]: row for row in ran.rows("pin")}
     assert {"idle", "daemon starts, its context", "daemon pins", "pool"} <= set(phases)
