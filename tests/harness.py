@@ -182,11 +182,11 @@ class DaemonProcess:
             found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
         except (FileNotFoundError, ProcessLookupError):
             return []
-        return sorted(pid for pid in found if "kvsidecar.copier.process" in _command(pid))
+        return sorted(pid for pid in found if "kvsidecar.copier.process" in _proc(pid, "cmdline"))
 
     def mapped_buffers(self) -> int:
         """How many engines' buffers its copiers have mapped."""
-        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in self.copiers()]
+        maps = [_proc(pid, "maps") for pid in self.copiers()]
         assert "/memfd:kvsidecar-kv" not in Path(f"/proc/{self.process.pid}/maps").read_text()
         return sum(each.count("/memfd:kvsidecar-kv") for each in maps)
 
@@ -220,18 +220,16 @@ class DaemonProcess:
             print("daemon log:", *self.log, sep="\n  ")
 
 
-def _command(pid: int) -> str:
+def _proc(pid: int, name: str) -> str:
+    """What the kernel says of a process; empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/{name}").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
 def _locked_kib(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
+    status = _proc(pid, "status")
     return int((status.partition("VmLck:")[2].split() or ["0"])[0])  # a process that has ended has no such line
 
 

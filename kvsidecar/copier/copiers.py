@@ -26,6 +26,8 @@ from kvsidecar.types import Direction, GroupLayout
 FIRST_PAUSE_SECONDS: Final = 0.5
 LONGEST_PAUSE_SECONDS: Final = 30.0
 """Between attempts to replace a copier; doubled each time."""
+SOON_SECONDS: Final = 5.0
+"""A copier that ends sooner than this after its start is replaced after a pause."""
 START_ATTEMPTS: Final = 3
 """Processes of one device that may end while the daemon starts, before its start has failed."""
 HUNG_CHECKS: Final = 8
@@ -141,10 +143,9 @@ class Copier:
             if not self._closing:
                 self.deaths += 1
                 self._set_down(reason)
-            # At once, unless the one before has ended soon as well.
-            lasted = time.monotonic() - worked > LONGEST_PAUSE_SECONDS
-            pause = 0.0 if lasted or self.deaths == 1 else max(FIRST_PAUSE_SECONDS, 2 * pause)
-            pause = min(LONGEST_PAUSE_SECONDS, pause)
+            # At once, unless it has not worked for long, and neither has the one before it.
+            soon = time.monotonic() - worked < SOON_SECONDS and self.deaths > 1
+            pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause)) if soon else 0.0
 
     async def _set_up(self, link: CopierLink) -> None:
         """Tell a process all that it must know."""

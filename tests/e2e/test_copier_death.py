@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks, Outcome
-from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, works
+from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, until_queued, works
 from tests.e2e.test_faults import FIRST, nothing_is_left_of
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import both_protocols
@@ -85,7 +85,7 @@ def test_the_jobs_of_a_killed_copier_give_back_what_they_held(
         for number in range(3):  # one runs, two wait
             blocks = [Blocks(0, hashes("a" if direction == "load" else number), [5])]
             getattr(rank.client, direction)(blocks)
-        daemon.wait_log("failpoint")
+        until_queued(daemon, direction, 2)
         kill(daemon)
         assert {end.reason for end in job_ends(rank.client, 3)} == {"device_lost"}
         attached_again(rank, daemon)

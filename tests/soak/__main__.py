@@ -17,8 +17,10 @@ def show(result: Result) -> None:
     table = Table(title=f"soak of {result.seconds:.0f} s")
     table.add_column("what")
     table.add_column("count", justify="right")
-    first = ("engines", "kills", "stops", "stores", "stored_bytes", "loads", "loaded_bytes", "hits", "misses",
-             "evicted_blocks", "checked_bytes", "wrong_bytes")  # fmt: skip
+    first = (
+        "engines", "kills", "stops", "copier_kills", "stores", "stored_bytes", "loads", "loaded_bytes", "hits",
+        "misses", "evicted_blocks", "checked_bytes", "wrong_bytes",
+    )  # fmt: skip
     for name in first:
         table.add_row(name.replace("_", " "), str(result.counts[name]))
     for name in sorted(set(result.counts) - set(first)):

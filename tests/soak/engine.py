@@ -136,7 +136,9 @@ class Engine:
                 groups=[GroupLayout(0, NUM_BLOCKS, number, options.ranks, (region,))],
                 rank=number,
                 world_size=options.ranks,
+                retry=True,  # its copier may have been killed just before
             )
+            client.wait_attached(TIMEOUT)
             self.ranks.append(Rank(number, memory, client))
 
     def serve(self) -> None:

@@ -130,7 +130,7 @@ class Soak:
         return EngineProcess(self._daemon.socket, namespace, ranks, seed=seed, cuda=self._cuda, rounds=rounds)
 
     def _act(self) -> None:
-        """Something happens to one engine; one that ends gets a successor of its kind."""
+        """Something happens to one engine, or to a copier; an engine that ends gets a successor of its kind."""
         index = self._rng.randrange(len(self._engines))
         engine = self._engines[index]
         choice = self._rng.random()
@@ -147,9 +147,16 @@ class Soak:
         elif choice < 0.9:
             engine.process.send_signal(signal.SIGTERM)
         else:
+            self._kill_copier()
             return
         self._gone(engine)
         self._engines[index] = self._start(engine.kind)
+
+    def _kill_copier(self) -> None:
+        for pid in self._daemon.copiers()[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self._result.counts["copier_kills"] += 1
 
     def _gone(self, engine: EngineProcess) -> None:
         engine.process.send_signal(signal.SIGCONT)
@@ -173,7 +180,7 @@ class Soak:
             "slots in use by nobody (bytes)": total
             - metric("kvsidecar_pool_used_bytes")
             - metric("kvsidecar_pool_free_bytes"),
-            "shared mappings": (process / "maps").read_text().count("/memfd:kvsidecar-kv"),
+            "shared mappings": daemon.mapped_buffers(),
             "GPU mappings (bytes)": sum(
                 float(line.rpartition(" ")[2])
                 for line in daemon.get("/metrics")[1].splitlines()
@@ -214,8 +221,13 @@ class Soak:
         if (code := daemon.terminate()) != 0:
             problems.append(f"the daemon ended with exit code {code}")
         daemon.wait_log("stopped")
+        if (deaths := sum(line["event"] == "a copier is down" for line in daemon.log)) > self._result.counts[
+            "copier_kills"
+        ]:
+            problems.append(f"{deaths} copiers have ended")
         for line in daemon.log:
-            if line["event"] in ("task failed", "stderr") or line.get("level") == "error":
+            expected = line["event"] == "a copier is down"
+            if line["event"] in ("task failed", "stderr") or (line.get("level") == "error" and not expected):
                 problems.append(f"the daemon's log: {line}")
 
     def _counts(self) -> Counter[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.soak.run import Soak
 
-WHAT = ("stores", "loads", "hits", "kills")
+WHAT = ("stores", "loads", "hits", "kills", "copier_kills")
 
 
 @pytest.mark.timeout(600)
