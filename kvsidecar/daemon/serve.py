@@ -26,7 +26,7 @@ from kvsidecar.core.readiness import Snapshot
 from kvsidecar.daemon.config import PoolGeometry, Settings, load_settings, pool_geometry
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once
 from kvsidecar.daemon.systemd import Notifier
-from kvsidecar.errors import ConfigError
+from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
 from kvsidecar.support import failpoints, log, memory_limits, terminal
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
@@ -128,7 +128,7 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
     tracing = _tracing(settings)
 
     async def make(life: Lifecycle, first: Launched) -> Daemon:
-        """Raises DeviceNotFound, DriverUnusable."""
+        """Raises ConfigError, DriverUnusable."""
         light_seconds = settings.light_sleep if CORES_TO_SPARE else 0.0
         guard = SleepGuard(light_seconds)
         options = Options(
@@ -140,9 +140,14 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
             log_level=settings.log_level,
         )
         link = CopierLink(first, guard)
-        hello = await link.hello(
-            options.device, options.devices, log_format=options.log_format, log_level=options.log_level
-        )
+        try:
+            hello = await link.hello(
+                options.device, options.devices, log_format=options.log_format, log_level=options.log_level
+            )
+        except DeviceNotFound as error:
+            raise ConfigError(f"--devices={','.join(settings.devices)!r}: {error}") from error
+        except DeviceLost as error:
+            raise DriverUnusable(f"no copier starts: {error}") from error
         log.get("daemon").info("device", backend=hello.platform, why=hello.why, devices=list(hello.devices))
         copiers = Copiers(hello, link, options, store_chunk=settings.store_chunk, guard=guard, on_error=_failed)
         pins = PinsInCopiers(copiers, geometry.slab_bytes)

@@ -59,6 +59,8 @@ def test_no_file_of_the_daemon_pulls_in_torch(short_dir: Path) -> None:
         (("--http-port", "99999"), {}, "--http-port='99999'"),
         ((), {"KVSIDECAR_FAILPOINTS": "no.such=kill"}, "no.such"),
         (("--socket-group", "no-such-group", "--socket-mode", "0660"), {}, "no-such-group"),
+        (("--devices", "host,,host-1"), {}, "--devices='host,,host-1' has an empty entry"),
+        (("--devices", "host,none"), {}, "--devices='host,none': device none is not visible"),
     ],
 )
 def test_a_bad_setting_stops_the_start_with_one_sentence(
