@@ -117,6 +117,13 @@ class Copying:
             self._link.tell(self._copy.direction, kind, self._copy.number)
 
 
+def _how(code: int) -> str:
+    """How a process has ended, by the code of `subprocess.Popen`. Real-time signals have no names."""
+    if code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+
+
 async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """Wait until it has ended, even if cancelled meanwhile; raises CancelledError then, after the end."""
     task = asyncio.ensure_future(work)
@@ -424,8 +431,7 @@ class CopierLink:
             self._rang(direction)
             self._loop.remove_reader(receiver.bell)
         code = self._process.wait()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        reason = f"the copier has ended ({self._last_words or how})"
+        reason = f"the copier has ended ({self._last_words or _how(code)})"
         copies, self._copies = self._copies, {}
         self._handed = dict.fromkeys(Direction, 0)
         self.ended.set_result(reason)

@@ -209,6 +209,15 @@ async def test_a_copier_that_is_killed_ends_all_copies_and_says_so(bench: Bench)
     assert bench.link._control.fileno() == -1, "the socket is still open"
 
 
+async def test_a_signal_without_a_name_ends_all_copies_too(bench: Bench) -> None:
+    number = signal.SIGRTMIN + 3
+    bench.stop()
+    copying = bench.submit(Direction.STORE, [1], [0])
+    bench.signal(number)
+    bench.signal(signal.SIGCONT)
+    assert await lost(copying) == f"the copier has ended (signal {number})"
+
+
 async def test_the_socket_is_closed_by_the_request_that_still_uses_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
