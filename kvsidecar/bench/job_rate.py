@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from kvsidecar.bench.layouts import TINY
@@ -50,7 +51,7 @@ def _rates(
         for count in numbers:
             for direction in Direction:
                 setting.say(f"{count} ranks, {direction}")
-                rate = _rate(children[:count], direction, setting.seconds(SECONDS))
+                (rate,) = rates(children[:count], [direction], "jobs", setting.seconds(SECONDS))
                 out.add(
                     ranks=count,
                     attached=len(children),
@@ -61,17 +62,18 @@ def _rates(
                 )
 
 
-def _rate(children: list[Child], direction: Direction, seconds: float) -> float:
+def rates(children: list[Child], directions: Sequence[Direction], what: str, seconds: float) -> list[float]:
+    """``jobs`` or ``bytes`` a second of each direction, of all ranks together while all of them are at work."""
     for child in children:
-        child.call("start", directions=[direction.value], idle=True)
+        child.call("start", directions=[direction.value for direction in directions], idle=True)
     time.sleep(seconds / 5)
     before = [child.call("count") for child in children]
     time.sleep(seconds)
     after = [child.call("count") for child in children]
     for child in children:
         child.call("stop")
-    rates: list[float] = [
-        (late[direction.value]["jobs"] - early[direction.value]["jobs"]) / (late["time"] - early["time"])
-        for early, late in zip(before, after, strict=True)
+    pairs = list(zip(before, after, strict=True))
+    return [
+        sum((late[name][what] - early[name][what]) / (late["time"] - early["time"]) for early, late in pairs)
+        for name in map(str, directions)
     ]
-    return sum(rates)

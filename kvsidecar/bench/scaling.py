@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 
 from kvsidecar.bench.errors import Skipped
+from kvsidecar.bench.job_rate import rates
 from kvsidecar.bench.layouts import Layout
 from kvsidecar.bench.processes import Child, Daemon
 from kvsidecar.bench.report import Measurement
@@ -51,7 +51,7 @@ def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daem
                     ranks.append(stack.enter_context(rank))
                 for count in range(1, len(ranks) + 1):
                     setting.say(f"{layout.name}, {blocks} blocks a job, {count} of {len(ranks)} devices")
-                    store, load = _rates(ranks[:count], setting.seconds(SECONDS))
+                    store, load = rates(ranks[:count], tuple(Direction), "bytes", setting.seconds(SECONDS))
                     out.add(
                         layout=layout.name,
                         blocks=blocks,
@@ -60,25 +60,3 @@ def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daem
                         store_gbps=round(store / 1e9, 3),
                         load_gbps=round(load / 1e9, 3),
                     )
-
-
-def _rates(ranks: list[Child], seconds: float) -> tuple[float, float]:
-    """Bytes per second of all ranks together, while all of them are at work."""
-    for rank in ranks:
-        rank.call("start", directions=[direction.value for direction in Direction], idle=True)
-    time.sleep(seconds / 4)
-    before = [rank.call("count") for rank in ranks]
-    time.sleep(seconds)
-    after = [rank.call("count") for rank in ranks]
-    for rank in ranks:
-        rank.call("stop")
-
-    def rate(direction: Direction) -> float:
-        name = direction.value
-        moved: list[float] = [
-            (late[name]["bytes"] - early[name]["bytes"]) / (late["time"] - early["time"])
-            for early, late in zip(before, after, strict=True)
-        ]
-        return sum(moved)
-
-    return rate(Direction.STORE), rate(Direction.LOAD)

@@ -15,9 +15,10 @@ from kvsidecar.client.connection import Connection
 from kvsidecar.client.local_stream import RECEIVE_BYTES, ReplyReader, connection_error, error_from
 from kvsidecar.client.messages import TransportError, method_of
 from kvsidecar.client.transport import OnAnswer
-from kvsidecar.client.waiting import wait_for_answer, wait_writable
+from kvsidecar.client.waiting import wait_for_answer
 from kvsidecar.errors import ClientError
 from kvsidecar.protocol.framing import frame
+from kvsidecar.support.polling import wait_writable
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_POST_BYTES = 32 * 1024

@@ -19,8 +19,9 @@ from kvsidecar.client.connection import Connection
 from kvsidecar.client.messages import TransportError
 from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.transport import AttachStream
-from kvsidecar.client.waiting import Monitor, wait_readable
+from kvsidecar.client.waiting import Monitor
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
+from kvsidecar.support.polling import wait_readable
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import threading
@@ -15,6 +14,7 @@ from typing import Final, Protocol
 
 from kvsidecar.client.connection import Connection
 from kvsidecar.support import cpu_sleep
+from kvsidecar.support.polling import wait_readable
 
 NAP_SECONDS: Final = cpu_sleep.NAP_SECONDS if cpu_sleep.CORES_TO_SPARE else 5e-3
 LIGHT_SECONDS = 0.05
@@ -120,24 +120,6 @@ class DaemonPoller:
                 self._waker.clear()
             else:
                 self._poll.unregister(fd)  # it stays readable, and was reported
-
-
-class _PollFd(ctypes.Structure):
-    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
-
-
-_ppoll = ctypes.CDLL(None).ppoll
-_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(cpu_sleep.Timespec), ctypes.c_void_p)
-
-
-def wait_readable(fd: int, seconds: float, events: int = select.POLLIN) -> bool:
-    """Wait until a descriptor is readable, at most ``seconds``. Python's poll() counts in milliseconds, its select()
-    ends at descriptor 1023, and the kernel rounds a socket's timeouts up to its ticks of 4 ms."""
-    return bool(_ppoll(_PollFd(fd, events, 0), 1, cpu_sleep.Timespec.of(seconds), None) > 0)
-
-
-def wait_writable(fd: int, seconds: float) -> bool:
-    return wait_readable(fd, seconds, select.POLLOUT)
 
 
 def wait_for_answer(fd: int, seconds: float) -> bool:

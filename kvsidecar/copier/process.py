@@ -36,13 +36,13 @@ from kvsidecar.copier.messages import (
     pack_number,
 )
 from kvsidecar.copier.ring import Receiver, Ring, Sender
-from kvsidecar.copier.sleeper import Sleeper
 from kvsidecar.device.base import Device, DeviceEvent, DeviceMemory, ScratchSource
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.cpu_sleep import NAP_SECONDS
 from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.support.polling import Sleeper
 from kvsidecar.types import Direction
 
 FULL_SECONDS: Final = 1e-3

@@ -32,7 +32,7 @@ from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.daemon.config import Settings
-from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once
+from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.reload import Reloader
 from kvsidecar.device.base import ScratchSource
 from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused
@@ -115,14 +115,14 @@ class Daemon:
         for uuid in copiers.hello.devices:
             self._metrics.copier_deaths.labels(uuid)  # 0 from the start: an alert sees the first one
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
-        self._tasks = TaskSet(self._task_failed)
+        self._tasks = TaskSet(task_failed)
         self._guard = guard
         self._cache = BlockCache(
             SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
             next_id=lambda: secrets.randbits(ID_BITS) | 1,
             seed=secrets.randbits(64),
         )
-        self._instances = Instances(self._cache, copiers, clock, self._task_failed, self._access(settings))
+        self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
         self._runner = JobRunner(
             self._cache,
@@ -358,9 +358,6 @@ class Daemon:
         if copier.deaths:
             self._metrics.copier_deaths.labels(copier.uuid).inc()
         self._handler.copier_lost(copier)
-
-    def _task_failed(self, name: str, error: BaseException) -> None:
-        _log.error("task failed", task=name, error=str(error), exc_info=error)
 
     async def _reload_when_told(self, reloader: Reloader) -> None:
         while True:

@@ -106,6 +106,11 @@ class Lifecycle:
             self.hung_up.set()
 
 
+def task_failed(name: str, error: BaseException) -> None:
+    """Report a background task that has raised."""
+    _log.error("task failed", task=name, error=str(error), exc_info=error)
+
+
 def exit_at_once(code: int) -> NoReturn:
     """End the process, whatever still runs in it, after its log is written."""
     log.flush()

@@ -24,7 +24,7 @@ import uvloop
 from kvsidecar.copier.launch import Launched, launch
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.daemon.config import PoolGeometry, Settings, load_settings, pool_geometry
-from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once
+from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
 from kvsidecar.support import failpoints, log, memory_limits, terminal
@@ -149,7 +149,7 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
         except DeviceLost as error:
             raise DriverUnusable(f"no copier starts: {error}") from error
         log.get("daemon").info("device", backend=hello.platform, why=hello.why, devices=list(hello.devices))
-        copiers = Copiers(hello, link, options, store_chunk=settings.store_chunk, guard=guard, on_error=_failed)
+        copiers = Copiers(hello, link, options, store_chunk=settings.store_chunk, guard=guard, on_error=task_failed)
         pins = PinsInCopiers(copiers, geometry.slab_bytes)
         spec = PoolSpec(
             nbytes=geometry.pool_bytes,
@@ -174,10 +174,6 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
         )
 
     return make
-
-
-def _failed(task: str, error: BaseException) -> None:
-    log.get("daemon").error("task failed", task=task, error=str(error), exc_info=error)
 
 
 def _raise_descriptor_limit() -> None:

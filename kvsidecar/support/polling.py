@@ -1,0 +1,40 @@
+"""Waiting for descriptors in nanoseconds.
+
+Python's poll() counts in milliseconds, its select() ends at descriptor 1023, and the kernel rounds a socket's timeouts
+up to its ticks of 4 ms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+
+from kvsidecar.support.cpu_sleep import Timespec
+
+
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+_ppoll = ctypes.CDLL(None).ppoll
+_ppoll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.POINTER(Timespec), ctypes.c_void_p)
+
+
+class Sleeper:
+    """Waits for one descriptor. Used by one thread."""
+
+    def __init__(self, fd: int, events: int = select.POLLIN) -> None:
+        self._fd = _PollFd(fd, events)
+
+    def sleep(self, seconds: float | None) -> bool:
+        """Wait until it is ready, at most ``seconds``; None for as long as it takes. Returns whether it is."""
+        return bool(_ppoll(self._fd, 1, None if seconds is None else Timespec.of(seconds), None) > 0)
+
+
+def wait_readable(fd: int, seconds: float) -> bool:
+    """Wait until a descriptor is readable, at most ``seconds``. Returns whether it is."""
+    return Sleeper(fd).sleep(seconds)
+
+
+def wait_writable(fd: int, seconds: float) -> bool:
+    return Sleeper(fd, select.POLLOUT).sleep(seconds)
