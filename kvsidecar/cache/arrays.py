@@ -19,6 +19,7 @@ Words = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 
 NO_INTS: Ints = np.empty(0, np.int64)
+_ZERO: Ints = np.zeros(1, np.int64)
 
 FEW = 8
 """Up to this many rows a loop is faster than a handful of array operations, each of which costs as much for one value
@@ -62,8 +63,14 @@ def unique_counts(values: Ints) -> tuple[Ints, Ints]:
     if len(values) < 2:
         return values, np.ones_like(values)
     ordered = np.sort(values)
-    ends = np.append((ordered[1:] != ordered[:-1]).nonzero()[0], len(ordered) - 1)
-    return ordered[ends], np.diff(ends, prepend=-1)
+    starts = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1
+    if not len(starts):
+        return ordered[:1], np.array((len(ordered),))
+    starts = np.concatenate((_ZERO, starts))
+    counts = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=counts[:-1])
+    counts[-1] = len(ordered) - starts[-1]
+    return ordered[starts], counts
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, *, huge: bool = True) -> npt.NDArray[Any]:

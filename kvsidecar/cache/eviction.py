@@ -25,6 +25,11 @@ from kvsidecar.cache.slots import SlotAllocator
 
 REQUESTED, VICTIM = 1, 2
 """Values of `SpaceBlocks.marks` during planning."""
+AHEAD_SLOTS = 256
+"""The most slots to free beyond the need: the next stores find them. To evict 32 blocks takes half of the time of a
+store of as many; to evict eight times as many takes little longer (measured)."""
+AHEAD_SHARE = 64
+"""No more than this part of the pool is freed ahead: that much of the cache is empty at worst."""
 
 
 def choose_victims(
@@ -35,11 +40,31 @@ def choose_victims(
 ) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if that is impossible. Changes nothing.
 
+    Some more are chosen than this request needs, in the same order, if there are so many.
+
     Args:
         needs: slots needed per size class.
         tables: all blocks of the pool, by number.
         requested: blocks of the same request; never chosen.
     """
+    ahead = _with_more(needs, allocator.total_bytes // AHEAD_SHARE)
+    victims = _choose(ahead, allocator, tables, requested)
+    return _choose(needs, allocator, tables, requested) if victims is None and ahead != needs else victims
+
+
+def _with_more(needs: Mapping[int, int], most_bytes: int) -> dict[int, int]:
+    """The needs, and up to `AHEAD_SLOTS` and ``most_bytes`` more of the same kind."""
+    slots, nbytes = sum(needs.values()), sum(size * need for size, need in needs.items())
+    more = min(AHEAD_SLOTS, slots * most_bytes // nbytes)
+    return {size: need + need * more // slots for size, need in needs.items()}
+
+
+def _choose(
+    needs: Mapping[int, int],
+    allocator: SlotAllocator,
+    tables: Mapping[int, SpaceBlocks],
+    requested: Sequence[Chain],
+) -> list[Chain] | None:
     if sum(size * need for size, need in needs.items()) > allocator.total_bytes - allocator.busy_bytes:
         return None  # without this, a request that is too large would visit every block
     plan = _EvictionPlan(needs, allocator, tables)

@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from kvsidecar.cache.allocation_plan import AllocationPlan
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, extended, unique_counts
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, extended
 from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
 
 SLOT_ALIGN = 4096
@@ -235,20 +235,38 @@ class SlotAllocator:
 
     def free(self, slots: Slots) -> None:
         """RESERVED, HELD or EVICTABLE to FREE."""
+        if not len(slots):
+            return
         if len(slots) == 1 <= FEW:
-            source = self._states.item(self._locate_one(as_list(slots)[0])[2])
+            slab, _, at = self._locate_one(as_list(slots)[0])
+            source = self._states.item(at)
             if source in _UNOWNED:
                 raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
-            self._free(slots, source)
+            self._move_few(slots, source, _FREE)
+            self._count_freed(slab, 1, at - self.slabs.first.item(slab))
             return
         ordered = np.sort(np.asarray(slots, np.int64))
         if any_true(ordered[1:] == ordered[:-1]):
             raise AssertionError("a slot is freed twice")
-        states = self._states[self._locate(ordered)[2]]
-        if any_true((states == _FREE) | (states == _QUARANTINED)):
+        slabs, sizes, places = self._locate(ordered)
+        states = self._states[places]
+        # Floats, but whole numbers far below 2**53.
+        nbytes = [int(each) for each in np.bincount(states, sizes, len(SlotState)).tolist()]
+        if nbytes[_FREE] or nbytes[_QUARANTINED]:
             raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
-        for each in set(states.tolist()):
-            self._free(ordered[states == each], each)
+        self._states[places] = _FREE
+        self._owners[places] = NO_OWNER
+        for state, freed in enumerate(nbytes):
+            self._bytes[state] -= freed
+        self._bytes[_FREE] += sum(nbytes)
+        if nbytes[_EVICTABLE]:
+            np.subtract.at(self.slabs.evictable, slabs[states == _EVICTABLE], 1)
+        ends = [*(slabs[1:] != slabs[:-1]).nonzero()[0].tolist(), len(slabs) - 1]
+        start = 0
+        for end in ends:
+            first = slabs.item(start)
+            self._count_freed(first, end + 1 - start, places.item(start) - self.slabs.first.item(first))
+            start = end + 1
 
     def _has_free(self, needs: Mapping[int, int], node: int | None = None) -> bool:
         """Whether the slabs that are already cut have enough free slots, as for nearly every request."""
@@ -289,9 +307,10 @@ class SlotAllocator:
         self._bytes[target] += nbytes
         if target in _UNOWNED:
             self._owners[at] = NO_OWNER
-        if _EVICTABLE in (source, target):
-            distinct, counts = unique_counts(slabs)
-            self.slabs.evictable[distinct] += counts if target == _EVICTABLE else -counts
+        if target == _EVICTABLE:
+            np.add.at(self.slabs.evictable, slabs, 1)
+        elif source == _EVICTABLE:
+            np.subtract.at(self.slabs.evictable, slabs, 1)
 
     def _move_few(self, slots: Slots, source: int, target: int) -> None:
         places = [self._locate_one(slot) for slot in as_list(slots)]
@@ -308,20 +327,6 @@ class SlotAllocator:
                 self.slabs.evictable[slab] -= 1
             if target == _EVICTABLE:
                 self.slabs.evictable[slab] += 1
-
-    def _free(self, slots: Slots, state: int) -> None:
-        """Free slots that are in the same state, in ascending order."""
-        self._move(slots, state, _FREE)
-        if len(slots) <= FEW:
-            for slot in as_list(slots):
-                slab, _, place = self._locate_one(slot)
-                self._count_freed(slab, 1, place - self.slabs.first.item(slab))
-            return
-        slabs, _, at = self._locate(slots)
-        distinct, counts = unique_counts(slabs)
-        lowest = at[np.searchsorted(slabs, distinct)] - self.slabs.first[distinct]
-        for slab, count, index in zip(distinct.tolist(), counts.tolist(), lowest.tolist(), strict=True):
-            self._count_freed(slab, count, index)
 
     def _slabs_with_room(self, size: int, node: int | None) -> Iterator[int]:
         """Slabs of size class ``size`` with a free slot. Whole slabs are cut when the iterator reaches them."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvsidecar.cache.arrays import Ints
+from kvsidecar.cache.eviction import AHEAD_SHARE, AHEAD_SLOTS
 from kvsidecar.cache.eviction_policy import SEGMENT
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
@@ -325,3 +326,43 @@ def test_many_evicting_stores_look_at_few_blocks() -> None:
     for name in range(size, size + 100):
         store(cache, space, name)
     assert 0 < taken <= 100 * SEGMENT
+
+
+# -- ahead of the next stores ---------------------------------------------------------------------------------------
+
+
+def test_an_eviction_makes_room_for_the_next_stores_too() -> None:
+    cache = new_cache(2 * AHEAD_SHARE)  # two slots may be freed ahead
+    space = open_space(cache)
+    names = list(range(2 * AHEAD_SHARE))
+    for name in names:
+        store(cache, space, name)
+    store(cache, space, "x")
+    assert names_readable(cache, space, *names) == names[3:]
+    assert cache.stats().evicted_blocks == 3
+    store(cache, space, "y", "z")
+    assert cache.stats().evicted_blocks == 3
+    store(cache, space, "one more")
+    assert cache.stats().evicted_blocks == 6
+    check_integrity(cache)
+
+
+def test_a_store_evicts_what_it_needs_where_no_more_can_go() -> None:
+    cache = new_cache(2 * AHEAD_SHARE)
+    space = open_space(cache)
+    names = list(range(2 * AHEAD_SHARE))
+    for name in names:
+        store(cache, space, name)
+    lease(cache, space, *names[2:])
+    store(cache, space, "x")
+    assert names_readable(cache, space, *names) == names[1:]
+    assert not refused(cache, space, "y")
+    check_integrity(cache)
+
+
+def test_what_is_freed_ahead_is_bounded() -> None:
+    cache = new_cache(2 * AHEAD_SHARE * AHEAD_SLOTS)
+    space = open_space(cache)
+    store(cache, space, *range(2 * AHEAD_SHARE * AHEAD_SLOTS))
+    store(cache, space, "x")
+    assert cache.stats().evicted_blocks == 1 + AHEAD_SLOTS
