@@ -186,13 +186,14 @@ def check_block_ids(ids: npt.NDArray[np.int64], num_blocks: int) -> None:
     """
     if ids.ndim != 1 or ids.dtype != np.int64:
         raise InvalidRequest(f"block ids must be one row of int64; these are {ids.dtype} with {ids.ndim} dimensions")
-    if len(ids) == 1 and 0 <= int(ids[0]) < num_blocks:
-        return  # most jobs of a decoding engine, and five array operations take longer than a driver's call
+    if not len(ids):
+        return
+    ordered = np.sort(ids)
+    if ordered[0] >= 0 and ordered[-1] < num_blocks and not np.count_nonzero(ordered[1:] == ordered[:-1]):
+        return
     bad = np.flatnonzero((ids < 0) | (ids >= num_blocks))
     if bad.size:
         raise InvalidRequest(f"block id {ids[bad[0]]} is outside 0 .. {num_blocks - 1} (number {bad[0]} of the list)")
     order = np.argsort(ids, kind="stable")
-    again = order[1:][ids[order[1:]] == ids[order[:-1]]]
-    if again.size:
-        first = again.min()
-        raise InvalidRequest(f"block id {ids[first]} comes twice (number {first} of the list); a block has one writer")
+    first = order[1:][ids[order[1:]] == ids[order[:-1]]].min()
+    raise InvalidRequest(f"block id {ids[first]} comes twice (number {first} of the list); a block has one writer")
