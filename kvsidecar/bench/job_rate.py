@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvsidecar.bench.layouts import TINY
@@ -62,13 +62,23 @@ def _rates(
                 )
 
 
-def rates(children: list[Child], directions: Sequence[Direction], what: str, seconds: float) -> list[float]:
-    """``jobs`` or ``bytes`` a second of each direction, of all ranks together while all of them are at work."""
+def rates(
+    children: list[Child],
+    directions: Sequence[Direction],
+    what: str,
+    seconds: float,
+    meanwhile: Callable[[float], None] = time.sleep,
+) -> list[float]:
+    """``jobs`` or ``bytes`` a second of each direction, of all ranks together while all of them are at work.
+
+    Args:
+        meanwhile: called once while they are; takes ``seconds``.
+    """
     for child in children:
         child.call("start", directions=[direction.value for direction in directions], idle=True)
     time.sleep(seconds / 5)
     before = [child.call("count") for child in children]
-    time.sleep(seconds)
+    meanwhile(seconds)
     after = [child.call("count") for child in children]
     for child in children:
         child.call("stop")

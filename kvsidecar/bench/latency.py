@@ -28,15 +28,15 @@ def lookups(setting: Setting, out: Measurement) -> None:
         for count in HASHES:
             hashes = held[0].hashes[:count]
             for lease in (False, True):
-                row = _time_lookups(engine, lambda hashes=hashes: hashes, count, samples, lease=lease)  # type: ignore[misc]
+                row = time_lookups(engine, lambda hashes=hashes: hashes, count, samples, lease=lease)  # type: ignore[misc]
                 out.add(hashes=count, hits=count, lease=lease, mode="prefix", **row)
         for mode in LookupMode:
-            row = _time_lookups(engine, lambda: engine.fresh(MISSES), 0, samples, mode=mode)
+            row = time_lookups(engine, lambda: engine.fresh(MISSES), 0, samples, mode=mode)
             out.add(hashes=MISSES, hits=0, lease=False, mode=mode.value, **row)
         engine.clear()
 
 
-def _time_lookups(
+def time_lookups(
     engine: Engine,
     hashes: Callable[[], list[bytes]],
     hits: int,
@@ -45,6 +45,7 @@ def _time_lookups(
     lease: bool = False,
     mode: LookupMode = LookupMode.PREFIX,
 ) -> dict[str, float]:
+    """Latencies of lookups one after another, each of which must find the first ``hits`` hashes."""
     took = []
     client, namespace, clock = engine.client, engine.namespace, time.perf_counter
     for _ in range(samples):

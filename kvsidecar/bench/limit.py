@@ -45,6 +45,11 @@ def measure(setting: Setting, out: Measurement) -> None:
 Copy = Callable[[], None]
 
 
+def both_ways(cuda: Cuda | None, nbytes: int, stack: ExitStack) -> Copy:
+    """A function that copies ``nbytes`` each way at once, and waits for both."""
+    return (_host(nbytes) if cuda is None else _cuda(cuda, nbytes, stack))[2]
+
+
 def _cuda(cuda: Cuda, nbytes: int, stack: ExitStack) -> tuple[Copy, Copy, Copy]:
     hosts, devices, streams = [], [], []
     for _ in range(2):

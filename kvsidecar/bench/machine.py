@@ -61,3 +61,15 @@ def _first(file: str, pattern: str) -> str | None:
         found = re.search(pattern, Path(file).read_text())
         return None if found is None else found[1].strip()
     return None
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used so far, in all of its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that its threads have started and that still run."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from kvsidecar.bench.driver import Cuda
+from kvsidecar.bench.limit import both_ways
 from kvsidecar.bench.processes import serve
 from kvsidecar.support.units import KiB, MiB
 
@@ -121,6 +123,17 @@ class Probe:
             took.append(clock() - started)
         return {"seconds": took}
 
+    def bulk(self, seconds: float, nbytes: int) -> dict[str, Any]:
+        """Copy ``nbytes`` of pinned memory both ways, over and over: bytes a second of both together."""
+        with ExitStack() as stack:
+            copy = both_ways(self._cuda, nbytes, stack)
+            copy()
+            copied, started = 0, time.perf_counter()
+            while (took := time.perf_counter() - started) < seconds:
+                copy()
+                copied += 2 * nbytes
+        return {"bytes_per_second": copied / took}
+
     def steps(self) -> dict[str, Any]:
         """Begin to run steps until `steps_over`: those of a decode graph where there is torch."""
         step: Step
@@ -157,9 +170,9 @@ class Probe:
 
 def main() -> None:
     config = json.loads(sys.argv[1])
-    probe = Probe(Cuda() if config["cuda"] else None)
+    probe = Probe(Cuda(config["ordinal"]) if config["cuda"] else None)
     gc.disable()
-    serve({"token": probe.token, "steps": probe.steps, "steps_over": probe.steps_over})
+    serve({"token": probe.token, "bulk": probe.bulk, "steps": probe.steps, "steps_over": probe.steps_over})
     probe.steps_over()
 
 

@@ -1,26 +1,43 @@
-"""What one more GPU adds: an engine rank on each, stores and loads at once, all through one daemon."""
+"""What one more GPU adds: an engine rank on each, stores and loads at once, all through one daemon.
+
+Beside it what plain copies reach, with a process for each GPU and no daemon: the links' and the host memory's limit.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
+from kvsidecar.bench import machine
+from kvsidecar.bench.engine import Engine, attached
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.job_rate import rates
-from kvsidecar.bench.layouts import Layout
+from kvsidecar.bench.latency import time_lookups
+from kvsidecar.bench.layouts import TINY, Layout
+from kvsidecar.bench.limit import CUDA_BYTES
 from kvsidecar.bench.processes import Child, Daemon
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.support import cuda_driver
+from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
 
 LAYOUT_NAMES = ("stacked-64k", "tp8-4k")
+BULK = "bulk copies"
 BLOCKS = (256, 32)
 """Blocks of a job."""
 IN_FLIGHT = 2
 """Jobs outstanding in each direction."""
 SECONDS = 2.0
+HASHES = 512
+"""Of the lookups meanwhile."""
+LOOKUPS = 50
+"""In a row, without a pause; then the next ones after `PAUSE_SECONDS`."""
+PAUSE_SECONDS = 0.01
 HOST_DEVICES = 2
 """Without a GPU, memory of the host stands in for so many."""
+HOST_BYTES = 16 * MiB
 
 
 def measure(setting: Setting, out: Measurement) -> None:
@@ -29,34 +46,99 @@ def measure(setting: Setting, out: Measurement) -> None:
         count = cuda_driver.device_count()
         if count < 2:
             raise Skipped("there is one GPU")
+        _limit(setting, out, count)
         devices = [cuda_driver.device_uuid(ordinal) for ordinal in range(count)]
         _all(setting, out, layouts, setting.daemon(), devices)
         return
     setting.need_private("the scaling over devices of the host")
+    _limit(setting, out, HOST_DEVICES)
     devices = ["host", *(f"host-{number}" for number in range(1, HOST_DEVICES))]
     with setting.private_daemon(setting.pool_bytes, ["--devices", ",".join(devices)]) as daemon:
         _all(setting, out, layouts, daemon, devices)
 
 
+def _limit(setting: Setting, out: Measurement, devices: int) -> None:
+    """Large copies both ways at once, by a process for each GPU."""
+    nbytes = CUDA_BYTES if setting.cuda is not None else HOST_BYTES
+    with ExitStack() as stack:
+        probes = [stack.enter_context(setting.probe_on(ordinal)) for ordinal in range(devices)]
+        for count in range(1, devices + 1):
+            setting.say(f"plain copies, {count} of {devices} devices")
+            for probe in probes[:count]:
+                probe.ask("bulk", seconds=setting.seconds(SECONDS), nbytes=nbytes)
+            each = [probe.answer()["bytes_per_second"] for probe in probes[:count]]
+            out.add(layout=BULK, blocks=0, devices=count, gbps=round(sum(each) / 1e9, 3))
+
+
 def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daemon, devices: list[str]) -> None:
-    for layout in layouts:
-        for blocks in BLOCKS:
-            with ExitStack() as stack:
-                ranks: list[Child] = []
-                for number, device in enumerate(devices):
-                    setting.say(f"attaching a rank on {device}")
-                    rank = setting.rank(
-                        layout, blocks, IN_FLIGHT, tuple(Direction), daemon=daemon, number=number, on=device
-                    )
-                    ranks.append(stack.enter_context(rank))
-                for count in range(1, len(ranks) + 1):
-                    setting.say(f"{layout.name}, {blocks} blocks a job, {count} of {len(ranks)} devices")
-                    store, load = rates(ranks[:count], tuple(Direction), "bytes", setting.seconds(SECONDS))
-                    out.add(
-                        layout=layout.name,
-                        blocks=blocks,
-                        devices=count,
-                        gbps=round((store + load) / 1e9, 3),
-                        store_gbps=round(store / 1e9, 3),
-                        load_gbps=round(load / 1e9, 3),
-                    )
+    with _asking(setting, daemon) as asker:
+        asker.ask_for(setting.seconds(SECONDS))
+        idle_us = asker.p50_us
+        for layout in layouts:
+            for blocks in BLOCKS:
+                with ExitStack() as stack:
+                    ranks: list[Child] = []
+                    for number, device in enumerate(devices):
+                        setting.say(f"attaching a rank on {device}")
+                        rank = setting.rank(
+                            layout, blocks, IN_FLIGHT, tuple(Direction), daemon=daemon, number=number, on=device
+                        )
+                        ranks.append(stack.enter_context(rank))
+                    for count in range(1, len(ranks) + 1):
+                        setting.say(f"{layout.name}, {blocks} blocks a job, {count} of {len(ranks)} devices")
+                        store, load = rates(
+                            ranks[:count], tuple(Direction), "bytes", setting.seconds(SECONDS), asker.ask_for
+                        )
+                        out.add(
+                            layout=layout.name,
+                            blocks=blocks,
+                            devices=count,
+                            gbps=round((store + load) / 1e9, 3),
+                            store_gbps=round(store / 1e9, 3),
+                            load_gbps=round(load / 1e9, 3),
+                            lookup_us=asker.p50_us,
+                            lookup_idle_us=idle_us,
+                            **asker.cores,
+                        )
+
+
+class _Asker:
+    """Looks blocks up as a scheduler does, and watches what the daemon's processes use meanwhile."""
+
+    def __init__(self, engine: Engine, hashes: list[bytes], daemon: Daemon) -> None:
+        self._engine, self._hashes, self._pid = engine, hashes, daemon.pid
+        self.p50_us = 0.0
+        self.cores: dict[str, float] = {}
+        """Cores that the daemon's process and all copiers together kept busy; empty if that cannot be told."""
+
+    def ask_for(self, seconds: float) -> None:
+        started = time.perf_counter()
+        before = self._used()
+        medians = []
+        while time.perf_counter() - started < seconds:
+            row = time_lookups(self._engine, lambda: self._hashes, HASHES, LOOKUPS)
+            medians.append(row["p50_us"])
+            time.sleep(PAUSE_SECONDS)
+        took = time.perf_counter() - started
+        self.p50_us = sorted(medians)[len(medians) // 2]
+        names = ("daemon_cores", "copier_cores")
+        self.cores = {
+            name: round((late - early) / took, 3)
+            for name, early, late in zip(names, before, self._used(), strict=False)
+        }
+
+    def _used(self) -> tuple[float, ...]:
+        """CPU seconds so far of the daemon, and of its copiers."""
+        if self._pid is None:
+            return ()
+        return machine.cpu_seconds(self._pid), sum(map(machine.cpu_seconds, machine.children_of(self._pid)))
+
+
+@contextmanager
+def _asking(setting: Setting, daemon: Daemon) -> Iterator[_Asker]:
+    with (
+        attached(daemon.socket, TINY, setting.cuda, run=setting.run, rng=setting.rng) as engine,
+        engine.held(HASHES, 1) as held,
+    ):
+        engine.client.set_idle(True)  # its device's stores must not be paced
+        yield _Asker(engine, held[0].hashes, daemon)

@@ -199,11 +199,20 @@ class Setting:
             child.close()
 
     def probe(self) -> Child:
-        """The process that plays an engine's own GPU work; started once."""
+        """The process that plays an engine's own GPU work on the first GPU; started once."""
         if self._probe is None:
-            self._probe = Child("kvsidecar.bench.probe", {"cuda": self.cuda is not None}, self.directory)
-            self._stack.callback(self._probe.close)
+            self._probe = self._stack.enter_context(self.probe_on(0))
         return self._probe
+
+    @contextmanager
+    def probe_on(self, ordinal: int) -> Iterator[Child]:
+        """Such a process on one of the GPUs."""
+        config = {"cuda": self.cuda is not None, "ordinal": ordinal}
+        child = Child("kvsidecar.bench.probe", config, self.directory)
+        try:
+            yield child
+        finally:
+            child.close()
 
     def need_private(self, what: str) -> None:
         """Raises Skipped with --socket."""

@@ -138,13 +138,25 @@ def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
 
 
 def _scaling(_: Report, rows: list[Row]) -> Iterable[Table]:
-    columns = "layout", "blocks a job", "devices", "GB/s of all, both ways", "store", "load", "times one"
+    columns = (
+        "layout", "blocks a job", "devices", "GB/s of all, both ways", "store", "load", "times one", "% of bulk",
+        "daemon's cores", "copiers' cores", "lookup p50 µs", "times idle",
+    )  # fmt: skip
     table = new_table("Stores and loads at once on one device after another, 2 jobs in flight each way", *columns)
     one: dict[tuple[str, int], float] = {}
+    bulk: dict[int, float] = {row["devices"]: row["gbps"] for row in rows if not row["blocks"]}
     for row in rows:
+        devices = row["devices"]
         first = one.setdefault((row["layout"], row["blocks"]), row["gbps"])
-        numbers = (number(row[key]) for key in ("gbps", "store_gbps", "load_gbps"))
-        table.add_row(row["layout"], str(row["blocks"]), str(row["devices"]), *numbers, number(row["gbps"] / first, 2))
+        share = number(100 * row["gbps"] / bulk[devices], 0) if devices in bulk else "–"
+        idle = row.get("lookup_idle_us")
+        table.add_row(
+            row["layout"], str(row["blocks"] or "–"), str(devices),
+            *(number(row.get(key)) for key in ("gbps", "store_gbps", "load_gbps")),
+            number(row["gbps"] / first, 2), share,
+            *(number(row.get(key), 2) for key in ("daemon_cores", "copier_cores")),
+            number(row.get("lookup_us"), 0), number(row["lookup_us"] / idle, 2) if idle else "–",
+        )  # fmt: skip
     yield table
 
 

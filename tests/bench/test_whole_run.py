@@ -96,9 +96,18 @@ def test_ranks_do_jobs_and_traffic_flows_while_tokens_are_copied(ran: Ran) -> No
 
 
 def test_devices_are_measured_one_after_another(ran: Ran) -> None:
-    rows = [(row["layout"], row["blocks"], row["devices"]) for row in ran.rows("scaling")]
-    assert rows == list(product(("stacked-64k", "tp8-4k"), (256, 32), (1, 2)))
-    assert all(row["store_gbps"] >= 0 and row["gbps"] > 0 for row in ran.rows("scaling"))
+    rows = list(ran.rows("scaling"))
+    cells = list(product(("stacked-64k", "tp8-4k"), (256, 32), (1, 2)))
+    assert [(row["layout"], row["blocks"], row["devices"]) for row in rows] == [
+        ("bulk copies", 0, 1), ("bulk copies", 0, 2), *cells,
+    ]  # fmt: skip
+    assert all(row["gbps"] > 0 for row in rows)
+    for row in rows[2:]:
+        assert row["store_gbps"] >= 0
+        assert row["lookup_us"] > 0
+        assert row["lookup_idle_us"] > 0
+        assert row["daemon_cores"] > 0
+        assert row["copier_cores"] > 0
 
 
 def test_pinning_is_timed_and_an_engine_steps_meanwhile(ran: Ran) -> None:
