@@ -50,6 +50,7 @@ def write_plots(report: Report, peers: Sequence[Row], directory: Path) -> list[P
         "systems.png": systems,
         "token-latency.png": token_latency,
         "lookup.png": lookup,
+        "scaling.png": scaling,
     }
     written = []
     with mpl.rc_context(STYLE):
@@ -125,7 +126,9 @@ def _layout_label(report: Report, name: str) -> str:
 
 
 def _legend(figure: plt.Figure, handles: Sequence[Any]) -> None:
-    figure.legend(handles=handles, loc="lower center", ncols=len(handles), bbox_to_anchor=(0.5, 0.0), fontsize=9.5)
+    figure.legend(
+        handles=handles, loc="lower center", ncols=min(4, len(handles)), bbox_to_anchor=(0.5, 0.0), fontsize=9.5
+    )
 
 
 # -- other systems -----------------------------------------------------------------------------------------------
@@ -178,6 +181,44 @@ def _readable_on(color: str) -> str:
 def _best(rows: Sequence[Row], layout: str, **match: str) -> Row | None:
     found = (row for row in rows if row.get("layout") == layout and match.items() <= row.items())
     return max(found, key=lambda row: float(row["gbps"]), default=None)
+
+
+# -- several GPUs ------------------------------------------------------------------------------------------------
+
+
+def scaling(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
+    """Stores and loads at once by number of GPUs: a line for each layout and size of job, and plain copies."""
+    rows = list(report.rows("scaling"))
+    if not rows:
+        return None
+    figure, (axis,) = _figure(report, "Stores and loads at once, one engine on each GPU, one daemon", 9.0, 5.6)
+    cells = list(dict.fromkeys((row["layout"], row["blocks"]) for row in rows))
+    colors = dict(zip(cells, (INK, *SYSTEM_COLORS), strict=False))
+    for cell, color in colors.items():
+        line = [row for row in rows if (row["layout"], row["blocks"]) == cell]
+        devices, gbps = [row["devices"] for row in line], [row["gbps"] for row in line]
+        plain = {} if cell[1] else {"linestyle": (0, (5, 3))}
+        axis.plot(devices, gbps, color=color, marker="o", linewidth=1.8, **plain)
+        axis.annotate(
+            f"{gbps[-1]:.0f}", (devices[-1], gbps[-1]), xytext=(8, 0), textcoords="offset points", va="center"
+        )
+    most = max(row["devices"] for row in rows)
+    axis.set_xticks(range(1, most + 1))
+    axis.set_xlim(0.8, most + 0.35)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("GPUs")
+    axis.set_ylabel("GB/s of all, both ways")
+    _legend(
+        figure,
+        [
+            Line2D(
+                [], [], color=color, marker="o", label=f"{layout}, {blocks} blocks a job" if blocks else "plain copies",
+                linestyle="-" if blocks else (0, (5, 3)),
+            )
+            for (layout, blocks), color in colors.items()
+        ],
+    )  # fmt: skip
+    return figure
 
 
 # -- latencies ---------------------------------------------------------------------------------------------------

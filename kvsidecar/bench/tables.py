@@ -148,14 +148,14 @@ def _scaling(_: Report, rows: list[Row]) -> Iterable[Table]:
     for row in rows:
         devices = row["devices"]
         first = one.setdefault((row["layout"], row["blocks"]), row["gbps"])
-        share = number(100 * row["gbps"] / bulk[devices], 0) if devices in bulk else "–"
+        share = number(100 * row["gbps"] / bulk[devices], 0) if devices in bulk else "-"
         idle = row.get("lookup_idle_us")
         table.add_row(
-            row["layout"], str(row["blocks"] or "–"), str(devices),
+            row["layout"], str(row["blocks"] or "-"), str(devices),
             *(number(row.get(key)) for key in ("gbps", "store_gbps", "load_gbps")),
             number(row["gbps"] / first, 2), share,
             *(number(row.get(key), 2) for key in ("daemon_cores", "copier_cores")),
-            number(row.get("lookup_us"), 0), number(row["lookup_us"] / idle, 2) if idle else "–",
+            number(row.get("lookup_us"), 0), number(row["lookup_us"] / idle, 2) if idle else "-",
         )  # fmt: skip
     yield table
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.bench.report import Report, Row
+from kvsidecar.bench.report import Measurement, Report, Row
 from tests.bench import support
 
 pytest.importorskip("matplotlib")
@@ -47,6 +47,17 @@ def test_title_names_machine_version_and_day() -> None:
     assert figure is not None
     texts = [text.get_text() for text in figure.texts]
     assert "NVIDIA H200 (32.0 GT/s PCIe x16), kvsidecar 0.1.0, 2026-11-21" in texts
+
+
+def test_scaling_has_a_line_for_each_kind_of_job_and_one_for_plain_copies() -> None:
+    report = support.report()
+    measured = report.measurements["scaling"] = Measurement("scaling")
+    for layout, blocks, gbps in (("bulk copies", 0, (98.0, 148.0)), ("stacked-64k", 32, (75.0, 140.0))):
+        for devices, each in enumerate(gbps, 1):
+            measured.add(layout=layout, blocks=blocks, devices=devices, gbps=each)
+    figure = plots.scaling(report)
+    assert figure is not None
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[98.0, 148.0], [75.0, 140.0]]
 
 
 def test_no_two_labels_below_an_axis_overlap() -> None:
