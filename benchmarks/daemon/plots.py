@@ -217,6 +217,7 @@ def scaling(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
             )
             for (layout, blocks), color in colors.items()
         ],
+        columns=3,
     )  # fmt: skip
     return figure
 
