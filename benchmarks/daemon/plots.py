@@ -125,9 +125,9 @@ def _layout_label(report: Report, name: str) -> str:
     return f"{name.partition('-')[0]}\n{row['rows']} x {format_size(row['row_bytes'])}{ids}"
 
 
-def _legend(figure: plt.Figure, handles: Sequence[Any]) -> None:
+def _legend(figure: plt.Figure, handles: Sequence[Any], columns: int | None = None) -> None:
     figure.legend(
-        handles=handles, loc="lower center", ncols=min(4, len(handles)), bbox_to_anchor=(0.5, 0.0), fontsize=9.5
+        handles=handles, loc="lower center", ncols=columns or len(handles), bbox_to_anchor=(0.5, 0.0), fontsize=9.5
     )
 
 
