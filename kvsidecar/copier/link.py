@@ -15,6 +15,7 @@ from kvsidecar import errors
 from kvsidecar.copier.control import Control, pack_layouts, pack_source
 from kvsidecar.copier.launch import Launched
 from kvsidecar.copier.messages import (
+    Checks,
     Copy,
     Done,
     Ended,
@@ -89,8 +90,8 @@ class Opened:
 class Copying:
     """A copy that was handed to a copier.
 
-    `ended` is resolved once, when nothing of the copy moves any more: with `Done`, CopyFailed or DeviceLost; or it is
-    cancelled, if the copy never started.
+    `ended` is resolved once, when nothing of the copy moves any more: with `Done` (copied, or a corrupt load),
+    CopyFailed or DeviceLost; or it is cancelled, if the copy never started.
     """
 
     __slots__ = ("_copy", "_link", "ended", "on_start")
@@ -324,10 +325,12 @@ class CopierLink:
         *,
         event: int | None = None,
         on_start: Callable[[], None] | None = None,
+        checks: Checks | None = None,
     ) -> Copying:
         """Hand over a copy.
 
         Args:
+            checks: see `Copy`.
             event: index of the session's event that must be done before the copy starts.
             on_start: called when that event is not needed any more.
 
@@ -337,7 +340,7 @@ class CopierLink:
         """
         if self.ended.done():
             raise DeviceLost(self.ended.result())
-        copy = Copy(next(self._numbers), session, direction, parts, event)
+        copy = Copy(next(self._numbers), session, direction, parts, event, checks)
         try:
             self._senders[direction].send(copy.pack())
         except RingFull as error:
@@ -406,7 +409,7 @@ class CopierLink:
         ended = copying.ended
         if ended.done():
             return  # cancelled by whoever waited for it
-        if done.ended is Ended.COPIED:
+        if done.ended in (Ended.COPIED, Ended.CORRUPT):
             ended.set_result(done)
         elif done.ended is Ended.CANCELLED:
             ended.cancel()
