@@ -215,7 +215,7 @@ class CopierLink:
         return Hello(reply["platform"], reply["why"], dict(reply["devices"]), reply["pin_limit"])
 
     async def start(self, uuid: str, *, light_seconds: float = 0.0, ring_bytes: int = RING_BYTES) -> None:
-        """Have it open its device. It copies when it has the pool.
+        """Have it open its device, and test it. It copies when it has the pool.
 
         Raises:
             DeviceError: the device cannot be used.

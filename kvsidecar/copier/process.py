@@ -40,6 +40,7 @@ from kvsidecar.copier.messages import (
     pack_number,
 )
 from kvsidecar.copier.ring import Receiver, Ring, Sender
+from kvsidecar.copier.self_test import self_test
 from kvsidecar.copier.slot_check import SlotCheck
 from kvsidecar.device.base import Device, DeviceEvent, DeviceMemory, ScratchSource
 from kvsidecar.device.platforms import open_platform
@@ -316,6 +317,7 @@ class Copier:
 
     def _start(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
         self._device = self._platform.device(request["uuid"])
+        self_test(self._platform, self._device)
         self._sessions = Sessions(self._device)
         self._light_seconds = request["light_seconds"]
         ours = map(os.dup, fds)
