@@ -179,6 +179,15 @@ class Copier:
                 raise DeviceError(f"{self.uuid}: {self.down}")
             await self._changed.wait()
 
+    async def set_log_level(self, level: str) -> None:
+        """For this process, and those after it."""
+        self._options = replace(self._options, log_level=level)
+        async with self._lock:
+            # One that has not said hello is told the level then.
+            if self._link is not None and self._link.greeted:
+                with suppress(DeviceLost):
+                    await self._link.set_log_level(self._options.log_level)
+
     def check(self, stuck_seconds: float) -> str:
         """Kill a process that hangs. Called again and again. Returns what is stuck, if something is."""
         link = self._link
@@ -362,6 +371,10 @@ class Copiers:
     def _set_paces(self) -> None:
         for copier in self:
             copier.set_pace(self.pace(copier.uuid, Direction.STORE))
+
+    def set_log_level(self, level: str) -> None:
+        for copier in self:
+            self._tasks.spawn(copier.set_log_level(level), name=f"log-level-{copier.uuid}")
 
     # -- start and stop ------------------------------------------------------------------------------------------------
 

@@ -214,6 +214,10 @@ class CopierLink:
         self.greeted = True
         return Hello(reply["platform"], reply["why"], dict(reply["devices"]), reply["pin_limit"])
 
+    async def set_log_level(self, level: str) -> None:
+        """After its hello."""
+        await self.ask({"do": "log", "log_level": level})
+
     async def start(self, uuid: str, *, light_seconds: float = 0.0, ring_bytes: int = RING_BYTES) -> None:
         """Have it open its device, and test it. It copies when it has the pool.
 

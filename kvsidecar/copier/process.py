@@ -282,6 +282,7 @@ class Copier:
     def __init__(self) -> None:
         self._requests: dict[str, Callable[[dict[str, Any], Sequence[int]], dict[str, Any]]] = {
             "hello": self._hello,
+            "log": self._log_level,
             "start": self._start,
             "map": self._map,
             "pin": self._pin,
@@ -306,7 +307,8 @@ class Copier:
                 return  # the context is gone: a new process gets a new one
 
     def _hello(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
-        log.configure(log_format=request["log_format"], level=request["log_level"])
+        self._log_format = request["log_format"]
+        self._log_level(request, ())
         self._platform, why = open_platform(request["device"], devices=request["devices"])
         return {
             "platform": self._platform.name,
@@ -314,6 +316,10 @@ class Copier:
             "devices": [[uuid, self._platform.numa_node(uuid)] for uuid in self._platform.device_uuids()],
             "pin_limit": self._platform.pin_limit(),
         }
+
+    def _log_level(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
+        log.configure(log_format=self._log_format, level=request["log_level"])
+        return {}
 
     def _start(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
         self._device = self._platform.device(request["uuid"])
