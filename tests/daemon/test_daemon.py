@@ -75,7 +75,7 @@ async def test_while_its_only_copier_is_down_the_daemon_is_alive_and_not_ready(s
             await until(daemon, lambda: not daemon.readiness.ready)
             assert (await asyncio.to_thread(get, f"{life.http}/health"))[0] == 200
             code, ready = await asyncio.to_thread(get, f"{life.http}/ready")
-            assert (code, ready["state"], ready["reason"]) == (503, "pinning", "host: the copier has ended (SIGKILL)")
+            assert (code, ready["state"], ready["reason"]) == (503, "starting", "host: the copier has ended (SIGKILL)")
         await until(daemon, lambda: daemon.readiness.ready)
         assert copier.pid not in (0, first)
         assert (await asyncio.to_thread(get, f"{life.http}/ready"))[0] == 200

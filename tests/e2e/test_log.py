@@ -227,7 +227,9 @@ def test_a_reload_of_the_log_level_reaches_the_copiers_also_those_that_start_lat
         said = read.until("settings reloaded")
         two = Rank(daemon, client=daemon.client(), instance="two")
         said += read.until("failpoint")
-        assert [line["hit"] for line in said if line["event"] == "failpoint"] == [2], "of the self-test, or the first rank"
+        assert [line["hit"] for line in said if line["event"] == "failpoint"] == [2], (
+            "of the self-test, or the first rank"
+        )
         two.close()
         (copier,) = daemon.copiers()
         os.kill(copier, signal.SIGKILL)
