@@ -9,10 +9,14 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvsidecar.copier.copiers import Copier, Copiers, Options
 from kvsidecar.copier.link import CopierLink, Hello
-from kvsidecar.copier.messages import Copy, Done, Ended, Kind, kind_of, number_of
+from kvsidecar.copier.messages import CHECK, Copy, Done, Ended, Kind, kind_of, number_of
 from kvsidecar.copier.process import Sessions
+from kvsidecar.copier.slot_check import SlotCheck
 from kvsidecar.device.base import Device
 from kvsidecar.device.host import HostDevice
 from kvsidecar.errors import DeviceLost
@@ -106,10 +110,14 @@ class NoProcessLink(CopierLink):
 
 
 class HeldCopies:
-    """The copies of one direction that a link was given. They end when the test says so."""
+    """The copies of one direction that a link was given. They end when the test says so.
 
-    def __init__(self, link: NoProcessLink, direction: Direction) -> None:
-        self._link, self._direction = link, direction
+    Args:
+        pool: of which checksums are taken; None if the test wants none.
+    """
+
+    def __init__(self, link: NoProcessLink, direction: Direction, pool: npt.NDArray[np.uint8] | None = None) -> None:
+        self._link, self._direction, self._pool = link, direction, pool
         self._copies: list[Copy] = []
         self._cancelled: list[int] = []
 
@@ -127,8 +135,27 @@ class HeldCopies:
 
     def end(self, nbytes: int, index: int = -1) -> None:
         """It has copied so many bytes, in a millisecond."""
-        done = Done(self.copies[index].number, Ended.COPIED, nbytes, 0.001, 0.0, 1.0)
+        copy = self.copies[index]
+        values = self.checked(index).values if copy.direction is Direction.STORE else ()
+        done = Done(copy.number, Ended.COPIED, nbytes, 0.001, 0.0, 1.0, values)
         self._link.say(self._direction, done.pack())
+
+    def checked(self, index: int = -1) -> SlotCheck:
+        """What the pool holds now in the slots that the copy wants to be checked."""
+        checks = self.copies[index].checks
+        if checks is None:
+            return SlotCheck(np.empty(0, np.uint8), np.empty(0, CHECK))
+        assert self._pool is not None
+        check = SlotCheck(self._pool, checks)
+        while check.step():
+            pass
+        return check
+
+    def refuse(self, index: int = -1) -> None:
+        """Its slots are not as expected."""
+        wrong = self.checked(index).wrong
+        assert wrong
+        self._link.say(self._direction, Done(self.copies[index].number, Ended.CORRUPT, values=wrong).pack())
 
     def fail(self, error: str) -> None:
         self._link.say(self._direction, Done(self.copies[-1].number, Ended.FAILED, error=error).pack())
@@ -146,6 +173,8 @@ class HeldCopies:
 
 class NoProcessCopier(Copier):
     """The real copier of a device, over links without processes. The sessions of a process are the real ones, too."""
+
+    pool: npt.NDArray[np.uint8] | None = None
 
     def __init__(self, uuid: str, first_pid: int = 1) -> None:
         super().__init__(uuid, None, Options("host"), lambda _: None, NO_GUARD)
@@ -166,7 +195,7 @@ class NoProcessCopier(Copier):
         self._sessions = Sessions(self.device)
         self._link = NoProcessLink(self._next_pid, self._answer, lambda: None)
         self._next_pid += 1
-        self.held = {direction: HeldCopies(self.link, direction) for direction in Direction}
+        self.held = {direction: HeldCopies(self.link, direction, self.pool) for direction in Direction}
         self.down = ""
 
     def die(self, *, noticed: bool = True) -> None:

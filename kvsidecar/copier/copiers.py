@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvsidecar.copier.launch import launch
-from kvsidecar.copier.link import CopierLink, Copying, Hello, Opened, PoolFile
-from kvsidecar.copier.messages import Part
+from kvsidecar.copier.link import CopierLink, Hello, Opened, PoolFile
 from kvsidecar.device.base import MemorySource
 from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed
 from kvsidecar.support import log
@@ -180,6 +179,15 @@ class Copier:
                 raise DeviceError(f"{self.uuid}: {self.down}")
             await self._changed.wait()
 
+    async def set_log_level(self, level: str) -> None:
+        """For this process, and those after it."""
+        self._options = replace(self._options, log_level=level)
+        async with self._lock:
+            # One that has not said hello is told the level then.
+            if self._link is not None and self._link.greeted:
+                with suppress(DeviceLost):
+                    await self._link.set_log_level(self._options.log_level)
+
     def check(self, stuck_seconds: float) -> str:
         """Kill a process that hangs. Called again and again. Returns what is stuck, if something is."""
         link = self._link
@@ -197,7 +205,12 @@ class Copier:
             self._link.kill("the daemon ends")
             await asyncio.shield(self._link.ended)
 
-    def _live(self) -> CopierLink:
+    def live(self) -> CopierLink:
+        """The process, for copies.
+
+        Raises:
+            DeviceLost: it takes none now.
+        """
         if self.down or self._link is None or self._link.ended.done():
             raise DeviceLost(f"{self.uuid}: {self.down or 'the copier has ended'}")
         return self._link
@@ -209,7 +222,7 @@ class Copier:
         async with self._lock:
             self._pool = pool
             with suppress(DeviceLost):  # the next process is told
-                await self._live().map(pool)
+                await self.live().map(pool)
 
     async def pin(self, offset: int, nbytes: int) -> None:
         """Pin one chunk of the pool. A process that dies meanwhile is replaced.
@@ -221,7 +234,7 @@ class Copier:
             try:
                 await self.working()
                 async with self._lock:
-                    await self._live().pin(offset, nbytes)
+                    await self.live().pin(offset, nbytes)
                     self._chunks.append((offset, nbytes))
                 return
             except DeviceLost as error:
@@ -237,7 +250,7 @@ class Copier:
             if (offset, nbytes) in self._chunks:
                 self._chunks.remove((offset, nbytes))
                 with suppress(DeviceLost):  # a process that has ended has nothing pinned
-                    await self._live().unpin(offset, nbytes)
+                    await self.live().unpin(offset, nbytes)
 
     # -- sessions and copies -------------------------------------------------------------------------------------------
 
@@ -255,7 +268,7 @@ class Copier:
         if not self.deaths:
             await self.working()
         async with self._lock:
-            link = self._live()
+            link = self.live()
             return await link.open(session, sources, layouts, events), link.pid
 
     async def close_session(self, session: int, pid: int) -> None:
@@ -267,23 +280,7 @@ class Copier:
         async with self._lock:
             if pid == self.pid:
                 with suppress(DeviceLost):
-                    await self._live().close_session(session)
-
-    def submit(
-        self,
-        session: int,
-        direction: Direction,
-        parts: Sequence[Part],
-        *,
-        event: int | None = None,
-        on_start: Callable[[], None] | None = None,
-    ) -> Copying:
-        """Hand over a copy; as `CopierLink.submit`.
-
-        Raises:
-            DeviceLost: no process takes it now.
-        """
-        return self._live().submit(session, direction, parts, event=event, on_start=on_start)
+                    await self.live().close_session(session)
 
     def copies(self, direction: Direction) -> tuple[int, int]:
         """How many copies wait for their turn, and how many are in flight."""
@@ -294,7 +291,7 @@ class Copier:
         if nbytes != self._pace:
             self._pace = nbytes
             if not self.down:
-                self._live().set_pace(nbytes)
+                self.live().set_pace(nbytes)
 
 
 class Copiers:
@@ -374,6 +371,10 @@ class Copiers:
     def _set_paces(self) -> None:
         for copier in self:
             copier.set_pace(self.pace(copier.uuid, Direction.STORE))
+
+    def set_log_level(self, level: str) -> None:
+        for copier in self:
+            self._tasks.spawn(copier.set_log_level(level), name=f"log-level-{copier.uuid}")
 
     # -- start and stop ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvsidecar.copier.messages import Checks
 from kvsidecar.copier.quiesce import after_quiescing
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
@@ -61,12 +62,14 @@ class QueuedCopy:
         number: names it in `CopyQueue.cancel` and `CopyQueue.prioritize`.
         after: the copy starts when this event is done; copies behind it may overtake it meanwhile.
         on_start: called just before the copy is issued: ``after`` is not needed any more.
+        checks: not used here.
     """
 
     number: int
     plan: CopyPlan
     after: DeviceEvent | None = None
     on_start: Callable[[], None] | None = None
+    checks: Checks | None = None
     submitted: float = field(default_factory=time.monotonic)
     failed: bool = False
     calls: int = 0

@@ -15,6 +15,7 @@ from kvsidecar import errors
 from kvsidecar.copier.control import Control, pack_layouts, pack_source
 from kvsidecar.copier.launch import Launched
 from kvsidecar.copier.messages import (
+    Checks,
     Copy,
     Done,
     Ended,
@@ -89,8 +90,8 @@ class Opened:
 class Copying:
     """A copy that was handed to a copier.
 
-    `ended` is resolved once, when nothing of the copy moves any more: with `Done`, CopyFailed or DeviceLost; or it is
-    cancelled, if the copy never started.
+    `ended` is resolved once, when nothing of the copy moves any more: with `Done` (copied, or a corrupt load),
+    CopyFailed or DeviceLost; or it is cancelled, if the copy never started.
     """
 
     __slots__ = ("_copy", "_link", "ended", "on_start")
@@ -213,8 +214,12 @@ class CopierLink:
         self.greeted = True
         return Hello(reply["platform"], reply["why"], dict(reply["devices"]), reply["pin_limit"])
 
+    async def set_log_level(self, level: str) -> None:
+        """After its hello."""
+        await self.ask({"do": "log", "log_level": level})
+
     async def start(self, uuid: str, *, light_seconds: float = 0.0, ring_bytes: int = RING_BYTES) -> None:
-        """Have it open its device. It copies when it has the pool.
+        """Have it open its device, and test it. It copies when it has the pool.
 
         Raises:
             DeviceError: the device cannot be used.
@@ -324,10 +329,12 @@ class CopierLink:
         *,
         event: int | None = None,
         on_start: Callable[[], None] | None = None,
+        checks: Checks | None = None,
     ) -> Copying:
         """Hand over a copy.
 
         Args:
+            checks: see `Copy`.
             event: index of the session's event that must be done before the copy starts.
             on_start: called when that event is not needed any more.
 
@@ -337,7 +344,7 @@ class CopierLink:
         """
         if self.ended.done():
             raise DeviceLost(self.ended.result())
-        copy = Copy(next(self._numbers), session, direction, parts, event)
+        copy = Copy(next(self._numbers), session, direction, parts, event, checks)
         try:
             self._senders[direction].send(copy.pack())
         except RingFull as error:
@@ -406,7 +413,7 @@ class CopierLink:
         ended = copying.ended
         if ended.done():
             return  # cancelled by whoever waited for it
-        if done.ended is Ended.COPIED:
+        if done.ended in (Ended.COPIED, Ended.CORRUPT):
             ended.set_result(done)
         elif done.ended is Ended.CANCELLED:
             ended.cancel()

@@ -19,10 +19,16 @@ from kvsidecar.types import Direction
 _COPY: Final = struct.Struct("<BBHIQQ")
 """Kind, direction, parts, event + 1 (0: none), number, session."""
 _PART: Final = struct.Struct("<II")
-"""Group, blocks; then as many block ids and as many offsets of slots, 8 bytes each."""
+"""Group, blocks; then as many block ids and as many offsets of slots, 8 bytes each. Behind the last part: checks."""
+CHECK: Final = np.dtype([("slot", np.int64), ("nbytes", np.int64), ("expected", np.uint64)])
+"""A slot whose checksum is wanted: where it begins, in bytes from the pool's base; how many bytes count; what a load
+must find (unused in a store)."""
+Checks = npt.NDArray[np.void]
+"""dtype `CHECK`, one dimension."""
 _NUMBER: Final = struct.Struct("<BQ")
 _DONE: Final = struct.Struct("<BBQQddd")
-"""Kind, outcome, number, bytes, seconds of copying, seconds of waiting, when it ended; then the text of an error."""
+"""Kind, outcome, number, bytes, seconds of copying, seconds of waiting, when it ended; then the values, 8 bytes each,
+or the text of an error."""
 _DIRECTIONS: Final = tuple(Direction)
 
 
@@ -48,6 +54,8 @@ class Ended(IntEnum):
     CANCELLED = 1
     FAILED = 2
     """Nothing of it moves any more. (If it might still, the process ends, and the copy with it.)"""
+    CORRUPT = 3
+    """A load that was not started: slots have other checksums than expected."""
 
 
 class Progress(IntEnum):
@@ -76,6 +84,8 @@ class Copy:
     Args:
         number: unique among the copies of this copier.
         event: of the session's ring, which must be done before the copy starts; None: it may start at once.
+        checks: slots whose checksums a store reports when it is over, and a load compares before it starts; None or
+            at least one.
     """
 
     number: int
@@ -83,6 +93,7 @@ class Copy:
     direction: Direction
     parts: Sequence[Part]
     event: int | None = None
+    checks: Checks | None = None
 
     def pack(self) -> bytes:
         head = _COPY.pack(
@@ -92,6 +103,8 @@ class Copy:
         pieces = [head]
         for part in self.parts:
             pieces += (_PART.pack(part.group, len(part.block_ids)), part.block_ids.tobytes(), part.slots.tobytes())
+        if self.checks is not None:
+            pieces.append(self.checks.tobytes())
         return b"".join(pieces)
 
     @classmethod
@@ -105,12 +118,18 @@ class Copy:
             slots = np.frombuffer(record, np.int64, count, position + 8 * count)
             position += 16 * count
             parts.append(Part(group, ids, slots))
-        return cls(number, session, _DIRECTIONS[direction], parts, event - 1 if event else None)
+        checks = np.frombuffer(record, CHECK, offset=position) if position < len(record) else None
+        return cls(number, session, _DIRECTIONS[direction], parts, event - 1 if event else None, checks)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A copy has ended. Seconds are of the monotonic clock, which all processes of a machine share."""
+    """A copy has ended. Seconds are of the monotonic clock, which all processes of a machine share.
+
+    Args:
+        values: of a store that was copied, the checksums of its checks, in order; of a corrupt load, the indices of
+            those checks that differ.
+    """
 
     number: int
     ended: Ended
@@ -118,19 +137,25 @@ class Done:
     copy_seconds: float = 0.0
     queue_seconds: float = 0.0
     at: float = 0.0
+    values: Sequence[int] = ()
     error: str = ""
 
     def pack(self) -> bytes:
         head = _DONE.pack(
             Kind.DONE, self.ended, self.number, self.nbytes, self.copy_seconds, self.queue_seconds, self.at
         )
-        return head + self.error.encode()
+        return head + (np.array(self.values, np.uint64).tobytes() if self.values else self.error.encode())
 
     @classmethod
     def unpack(cls, record: bytes) -> Done:
         _, ended, number, nbytes, copy_seconds, queue_seconds, at = _DONE.unpack_from(record)
-        error = record[_DONE.size :].decode(errors="replace")
-        return cls(number, Ended(ended), nbytes, copy_seconds, queue_seconds, at, error)
+        values: Sequence[int] = ()
+        error = ""
+        if ended == Ended.FAILED:
+            error = record[_DONE.size :].decode(errors="replace")
+        elif len(record) > _DONE.size:
+            values = np.frombuffer(record, np.uint64, offset=_DONE.size).tolist()
+        return cls(number, Ended(ended), nbytes, copy_seconds, queue_seconds, at, values, error)
 
 
 def kind_of(record: bytes) -> Kind:

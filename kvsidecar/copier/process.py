@@ -16,10 +16,14 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from kvsidecar.copier.control import Control, layouts_of, source_of
 from kvsidecar.copier.copy_plan import BlockCopies, BoundGroup, bind
@@ -36,6 +40,8 @@ from kvsidecar.copier.messages import (
     pack_number,
 )
 from kvsidecar.copier.ring import Receiver, Ring, Sender
+from kvsidecar.copier.self_test import self_test
+from kvsidecar.copier.slot_check import SlotCheck
 from kvsidecar.device.base import Device, DeviceEvent, DeviceMemory, ScratchSource
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
@@ -135,8 +141,11 @@ class CopyLoop:
     Two threads, because a driver's call for a thousand copies takes half a millisecond of a core, and both directions
     together need more than one core (measured). The interpreter's lock is released during such a call.
 
+    The same thread takes checksums, in slices between two steps of the queue: of a store when its copy is over, of a
+    load before its copy is queued. So they delay other copies by a slice at most, and small ones not by large ones.
+
     Args:
-        pool_address: where this process has mapped the pool.
+        pool: where this process has mapped it.
         slab_bytes: no copy spans two slabs.
         light_seconds: the thread sleeps in short naps for this long after a copy; 0 for no naps.
     """
@@ -146,16 +155,18 @@ class CopyLoop:
         device: Device,
         direction: Direction,
         sessions: Sessions,
-        pool_address: int,
+        pool: npt.NDArray[np.uint8],
         slab_bytes: int,
         light_seconds: float,
         from_daemon: Receiver,
         to_daemon: Sender,
     ) -> None:
         self._device, self._direction, self._sessions = device, direction, sessions
-        self._pool_address, self._slab_bytes, self._light_seconds = pool_address, slab_bytes, light_seconds
+        self._pool, self._slab_bytes, self._light_seconds = pool, slab_bytes, light_seconds
         self._receiver, self._sender = from_daemon, to_daemon
         self._last_end = 0.0
+        self._checking: deque[tuple[SlotCheck, QueuedCopy, Done | None]] = deque()
+        """Loads before their copies, and stores behind them with what is to be said; in turns."""
 
     def run(self) -> None:
         """Copy until the process ends.
@@ -164,7 +175,7 @@ class CopyLoop:
             CopyFailed, DeviceLost: copies may still run, and only the end of the process ends them.
         """
         stream = self._device.open_stream(self._direction)
-        self._queue = queue = CopyQueue(stream, self._direction, self._pool_address, self._ended)
+        self._queue = queue = CopyQueue(stream, self._direction, self._pool.ctypes.data, self._ended)
         sleeper, progress = Sleeper(self._receiver.bell), self._receiver.ring.progress
         wait: float | None = None
         while True:
@@ -178,7 +189,11 @@ class CopyLoop:
             elif wait is not None and wait > NAP_SECONDS and self._light_seconds and queue.end_in_flight:
                 # This thread slept until shortly before the end of a copy; the daemon's loop may sleep, too.
                 self._sender.send(pack_number(Kind.SOON, 0))
-            wait = 0.0 if queue.step() else queue.wait()
+            more = queue.step()
+            if self._checking:
+                self._check()
+                more = True
+            wait = 0.0 if more else queue.wait()
             self._sender.flush()
             if wait is None and time.monotonic() - self._last_end < self._light_seconds:
                 wait = NAP_SECONDS
@@ -206,7 +221,7 @@ class CopyLoop:
             self._queue.pace = number_of(record) or None
         elif kind is Kind.PRIORITIZE:
             self._queue.prioritize(number_of(record))
-        elif self._queue.cancel(number := number_of(record)):
+        elif self._queue.cancel(number := number_of(record)) or self._stop_checking(number):
             self._sender.send(Done(number, Ended.CANCELLED).pack())
 
     def _copy(self, copy: Copy) -> None:
@@ -219,7 +234,11 @@ class CopyLoop:
             self._sender.send(Done(copy.number, Ended.FAILED, error=f"{type(error).__name__}: {error}").pack())
             return
         started = None if after is None else partial(self._sender.send, pack_number(Kind.STARTED, copy.number))
-        self._queue.submit(QueuedCopy(copy.number, plan, after, started))
+        queued = QueuedCopy(copy.number, plan, after, started, copy.checks)
+        if copy.checks is not None and self._direction is Direction.LOAD:
+            self._checking.append((SlotCheck(self._pool, copy.checks), queued, None))
+        else:
+            self._queue.submit(queued)
 
     def _ended(self, copy: QueuedCopy, result: CopyResult | CopyFailed) -> None:
         if isinstance(result, CopyFailed):
@@ -229,7 +248,32 @@ class CopyLoop:
             done = Done(
                 copy.number, Ended.COPIED, result.nbytes, result.copy_seconds, result.queue_seconds, result.ended
             )
+            if copy.checks is not None and self._direction is Direction.STORE:
+                self._checking.append((SlotCheck(self._pool, copy.checks), copy, done))
+                return
         self._sender.send(done.pack())
+
+    def _check(self) -> None:
+        """Read one slice of the next copy's slots."""
+        check, copy, done = self._checking[0]
+        if check.step():
+            self._checking.rotate(-1)
+            return
+        self._checking.popleft()
+        if done is not None:
+            self._sender.send(replace(done, values=check.values).pack())
+        elif wrong := check.wrong:
+            self._sender.send(Done(copy.number, Ended.CORRUPT, values=wrong).pack())
+        else:
+            self._queue.submit(copy)
+
+    def _stop_checking(self, number: int) -> bool:
+        """Forget a load whose slots are being checked. False: there is none of this number."""
+        for each in self._checking:
+            if each[1].number == number and each[2] is None:
+                self._checking.remove(each)
+                return True
+        return False
 
 
 class Copier:
@@ -238,6 +282,7 @@ class Copier:
     def __init__(self) -> None:
         self._requests: dict[str, Callable[[dict[str, Any], Sequence[int]], dict[str, Any]]] = {
             "hello": self._hello,
+            "log": self._log_level,
             "start": self._start,
             "map": self._map,
             "pin": self._pin,
@@ -262,7 +307,8 @@ class Copier:
                 return  # the context is gone: a new process gets a new one
 
     def _hello(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
-        log.configure(log_format=request["log_format"], level=request["log_level"])
+        self._log_format = request["log_format"]
+        self._log_level(request, ())
         self._platform, why = open_platform(request["device"], devices=request["devices"])
         return {
             "platform": self._platform.name,
@@ -271,8 +317,13 @@ class Copier:
             "pin_limit": self._platform.pin_limit(),
         }
 
+    def _log_level(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
+        log.configure(log_format=self._log_format, level=request["log_level"])
+        return {}
+
     def _start(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
         self._device = self._platform.device(request["uuid"])
+        self_test(self._platform, self._device)
         self._sessions = Sessions(self._device)
         self._light_seconds = request["light_seconds"]
         ours = map(os.dup, fds)
@@ -285,9 +336,10 @@ class Copier:
         pages = Pages(PageKind(request["page_kind"]), request["page_bytes"])
         self._address = host_memory.map_file(fds[0], request["pool_bytes"], pages)
         host_memory.advise(self._address, request["pool_bytes"], mmap.MADV_DONTDUMP)  # as the daemon's own mapping
+        pool = host_memory.as_array(self._address, request["pool_bytes"])
         for direction, (there, back) in self._rings.items():
             loop = CopyLoop(
-                self._device, direction, self._sessions, self._address, request["slab_bytes"], self._light_seconds,
+                self._device, direction, self._sessions, pool, request["slab_bytes"], self._light_seconds,
                 Receiver(there), Sender(back),
             )  # fmt: skip
             threading.Thread(target=loop.run_to_the_end, name=str(direction), daemon=True).start()

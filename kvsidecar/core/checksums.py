@@ -1,59 +1,65 @@
-"""Checksums of slots: taken when a shard is sealed, compared before it is loaded. Off by default.
-
-They find faults that nothing else here can: a bit that flipped in host memory, and a write to a slot after it was
-sealed. A mismatch is a miss. XXH3 (xxhash.com) runs at memory speed and is no cryptographic hash: it is for accidents.
-"""
+"""Which slots' checksums are taken and compared, and their values. Off by default; a copier reads the bytes: see
+`kvsidecar.copier.slot_check`. A mismatch is a miss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
+from kvsidecar.copier.messages import CHECK, Checks
 from kvsidecar.types import Verify
 
-SAMPLE = 16
+SAMPLE: Final = 16
 """With `Verify.SAMPLE` one block in this many is checked: always the same ones, chosen by their hash."""
 
 
-class Checksums:
-    """Checksum by slot. `take` and `wrong` read whole slots and release the GIL: call them in a thread.
+BlocksInSlots = tuple[Sequence[bytes], Sequence[int], int]
+"""Blocks of one group: their hashes, their slots, and the bytes of a shard."""
 
-    One thread at a time may use a slot: it is reserved while its checksum is taken, and pinned while it is compared.
+
+class Checksums:
+    """Checksum by slot: its byte offset in the pool.
 
     Args:
         verify: which blocks are checked.
-        pool: gives all bytes of the pool; called once it is pinned.
     """
 
-    def __init__(self, verify: Verify, pool: Callable[[], npt.NDArray[np.uint8]]) -> None:
+    def __init__(self, verify: Verify) -> None:
         self._verify = verify
-        self._pool = pool
         self._by_slot: dict[int, int] = {}
 
     def chosen(self, block_hash: bytes) -> bool:
         """Whether this block is one of those that are checked."""
         return self._verify is Verify.ALWAYS or (self._verify is Verify.SAMPLE and block_hash[-1] % SAMPLE == 0)
 
-    def take(self, slots: Iterable[int], nbytes: int) -> None:
-        """Remember what these slots hold now.
+    def to_take(self, parts: Iterable[BlocksInSlots]) -> Checks | None:
+        """What a copier is to take when it has stored these; None: nothing."""
+        return _checks(
+            [
+                (slot, nbytes, 0)
+                for hashes, slots, nbytes in parts
+                for block_hash, slot in zip(hashes, slots, strict=True)
+                if self.chosen(block_hash)
+            ]
+        )
 
-        Args:
-            slots: byte offsets in the pool.
-            nbytes: of one shard.
-        """
-        pool = self._pool()
-        for slot in slots:
-            self._by_slot[slot] = xxhash.xxh3_64_intdigest(pool[slot : slot + nbytes].data)
+    def keep(self, checks: Checks, values: Iterable[int]) -> None:
+        """Remember what a copier has taken: a value for each check."""
+        self._by_slot.update(zip(checks["slot"].tolist(), values, strict=True))
 
-    def wrong(self, slots: Iterable[int], nbytes: int) -> list[int]:
-        """The slots whose bytes have changed since `take`. A slot without a checksum is not one of them."""
-        pool = self._pool()
-        found = []
-        for slot in slots:
-            expected = self._by_slot.get(slot)
-            if expected is not None and expected != xxhash.xxh3_64_intdigest(pool[slot : slot + nbytes].data):
-                found.append(slot)
-        return found
+    def to_compare(self, parts: Iterable[BlocksInSlots]) -> tuple[Checks | None, list[tuple[int, int]]]:
+        """What a copier is to compare before it loads these (None: nothing), and (part, index) of each check. A slot
+        without a checksum is not one of them."""
+        rows, places = [], []
+        for part, (hashes, slots, nbytes) in enumerate(parts):
+            for index, (block_hash, slot) in enumerate(zip(hashes, slots, strict=True)):
+                if self.chosen(block_hash) and (expected := self._by_slot.get(slot)) is not None:
+                    rows.append((slot, nbytes, expected))
+                    places.append((part, index))
+        return _checks(rows), places
+
+
+def _checks(rows: list[tuple[int, int, int]]) -> Checks | None:
+    return np.array(rows, CHECK) if rows else None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.copier.copiers import Copier
 from kvsidecar.copier.link import Copying
-from kvsidecar.copier.messages import Done, Part
+from kvsidecar.copier.messages import Checks, Done, Part
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Direction, Outcome
 
@@ -107,14 +107,16 @@ class Job:
         self.result: JobResult | None = None
         self._copying: Copying | None = None
 
-    async def copy(self, copier: Copier, session: int, parts: Sequence[Part]) -> Done | Refusal:
+    async def copy(self, copier: Copier, session: int, parts: Sequence[Part], checks: Checks | None) -> Done | Refusal:
         """Hand the copy to a copier, and wait for its end. A refusal if the job was stopped before it started.
 
         Raises:
             CopyFailed, DeviceLost: the copy failed, and is over.
         """
         event, on_start = (None, None) if self.order is None else (self.order.event, self.order.on_start)
-        self._copying = copier.submit(session, self.direction, parts, event=event, on_start=on_start)
+        self._copying = copier.live().submit(
+            session, self.direction, parts, event=event, on_start=on_start, checks=checks
+        )
         try:
             return await self._copying.ended
         except asyncio.CancelledError:

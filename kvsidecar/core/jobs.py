@@ -7,13 +7,13 @@ still ends, and only then are its slots, pins and mappings given back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
 from kvsidecar.copier.copiers import Copiers
-from kvsidecar.copier.messages import Done, Part
-from kvsidecar.core.checksums import Checksums
+from kvsidecar.copier.messages import Done, Ended, Part
+from kvsidecar.core.checksums import BlocksInSlots, Checksums
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.layout import check_block_ids
@@ -142,13 +142,16 @@ class JobRunner:
             Part(part.group, part.block_ids[granted.index], granted.slots)
             for part, granted in zip(job.parts, grant.parts, strict=True)
         ]
+        checks = None
+        if self._checksums is not None:
+            checks = self._checksums.to_take(_stored(grant, groups, job.parts))
         failpoints.hit("store.before_copy")
-        copied = await job.copy(session.copier, session.id, parts)
+        copied = await job.copy(session.copier, session.id, parts, checks)
         if isinstance(copied, Refusal):
             return _declined(copied)
         failpoints.hit("store.before_seal")
-        if self._checksums is not None:
-            await asyncio.to_thread(_take_checksums, self._checksums, grant, groups, job.parts)
+        if self._checksums is not None and checks is not None:
+            self._checksums.keep(checks, copied.values)
         return _done(grant.reserved, skipped, copied)
 
     def _begin_load(self, session: RankSession, job: Job) -> list[SessionGroup] | Refusal | Exception:
@@ -176,21 +179,23 @@ class JobRunner:
         assert isinstance(grant, LoadGrant)
         if not job.num_blocks:
             return JobResult(Outcome.DONE)
-        if self._checksums is not None and (
-            wrong := await asyncio.to_thread(_wrong, self._checksums, grant, groups, job.parts)
-        ):
-            for part, index in wrong:
-                self._cache.mark_corrupt(grant, part, index)
-            return _declined(Refusal.CHECKSUM)
         if job.stopped is not None:
             return _declined(job.stopped)
-        if lost := session.lost:  # while its checksums were compared
+        if lost := session.lost:  # since it began
             return _declined(Refusal.DEVICE_LOST, lost)
         parts = [Part(part.group, part.block_ids, slots) for part, slots in zip(job.parts, grant.slots, strict=True)]
+        checks = None
+        places: list[tuple[int, int]] = []
+        if self._checksums is not None:
+            checks, places = self._checksums.to_compare(_loaded(grant, groups, job.parts))
         failpoints.hit("load.before_copy")
-        copied = await job.copy(session.copier, session.id, parts)
+        copied = await job.copy(session.copier, session.id, parts, checks)
         if isinstance(copied, Refusal):
             return _declined(copied)
+        if copied.ended is Ended.CORRUPT:
+            for index in copied.values:
+                self._cache.mark_corrupt(grant, *places[index])
+            return _declined(Refusal.CHECKSUM)
         return _done(job.num_blocks, 0, copied)
 
     # -- the way out -----------------------------------------------------------------------------------------------
@@ -282,26 +287,16 @@ def _group(session: RankSession, part: JobBlocks) -> SessionGroup:
     return group
 
 
-def _take_checksums(
-    checksums: Checksums, grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
-) -> None:
-    """Runs in a thread. The slots are reserved, so no other thread touches them."""
+def _stored(grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> Iterator[BlocksInSlots]:
+    """The blocks that a store was granted."""
     for group, part, granted in zip(groups, parts, grant.parts, strict=True):
-        stored = (
-            (part.hashes[i], slot) for i, slot in zip(granted.index.tolist(), granted.slots.tolist(), strict=True)
-        )
-        checksums.take([slot for block_hash, slot in stored if checksums.chosen(block_hash)], group.layout.shard_bytes)
+        hashes = [part.hashes[index] for index in granted.index.tolist()]
+        yield hashes, granted.slots.tolist(), group.layout.shard_bytes
 
 
-def _wrong(
-    checksums: Checksums, grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]
-) -> list[tuple[int, int]]:
-    """(part, index) of the blocks whose slots do not hold what was sealed. Runs in a thread; the blocks are pinned."""
-    found = []
-    for number, (group, part, slots) in enumerate(zip(groups, parts, grant.slots, strict=True)):
-        index = {slot: i for i, slot in enumerate(slots.tolist()) if checksums.chosen(part.hashes[i])}
-        found += [(number, index[slot]) for slot in checksums.wrong(index, group.layout.shard_bytes)]
-    return found
+def _loaded(grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> Iterator[BlocksInSlots]:
+    for group, part, slots in zip(groups, parts, grant.slots, strict=True):
+        yield part.hashes, slots.tolist(), group.layout.shard_bytes
 
 
 def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> list[ShardPart]:

@@ -5,8 +5,9 @@ Ready means: the pool is pinned, a self-test copy has come back right, and RPC l
     starting -> pinning -> ready
           \\________\\________\\-> failed   (left by a restart only)
 
-While no device takes copies, a daemon that is ready shows the state pinning: the copiers are being replaced. Draining
-hides the state, which changes below it as before: `cancel_drain` shows the state as it is by then.
+While no device takes copies, a daemon that is ready shows the state starting, and the devices: their copiers are being
+started again. Draining hides the state, which changes below it as before: `cancel_drain` shows the state as it is by
+then.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class DaemonReadiness:
         now = self._below
         if self._down and now.state is State.READY:
             reason = "; ".join(f"{device}: {why}" for device, why in self._down.items())
-            now = replace(now, state=State.PINNING if self._all_down else State.READY, reason=reason)
+            now = replace(now, state=State.STARTING if self._all_down else State.READY, reason=reason)
         if self._draining:
             now = replace(now, state=State.DRAINING, reason=self._draining, eta_seconds=None)
         if now == self._now:

@@ -123,7 +123,7 @@ class Daemon:
             seed=secrets.randbits(64),
         )
         self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
-        checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
+        checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify)
         self._runner = JobRunner(
             self._cache,
             copiers,
@@ -309,9 +309,9 @@ class Daemon:
                 pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
                 parts = [Part(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
                 window[:] = pattern
-                await copier.submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
+                await copier.live().submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
                 window[:] = 0
-                await copier.submit(SELF_TEST_SESSION, Direction.STORE, parts).ended
+                await copier.live().submit(SELF_TEST_SESSION, Direction.STORE, parts).ended
                 if not np.array_equal(window, pattern):
                     raise DeviceError(f"the self-test copy to {copier.uuid} and back returned different bytes")
         finally:
@@ -369,6 +369,7 @@ class Daemon:
     def _apply(self, settings: Settings) -> None:
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
+        self._copiers.set_log_level(settings.log_level)
         self._copiers.store_chunk = settings.store_chunk
         self._instances.access = replace(self._instances.access, policy=settings.policy)
 

@@ -42,6 +42,8 @@ KNOWN: dict[str, str] = {
     "copy.device_lost": "in the copier, before a job's copies: raise() simulates a sticky CUDA error",
     "copier.pin": "in the copier, before it pins one chunk of the pool",
     "copier.import": "in the copier, before it imports one allocation of a rank",
+    "copier.self_test": "in the copier, before it compares what the copies of its self-test have brought back",
+    "copier.checksum": "in the copier, before it reads a part of the slots whose checksums it takes",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
     "start.load": "in the thread that imports the rest of the daemon, before the imports; probes are answered",
 }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from select import select
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
+import xxhash
 
-from kvsidecar.copier import copy_queue
+from kvsidecar.copier import copy_queue, slot_check
 from kvsidecar.copier.copy_plan import bind
-from kvsidecar.copier.messages import Copy, Done, Ended, Kind, Part, Progress, kind_of
+from kvsidecar.copier.messages import CHECK, Checks, Copy, Done, Ended, Kind, Part, Progress, kind_of, pack_number
 from kvsidecar.copier.process import CopyLoop, Session, Sessions
 from kvsidecar.copier.ring import Receiver, Ring, Sender
 from kvsidecar.device.base import CopyCall, CopyMark, CopyStream, PreparedCall
@@ -22,8 +25,11 @@ from kvsidecar.types import Direction, GroupLayout, Region
 from tests.harness import eventually
 
 SHORT, LONG = 4096, 16 << 20
+SLICE = SHORT // 8
 LONG_SECONDS = 0.5
 """For which the loop sleeps, at the rate assumed at first: more than any machine needs to get there."""
+POOL = np.random.default_rng(1).integers(0, 256, 64 * SHORT, np.uint8)
+CHECKSUMS = [xxhash.xxh3_64_intdigest(POOL[slot : slot + SHORT].tobytes()) for slot in range(0, POOL.size, SHORT)]
 LAYOUTS = [
     GroupLayout(group, 64, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
     for group, nbytes in enumerate((SHORT, LONG))
@@ -37,6 +43,7 @@ class Device(HostDevice):
         super().__init__()
         self.held = False
         self.ended = False
+        self.issued = 0
 
     def open_stream(self, direction: Direction) -> CopyStream:
         return self
@@ -47,6 +54,7 @@ class Device(HostDevice):
     def issue(self, prepared: PreparedCall, *, alone: bool = False, timed: bool = True) -> CopyMark:
         if self.ended:
             raise DeviceLost("the test is over")
+        self.issued += 1
         return self
 
     def is_done(self) -> bool:
@@ -64,11 +72,12 @@ class Bench:
     sender: Sender
     receiver: Receiver
     progress: memoryview[float]
+    direction: Direction
     records: list[bytes] = field(default_factory=list)
 
-    def copy(self, number: int, group: int, count: int = 1) -> None:
+    def copy(self, number: int, group: int, count: int = 1, checks: Checks | None = None) -> None:
         ids = np.arange(count, dtype=np.int64)
-        self.sender.send(Copy(number, 7, Direction.LOAD, [Part(group, ids, ids * LONG)]).pack())
+        self.sender.send(Copy(number, 7, self.direction, [Part(group, ids, ids * LONG)], checks=checks).pack())
 
     def next(self) -> bytes:
         if not self.records:
@@ -77,13 +86,12 @@ class Bench:
         return self.records.pop(0)
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(copy_queue, "FIRST_RATE", LONG / LONG_SECONDS)
+@contextmanager
+def running(direction: Direction) -> Iterator[Bench]:
     device, there, back = Device(), Ring.create(), Ring.create()
     sessions = Sessions(device)
     sessions._sessions[7] = Session([], {each.group: bind(each, [0]) for each in LAYOUTS})
-    loop = CopyLoop(device, Direction.LOAD, sessions, 0, 1 << 40, 60.0, Receiver(there), Sender(back))
+    loop = CopyLoop(device, direction, sessions, POOL, 1 << 40, 60.0, Receiver(there), Sender(back))
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -94,7 +102,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    bench = Bench(device, Sender(there), Receiver(back), there.progress)
+    bench = Bench(device, Sender(there), Receiver(back), there.progress, direction)
     yield bench
     device.held, device.ended = False, True
     bench.copy(99, 0)
@@ -102,6 +110,13 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     assert [str(error) for error in raised] == ["the test is over"]
     there.close()
     back.close()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(copy_queue, "FIRST_RATE", LONG / LONG_SECONDS)
+    with running(Direction.LOAD) as bench:
+        yield bench
 
 
 def test_the_daemon_is_woken_shortly_before_the_end_of_a_copy_that_the_loop_sleeps_through(bench: Bench) -> None:
@@ -137,3 +152,93 @@ def test_progress_is_there_for_the_daemon_to_see(bench: Bench) -> None:
     bench.device.held = False
     assert [Done.unpack(bench.next()).number for _ in range(2)] == [4, 5]
     eventually(lambda: not bench.progress[Progress.IN_FLIGHT])
+
+
+# -- checksums -------------------------------------------------------------------------------------------------------
+
+
+class Slices:
+    """Lets the loop read so many more slices of slots, of `SLICE` bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = False
+        self._left = threading.Semaphore(0)
+        step = slot_check.SlotCheck.step
+
+        def slow(check: slot_check.SlotCheck) -> bool:
+            return step(check, SLICE) if self.open or self._left.acquire(blocking=False) else True
+
+        monkeypatch.setattr(slot_check.SlotCheck, "step", slow)
+        self.let_pass = self._left.release
+
+
+@pytest.fixture
+def stores() -> Iterator[Bench]:
+    with running(Direction.STORE) as bench:
+        yield bench
+
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slices]:
+    slices = Slices(monkeypatch)
+    yield slices
+    slices.open = True
+
+
+def checks(*slots: int, expected: Callable[[int], int] = CHECKSUMS.__getitem__) -> Checks:
+    return np.array([(slot * SHORT, SHORT, expected(slot)) for slot in slots], CHECK)
+
+
+def done(record: bytes) -> Done:
+    assert kind_of(record) is Kind.DONE
+    return Done.unpack(record)
+
+
+def test_a_load_is_issued_when_its_slots_are_as_expected_and_not_before(bench: Bench, slices: Slices) -> None:
+    bench.copy(1, 0, checks=checks(3, 5))
+    bench.copy(2, 0)
+    assert done(bench.next()).number == 2, "it has overtaken the one whose slots are read"
+    assert bench.device.issued == 1
+    slices.let_pass(2 * SHORT // SLICE)
+    assert done(bench.next()) == Done(1, Ended.COPIED, SHORT, 0.0, ANY, ANY)
+    assert bench.device.issued == 2
+
+
+def test_a_load_of_slots_that_have_changed_is_never_issued(bench: Bench) -> None:
+    bench.copy(1, 0, checks=checks(3, 5, 8, expected=lambda slot: CHECKSUMS[slot] ^ (slot != 5)))
+    assert done(bench.next()) == Done(1, Ended.CORRUPT, values=[0, 2])
+    assert bench.device.issued == 0
+
+
+def test_a_load_whose_slots_are_read_can_be_cancelled(bench: Bench, slices: Slices) -> None:
+    bench.copy(1, 0, checks=checks(3))
+    bench.sender.send(pack_number(Kind.CANCEL, 1))
+    assert done(bench.next()) == Done(1, Ended.CANCELLED)
+    slices.let_pass(SHORT // SLICE)
+    bench.copy(2, 0)
+    assert done(bench.next()).number == 2
+    assert bench.device.issued == 1
+
+
+def test_a_small_check_does_not_wait_for_a_large_one(bench: Bench, slices: Slices) -> None:
+    """They take turns, slice by slice."""
+    bench.copy(1, 0, checks=checks(*range(40)))
+    bench.copy(2, 0, checks=checks(50))
+    bench.copy(3, 0)
+    assert done(bench.next()).number == 3  # all are there
+    slices.let_pass(3 * SHORT // SLICE)
+    assert done(bench.next()).number == 2
+    slices.let_pass(40 * SHORT // SLICE)
+    assert done(bench.next()).number == 1
+
+
+def test_a_store_is_done_when_its_checksums_are_taken_and_others_are_done_meanwhile(
+    stores: Bench, slices: Slices
+) -> None:
+    stores.copy(1, 0, checks=checks(7, 2))
+    stores.copy(2, 0)
+    assert done(stores.next()).number == 2
+    stores.sender.send(pack_number(Kind.CANCEL, 1))  # too late
+    slices.let_pass(2 * SHORT // SLICE)
+    first = done(stores.next())
+    assert (first.number, first.ended, first.values) == (1, Ended.COPIED, [CHECKSUMS[7], CHECKSUMS[2]])

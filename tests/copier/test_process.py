@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvsidecar.client.buffers import HostBuffer
 from kvsidecar.copier import link as link_module
 from kvsidecar.copier.launch import launch
 from kvsidecar.copier.link import CopierLink, Copying, PoolFile
-from kvsidecar.copier.messages import Done, Part
+from kvsidecar.copier.messages import CHECK, Done, Ended, Part
 from kvsidecar.copier.ring import RING_BYTES
 from kvsidecar.device.base import MemfdSource
 from kvsidecar.errors import CopyFailed, DeviceLost, DeviceNotFound, ImportRefused
@@ -44,9 +45,24 @@ class Bench:
     def kv(self) -> np.ndarray:
         return np.frombuffer(self.buffer.memory, np.uint8).reshape(BLOCKS, BLOCK)
 
-    def submit(self, direction: Direction, ids: Sequence[int], slots: Sequence[int], session: int = SESSION) -> Copying:
+    def submit(
+        self,
+        direction: Direction,
+        ids: Sequence[int],
+        slots: Sequence[int],
+        session: int = SESSION,
+        expected: Sequence[int] | None = None,
+    ) -> Copying:
+        """Args:
+        expected: checksums of the slots; None: not checked.
+        """
         part = Part(0, np.array(ids, np.int64), np.array(slots, np.int64) * BLOCK)
-        return self.link.submit(session, direction, [part])
+        checks = None
+        if expected is not None:
+            checks = np.array(
+                [(slot * BLOCK, BLOCK, value) for slot, value in zip(slots, expected, strict=True)], CHECK
+            )
+        return self.link.submit(session, direction, [part], checks=checks)
 
     def store(self, slot: int, session: int = SESSION) -> Copying:
         return self.submit(Direction.STORE, [1], [slot], session)
@@ -107,6 +123,34 @@ async def test_blocks_go_to_the_pool_and_back(bench: Bench) -> None:
     assert [int(slots[i].max()) for i in (10, 20, 30)] == [3, 5, 4]
     await bench.submit(Direction.LOAD, [0, 1], [20, 30]).ended
     assert [int(bench.kv[i].min()) for i in (0, 1)] == [5, 4]
+
+
+async def test_checksums_are_of_the_bytes_that_were_stored_and_a_load_of_others_copies_nothing(bench: Bench) -> None:
+    bench.kv[:] = np.random.default_rng(1).integers(0, 256, bench.kv.shape, np.uint8)
+    stored = await bench.submit(Direction.STORE, [3, 5], [10, 20], expected=[0, 0]).ended
+    assert stored.values == [xxhash.xxh3_64_intdigest(bench.kv[i].tobytes()) for i in (3, 5)]
+    assert (await bench.submit(Direction.STORE, [4], [30]).ended).values == ()
+    loaded = await bench.submit(Direction.LOAD, [0, 1], [10, 20], expected=stored.values).ended
+    assert (loaded.ended, loaded.nbytes, loaded.values) == (Ended.COPIED, 2 * BLOCK, ())
+    assert np.array_equal(bench.kv[:2], bench.kv[[3, 5]])
+    before = bench.kv.copy()
+    bench.pool[20 * BLOCK + 7] ^= 1
+    corrupt = await bench.submit(Direction.LOAD, [7, 8], [10, 20], expected=stored.values).ended
+    assert (corrupt.ended, corrupt.nbytes, corrupt.values) == (Ended.CORRUPT, 0, [1])
+    assert np.array_equal(bench.kv, before)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_a_copier_killed_while_it_takes_checksums_ends_the_copy(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    monkeypatch.setenv(failpoints.VARIABLE, f"copier.checksum={gate}")
+    async with started() as bench:
+        copying = bench.submit(direction, [1], [0], expected=[0])
+        await stuck(bench.link, f"the thread of {direction}s has been in one call")
+        assert not copying.ended.done()
+        bench.signal(signal.SIGKILL)
+        assert await lost(copying) == "the copier has ended (SIGKILL)"
 
 
 async def test_what_cannot_be_copied_fails_and_the_next_one_does_not(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.link import Imported
 from kvsidecar.copier.messages import Done, Ended
 from kvsidecar.core.access import Caller, Grant
-from kvsidecar.core.checksums import Checksums
+from kvsidecar.core.checksums import SAMPLE, Checksums
 from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.jobs import MANY_JOBS, UNEXPECTED, JobRunner
 from kvsidecar.core.metrics import Metrics
@@ -56,11 +56,13 @@ class Guard(SleepGuard):
 class World:
     """A cache of four slots, one session with one group, and a copier in the test's hands."""
 
-    def __init__(self) -> None:
+    def __init__(self, verify: Verify = Verify.ALWAYS) -> None:
         self.cache = BlockCache(SlotAllocator(SLOTS * SLOT, SLOTS * SLOT))
         self.copiers = PacedCopiers()
         self.copier = self.copiers.by_uuid["host"]
         self.pool = np.zeros(SLOTS * SLOT, np.uint8)
+        self.copier.pool = self.pool
+        self.copier.start_again()
         self.metrics = Metrics("host")
         self.readiness = DaemonReadiness(SLOTS * SLOT)
         self.readiness.pinning()
@@ -70,7 +72,7 @@ class World:
         self.answers: list[JobResult] = []
         self.runner = JobRunner(
             self.cache, self.copiers, self.readiness, self.metrics, lambda: 0.0,
-            checksums=Checksums(Verify.ALWAYS, lambda: self.pool), guard=self.guard,
+            checksums=Checksums(verify), guard=self.guard,
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
@@ -103,7 +105,7 @@ class World:
 
     async def started(self, direction: Direction, count: int = 1) -> HeldCopies:
         held = self.copier.held[direction]
-        await eventually_in_loop(lambda: len(held.copies) >= count)  # a checksum is taken in a thread
+        await eventually_in_loop(lambda: len(held.copies) >= count)
         return held
 
     async def ends(self, direction: Direction, count: int = 1) -> None:
@@ -185,7 +187,7 @@ async def test_a_store_that_ended_with_its_copier_gives_its_slot_back(world: Wor
 async def test_a_store_whose_end_was_told_before_its_copier_died_is_done(world: World) -> None:
     job = world.job(Direction.STORE, "a")
     worker = await world.started(Direction.STORE)
-    done = Done(worker.copies[-1].number, Ended.COPIED, SLOT, 0.001, 0.0, 1.0)
+    done = Done(worker.copies[-1].number, Ended.COPIED, SLOT, 0.001, 0.0, 1.0, worker.checked().values)
     world.copier.link.from_process[Direction.STORE].send(done.pack())
     world.copier.die()
     assert (await job).outcome is Outcome.DONE
@@ -355,7 +357,9 @@ async def test_a_shard_whose_bytes_changed_in_the_pool_is_a_miss_and_its_slot_is
     await world.ends(Direction.LOAD)
     assert (await load).outcome is Outcome.DONE
     world.pool[7] ^= 1  # in the slot of "a", the first one
-    wrong = await world.job(Direction.LOAD, "a", "b")
+    load = world.job(Direction.LOAD, "a", "b")
+    (await world.started(Direction.LOAD, 2)).refuse()
+    wrong = await load
     assert (wrong.outcome, wrong.reason) == (Outcome.DECLINED, Refusal.CHECKSUM)
     assert world.readable("a", "b") == [False, True]
     assert world.cache.stats().quarantined_bytes == SLOT
@@ -365,15 +369,44 @@ async def test_a_shard_whose_bytes_changed_in_the_pool_is_a_miss_and_its_slot_is
     assert world.cache.stats().quarantined_bytes == SLOT
 
 
+async def test_without_verify_a_job_asks_for_no_checksums() -> None:
+    world = World(Verify.OFF)
+    await world.stored("a")
+    load = world.job(Direction.LOAD, "a")
+    await world.ends(Direction.LOAD)
+    await load
+    for direction in Direction:
+        (copy,) = world.copier.held[direction].copies
+        assert copy.checks is None
+
+
+async def test_a_sample_is_of_the_same_blocks_in_stores_and_loads() -> None:
+    world = World(Verify.SAMPLE)
+    names = [str(number) for number in range(100)]
+    chosen = next(name for name in names if hashlib.sha256(name.encode()).digest()[-1] % SAMPLE == 0)
+    other = next(name for name in names if hashlib.sha256(name.encode()).digest()[-1] % SAMPLE)
+    await world.stored(chosen, other)
+    load = world.job(Direction.LOAD, other, chosen)
+    await world.ends(Direction.LOAD)
+    await load
+    (store,), (load_) = world.copier.held[Direction.STORE].copies, world.copier.held[Direction.LOAD].copies
+    assert store.checks is not None
+    assert load_[0].checks is not None
+    assert store.checks["slot"].tolist() == [store.parts[0].slots[0]] == load_[0].checks["slot"].tolist()
+    assert load_[0].checks["expected"].tolist() == world.copier.held[Direction.STORE].checked().values
+
+
 async def test_a_wrong_shard_that_another_load_reads_is_withdrawn_when_that_has_ended(world: World) -> None:
     await world.stored("a")
     first = world.job(Direction.LOAD, "a")
     worker = await world.started(Direction.LOAD)
     world.pool[7] ^= 1
-    assert (await world.job(Direction.LOAD, "a")).reason is Refusal.CHECKSUM
+    second = world.job(Direction.LOAD, "a")
+    (await world.started(Direction.LOAD, 2)).refuse()
+    assert (await second).reason is Refusal.CHECKSUM
     assert world.cache.stats().quarantined_bytes == 0
     check_integrity(world.cache)
-    worker.end(worker.nbytes(SLOT))
+    worker.end(worker.nbytes(SLOT), 0)
     await first
     assert world.cache.stats().quarantined_bytes == SLOT
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.daemon.systemd import status_text
 from kvsidecar.errors import Refusal
 from kvsidecar.types import State
 
@@ -97,3 +98,21 @@ def test_listeners_hear_every_change_until_they_stop_listening() -> None:
     stop()
     readiness.drain("x")
     assert heard == [State.PINNING, State.READY]
+
+
+def test_while_no_device_works_the_daemon_is_starting_and_names_them() -> None:
+    readiness = DaemonReadiness(1000)
+    down = {"gpu-0": "the copier has ended (SIGKILL)"}
+    readiness.pinning(pinned_bytes=400)
+    readiness.devices_down(down, all_down=True)
+    assert (readiness.now.state, readiness.now.reason) == (State.PINNING, "the pool is being pinned")
+    readiness.become_ready()
+    readiness.devices_down(down, all_down=False)
+    assert (readiness.ready, readiness.now.reason) == (True, "gpu-0: the copier has ended (SIGKILL)")
+    readiness.devices_down(down | {"gpu-1": "Xid 79"}, all_down=True)
+    assert readiness.now.state is State.STARTING
+    assert readiness.now.reason == "gpu-0: the copier has ended (SIGKILL); gpu-1: Xid 79"
+    assert readiness.refusal is Refusal.NOT_READY
+    assert status_text(readiness.now) == f"starting: {readiness.now.reason}"
+    readiness.devices_down({}, all_down=False)
+    assert readiness.now == Snapshot(State.READY, 1000, 1000)

@@ -21,6 +21,9 @@ from kvsidecar.daemon.daemon import EXIT_COPIERS_LEFT, Daemon
 from kvsidecar.daemon.lifecycle import Lifecycle
 from kvsidecar.daemon.serve import _load
 from kvsidecar.daemon.systemd import Notifier, NotifySocket
+from kvsidecar.errors import DeviceLost
+from kvsidecar.support import failpoints
+from tests.harness import SECONDS
 
 MiB = 1 << 20
 
@@ -55,9 +58,10 @@ async def until(daemon: Daemon, condition: Callable[[], bool]) -> None:
     """Wait for a state of its readiness."""
     changed = asyncio.Event()
     stop = daemon.readiness.listen(lambda _: changed.set())
-    while not condition():
-        await changed.wait()
-        changed.clear()
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await changed.wait()
+            changed.clear()
     stop()
 
 
@@ -71,11 +75,28 @@ async def test_while_its_only_copier_is_down_the_daemon_is_alive_and_not_ready(s
             await until(daemon, lambda: not daemon.readiness.ready)
             assert (await asyncio.to_thread(get, f"{life.http}/health"))[0] == 200
             code, ready = await asyncio.to_thread(get, f"{life.http}/ready")
-            assert (code, ready["state"], ready["reason"]) == (503, "pinning", "host: the copier has ended (SIGKILL)")
+            assert (code, ready["state"], ready["reason"]) == (503, "starting", "host: the copier has ended (SIGKILL)")
         await until(daemon, lambda: daemon.readiness.ready)
         assert copier.pid not in (0, first)
         assert (await asyncio.to_thread(get, f"{life.http}/ready"))[0] == 200
         assert daemon._metrics.value("kvsidecar_copier_deaths_total", device="host") == 1
+
+
+async def test_a_copier_that_takes_the_place_of_another_one_takes_no_copies_before_its_self_test(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(short_dir) as (daemon, _):
+        (copier,) = daemon._copiers
+        first = copier.pid
+        monkeypatch.setenv(failpoints.VARIABLE, "copier.self_test=raise(other bytes)")
+        os.kill(first, signal.SIGKILL)
+        await until(daemon, lambda: "the copier does not start: other bytes" in daemon.readiness.now.reason)
+        assert not daemon.readiness.ready
+        with pytest.raises(DeviceLost, match="other bytes"):
+            copier.live()
+        monkeypatch.delenv(failpoints.VARIABLE)
+        await until(daemon, lambda: daemon.readiness.ready)
+        assert copier.live().pid == copier.pid != first
 
 
 async def test_a_copier_that_does_not_end_though_it_was_killed_is_said_and_ends_the_daemon(

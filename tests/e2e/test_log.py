@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ class Pipe:
                 if lines[-1]["event"] == event:
                     return lines
             else:
+                assert select.select([self.fd], [], [], SECONDS)[0], f"nobody says {event!r}"
                 data = os.read(self.fd, 65536)
                 assert data, f"the daemon ended without {event!r}"
                 self._rest += data
@@ -204,3 +206,32 @@ def test_the_exit_code_is_right_though_nobody_reads_why(short_dir: Path, flags: 
         read.fd = -1
         ran = subprocess.run([*command, *flags], stderr=read.write_end, timeout=SECONDS, env=environment())
     assert ran.returncode == 78
+
+
+def test_a_reload_of_the_log_level_reaches_the_copiers_also_those_that_start_later(short_dir: Path) -> None:
+    """A copier warns of every failpoint, if its level lets it. Requests are answered in order, that of the level before
+    that of the second rank."""
+    file = short_dir / "kvsidecar.toml"
+    file.write_text('log_level = "error"')
+    with (
+        pipe() as read,
+        DaemonProcess(
+            short_dir, "--config", str(file),
+            stderr=read.write_end, KVSIDECAR_FAILPOINTS="copier.import=delay(0)",
+        ) as daemon,
+    ):  # fmt: skip
+        wait_ready(daemon)
+        one = Rank(daemon, client=daemon.client())
+        file.write_text('log_level = "info"')
+        daemon.process.send_signal(signal.SIGHUP)
+        said = read.until("settings reloaded")
+        two = Rank(daemon, client=daemon.client(), instance="two")
+        said += read.until("failpoint")
+        assert [line["hit"] for line in said if line["event"] == "failpoint"] == [2], (
+            "of the self-test, or the first rank"
+        )
+        two.close()
+        (copier,) = daemon.copiers()
+        os.kill(copier, signal.SIGKILL)
+        assert read.until("failpoint")[-1]["hit"] == 0, "the next process counts from 0"
+        one.close()

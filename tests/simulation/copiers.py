@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from kvsidecar.copier import messages
 from kvsidecar.copier.copiers import Copier, Copiers, Options
 from kvsidecar.copier.copy_plan import BlockCopies
 from kvsidecar.copier.link import CopierLink, Copying, Hello
-from kvsidecar.copier.messages import Done, Ended, Kind, Part, kind_of, number_of, pack_last_words, pack_number
+from kvsidecar.copier.messages import Checks, Done, Ended, Kind, Part, kind_of, number_of, pack_last_words, pack_number
 from kvsidecar.copier.process import Sessions
+from kvsidecar.copier.slot_check import SlotCheck
 from kvsidecar.support.cpu_sleep import NO_GUARD
 from kvsidecar.types import Direction
 from tests.copiers import NoProcessLink
@@ -41,8 +43,9 @@ class SimLink(NoProcessLink):
         *,
         event: int | None = None,
         on_start: Callable[[], None] | None = None,
+        checks: Checks | None = None,
     ) -> Copying:
-        copying = super().submit(session, direction, parts, event=event, on_start=on_start)
+        copying = super().submit(session, direction, parts, event=event, on_start=on_start, checks=checks)
         slots = [
             (slot, slot + self._at.shard_bytes[session, part.group]) for part in parts for slot in part.slots.tolist()
         ]
@@ -110,14 +113,18 @@ class SimWorker:
         self._inbox = process.link.to_process[direction].sent
         self._outbox = process.link.from_process[direction].sent
         self._queue: deque[tuple[messages.Copy, OpenEvent | None, npt.NDArray[np.void], int]] = deque()
+        self._checking: list[tuple[messages.Copy, SlotCheck, Callable[[SlotCheck], None]]] = []
+        """Loads before their copies, stores behind them."""
         self._current: Copy | None = None
+        self._record: messages.Copy | None = None
+        """What asked for it."""
         self._nbytes = 0
 
     @property
     def can_step(self) -> bool:
         if self._outbox and not self._process.link.ended.done():
             return True
-        return self._process.device.alive and bool(self._inbox or self._current or self._startable())
+        return self._process.device.alive and bool(self._inbox or self._current or self._checking or self._startable())
 
     def step(self, fault: str | None) -> None:
         """Let the daemon read, take a record, start a copy, move pieces of it, or end it; or let the fault happen."""
@@ -127,7 +134,7 @@ class SimWorker:
                 self._outbox.append(pack_last_words("injected"))
                 self._process.kill()
                 return
-            choices += [self._take] * bool(self._inbox)
+            choices += [self._take] * bool(self._inbox) + [self._check] * bool(self._checking)
             if self._current is not None:
                 choices.append(self._fail if fault else self._go_on)
             elif self._startable():
@@ -145,6 +152,10 @@ class SimWorker:
                 for each in [each for each in self._queue if each[0].number == number_of(record)]:
                     self._queue.remove(each)
                     self._outbox.append(Done(each[0].number, Ended.CANCELLED).pack())
+                for check in [check for check in self._checking if check[0].number == number_of(record)]:
+                    if check[0].direction is Direction.LOAD:
+                        self._checking.remove(check)
+                        self._outbox.append(Done(check[0].number, Ended.CANCELLED).pack())
             case Kind.PRIORITIZE:
                 for each in [each for each in self._queue if each[0].number == number_of(record)]:
                     self._queue.remove(each)
@@ -160,7 +171,26 @@ class SimWorker:
         except Exception as error:
             raise Violation(f"a copier was given a {copy.direction} that it cannot make: {error!r}") from error
         copies = copies_of(plan, self._machine.rng.choice([None, 100, 1000]))
-        self._queue.append((copy, after, copies, plan.nbytes))
+        queued = copy, after, copies, plan.nbytes
+        if copy.checks is None or copy.direction is Direction.STORE:
+            self._queue.append(queued)
+            return
+
+        def compared(check: SlotCheck) -> None:
+            if check.wrong:
+                self._outbox.append(Done(copy.number, Ended.CORRUPT, values=check.wrong).pack())
+            else:
+                self._queue.append(queued)
+
+        self._checking.append((copy, SlotCheck(self._machine.pool, copy.checks), compared))
+
+    def _check(self) -> None:
+        """Read a slice of some copy's slots."""
+        index = self._machine.rng.randrange(len(self._checking))
+        _, check, over = self._checking[index]
+        if not check.step(self._machine.rng.choice((1, 100, 1000, 1 << 20))):
+            del self._checking[index]
+            over(check)
 
     def _startable(self) -> list[int]:
         return [index for index, (_, after, _, _) in enumerate(self._queue) if after is None or after.is_done()]
@@ -169,6 +199,7 @@ class SimWorker:
         index = self._startable()[0]
         copy, after, copies, self._nbytes = self._queue[index]
         del self._queue[index]
+        self._record = copy
         (self._current,) = [
             each for each in self._machine.inflight if each.link is self._process.link and each.number == copy.number
         ]
@@ -183,7 +214,18 @@ class SimWorker:
             for _ in range(self._machine.rng.randint(1, len(copy.pieces))):
                 self._machine.move(copy, self._process.device)
         else:
-            self._end(Done(copy.number, Ended.COPIED, self._nbytes))
+            done = Done(copy.number, Ended.COPIED, self._nbytes)
+            record = self._record
+            assert record is not None
+            if record.checks is None or record.direction is Direction.LOAD:
+                self._end(done)
+                return
+            self._current = None
+
+            def taken(check: SlotCheck) -> None:
+                self._outbox.append(replace(done, values=check.values).pack())
+
+            self._checking.append((record, SlotCheck(self._machine.pool, record.checks), taken))
 
     def _fail(self) -> None:
         assert self._current is not None

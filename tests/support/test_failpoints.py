@@ -221,7 +221,7 @@ def test_some_test_goes_wrong_at_every_point() -> None:
 
 def test_an_engines_ordinary_day_passes_every_point(short_dir: Path) -> None:
     everywhere = ";".join(f"{name}=delay(0)" for name in failpoints.KNOWN)
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=everywhere) as daemon:
+    with DaemonProcess(short_dir, "--verify", "always", KVSIDECAR_FAILPOINTS=everywhere) as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store("a"))
         done(rank.load("a", at=[1]))

@@ -1,0 +1,72 @@
+"""`--verify`: what changes in the pool is not loaded. The bytes are read by the copiers."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.client import Blocks, Outcome
+from tests.e2e.test_copier_death import attached_again, deaths
+from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, works
+from tests.e2e.test_faults import nothing_is_left_of
+from tests.harness import DaemonProcess, Gate, Rank, done, hashes
+from tests.marks import both_protocols
+
+pytestmark = both_protocols
+
+
+def flip_a_bit(daemon: DaemonProcess, content: bytes) -> None:
+    """In the daemon's pool, where these bytes lie."""
+    files = Path(f"/proc/{daemon.process.pid}/fd").iterdir()
+    (pool,) = [path for path in files if "kvsidecar-pool" in os.readlink(path)]
+    with open(pool, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        at = memory.find(content)
+        assert at >= 0
+        memory[at] ^= 1
+
+
+def test_a_block_whose_bytes_changed_in_the_pool_is_a_miss(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, "--verify", "always", local=local) as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store("a", "b"))
+        done(rank.load("a", "b", at=[4, 5]))
+        flip_a_bit(daemon, rank.pattern("a").tobytes())
+        rank.fill(6, "before")
+        wrong = rank.load("a", "b", at=[6, 7])
+        assert (wrong.outcome, wrong.reason) == (Outcome.DECLINED, "checksum")
+        assert rank.holds(6, "before"), "wrong bytes were loaded"
+        assert (rank.hits("a"), rank.hits("b")) == (0, 1)
+        assert daemon.metric('kvsidecar_refusals_total{reason="checksum"}') == 1
+        done(rank.store("a"))
+        works(rank, "b")
+        rank.close()
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_copier_killed_while_it_reads_slots_costs_the_job(
+    short_dir: Path, gate: Gate, direction: str, local: bool
+) -> None:
+    """One hit is one job here: shards are smaller than a slice."""
+    failpoint = f"copier.checksum@{0 if direction == 'store' else 1}={gate}"
+    flags = ("--verify", "always")
+    with no_leaks(), DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=failpoint, local=local) as daemon:
+        rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local))
+        if direction == "load":
+            done(rank.store("a"))
+        getattr(rank.client, direction)([Blocks(0, hashes("a"), [5])])
+        daemon.wait_log("failpoint")
+        (copier,) = daemon.copiers()
+        os.kill(copier, signal.SIGKILL)
+        (end,) = job_ends(rank.client, 1)
+        assert (end.outcome, end.reason) == (Outcome.FAILED, "device_lost")
+        attached_again(rank, daemon)
+        assert deaths(daemon) == 1
+        assert rank.hits("a") == (direction == "load"), "a block is readable though its store was not over"
+        gate.let_pass()  # the new process counts its hits from 0
+        works(rank, "a" if direction == "load" else "b")
+        rank.close()
+        nothing_is_left_of(daemon)
