@@ -162,7 +162,7 @@ class HeldCopies:
 
     def break_(self, error: Exception) -> None:
         """What no copier does: an exception that nobody expects."""
-        self._link._copies.pop(self.copies[-1].number).ended.set_exception(error)
+        self._link._copies.pop(self.copies[-1].number).set_end(error)  # type: ignore[arg-type]
 
     def cancel(self) -> None:
         """It has not started, and was cancelled by the daemon."""

@@ -90,16 +90,40 @@ class Opened:
 class Copying:
     """A copy that was handed to a copier.
 
-    `ended` is resolved once, when nothing of the copy moves any more: with `Done` (copied, or a corrupt load),
-    CopyFailed or DeviceLost; or it is cancelled, if the copy never started.
+    It ends once, when nothing of it moves any more: `on_end` is called with what the copier said, or with DeviceLost if
+    its process has ended.
     """
 
-    __slots__ = ("_copy", "_link", "ended", "on_start")
+    __slots__ = ("_copy", "_ended", "_link", "end", "on_end", "on_start")
 
     def __init__(
-        self, link: CopierLink, copy: Copy, ended: asyncio.Future[Done], on_start: Callable[[], None] | None
+        self,
+        link: CopierLink,
+        copy: Copy,
+        on_start: Callable[[], None] | None,
+        on_end: Callable[[Done | DeviceLost], None] | None,
     ) -> None:
-        self._link, self._copy, self.ended, self.on_start = link, copy, ended, on_start
+        self._link, self._copy, self.on_start, self.on_end = link, copy, on_start, on_end
+        self.end: Done | DeviceLost | None = None
+        self._ended: asyncio.Future[Done] | None = None
+
+    def set_end(self, end: Done | DeviceLost) -> None:
+        """The link says that it is over."""
+        self.end = end
+        if self._ended is not None:
+            _resolve(self._ended, end)
+        if self.on_end is not None:
+            self.on_end(end)
+
+    @property
+    def ended(self) -> asyncio.Future[Done]:
+        """For a coroutine that waits: resolved with `Done` (copied, or a corrupt load), CopyFailed or DeviceLost;
+        cancelled, if the copy never started."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+            if self.end is not None:
+                _resolve(self._ended, self.end)
+        return self._ended
 
     @property
     def direction(self) -> Direction:
@@ -114,8 +138,21 @@ class Copying:
         self._tell(Kind.PRIORITIZE)
 
     def _tell(self, kind: Kind) -> None:
-        if not self.ended.done():
+        if self.end is None:
             self._link.tell(self._copy.direction, kind, self._copy.number)
+
+
+def _resolve(ended: asyncio.Future[Done], end: Done | DeviceLost) -> None:
+    if ended.done():
+        return  # cancelled by who waited
+    if isinstance(end, DeviceLost):
+        ended.set_exception(end)
+    elif end.ended is Ended.CANCELLED:
+        ended.cancel()
+    elif end.ended is Ended.FAILED:
+        ended.set_exception(CopyFailed(end.error))
+    else:
+        ended.set_result(end)
 
 
 def _how(code: int) -> str:
@@ -330,6 +367,7 @@ class CopierLink:
         event: int | None = None,
         on_start: Callable[[], None] | None = None,
         checks: Checks | None = None,
+        on_end: Callable[[Done | DeviceLost], None] | None = None,
     ) -> Copying:
         """Hand over a copy.
 
@@ -337,6 +375,7 @@ class CopierLink:
             checks: see `Copy`.
             event: index of the session's event that must be done before the copy starts.
             on_start: called when that event is not needed any more.
+            on_end: called once, when nothing of it moves any more. It must not raise.
 
         Raises:
             DeviceLost: the process has ended.
@@ -349,7 +388,7 @@ class CopierLink:
             self._senders[direction].send(copy.pack())
         except RingFull as error:
             raise CopyFailed(str(error)) from error
-        copying = self._copies[copy.number] = Copying(self, copy, self._loop.create_future(), on_start)
+        copying = self._copies[copy.number] = Copying(self, copy, on_start, on_end)
         self._handed[direction] += 1
         return copying
 
@@ -410,15 +449,7 @@ class CopierLink:
     def _done(self, done: Done) -> None:
         copying = self._copies.pop(done.number)
         self._handed[copying.direction] -= 1
-        ended = copying.ended
-        if ended.done():
-            return  # cancelled by whoever waited for it
-        if done.ended in (Ended.COPIED, Ended.CORRUPT):
-            ended.set_result(done)
-        elif done.ended is Ended.CANCELLED:
-            ended.cancel()
-        else:
-            ended.set_exception(CopyFailed(done.error))
+        copying.set_end(done)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -443,7 +474,6 @@ class CopierLink:
         self._handed = dict.fromkeys(Direction, 0)
         self.ended.set_result(reason)
         for copying in copies.values():
-            if not copying.ended.done():
-                copying.ended.set_exception(DeviceLost(reason))
+            copying.set_end(DeviceLost(reason))
         for ring in self._rings:
             ring.close()

@@ -13,7 +13,7 @@ from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.copier.copiers import Copier
 from kvsidecar.copier.link import Copying
 from kvsidecar.copier.messages import Checks, Done, Part
-from kvsidecar.errors import Refusal
+from kvsidecar.errors import DeviceLost, Refusal
 from kvsidecar.types import Direction, Outcome
 
 
@@ -68,12 +68,9 @@ class Job:
     """
 
     __slots__ = (
-        "_copying", "direction", "ended", "grant", "lease", "num_blocks", "number", "on_done", "order",
-        "parts", "result", "stopped", "taken", "task", "timer", "traceparent",
+        "_copying", "_over", "direction", "ended", "grant", "lease", "num_blocks", "number", "on_done", "order",
+        "parts", "result", "stopped", "taken", "timer", "traceparent",
     )  # fmt: skip
-
-    task: asyncio.Task[None]
-    """Runs it."""
 
     def __init__(
         self,
@@ -106,23 +103,36 @@ class Job:
         """Why its copy must not start, if it has not started yet."""
         self.result: JobResult | None = None
         self._copying: Copying | None = None
+        self._over: asyncio.Future[None] | None = None
 
-    async def copy(self, copier: Copier, session: int, parts: Sequence[Part], checks: Checks | None) -> Done | Refusal:
-        """Hand the copy to a copier, and wait for its end. A refusal if the job was stopped before it started.
-
-        Raises:
-            CopyFailed, DeviceLost: the copy failed, and is over.
-        """
+    def copy(
+        self,
+        copier: Copier,
+        session: int,
+        parts: Sequence[Part],
+        checks: Checks | None,
+        on_end: Callable[[Done | DeviceLost], None],
+    ) -> None:
+        """Hand the copy to a copier; as `CopierLink.submit`."""
         event, on_start = (None, None) if self.order is None else (self.order.event, self.order.on_start)
         self._copying = copier.live().submit(
-            session, self.direction, parts, event=event, on_start=on_start, checks=checks
+            session, self.direction, parts, event=event, on_start=on_start, checks=checks, on_end=on_end
         )
-        try:
-            return await self._copying.ended
-        except asyncio.CancelledError:
-            if self.stopped is None:
-                raise
-            return self.stopped
+
+    def end(self, result: JobResult, now: float) -> None:
+        """Answer it."""
+        self.result, self.ended = result, now
+        if self._over is not None:
+            self._over.set_result(None)
+        self.on_done(result)
+
+    def over(self) -> asyncio.Future[None]:
+        """Resolved when it is answered."""
+        if self._over is None:
+            self._over = asyncio.get_running_loop().create_future()
+            if self.result is not None:
+                self._over.set_result(None)
+        return self._over
 
     def cancel(self, reason: Refusal) -> None:
         """Do not start the copy, if it has not started yet."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
 from kvsidecar.copier.copiers import Copiers
-from kvsidecar.copier.messages import Done, Ended, Part
+from kvsidecar.copier.messages import Checks, Done, Ended, Part
 from kvsidecar.core.checksums import BlocksInSlots, Checksums
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.job import Job, JobBlocks, JobResult
@@ -20,7 +20,7 @@ from kvsidecar.core.layout import check_block_ids
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import RankSession, SessionGroup
-from kvsidecar.errors import DeviceError, DeviceLost, InvalidRequest, Refusal
+from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest, Refusal
 from kvsidecar.support import failpoints
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction, Outcome
@@ -77,10 +77,10 @@ class JobRunner:
     # -- the way in ------------------------------------------------------------------------------------------------
 
     def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
-        """Run the job in a task of its session. Never raises for a bad request.
+        """Decide about the job, and hand its copy over; or answer it at once. Never raises.
 
-        A load's blocks are pinned, or the load is refused, when this returns. So a message behind the load, such as
-        the release of its lease, cannot take the blocks away.
+        When this returns, the slots of a store are reserved, and the blocks of a load are pinned. So a message behind
+        the load, such as the release of its lease, cannot take the blocks away.
 
         Args:
             deadline: seconds from now after which its copy must not start any more.
@@ -91,8 +91,8 @@ class JobRunner:
         self._running[job.direction][job] = None
         if deadline is not None:
             job.timer = asyncio.get_running_loop().call_later(deadline, job.cancel, Refusal.DEADLINE)
-        begun = self._begin_load(session, job) if job.direction is Direction.LOAD else None
-        job.task = session.tasks.spawn(self._run(session, job, begun), name=f"{job.direction}-job")
+        begin = self._begin_store if job.direction is Direction.STORE else self._begin_load
+        self._step(session, job, lambda: begin(session, job))
 
     def decline(self, direction: Direction, reason: Refusal, error: str = "") -> JobResult:
         """Count and answer a job that is never started."""
@@ -106,35 +106,39 @@ class JobRunner:
 
     # -- the way through -------------------------------------------------------------------------------------------
 
-    async def _run(
-        self, session: RankSession, job: Job, begun: list[SessionGroup] | Refusal | Exception | None
-    ) -> None:
-        result = UNEXPECTED
+    def _step(self, session: RankSession, job: Job, step: Callable[[], JobResult | None]) -> None:
+        """Take one step of a job, and end the job if it has a result then. The first step hands the copy over, the
+        second one follows its end. An error is this job's alone."""
+        result: JobResult | None = UNEXPECTED
         try:
-            result = await (self._store(session, job) if begun is None else self._load(session, job, begun))
+            result = step()
         except InvalidRequest as error:
             result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
         except DeviceLost as error:
             result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error))
         except (DeviceError, failpoints.FailpointError) as error:
             result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error))
-        finally:
+        except Exception as error:  # noqa: BLE001 - reported; the loop and the other jobs go on
+            session.tasks.report(f"{job.direction}-job", error)
+        if result is None:
+            return
+        try:
             self._finish(session, job, result)
+        except Exception as error:  # noqa: BLE001 - as above
+            session.tasks.report(f"{job.direction}-job", error)
 
-    async def _store(self, session: RankSession, job: Job) -> JobResult:
+    def _begin_store(self, session: RankSession, job: Job) -> JobResult | None:
         if (refusal := self._readiness.refusal) is not None:
             return _declined(refusal)
         groups = _groups(session, job.parts)
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
-        if job.stopped is not None:
-            return _declined(job.stopped)
         grant = self._cache.begin_store(_shard_parts(groups, job.parts), session.copier.numa_node)
         if isinstance(grant, Refusal):
             return _declined(grant)
         job.grant = grant
-        skipped = grant.present + grant.in_flight
-        if not grant.reserved:
+        reserved, skipped = grant.reserved, grant.present + grant.in_flight
+        if not reserved:
             return JobResult(Outcome.DONE, skipped_blocks=skipped)
         failpoints.hit("store.after_reserve")
         # Blocks that are present, or that another store fills, are left out.
@@ -142,61 +146,76 @@ class JobRunner:
             Part(part.group, part.block_ids[granted.index], granted.slots)
             for part, granted in zip(job.parts, grant.parts, strict=True)
         ]
-        checks = None
-        if self._checksums is not None:
-            checks = self._checksums.to_take(_stored(grant, groups, job.parts))
+        checksums, checks = self._checksums, None
+        if checksums is not None:
+            checks = checksums.to_take(_stored(grant, groups, job.parts))
         failpoints.hit("store.before_copy")
-        copied = await job.copy(session.copier, session.id, parts, checks)
-        if isinstance(copied, Refusal):
-            return _declined(copied)
-        failpoints.hit("store.before_seal")
-        if self._checksums is not None and checks is not None:
-            self._checksums.keep(checks, copied.values)
-        return _done(grant.reserved, skipped, copied)
 
-    def _begin_load(self, session: RankSession, job: Job) -> list[SessionGroup] | Refusal | Exception:
-        """Pin the blocks. Returns the groups of the job's parts, or why the load ends here."""
+        def copied(done: Done) -> JobResult:
+            failpoints.hit("store.before_seal")
+            if checksums is not None and checks is not None:
+                checksums.keep(checks, done.values)
+            return _done(reserved, skipped, done)
+
+        self._copy(session, job, parts, checks, copied)
+        return None
+
+    def _begin_load(self, session: RankSession, job: Job) -> JobResult | None:
         if (refusal := self._readiness.refusal) is not None:
-            return refusal
-        if session.lost:
-            return Refusal.DEVICE_LOST
-        try:
-            groups = _groups(session, job.parts)
-            grant = self._cache.begin_load(_shard_parts(groups, job.parts), job.lease, self._clock())
-        except Exception as error:  # noqa: BLE001 - raised by the job, which is all that it costs
-            return error
+            return _declined(refusal)
+        if lost := session.lost:
+            return _declined(Refusal.DEVICE_LOST, lost)
+        groups = _groups(session, job.parts)
+        grant = self._cache.begin_load(_shard_parts(groups, job.parts), job.lease, self._clock())
         if isinstance(grant, Refusal):
-            return grant
+            return _declined(grant)
         job.grant = grant
-        return groups
-
-    async def _load(self, session: RankSession, job: Job, begun: list[SessionGroup] | Refusal | Exception) -> JobResult:
-        if isinstance(begun, Exception):
-            raise begun
-        if isinstance(begun, Refusal):
-            return _declined(begun)
-        groups, grant = begun, job.grant
-        assert isinstance(grant, LoadGrant)
         if not job.num_blocks:
             return JobResult(Outcome.DONE)
-        if job.stopped is not None:
-            return _declined(job.stopped)
-        if lost := session.lost:  # since it began
-            return _declined(Refusal.DEVICE_LOST, lost)
         parts = [Part(part.group, part.block_ids, slots) for part, slots in zip(job.parts, grant.slots, strict=True)]
         checks = None
         places: list[tuple[int, int]] = []
         if self._checksums is not None:
             checks, places = self._checksums.to_compare(_loaded(grant, groups, job.parts))
         failpoints.hit("load.before_copy")
-        copied = await job.copy(session.copier, session.id, parts, checks)
-        if isinstance(copied, Refusal):
-            return _declined(copied)
-        if copied.ended is Ended.CORRUPT:
-            for index in copied.values:
-                self._cache.mark_corrupt(grant, *places[index])
-            return _declined(Refusal.CHECKSUM)
-        return _done(job.num_blocks, 0, copied)
+
+        def copied(done: Done) -> JobResult:
+            if done.ended is Ended.CORRUPT:
+                for index in done.values:
+                    self._cache.mark_corrupt(grant, *places[index])
+                return _declined(Refusal.CHECKSUM)
+            return _done(job.num_blocks, 0, done)
+
+        self._copy(session, job, parts, checks, copied)
+        return None
+
+    def _copy(
+        self,
+        session: RankSession,
+        job: Job,
+        parts: Sequence[Part],
+        checks: Checks | None,
+        copied: Callable[[Done], JobResult],
+    ) -> None:
+        """Hand the copy over. The job goes on at its end, with `copied` if its bytes were moved or compared.
+
+        Raises:
+            CopyFailed, DeviceLost: it was not handed over.
+        """
+
+        def result_of(end: Done | DeviceLost) -> JobResult:
+            if isinstance(end, DeviceLost):
+                raise end
+            if end.ended is Ended.FAILED:
+                raise CopyFailed(end.error)
+            if end.ended is Ended.CANCELLED:
+                assert job.stopped is not None
+                return _declined(job.stopped)
+            return copied(end)
+
+        job.copy(
+            session.copier, session.id, parts, checks, lambda end: self._step(session, job, lambda: result_of(end))
+        )
 
     # -- the way out -----------------------------------------------------------------------------------------------
 
@@ -216,8 +235,7 @@ class JobRunner:
             self._keep_awake_for(session, job)
             self._count(job.direction, result)
             session.copied_bytes[job.direction] += result.nbytes
-            job.result, job.ended = result, self._clock()
-            job.on_done(result)
+            job.end(result, self._clock())
             if self._on_ended is not None:
                 # The client is answered in this turn of the loop, and need not wait for the record.
                 asyncio.get_running_loop().call_soon(self._on_ended, session, job)

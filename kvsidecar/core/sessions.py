@@ -98,7 +98,7 @@ class RankSession:
     groups: Mapping[int, SessionGroup]
     attached_at: float
     tasks: TaskSet
-    """They run its jobs and flushes. A client that goes away does not stop its copies."""
+    """Its flushes. Unexpected errors of its jobs are reported as theirs."""
     jobs: dict[int, Job] = field(default_factory=dict)
     """Jobs that are not over, by the numbers that the client chose."""
     num_events: int = 0
@@ -122,6 +122,12 @@ class RankSession:
     def remove(self, job: Job) -> None:
         del self.jobs[job.number]
         self.outstanding_blocks -= job.num_blocks or 1
+
+    async def drain(self) -> None:
+        """Wait until its jobs and flushes are over. DMA cannot be cancelled, whether or not its client has gone."""
+        while self.jobs:
+            await asyncio.wait([job.over() for job in self.jobs.values()])
+        await self.tasks.join()
 
     @property
     def imported_bytes(self) -> int:
@@ -367,8 +373,8 @@ class Instances:
             return
         session.ending = True
         self._tell_busy()
-        # DMA cannot be cancelled. Unmapping under a running copy would be a fault in the copier's context.
-        await session.tasks.join()
+        # Unmapping under a running copy would be a fault in the copier's context.
+        await session.drain()
         await self._give_back(
             session.copier, (session.id, session.process), [group.space for group in session.groups.values()]
         )

@@ -145,8 +145,8 @@ class AttachStream:
                 seconds = 0.0
             self._flushes += 1
             try:
-                await asyncio.wait([each.task for each in wanted.values()], timeout=seconds)
+                await asyncio.wait([each.over() for each in wanted.values()], timeout=seconds)
             finally:
                 self._flushes -= 1
-        pending = [job for job, each in wanted.items() if not each.task.done()]
+        pending = [job for job, each in wanted.items() if each.result is None]
         self._send(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))

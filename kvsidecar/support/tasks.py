@@ -34,6 +34,10 @@ class TaskSet:
         task.add_done_callback(self._ended)
         return task
 
+    def report(self, name: str, error: BaseException) -> None:
+        """Report an error as if a task of this name had raised it."""
+        self._on_error(name, error)
+
     async def join(self, timeout: float | None = None) -> int:
         """Wait until every task has ended, at most ``timeout`` seconds. Returns the number of running tasks."""
         current = asyncio.current_task()

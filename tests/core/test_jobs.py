@@ -96,7 +96,7 @@ class World:
         job = self.start(direction, *names, at=at)
 
         async def result() -> JobResult:
-            await job.task
+            await job.over()
             assert job.result is not None
             assert job.result in self.answers
             return job.result
@@ -122,8 +122,9 @@ class World:
         return self.cache.lookup(self.space, hashes, LookupMode.BITMAP)
 
     async def stored(self, *names: str) -> None:
+        before = len(self.copier.held[Direction.STORE].copies)
         job = self.job(Direction.STORE, *names)
-        await self.ends(Direction.STORE, len(self.copier.held[Direction.STORE].copies) + 1)
+        await self.ends(Direction.STORE, before + 1)
         assert (await job).outcome is Outcome.DONE
 
 
@@ -234,7 +235,7 @@ async def test_a_load_has_its_pins_when_it_is_taken_whatever_comes_behind_it(wor
     assert world.cache.release(lease.id)
     assert (await world.job(Direction.STORE, "e")).reason is Refusal.POOL_FULL
     await world.ends(Direction.LOAD)
-    await load.task
+    await load.over()
     assert load.result is not None
     assert load.result.copied_blocks == 4
     await world.stored("e")
@@ -449,7 +450,7 @@ async def test_however_a_job_ends_it_is_answered_once_and_gives_back_all_it_held
             world.copier.die()
         case "a bug":
             worker.break_(RuntimeError("what"))
-    await asyncio.wait([job.task])
+    await asyncio.wait([job.over()])
     assert [(each.outcome, each.reason, each.error) for each in world.answers] == [
         (expected.outcome, expected.reason, expected.error)
     ]
@@ -472,5 +473,5 @@ async def test_a_deadline_that_has_not_come_goes_with_its_job(world: World) -> N
     world.runner.start(world.session, job, deadline=3600.0)
     assert job.timer is not None
     await world.ends(Direction.STORE)
-    await job.task
+    await job.over()
     assert job.timer.cancelled()

@@ -30,12 +30,12 @@ class Runner:
 
     def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
         session.add(job)
-        job.task = session.tasks.spawn(self._run(session, job), name="job")
+        session.tasks.spawn(self._run(session, job), name="job")
 
     async def _run(self, session: RankSession, job: Job) -> None:
         await self.gate.wait()
         session.remove(job)
-        job.on_done(JobResult(Outcome.DONE))
+        job.end(JobResult(Outcome.DONE), 0.0)
 
     def decline(self, _direction: Direction, reason: Refusal, error: str = "") -> JobResult:
         return JobResult(Outcome.DECLINED, reason, error)

@@ -18,6 +18,7 @@ from kvsidecar.copier.link import CopierLink, Copying, Hello
 from kvsidecar.copier.messages import Checks, Done, Ended, Kind, Part, kind_of, number_of, pack_last_words, pack_number
 from kvsidecar.copier.process import Sessions
 from kvsidecar.copier.slot_check import SlotCheck
+from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
 from kvsidecar.types import Direction
 from tests.copiers import NoProcessLink
@@ -44,8 +45,11 @@ class SimLink(NoProcessLink):
         event: int | None = None,
         on_start: Callable[[], None] | None = None,
         checks: Checks | None = None,
+        on_end: Callable[[Done | DeviceLost], None] | None = None,
     ) -> Copying:
-        copying = super().submit(session, direction, parts, event=event, on_start=on_start, checks=checks)
+        copying = super().submit(
+            session, direction, parts, event=event, on_start=on_start, checks=checks, on_end=on_end
+        )
         slots = [
             (slot, slot + self._at.shard_bytes[session, part.group]) for part in parts for slot in part.slots.tolist()
         ]
