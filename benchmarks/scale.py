@@ -28,7 +28,7 @@ from rich.table import Table
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
-from kvsidecar.daemon.config import auto_slab_bytes
+from kvsidecar.daemon.pool_geometry import auto_slab_bytes
 from kvsidecar.types import LookupMode, Namespace
 
 HASH_BYTES = 32

@@ -1,6 +1,8 @@
-"""What a plan copies, all at once."""
+"""What a plan copies, all at once; a plan of given copies."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,3 +21,20 @@ def calls_of(plan: CopyPlan, chunk: int | None = None) -> list[CopyCall]:
 def copies_of(plan: CopyPlan, chunk: int | None = None) -> npt.NDArray[np.void]:
     """Every copy of a plan that nobody has taken from."""
     return np.concatenate([np.zeros(0, COPY), *(call.copies for call in calls_of(plan, chunk))])
+
+
+class CopyList:
+    """A plan of given copies. Implements `kvsidecar.device.base.CopyPlan`."""
+
+    def __init__(self, copies: npt.NDArray[np.void], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._copies = copies
+        self.rewind()
+
+    def rewind(self) -> None:
+        some = len(self._copies)
+        self._calls = [CopyCall(self._copies, batched=False, nbytes=self.nbytes)] if some else []
+
+    def take(self, chunk: int | None) -> Sequence[CopyCall]:
+        calls, self._calls = self._calls, []
+        return calls

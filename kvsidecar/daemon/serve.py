@@ -23,8 +23,9 @@ import uvloop
 
 from kvsidecar.copier.launch import Launched, launch
 from kvsidecar.core.readiness import Snapshot
-from kvsidecar.daemon.config import PoolGeometry, Settings, load_settings, pool_geometry
+from kvsidecar.daemon.config import Settings, load_settings
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
+from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
 from kvsidecar.support import failpoints, log, memory_limits, terminal

@@ -58,23 +58,6 @@ class CopyPlan(Protocol):
         """Begin again: nothing that was taken was issued."""
 
 
-class CopyList:
-    """A plan of given copies. Implements `CopyPlan`."""
-
-    def __init__(self, copies: npt.NDArray[np.void], nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._copies = copies
-        self.rewind()
-
-    def rewind(self) -> None:
-        some = len(self._copies)
-        self._calls = [CopyCall(self._copies, batched=False, nbytes=self.nbytes)] if some else []
-
-    def take(self, chunk: int | None) -> Sequence[CopyCall]:
-        calls, self._calls = self._calls, []
-        return calls
-
-
 @dataclass(frozen=True, slots=True)
 class CudaIpcSource:
     """An allocation that another process exported with ``cuIpcGetMemHandle``."""

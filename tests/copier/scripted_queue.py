@@ -9,9 +9,10 @@ from itertools import count
 import numpy as np
 
 from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
-from kvsidecar.device.base import COPY, CopyCall, CopyList, CopyMark, CopyPlan, DeviceEvent, PreparedCall
+from kvsidecar.device.base import COPY, CopyCall, CopyMark, CopyPlan, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed
 from kvsidecar.types import Direction
+from tests.plans import CopyList
 
 POOL = 1 << 20
 CHUNK = 4096

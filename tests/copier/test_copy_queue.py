@@ -22,12 +22,13 @@ from kvsidecar.copier.copy_queue import (
     QueuedCopy,
 )
 from kvsidecar.copier.quiesce import QUIESCE_SECONDS
-from kvsidecar.device.base import COPY, CopyList
+from kvsidecar.device.base import COPY
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.types import Direction
 from tests import failpoints
 from tests.copier.scripted_queue import CHUNK, POOL, TOOK, Bench, Calls, Clock, Event, plan
 from tests.harness import Gate
+from tests.plans import CopyList
 
 
 @pytest.fixture

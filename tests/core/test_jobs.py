@@ -370,6 +370,16 @@ async def test_a_shard_whose_bytes_changed_in_the_pool_is_a_miss_and_its_slot_is
     assert world.cache.stats().quarantined_bytes == SLOT
 
 
+async def test_a_wrong_shard_that_a_load_names_twice_is_withdrawn_once(world: World) -> None:
+    await world.stored("a", "b")
+    world.pool[7] ^= 1
+    load = world.job(Direction.LOAD, "a", "b", "a", at=[1, 2, 3])
+    (await world.started(Direction.LOAD)).refuse()
+    assert (await load).reason is Refusal.CHECKSUM
+    assert world.readable("a", "b") == [False, True]
+    assert world.cache.stats().quarantined_bytes == SLOT
+
+
 async def test_without_verify_a_job_asks_for_no_checksums() -> None:
     world = World(Verify.OFF)
     await world.stored("a")

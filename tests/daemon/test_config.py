@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from kvsidecar.core.access import Policy, Rule
 from kvsidecar.daemon.config import (
     Settings,
-    auto_slab_bytes,
     click_options,
     flag_of,
     load_settings,
-    pool_geometry,
     variable_of,
 )
+from kvsidecar.daemon.pool_geometry import auto_slab_bytes, pool_geometry
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import ConfigError
 from kvsidecar.pool.host_pool import HostPool, PoolSpec

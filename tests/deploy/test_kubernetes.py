@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from kvsidecar.client import State
-from kvsidecar.daemon.config import Settings, load_settings, pool_geometry
+from kvsidecar.daemon.config import Settings, load_settings
+from kvsidecar.daemon.pool_geometry import pool_geometry
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
 from kvsidecar.support.units import GiB, MiB, parse_size

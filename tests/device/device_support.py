@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvsidecar.device.base import COPY, CopyList, Platform
+from kvsidecar.device.base import COPY, Platform
+from tests.plans import CopyList
 
 GUARD = 0xA5
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -23,7 +23,6 @@ from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
 from kvsidecar.core.layout import checking_regions
 from kvsidecar.device.base import (
     CopyCall,
-    CopyList,
     CopyPlan,
     CudaIpcSource,
     Device,
@@ -36,6 +35,7 @@ from kvsidecar.types import Direction, GroupLayout, Region
 from tests.device.device_support import GUARD, Pool, only_cuda, plan_of
 from tests.device.exporter import Exporter, pattern
 from tests.harness import eventually
+from tests.plans import CopyList
 
 Result = TypeVar("Result")
 MIB = 1 << 20

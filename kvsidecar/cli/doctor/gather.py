@@ -32,7 +32,8 @@ from kvsidecar.cli.doctor.facts import (
     SocketFacts,
 )
 from kvsidecar.client import Client
-from kvsidecar.daemon.config import Settings, load_settings, pool_geometry
+from kvsidecar.daemon.config import Settings, load_settings
+from kvsidecar.daemon.pool_geometry import pool_geometry
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.system import mps_runs, pci_numa_node
 from kvsidecar.errors import ClientError, ConfigError, PoolRefused

@@ -1,0 +1,49 @@
+"""The sizes of the pool and its parts on this machine, from the settings. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsidecar.daemon.config import PAGE_BYTES, Settings
+from kvsidecar.errors import ConfigError
+from kvsidecar.support import memory_limits
+from kvsidecar.support.units import MiB, format_size
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """Sizes in bytes. A chunk is a whole number of slabs, so no slot can straddle two pinned chunks."""
+
+    pool_bytes: int
+    slab_bytes: int
+    chunk_bytes: int
+
+
+def auto_slab_bytes(pool_bytes: int) -> int:
+    """The largest power of two up to an eighth of the pool, but 4 MiB to 64 MiB (the whole pool if it is smaller).
+
+    Large slabs keep blocks of one size together; eight or more let several sizes have some.
+    """
+    eighth = max(1, pool_bytes // 8)
+    smallest = min(pool_bytes, 4 * MiB) // PAGE_BYTES * PAGE_BYTES
+    return max(smallest, min(1 << (eighth.bit_length() - 1), 64 * MiB))
+
+
+def pool_geometry(settings: Settings, root: Path = memory_limits.ROOT) -> PoolGeometry:
+    """Resolve percentages and "auto" for this machine.
+
+    Raises:
+        ConfigError: a percentage comes to less than one slab.
+    """
+    pool, chunk = memory_limits.resolve_size(settings.pool_size, root), settings.chunk_size
+    slab = auto_slab_bytes(pool) if settings.slab_size == "auto" else settings.slab_size
+    if settings.slab_size == "auto" and chunk % slab:
+        # The lowest set bit is the largest power of two that divides the chunk.
+        slab = min(slab, chunk & -chunk)
+        if chunk % slab:
+            chunk = slab  # the pool is one slab of an odd size, smaller than the chunk
+    if pool < max(slab, PAGE_BYTES):
+        here = f"pool_size={settings.pool_size} comes to {format_size(pool)} on this machine"
+        raise ConfigError(f"{here}, less than one slab ({format_size(max(slab, PAGE_BYTES))})")
+    return PoolGeometry(pool, slab, chunk)

@@ -1,0 +1,87 @@
+"""A dead engine's memory is free again when the last copy of it is over, or the copier that has it is dead.
+
+Not by time, because no test knows how long a second of this machine is: nobody has it when the daemon says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.support.cuda_driver import CudaContext
+from tests.e2e.test_faults import FIRST, engine, nothing_is_left_of
+from tests.e2e.test_gpu import ENGINE
+from tests.harness import DaemonProcess, Gate, eventually
+
+
+def holders(daemon: DaemonProcess) -> set[int]:
+    """Processes of the daemon that have an engine's memfd open or mapped: either keeps its memory allocated."""
+    found = set()
+    for pid in (daemon.process.pid, *daemon.copiers()):
+        process = Path("/proc", str(pid))
+        names = [str(each.readlink()) for each in (process / "fd").iterdir() if each.is_symlink()]
+        if any("memfd:kvsidecar-kv" in each for each in (*names, (process / "maps").read_text())):
+            found.add(pid)
+    return found
+
+
+def only_copiers_hold(daemon: DaemonProcess) -> None:
+    """For a copy that may still use it. The daemon has heard of the end of the engine, whose descriptor it had."""
+    eventually(lambda: holders(daemon) == set(daemon.copiers()), lambda: f"{holders(daemon)} hold it")
+
+
+def test_behind_the_last_copy_nobody_has_the_memory(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon:
+        daemon.wait_ready()
+        with engine(daemon, "store") as victim:
+            daemon.wait_log("failpoint")
+            victim.kill()
+            victim.wait()
+            only_copiers_hold(daemon)
+            gate.let_pass()
+            daemon.wait_log("rank detached")
+            assert holders(daemon) == set()
+        nothing_is_left_of(daemon)
+
+
+def test_behind_its_copiers_death_nobody_has_the_memory(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon:
+        daemon.wait_ready()
+        with engine(daemon, "store") as victim:
+            daemon.wait_log("failpoint")
+            victim.kill()
+            victim.wait()
+            only_copiers_hold(daemon)
+            (copier,) = daemon.copiers()
+            os.kill(copier, signal.SIGKILL)
+            daemon.wait_log("a copier is down")
+            assert holders(daemon) == set()
+            eventually(lambda: daemon.get("/ready")[0] == 200)  # another one works
+            assert holders(daemon) == set(), "imported for an engine that is dead"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no NVIDIA GPU")
+def test_behind_its_copiers_death_the_memory_of_the_gpu_is_free(short_dir: Path, gate: Gate) -> None:
+    context = CudaContext(0)
+    failpoint = f"store.in_flight@{FIRST}={gate}"
+    with DaemonProcess(short_dir, "--pool-size", "64MiB", device="cuda", KVSIDECAR_FAILPOINTS=failpoint) as daemon:
+        daemon.wait_ready()
+        before, _ = context.memory_info()
+        victim = subprocess.Popen([sys.executable, "-c", ENGINE, daemon.socket], stdin=subprocess.PIPE)
+        daemon.wait_log("failpoint")
+        victim.kill()
+        victim.wait()
+        assert before - context.memory_info()[0] > 2 << 30, "the copier has it no more: this test would pass anyway"
+        (copier,) = daemon.copiers()
+        os.kill(copier, signal.SIGKILL)
+        killed = time.monotonic()
+        eventually(lambda: before - context.memory_info()[0] < 1 << 30)
+        print(f"released {time.monotonic() - killed:.3f} s after the copier's death")
+    context.close()
