@@ -19,6 +19,7 @@ from kvsidecar.bench.limit import CUDA_BYTES
 from kvsidecar.bench.processes import Child, Daemon
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
+from kvsidecar.bench.stats import median
 from kvsidecar.support import cuda_driver
 from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
@@ -32,9 +33,8 @@ IN_FLIGHT = 2
 SECONDS = 2.0
 HASHES = 512
 """Of the lookups meanwhile."""
-LOOKUPS = 50
-"""In a row, without a pause; then the next ones after `PAUSE_SECONDS`."""
-PAUSE_SECONDS = 0.01
+PAUSE_SECONDS = 0.005
+"""Between two lookups: they are to be seen, not to keep the daemon busy."""
 HOST_DEVICES = 2
 """Without a GPU, memory of the host stands in for so many."""
 HOST_BYTES = 16 * MiB
@@ -114,13 +114,12 @@ class _Asker:
     def ask_for(self, seconds: float) -> None:
         started = time.perf_counter()
         before = self._used()
-        medians = []
+        each_us = []
         while time.perf_counter() - started < seconds:
-            row = time_lookups(self._engine, lambda: self._hashes, HASHES, LOOKUPS)
-            medians.append(row["p50_us"])
+            each_us.append(time_lookups(self._engine, lambda: self._hashes, HASHES, 1)["p50_us"])
             time.sleep(PAUSE_SECONDS)
         took = time.perf_counter() - started
-        self.p50_us = sorted(medians)[len(medians) // 2]
+        self.p50_us = median(each_us)
         names = ("daemon_cores", "copier_cores")
         self.cores = {
             name: round((late - early) / took, 3)

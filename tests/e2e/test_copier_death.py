@@ -41,7 +41,7 @@ def attached_again(rank: Rank, daemon: DaemonProcess) -> None:
 def alive(pid: int) -> bool:
     """Whether a process has not ended; one that nobody has waited for yet has."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -200,10 +200,12 @@ def test_a_client_that_leaves_before_the_daemon_has_ended_learns_of_it_later(sho
 
 def test_a_daemon_that_is_killed_takes_its_copiers_with_it(short_dir: Path, gate: Gate, local: bool) -> None:
     with DaemonProcess(
-        short_dir, "--devices", "host,host-1", KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}", local=local
+        short_dir, "--devices", "host,host-1", KVSIDECAR_FAILPOINTS=f"load.in_flight@{FIRST}={gate}", local=local
     ) as daemon:
         rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local))
-        rank.client.store([Blocks(0, hashes("a"), [0])])
+        done(rank.store("a"))
+        # A load: what a store still reads goes nowhere once its daemon is gone, so that a store may end before.
+        rank.client.load([Blocks(0, hashes("a"), [1])])
         daemon.wait_log("failpoint")
         copiers = daemon.copiers()
         assert len(copiers) == 2

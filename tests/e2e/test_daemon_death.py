@@ -94,6 +94,8 @@ def works(rank: Rank, *names: object) -> None:
 
 
 def until_queued(daemon: DaemonProcess, direction: str, count: int) -> None:
+    """A copy is held in flight, and so many wait behind it."""
+    daemon.wait_log("failpoint")
     _until(daemon, f'kvsidecar_jobs_queued{{direction="{direction}"}}', count)
 
 

@@ -198,7 +198,7 @@ def test_leases_are_taken_renewed_and_released(daemon: DaemonProcess, raw: RawCl
 
 
 def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, buffer: HostBuffer) -> None:
-    """In one write: a store that wants the room of its blocks, the load, and the release of its lease."""
+    """In one write: the load, the release of its lease, and a store that wants the room of its blocks."""
     names = list(range(NUM_BLOCKS))
     pool = NUM_BLOCKS * SHARD_BYTES >> 10
     sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", f"{pool}KiB")]
@@ -215,9 +215,9 @@ def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, b
             lease = raw.receive().lookup.lease
             blocks = pb.Blocks(group=0, hashes=b"".join(hashes(*names)), block_ids=pack_ids(names))
             messages = (
-                pb.LocalRequest(attach=store(2, "new")),
                 pb.LocalRequest(attach=pb.AttachRequest(load=pb.Load(job=1, lease=lease, blocks=[blocks]))),
                 pb.LocalRequest(call=2, release=pb.ReleaseRequest(lease=lease)),
+                pb.LocalRequest(attach=store(2, "new")),
             )
             raw.connection.sendall(b"".join(frame(each.SerializeToString()) for each in messages))
             assert raw.receive().release.released
