@@ -66,6 +66,22 @@ class Engine:
         self.context.memset(self.kv + half, value, half)
         self.context.synchronize()
         self.pool[:half] = value
+        return self._wrong(value)
+
+    def reuse_at_once(self, value: int) -> int:
+        """The same, but a page of each slot: microseconds, where all of them take longer than the last copies."""
+        half = POOL // 2
+        pages = self.pool[:half].reshape(HALF, BLOCK)[:, :4096]
+        pages[:] = value
+        self.context.memset(self.kv + half, value, half)
+        self.context.synchronize()
+        time.sleep(0.02)
+        wrong = int((pages != value).sum())
+        self.pool[:half] = value
+        return wrong + self._wrong(value)
+
+    def _wrong(self, value: int) -> int:
+        half = POOL // 2
         time.sleep(0.02)
         loaded = np.empty(half, np.uint8)
         self.context.copy_from_device(loaded, self.kv + half)
@@ -131,7 +147,7 @@ async def killed(engine: Engine, link: CopierLink, rng: random.Random, *, wait: 
     link.kill()
     if wait:
         await link.ended
-    wrong = engine.reuse(rng.randrange(0x30, 0xFF))
+    wrong = (engine.reuse if wait else engine.reuse_at_once)(rng.randrange(0x30, 0xFF))
     await link.ended
     for end in ends:
         with contextlib.suppress(DeviceLost):
@@ -156,5 +172,6 @@ async def test_without_the_wait_some_are(engine: Engine) -> None:
     rng = random.Random(1)
     async with copiers(engine, KILLS) as links:
         wrong = [(await killed(engine, link, rng, wait=False))[1] async for link in links]
+    # How many depends on the machine: 7 of 20 were seen, and, writing all of each slot, none of 12.
     print(f"{KILLS} kills without a wait: {sum(map(bool, wrong))} with wrong bytes")
     assert any(wrong)
