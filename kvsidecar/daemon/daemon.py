@@ -32,6 +32,7 @@ from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.reload import Reloader
 from kvsidecar.device.base import ScratchSource
@@ -78,6 +79,7 @@ class Daemon:
         copiers: not started yet.
         pool: not pinned yet; it is pinned in the copiers.
         guard: keeps the loop awake around jobs.
+        kept: takes over the pool of an earlier daemon; None: the pool ends with this one.
         life: the process's signals, lock and probes, already open.
         read_settings: reads the settings again, for a reload; None: reload is not supported.
         open_tracing: creates the tracing of jobs; None for no tracing.
@@ -95,6 +97,7 @@ class Daemon:
         *,
         life: Lifecycle,
         guard: SleepGuard,
+        kept: KeptPool | None = None,
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
@@ -106,6 +109,7 @@ class Daemon:
         copiers.on_change = self._copier_changed
         backend = copiers.hello.platform
         self._pool = pool
+        self._kept = kept
         self._stop_pinning = threading.Event()
         self._exit_code = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
@@ -258,6 +262,8 @@ class Daemon:
                 devices={copier.uuid: copier.pid for copier in self._copiers},
                 seconds=round(time.monotonic() - started, 3),
             )
+            if self._kept is not None:
+                await self._take_over(self._kept)
             await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
             self._metrics.pin_seconds.observe(time.monotonic() - started)
             self._metrics.register_seconds.set(self._pinned.register_seconds)
@@ -284,6 +290,23 @@ class Daemon:
             register_seconds=round(self._pinned.register_seconds, 3),
             prefault_seconds=round(self._pinned.faulted_seconds, 3),
         )
+
+    async def _take_over(self, kept: KeptPool) -> None:
+        """Find the cache of an earlier daemon. Raises PoolRefused."""
+        found = self.readiness.warm_start = await kept.open()
+        self._own(kept)
+        self._metrics.warm_started(found)
+        _log.info(
+            "warm start" if found.warm else "cold start",
+            carrier=found.carrier,
+            reason=found.cold_reason,
+            kept_blocks=found.kept_blocks,
+            dropped_blocks=dict(found.dropped),
+            seconds=round(found.seconds, 3),
+        )
+
+    def _own(self, kept: KeptPool) -> None:
+        kept.set_owners([os.getpid(), *(copier.pid for copier in self._copiers)])
 
     def _pin_progressed(self, progress: PinProgress) -> None:
         self.readiness.pinning(
@@ -352,6 +375,8 @@ class Daemon:
         down = {each.uuid: each.down for each in self._copiers if each.down}
         self.readiness.devices_down(down, all_down=len(down) == len(self._copiers.hello.devices))
         if not copier.down:
+            if self._kept is not None:  # before it is given a copy
+                self._own(self._kept)
             _log.info("the copier works", device=copier.uuid, pid=copier.pid)
             return
         _log.error("a copier is down", device=copier.uuid, reason=copier.down)
@@ -399,5 +424,7 @@ class Daemon:
         except TimeoutError:
             _log.error("copiers have not ended though they were killed", exit_code=EXIT_COPIERS_LEFT)
             exit_at_once(EXIT_COPIERS_LEFT)
+        if self._kept is not None:
+            self._kept.set_owners(())  # nothing writes to the pool any more
         await asyncio.to_thread(self._pool.close)
         self._guard.close()
