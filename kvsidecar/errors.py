@@ -85,6 +85,10 @@ class PinStopped(KVSidecarError):
     """Pinning was stopped on request; all memory has been released."""
 
 
+class KeptRefused(KVSidecarError):
+    """What an earlier run has left of the pool cannot be taken over; the pool starts empty. The text says why."""
+
+
 # -- devices -----------------------------------------------------------------------------------------------------
 
 
