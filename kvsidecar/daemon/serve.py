@@ -72,15 +72,14 @@ async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callab
             life.readiness.listen(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1)))
         if not await life.open():
             return 0
-        from kvsidecar.daemon.kept_pool import open_carrier  # not before probes are answered
+        from kvsidecar.daemon.carriers import open_carrier  # not before probes are answered
 
         carrier = await open_carrier(settings, notifier.listener, life.stop)
         if life.stop.is_set():
             return 0
-        kept = (life.endpoint.lock, *(() if carrier is None else carrier.locks))
         # In this thread, which lives as long as the daemon; it starts while this process imports.
-        first = launch(kept)
-        loading = _in_thread(lambda: _load(settings, geometry, carrier, kept, read_settings))
+        first = launch([life.endpoint.lock, *(() if carrier is None else carrier.locks)])
+        loading = _in_thread(lambda: _load(settings, geometry, read_settings, carrier))
         making = asyncio.ensure_future(_make(loading, life, first))
         told_to_stop = asyncio.ensure_future(life.stop.wait())
         await asyncio.wait((making, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
@@ -121,9 +120,8 @@ def _in_thread(load: Callable[[], MakeDaemon]) -> asyncio.Future[MakeDaemon]:
 def _load(
     settings: Settings,
     geometry: PoolGeometry,
-    carrier: Carrier | None,
-    kept: tuple[int, ...],
     read_settings: Callable[[], Settings] | None,
+    carrier: Carrier | None = None,
 ) -> MakeDaemon:
     """Import the daemon. Returns the function that makes it, in the event loop.
 
@@ -148,7 +146,7 @@ def _load(
         options = Options(
             settings.device,
             settings.devices,
-            kept=kept,
+            kept=(life.endpoint.lock, *(() if carrier is None else carrier.locks)),
             light_seconds=light_seconds,
             log_format=settings.log_format,
             log_level=settings.log_level,
@@ -176,6 +174,10 @@ def _load(
             num_pins=len(hello.devices),
         )
         pins.pool = pool = HostPool(spec, pins)
+        kept = None
+        if carrier is not None:
+            kept = KeptPool(carrier, pool, geometry.slab_bytes, settings)
+            await kept.open()
         return Daemon(
             settings,
             copiers,
@@ -183,7 +185,7 @@ def _load(
             geometry.slab_bytes,
             life=life,
             guard=guard,
-            kept=None if carrier is None else KeptPool(carrier, pool, settings),
+            kept=kept,
             read_settings=read_settings,
             open_tracing=tracing,
         )

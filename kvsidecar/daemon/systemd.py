@@ -18,6 +18,7 @@ import asyncio
 import os
 import socket
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Final
 
@@ -67,7 +68,8 @@ class NotifySocket:
         if self._address is None:
             return
         try:
-            socket.send_fds(self._socket, ["\n".join(lines).encode()], fds, 0, self._address)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            self._socket.sendmsg(["\n".join(lines).encode()], rights, 0, self._address)
         except OSError as error:
             _log.error("the service manager was not notified", lines=lines, error=str(error))
 

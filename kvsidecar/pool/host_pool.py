@@ -25,7 +25,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.errors import PinFailed, PinStopped, PoolRefused
+from kvsidecar.errors import PinFailed, PinStopped
 from kvsidecar.support import failpoints, host_memory, log, memory_limits
 from kvsidecar.support.memory_limits import ROOT, HugePages, PageKind, Pages
 from kvsidecar.support.units import GiB, MiB, format_size
@@ -201,8 +201,6 @@ class HostPool:
             PoolRefused: it does not fit a limit, and ``memory_check`` is on; or its pages cannot be had here.
         """
         pages = self._choose_pages()
-        if self._fd is not None:
-            self._check_room(self._fd)
         if self._spec.memory_check:
             cuda = self._platform.name == "cuda"
             memory_limits.check_fits(
@@ -274,16 +272,6 @@ class HostPool:
 
     def _node_bytes(self) -> dict[int, int]:
         return {part.node: part.nbytes for part in self._parts if part.node is not None}
-
-    def _check_room(self, fd: int) -> None:
-        """Refuse a file for which its file system has no room. (A memfd's has no limit.)"""
-        limit = os.fstatvfs(fd)
-        need, room = self.nbytes - self._present_bytes(), limit.f_bavail * limit.f_frsize
-        if limit.f_blocks and need > room:
-            raise PoolRefused(
-                f"the pool needs {format_size(need)} but --pool-dir has room for {format_size(room)}: raise the size "
-                f"of its file system (sizeLimit of an emptyDir), or lower --pool-size"
-            )
 
     def _present_bytes(self) -> int:
         """How much of the pool's file exists already; its pages are not taken again."""

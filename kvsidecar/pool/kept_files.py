@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from kvsidecar.errors import ConfigError, PoolRefused
 from kvsidecar.support import host_memory, log, memory_limits
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages
+from kvsidecar.support.units import format_size
 
 FILES: Final = ("kvsidecar-pool", "kvsidecar-table")
 """Their names, in a directory and in systemd's store."""
@@ -80,30 +81,27 @@ class PoolDirectory:
 
     Args:
         path: is made, with mode 0700, if only its last part is missing.
+        table_path: as ``path``, of a directory on tmpfs for the table; None: the same one. Most of the table's pages
+            are never written and take no memory, which explicit huge pages would.
 
     Raises:
-        ConfigError: it cannot be used; the text is one sentence.
+        ConfigError: one cannot be used; the text is one sentence.
     """
 
     name = "directory"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, table_path: Path | None = None) -> None:
         self.left_by_stranger = False
         """To be set by who takes the lock."""
-        try:
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise ConfigError(f"pool_dir='{path}' cannot be opened as a directory: {error.strerror}") from error
-        huge_page_bytes = host_memory.huge_page_bytes(self._fd)
-        if huge_page_bytes is None:
-            os.close(self._fd)
-            raise ConfigError(
-                f"pool_dir='{path}' is not in memory: use a directory on tmpfs or hugetlbfs, such as /dev/shm/kvsidecar"
-            )
-        self._huge_page_bytes = huge_page_bytes
+        self.path = path
+        self._fd, self._huge_page_bytes = _open_directory("pool_dir", path)
+        self._table_fd = self._fd
+        if table_path is not None:
+            self._table_fd, in_table = _open_directory("table_dir", table_path)
+            if in_table:
+                raise ConfigError(f"table_dir='{table_path}' is on hugetlbfs: use a directory on tmpfs")
+        elif self._huge_page_bytes:
+            raise ConfigError(f"pool_dir='{path}' is on hugetlbfs: set table_dir to a directory on tmpfs, too")
 
     @property
     def locks(self) -> tuple[int, ...]:
@@ -117,7 +115,7 @@ class PoolDirectory:
     def find(self) -> KeptFiles | None:
         with ExitStack() as opened:
             try:
-                pool, table = (_closed_by(opened, self._open(name)) for name in FILES)
+                pool, table = (_closed_by(opened, self._open(*where)) for where in self._places())
             except FileNotFoundError:
                 return None
             except OSError as error:
@@ -126,16 +124,21 @@ class PoolDirectory:
             opened.pop_all()
         return KeptFiles(pool, table, True, self.name)
 
-    def _open(self, name: str) -> int:
+    def _places(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Name and directory of the pool and of the table."""
+        return (FILES[0], self._fd), (FILES[1], self._table_fd)
+
+    @staticmethod
+    def _open(name: str, directory: int) -> int:
         # O_NONBLOCK: whatever it is, opening it does not wait.
-        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
+        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
         is_ = os.fstat(fd)
         problems = {
             "it is not a regular file": not stat.S_ISREG(is_.st_mode),
             f"it belongs to uid {is_.st_uid}": is_.st_uid != os.geteuid(),
             f"its mode is {stat.S_IMODE(is_.st_mode):04o}, not 0600": stat.S_IMODE(is_.st_mode) != 0o600,
             "it has another name, too": is_.st_nlink != 1,
-            "another file system is mounted over it": is_.st_dev != os.fstat(self._fd).st_dev,
+            "another file system is mounted over it": is_.st_dev != os.fstat(directory).st_dev,
         }
         for problem, applies in problems.items():
             if applies:
@@ -145,25 +148,40 @@ class PoolDirectory:
 
     def create(self, pool_bytes: int, table_bytes: int, choose_pages: Callable[[], Pages]) -> KeptFiles:
         memory_limits.pages_of_file(HugePages.AUTO, pool_bytes, self._huge_page_bytes)  # refuses a size
-        page = self._huge_page_bytes or 1
+        (pool_name, pool_dir), (table_name, table_dir) = self._places()
         with ExitStack() as made:
             try:
-                for name in reversed(FILES):  # so that no table of an earlier pool stands beside this one
+                # The table first, so that none of an earlier pool ever stands beside the new one.
+                for name, directory in ((table_name, table_dir), (pool_name, pool_dir)):
                     with suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=self._fd)
-                pool = _closed_by(made, self._make(FILES[0], pool_bytes))
-                table = _closed_by(made, self._make(FILES[1], -(-table_bytes // page) * page))
-                # The pool's pages are faulted in before they are used, which fails cleanly if there are too few. The
-                # table's are not: writing to it would be a SIGBUS.
-                os.posix_fallocate(table, 0, table_bytes)
+                        os.unlink(name, dir_fd=directory)
+                self._check_room(pool_bytes, table_bytes)
+                pool = _closed_by(made, self._make(pool_name, pool_dir, pool_bytes))
+                table = _closed_by(made, self._make(table_name, table_dir, table_bytes))
             except OSError as error:
                 raise PoolRefused(f"no pool can be made in --pool-dir {self.path}: {error.strerror}") from error
             made.pop_all()
         return KeptFiles(pool, table, False, self.name)
 
-    def _make(self, name: str, nbytes: int) -> int:
+    def _check_room(self, pool_bytes: int, table_bytes: int) -> None:
+        """Refuse files for which there is no room: to write to a page for which there is none is a SIGBUS. (The pool's
+        pages are faulted in before they are used, which fails cleanly. The table's are not.)"""
+        room: dict[int, int] = {}
+        for (_, directory), nbytes in zip(self._places(), (pool_bytes, table_bytes), strict=True):
+            limit = os.fstatvfs(directory)
+            device = os.fstat(directory).st_dev
+            room.setdefault(device, limit.f_bavail * limit.f_frsize)
+            if limit.f_blocks and room[device] < nbytes:
+                raise PoolRefused(
+                    f"the pool and its table need up to {format_size(pool_bytes)} and {format_size(table_bytes)}, more "
+                    f"than their file system has room for: raise its size (sizeLimit of an emptyDir), or lower --pool-size"
+                )
+            room[device] -= nbytes
+
+    @staticmethod
+    def _make(name: str, directory: int, nbytes: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o600, dir_fd=self._fd)
+        fd = os.open(name, flags, 0o600, dir_fd=directory)
         try:
             os.fchmod(fd, 0o600)  # whatever the umask is
             os.ftruncate(fd, nbytes)
@@ -173,7 +191,25 @@ class PoolDirectory:
         return fd
 
     def close(self) -> None:
-        os.close(self._fd)
+        for fd in {self._fd, self._table_fd}:
+            os.close(fd)
+
+
+def _open_directory(option: str, path: Path) -> tuple[int, int]:
+    """A descriptor of a directory in memory, and the size of its explicit huge pages, 0 if it has none."""
+    try:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"{option}='{path}' cannot be opened as a directory: {error.strerror}") from error
+    huge_page_bytes = host_memory.huge_page_bytes(fd)
+    if huge_page_bytes is None:
+        os.close(fd)
+        raise ConfigError(
+            f"{option}='{path}' is not in memory: use a directory on tmpfs or hugetlbfs, such as /dev/shm/kvsidecar"
+        )
+    return fd, huge_page_bytes
 
 
 class Send(Protocol):

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-
 MAX_PID: Final = 1 << 22
 """The most that Linux allows (PID_MAX_LIMIT)."""
 
