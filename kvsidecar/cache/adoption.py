@@ -15,7 +15,7 @@ import numpy as np
 
 from kvsidecar.cache.arrays import Bools, Ints, Words, all_true, any_true
 from kvsidecar.cache.block import NO_SLOT, Space, SpaceBlocks
-from kvsidecar.cache.block_table import BlockTable, create_unknown
+from kvsidecar.cache.block_table import BlockTable, create_unknown, require
 from kvsidecar.cache.records import COMMIT, HASH, ORDER_BITS, SIZE, SLOT, TABLE, USED, Records, SpaceEntry
 from kvsidecar.cache.slots import SlotAllocator, size_class
 from kvsidecar.types import HASH_BYTES_MAX
@@ -94,6 +94,8 @@ class _Sealed:
 
 def adopt(table: BlockTable, records: Records) -> AdoptReport:
     """Fill an empty table with the blocks of these records."""
+    ours, theirs = table.slots, records
+    require((ours.total_bytes, ours.slab_bytes) == (theirs.pool_bytes, theirs.slab_bytes), "records of another pool")
     report = AdoptReport()
     entries = records.find_spaces()
     sealed = _Sealed(records, report)

@@ -94,6 +94,7 @@ class Records:
 
     def __init__(self, memory: Words, pool_bytes: int, slab_bytes: int) -> None:
         num_slabs = -(-pool_bytes // slab_bytes)
+        self.pool_bytes, self.slab_bytes = pool_bytes, slab_bytes
         self.slots_per_slab = slab_bytes // SLOT_ALIGN
         slabs = PAGE_WORDS
         space_commits = slabs + _pages(num_slabs)
@@ -120,8 +121,8 @@ class Records:
     # -- spaces ----------------------------------------------------------------------------------------------------
 
     def open_space(self, number: int, namespace: Namespace, group: int, shard_bytes: list[int | None]) -> None:
-        """Keep the records of table ``number`` from now on. Call it again when another shard's size becomes known: until
-        then no block of the space can be whole, so that nothing is lost by closing it in between."""
+        """Keep the records of table ``number`` from now on. Call it again when the size of another shard becomes known:
+        before that no block of the space can be whole, so that nothing is lost if the daemon is killed in between."""
         self.close_space(number)
         facts = json.dumps([asdict(namespace), group, shard_bytes]).encode()
         words = -(-len(facts) // 8)

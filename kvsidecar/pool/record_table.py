@@ -121,7 +121,7 @@ class RecordTable:
         instant each one is named that was named before and is named after.
 
         Raises:
-            ValueError: there are more than `MAX_OWNERS` at once.
+            ValueError: there are more than `MAX_OWNERS`, the former ones included.
         """
         wanted = set(owners)
         named = {Owner(*words): at for at, words in enumerate(self._owners.tolist()) if words[0]}

@@ -1,4 +1,4 @@
-"""Memory that lets a test look at it after every single word that is written, and what the next run would find in it."""
+"""Memory that a test looks at after every single word that is written, and what the next run would find in it."""
 
 from __future__ import annotations
 
