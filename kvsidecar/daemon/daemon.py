@@ -23,6 +23,7 @@ import numpy as np
 
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.copiers import Copier, Copiers
 from kvsidecar.copier.messages import Part
@@ -124,14 +125,18 @@ class Daemon:
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(task_failed)
         self._guard = guard
-        self._cache = BlockCache(
-            SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
-            next_id=lambda: secrets.randbits(ID_BITS) | 1,
-            seed=secrets.randbits(64),
-            records=None if kept is None else kept.records,
-        )
+
+        def make_cache(records: Records | None) -> BlockCache:
+            return BlockCache(
+                SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
+                next_id=lambda: secrets.randbits(ID_BITS) | 1,
+                seed=secrets.randbits(64),
+                records=records,
+            )
+
+        self._cache = make_cache(None) if kept is None else kept.fill(make_cache)
         if kept is not None:
-            self._started_with(kept.adopted(self._cache.adopted))
+            self._started_with(kept.found)
         self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, pool.view)
         self._runner = JobRunner(

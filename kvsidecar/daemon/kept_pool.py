@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from kvsidecar.support import host_memory, log, memory_limits
 from kvsidecar.support.process_ids import ProcessId, Watched, process_id
 
 if TYPE_CHECKING:
-    from kvsidecar.cache.adoption import AdoptReport
+    from kvsidecar.cache.block_cache import BlockCache
     from kvsidecar.cache.records import Records
     from kvsidecar.daemon.config import Settings
     from kvsidecar.pool.host_pool import HostPool
@@ -45,11 +45,6 @@ class KeptPool:
         self._began = time.monotonic()
         self.found = WarmStart()
 
-    @property
-    def records(self) -> Records | None:
-        """Of the kept blocks, if there are any; None if no file could be had, and the cache ends with this daemon."""
-        return None if self._table is None else self._table.records
-
     async def open(self) -> None:
         """Wait for the former owner, and give the pool its file: the kept one, or a new one."""
         found, reason = await self._find()
@@ -61,7 +56,10 @@ class KeptPool:
                 _log.error("the cache will end with this daemon", carrier=self._carrier.name, reason=str(error))
                 self.found = WarmStart("", str(error))
                 return
-        files, self._table = found
+        self._take(*found, reason)
+
+    def _take(self, files: KeptFiles, table: RecordTable, reason: str) -> None:
+        self._table = table
         self._pool.use(files.pool_fd)
         os.close(files.table_fd)  # it is mapped
         self.found = WarmStart(files.carrier, reason)
@@ -113,15 +111,29 @@ class KeptPool:
         kind = f"explicit huge pages of {huge} bytes" if huge else "those of shared memory"
         return TableFacts(self._pool.nbytes, self._slab_bytes, kind, _BOOT_ID.read_text().strip())
 
-    def adopted(self, report: AdoptReport) -> WarmStart:
-        """Tell what the cache has taken over. Returns all that is known of this start."""
+    def fill(self, make_cache: Callable[[Records | None], BlockCache]) -> BlockCache:
+        """Make the cache, with the blocks that were kept.
+
+        Args:
+            make_cache: called with the records of the table, or None if no file could be had.
+        """
+        if self._table is None:
+            return make_cache(None)
+        try:
+            cache = make_cache(self._table.records)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the start goes on
+            # A table that cannot be read in a way that nobody has thought of would end every start from now on.
+            _log.exception("the blocks of an earlier daemon cannot be read")
+            self._take(*self._create(), f"its table cannot be read: {type(error).__name__}: {error}")
+            cache = make_cache(self._table.records)
+        report = cache.adopted
         self.found = replace(
             self.found,
             kept_blocks=report.kept_blocks,
             dropped=dict(report.dropped),
             seconds=time.monotonic() - self._began,
         )
-        return self.found
+        return cache
 
     def set_owners(self, pids: Iterable[int]) -> None:
         """Write down who may write to the pool from now on. The next daemon waits for the end of all of them."""

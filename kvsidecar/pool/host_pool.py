@@ -187,11 +187,14 @@ class HostPool:
     # -- pin and give back ---------------------------------------------------------------------------------------------
 
     def use(self, fd: int) -> None:
-        """Pin this file instead of a new memfd; it becomes the pool's. What it holds stays. Call it before `pin`.
+        """Pin this file instead of a new memfd; it becomes the pool's. What it holds stays. Call it before `pin`;
+        the last one counts.
 
         Args:
             fd: of a file in memory that has the pool's size.
         """
+        if self._fd is not None:
+            os.close(self._fd)
         self._fd = fd
 
     def check(self) -> Pages:

@@ -174,7 +174,7 @@ class PoolDirectory:
             if limit.f_blocks and room[device] < nbytes:
                 raise PoolRefused(
                     f"the pool and its table need up to {format_size(pool_bytes)} and {format_size(table_bytes)}, more "
-                    f"than their file system has room for: raise its size (sizeLimit of an emptyDir), or lower --pool-size"
+                    f"than --pool-dir has room for: raise its size (sizeLimit of an emptyDir), or lower --pool-size"
                 )
             room[device] -= nbytes
 

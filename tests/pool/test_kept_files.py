@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import socket
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -142,6 +143,9 @@ def test_a_directory_on_a_disk_is_refused_in_one_sentence(tmp_path: Path) -> Non
         pytest.skip("temporary files are in memory here")
     with pytest.raises(ConfigError, match=r"^pool_dir='.*' is not in memory: use a directory on tmpfs or hugetlbfs"):
         PoolDirectory(tmp_path / "pool")
+    if os.access(SHM, os.W_OK):
+        with pytest.raises(ConfigError, match=r"^table_dir='.*' is not in memory"):
+            PoolDirectory(SHM, tmp_path / "pool")
 
 
 @in_memory
@@ -156,37 +160,44 @@ def test_what_is_not_a_directory_is_refused(shm: Path, what: str) -> None:
         PoolDirectory(shm / "deeper" if what == "no parent" else shm)
 
 
-@in_memory
-def test_a_directory_that_is_full_is_a_refusal_and_not_a_signal(shm: Path) -> None:
-    """Both what statvfs says, and what is found out only while pages are faulted in."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount")
+@pytest.fixture
+def two_mib(shm: Path) -> Iterator[Path]:
+    """A tmpfs of 2 MiB."""
     shm.mkdir()
-    if os.system(f"mount -t tmpfs -o size=2m tmpfs {shm} 2>/dev/null") != 0:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(shm)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounts are not allowed here")
-    try:
-        directory = PoolDirectory(shm)
-        for memory_check in (True, False):
-            pool = HostPool(spec(memory_check=memory_check), MlockPlatform(limit=None))
-            files = directory.create(pool.nbytes, TABLE_BYTES, lambda: SMALL)
-            os.close(files.table_fd)
-            pool.use(files.pool_fd)
-            with pytest.raises(PoolRefused, match=r"but --pool-dir has room for 1.99 MiB: raise the size"):
-                pool.pin(ignore, never())
-        refused = HostPool(spec(nbytes=4 * MiB), MlockPlatform())
-        filler = shm / "filler"
-        files = directory.create(refused.nbytes, TABLE_BYTES, lambda: SMALL)
-        os.close(files.table_fd)
-        refused.use(files.pool_fd)
-        refused._check_room = lambda fd: None  # type: ignore[method-assign]  # filled by another after the check
-        filler.write_bytes(bytes(MiB))
-        with pytest.raises(PinFailed, match="the directory of the pool is full"):
-            refused.pin(ignore, never())
-        with pytest.raises(PoolRefused, match="No space left on device"):
-            directory.create(POOL_BYTES, 4 * MiB, lambda: SMALL)
-        directory.close()
-    finally:
-        os.system(f"umount {shm}")
+    yield shm
+    subprocess.run(["umount", str(shm)], check=True)
+
+
+@in_memory
+def test_a_file_system_that_is_too_small_is_a_refusal(two_mib: Path, shm: Path) -> None:
+    directory = PoolDirectory(two_mib)
+    directory.create(MiB, MiB, lambda: SMALL).close()
+    directory.create(MiB, MiB, lambda: SMALL).close()  # in the place of the first, whose room it needs
+    for pool_bytes, table_bytes in ((2 * MiB, 4096), (4096, 2 * MiB), (4 * MiB, 0)):
+        with pytest.raises(PoolRefused, match="more than --pool-dir has room for: raise its size"):
+            directory.create(pool_bytes, table_bytes, lambda: SMALL)
+        assert not found(directory)
+    beside = PoolDirectory(two_mib, shm.parent / "table")
+    beside.create(2 * MiB, 64 * MiB, lambda: SMALL).close()
+    assert (shm.parent / "table" / TABLE).stat().st_size == 64 * MiB
+    beside.close()
+    directory.close()
+
+
+@in_memory
+def test_a_file_system_that_others_have_filled_is_a_failed_pin_and_not_a_signal(two_mib: Path) -> None:
+    directory = PoolDirectory(two_mib)
+    pool = HostPool(spec(nbytes=MiB), MlockPlatform())
+    files = directory.create(pool.nbytes, 4096, lambda: SMALL)
+    os.close(files.table_fd)
+    (two_mib / "filler").write_bytes(bytes(MiB + MiB // 2))
+    pool.use(files.pool_fd)
+    with pytest.raises(PinFailed, match="the directory of the pool is full"):
+        pool.pin(ignore, never())
+    directory.close()
 
 
 @in_memory
