@@ -55,7 +55,6 @@ RECORD_WORDS = 16
 
 ORDER_BITS = 16
 SPACES = 1024
-"""Most spaces that are kept at a time. The others work, and are forgotten with the daemon."""
 PAGE_WORDS = 512
 """A space entry is a page: CRC of its commit word and the rest, number, length, JSON. Its commit word is elsewhere: to
 look for entries does not give all of them memory."""
@@ -92,21 +91,22 @@ class Records:
         memory: `num_words` words, zeros at first; shared memory, if they are to outlive the process.
         pool_bytes: of the pool; as in `SlotAllocator`.
         slab_bytes: size of a slab.
+        spaces: most spaces that are kept at a time. Others work, and are forgotten with the daemon.
     """
 
-    def __init__(self, memory: Words, pool_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, memory: Words, pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> None:
         num_slabs = -(-pool_bytes // slab_bytes)
         self.pool_bytes, self.slab_bytes = pool_bytes, slab_bytes
         self.slots_per_slab = slab_bytes // SLOT_ALIGN
-        space_commits = _pages(num_slabs)
-        spaces = space_commits + SPACES
-        records = spaces + SPACES * PAGE_WORDS
+        commits = _pages(num_slabs)
+        entries = commits + spaces
+        records = entries + spaces * PAGE_WORDS
         self._slabs: Words = memory[:num_slabs]
         """Per slab the size class of its records in units of `SLOT_ALIGN`, with its complement. It says which records
         to read: to read the others, the kernel would give each page of them memory."""
-        self._space_commits: Words = memory[space_commits:spaces]
-        self._spaces: Words = memory[spaces:records].reshape(SPACES, PAGE_WORDS)
-        self._records: Words = memory[records : num_words(pool_bytes, slab_bytes)].reshape(-1, RECORD_WORDS)
+        self._space_commits: Words = memory[commits:entries]
+        self._spaces: Words = memory[entries:records].reshape(spaces, PAGE_WORDS)
+        self._records: Words = memory[records : num_words(pool_bytes, slab_bytes, spaces)].reshape(-1, RECORD_WORDS)
         self._commits: Words = self._records[:, COMMIT]
         self._bodies: Words = self._records[:, TABLE:]
         self._used: Words = self._records[:, USED]
@@ -225,7 +225,7 @@ class Records:
         commits = self._space_commits.tolist()
         taken: set[tuple[Namespace, int]] = set()
         found: list[SpaceEntry] = []
-        for at in sorted((at for at in range(SPACES) if commits[at]), key=lambda at: -commits[at]):
+        for at in sorted((at for at in range(len(commits)) if commits[at]), key=lambda at: -commits[at]):
             entry = _read_entry(commits[at], self._spaces[at])
             if entry is None or entry.number in self._entries or (entry.namespace, entry.group) in taken:
                 self._space_commits[at] = 0
@@ -234,7 +234,7 @@ class Records:
             self._entries[entry.number] = at
             taken.add((entry.namespace, entry.group))
             found.append(entry)
-        self._free_entries = sorted(set(range(SPACES)) - set(self._entries.values()), reverse=True)
+        self._free_entries = sorted(set(range(len(commits))) - set(self._entries.values()), reverse=True)
         return found
 
     def find_sealed(self) -> tuple[Ints, Words, int]:
@@ -276,11 +276,11 @@ class Records:
             self._last_commit = max(self._last_commit, int(commits.max()))
 
 
-def num_words(pool_bytes: int, slab_bytes: int) -> int:
+def num_words(pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> int:
     """Words of all records of a pool, with what belongs to them."""
     num_slabs = -(-pool_bytes // slab_bytes)
     records = num_slabs * (slab_bytes // SLOT_ALIGN) * RECORD_WORDS
-    return _pages(num_slabs) + SPACES + SPACES * PAGE_WORDS + records
+    return _pages(num_slabs) + spaces + spaces * PAGE_WORDS + records
 
 
 def _pages(words: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.records import COMMIT, DIGEST, HASH, RECORD_WORDS, SIZE, SLOT, TABLE, USED, Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.types import Namespace
-from tests.cache.cuts import few_spaces, recorded_cache, words_for
+from tests.cache.cuts import NUM_SPACES, recorded_cache, words_for
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
@@ -97,12 +97,6 @@ class Life:
         """Make the digest of a record right."""
         row = self.table[place : place + 1]
         row[:, DIGEST] = records._digest(row[:, :DIGEST], COMMIT)
-
-
-@pytest.fixture(autouse=True)
-def small() -> Iterator[None]:
-    with few_spaces():
-        yield
 
 
 def test_blocks_their_order_and_their_geometry_outlive_the_run() -> None:
@@ -309,7 +303,7 @@ def test_a_checksum_is_of_one_seal() -> None:
 def test_a_loop_over_a_few_writes_the_same_records(steps: list[tuple[int, int, bool]]) -> None:
     written = []
     for few in (0, FEW):
-        with loops_up_to(few), few_spaces(), pytest.MonkeyPatch.context() as patch:
+        with loops_up_to(few), pytest.MonkeyPatch.context() as patch:
             patch.setattr(records, "FEW", few)
             life = Life()
             for start, count, second in steps:
@@ -332,17 +326,16 @@ def a_life() -> Life:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_whatever_bits_flip_no_block_is_found_with_other_bytes(data: st.DataObject) -> None:
-    with few_spaces():
-        life = a_life()
-        used = life.words.nonzero()[0].tolist()
-        anywhere = st.sampled_from(used) | st.integers(0, len(life.words) - 1)
-        for word, bit in data.draw(st.lists(st.tuples(anywhere, st.integers(0, 63)), min_size=1, max_size=20)):
-            life.words[word] ^= np.uint64(1 << bit)
-        for _ in range(2):
-            life.run()
-            life.check()
-            life.store(open_space(life.cache, "three", shards=(1,)), *range(50, 60))
-            life.check()
+    life = a_life()
+    used = life.words.nonzero()[0].tolist()
+    anywhere = st.sampled_from(used) | st.integers(0, len(life.words) - 1)
+    for word, bit in data.draw(st.lists(st.tuples(anywhere, st.integers(0, 63)), min_size=1, max_size=20)):
+        life.words[word] ^= np.uint64(1 << bit)
+    for _ in range(2):
+        life.run()
+        life.check()
+        life.store(open_space(life.cache, "three", shards=(1,)), *range(50, 60))
+        life.check()
 
 
 ODD = st.sampled_from([0, 1, 2, 3, 5, 7, PAGE, 2 * PAGE, 1 << 31, 1 << 32, 2 << 32 | 1, 1 << 62, (1 << 64) - 1])
@@ -351,17 +344,16 @@ ODD = st.sampled_from([0, 1, 2, 3, 5, 7, PAGE, 2 * PAGE, 1 << 31, 1 << 32, 2 << 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_records_with_a_right_digest_that_make_no_sense_are_dropped(data: st.DataObject) -> None:
-    with few_spaces():
-        life = a_life()
-        sealed = life.sealed()
-        fields = st.sampled_from([COMMIT, TABLE, SLOT, SIZE, HASH, HASH + 5, USED])
-        changes = st.tuples(st.integers(0, len(life.table) - 1) | st.sampled_from(sealed), fields, ODD | st.none())
-        for place, field, value in data.draw(st.lists(changes, min_size=1, max_size=12)):
-            life.table[place, field] = life.table[sealed[0], field] if value is None else value
-            life.sign(place)
-        life.run()
-        life.store(open_space(life.cache, "three"), *range(50, 60))
-        life.run()
+    life = a_life()
+    sealed = life.sealed()
+    fields = st.sampled_from([COMMIT, TABLE, SLOT, SIZE, HASH, HASH + 5, USED])
+    changes = st.tuples(st.integers(0, len(life.table) - 1) | st.sampled_from(sealed), fields, ODD | st.none())
+    for place, field, value in data.draw(st.lists(changes, min_size=1, max_size=12)):
+        life.table[place, field] = life.table[sealed[0], field] if value is None else value
+        life.sign(place)
+    life.run()
+    life.store(open_space(life.cache, "three"), *range(50, 60))
+    life.run()
 
 
 @pytest.mark.parametrize(
@@ -440,4 +432,6 @@ def test_a_slab_whose_size_class_is_damaged_loses_its_blocks_and_no_others() -> 
 def test_other_memory_than_that_of_this_pool_is_no_table() -> None:
     life = a_life()
     with pytest.raises(AssertionError, match="another pool"):
-        BlockCache(SlotAllocator(30 * PAGE, SLAB * PAGE), records=Records(life.words, PAGES * PAGE, SLAB * PAGE))
+        BlockCache(
+            SlotAllocator(30 * PAGE, SLAB * PAGE), records=Records(life.words, PAGES * PAGE, SLAB * PAGE, NUM_SPACES)
+        )
