@@ -104,23 +104,17 @@ def adopt(table: BlockTable, records: Records) -> AdoptReport:
     found: list[_Found] = []
     for entry in entries:
         places, contents = by_table.pop(entry.number, (None, None))
-        if places is not None and contents is not None and _fits(entry, table.slots):
+        if places is not None and contents is not None:
             kept = _keep_space(table, entry, places, contents, sealed)
             if len(kept.rows):
                 found.append(kept)
                 continue
-        elif places is not None:
-            sealed.forget("misplaced", places)
         records.close_space(entry.number)
     for places, _ in by_table.values():
         sealed.forget("no_space", places)
     _make_evictable(table, records, found, report)
     table.start_with(records, [each.blocks for each in found])
     return report
-
-
-def _fits(entry: SpaceEntry, allocator: SlotAllocator) -> bool:
-    return all(size_class(nbytes or 0) <= allocator.largest_slot for nbytes in entry.shard_bytes)
 
 
 def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Words, sealed: _Sealed) -> _Found:

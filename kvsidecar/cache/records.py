@@ -8,7 +8,7 @@ pages afterwards finds exactly the stores before that one. So it is enough that 
 2. `seal` comes when the bytes are complete. It writes the record first, its digest included, then the commit word.
 3. A record is of a table of blocks, and counts only while a space entry with the number of this table is committed.
    `BlockTable.clear` closes the entry and gives the space another number: all records of the old one are void at once.
-   Numbers are never used twice: the counter is written before the first entry with a number.
+   A number is used again only by a later run, which has unsealed by then all records that it did not take over.
 
 The commit word says which `seal` wrote the record; a higher one is newer. The digest covers it: a commit word that
 comes back, because a bit flipped, does not fit a record of an earlier life.
@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 
 from kvsidecar.cache.arrays import FEW, Bools, Ints, Slots, Words, as_list
-from kvsidecar.cache.slots import SLOT_ALIGN, size_class
+from kvsidecar.cache.slots import SLOT_ALIGN
 from kvsidecar.types import HASH_BYTES_MAX, Namespace
 
 # Words of a record. 1 to 11 are its body; the digest covers these and the commit word.
 COMMIT = 0
-"""Odd: sealed. 0: not."""
+"""Odd: sealed. 0: not. Anything else is damage."""
 TABLE = 1
 """Number of the table of blocks, and the shard in the low 32 bits."""
 SLOT = 2
@@ -55,11 +55,12 @@ RECORD_WORDS = 16
 
 ORDER_BITS = 16
 SPACES = 1024
-"""Most spaces that are kept at a time. The others work, and are forgotten with the daemon."""
 PAGE_WORDS = 512
 """A space entry is a page: CRC of its commit word and the rest, number, length, JSON. Its commit word is elsewhere: to
 look for entries does not give all of them memory."""
 ENTRY_HEAD = 3
+MAX_BYTES = 1 << 48
+"""More than any shard has."""
 LAST_COMMIT = 1 << 62
 """No commit word is higher, or the next one might not fit."""
 MASK = (1 << 64) - 1
@@ -90,24 +91,22 @@ class Records:
         memory: `num_words` words, zeros at first; shared memory, if they are to outlive the process.
         pool_bytes: of the pool; as in `SlotAllocator`.
         slab_bytes: size of a slab.
+        spaces: most spaces that are kept at a time. Others work, and are forgotten with the daemon.
     """
 
-    def __init__(self, memory: Words, pool_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, memory: Words, pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> None:
         num_slabs = -(-pool_bytes // slab_bytes)
         self.pool_bytes, self.slab_bytes = pool_bytes, slab_bytes
         self.slots_per_slab = slab_bytes // SLOT_ALIGN
-        slabs = PAGE_WORDS
-        space_commits = slabs + _pages(num_slabs)
-        spaces = space_commits + SPACES
-        records = spaces + SPACES * PAGE_WORDS
-        self._counter: Words = memory[:1]
-        """Highest number of a table so far, with its complement."""
-        self._slabs: Words = memory[slabs : slabs + num_slabs]
+        commits = _pages(num_slabs)
+        entries = commits + spaces
+        records = entries + spaces * PAGE_WORDS
+        self._slabs: Words = memory[:num_slabs]
         """Per slab the size class of its records in units of `SLOT_ALIGN`, with its complement. It says which records
         to read: to read the others, the kernel would give each page of them memory."""
-        self._space_commits: Words = memory[space_commits:spaces]
-        self._spaces: Words = memory[spaces:records].reshape(SPACES, PAGE_WORDS)
-        self._records: Words = memory[records : num_words(pool_bytes, slab_bytes)].reshape(-1, RECORD_WORDS)
+        self._space_commits: Words = memory[commits:entries]
+        self._spaces: Words = memory[entries:records].reshape(spaces, PAGE_WORDS)
+        self._records: Words = memory[records : num_words(pool_bytes, slab_bytes, spaces)].reshape(-1, RECORD_WORDS)
         self._commits: Words = self._records[:, COMMIT]
         self._bodies: Words = self._records[:, TABLE:]
         self._used: Words = self._records[:, USED]
@@ -129,8 +128,6 @@ class Records:
         if not self._free_entries or words > PAGE_WORDS - ENTRY_HEAD:
             self.spaces_not_kept += 1
             return
-        if number > self.last_number:
-            self._counter[0] = _checked(number)
         at = self._free_entries.pop()
         entry, commit = self._spaces[at], self._next_commit()
         entry[ENTRY_HEAD : ENTRY_HEAD + words] = np.frombuffer(facts.ljust(8 * words, b"\0"), np.uint64)
@@ -147,8 +144,8 @@ class Records:
 
     @property
     def last_number(self) -> int:
-        """Highest number of a table so far."""
-        return _unchecked(self._counter.item(0)) or 0
+        """Highest number of a table that is kept."""
+        return max(self._entries, default=0)
 
     # -- records ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +225,7 @@ class Records:
         commits = self._space_commits.tolist()
         taken: set[tuple[Namespace, int]] = set()
         found: list[SpaceEntry] = []
-        for at in sorted((at for at in range(SPACES) if commits[at]), key=lambda at: -commits[at]):
+        for at in sorted((at for at in range(len(commits)) if commits[at]), key=lambda at: -commits[at]):
             entry = _read_entry(commits[at], self._spaces[at])
             if entry is None or entry.number in self._entries or (entry.namespace, entry.group) in taken:
                 self._space_commits[at] = 0
@@ -237,10 +234,7 @@ class Records:
             self._entries[entry.number] = at
             taken.add((entry.namespace, entry.group))
             found.append(entry)
-        self._free_entries = sorted(set(range(SPACES)) - set(self._entries.values()), reverse=True)
-        highest = max(self._entries, default=0)
-        if _unchecked(self._counter.item(0)) is None or highest > self.last_number:
-            self._counter[0] = _checked(highest)
+        self._free_entries = sorted(set(range(len(commits))) - set(self._entries.values()), reverse=True)
         return found
 
     def find_sealed(self) -> tuple[Ints, Words, int]:
@@ -254,15 +248,13 @@ class Records:
             first = slab * self.slots_per_slab
             if size is None or size > self.slots_per_slab:
                 every = slice(first, first + self.slots_per_slab)
-                lost += int(np.count_nonzero(self._commits[every] & np.uint64(1)))
+                lost += int(np.count_nonzero(self._commits[every]))
                 self._commits[every] = 0
                 self._slabs[slab] = 0
                 continue
             places.append(np.arange(first, first + self.slots_per_slab // size))
         at = np.concatenate(places) if places else np.empty(0, np.int64)
-        commits = self._commits[at]
-        self._commits[at[(commits != 0) & (commits & np.uint64(1) == 0)]] = 0
-        at = at[commits & np.uint64(1) == 1]
+        at = at[self._commits[at] != 0]
         contents: Words = self._records[at]
         return at, contents, lost
 
@@ -271,8 +263,8 @@ class Records:
         return np.array([(_unchecked(word) or 0) * SLOT_ALIGN for word in self._slabs.tolist()], np.uint64)
 
     def damaged(self, contents: Words) -> Bools:
-        """Which records do not fit their digest."""
-        wrong: Bools = contents[:, COMMIT] > LAST_COMMIT
+        """Which records do not fit their digest, or have a commit word that never was."""
+        wrong: Bools = (contents[:, COMMIT] > LAST_COMMIT) | (contents[:, COMMIT] & np.uint64(1) == 0)
         for start in range(0, len(contents), 1 << 16):  # the products take four times the memory of the records
             piece = contents[start : start + (1 << 16)]
             wrong[start : start + len(piece)] |= _digest(piece[:, :DIGEST], COMMIT) != piece[:, DIGEST]
@@ -284,11 +276,11 @@ class Records:
             self._last_commit = max(self._last_commit, int(commits.max()))
 
 
-def num_words(pool_bytes: int, slab_bytes: int) -> int:
+def num_words(pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> int:
     """Words of all records of a pool, with what belongs to them."""
     num_slabs = -(-pool_bytes // slab_bytes)
     records = num_slabs * (slab_bytes // SLOT_ALIGN) * RECORD_WORDS
-    return PAGE_WORDS + _pages(num_slabs) + SPACES + SPACES * PAGE_WORDS + records
+    return _pages(num_slabs) + spaces + spaces * PAGE_WORDS + records
 
 
 def _pages(words: int) -> int:
@@ -348,7 +340,7 @@ def _is_space(namespace: Namespace, group: Any, shard_bytes: Any) -> bool:
         and all(type(number) is int for number in numbers)
         and isinstance(shard_bytes, list)
         and len(shard_bytes) > 0
-        and all(each is None or (type(each) is int and size_class(each) > 0) for each in shard_bytes)
+        and all(each is None or (type(each) is int and 0 < each <= MAX_BYTES) for each in shard_bytes)
         and any(shard_bytes)
         and namespace.problem() is None
     )

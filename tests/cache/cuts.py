@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
-from kvsidecar.cache import records
 from kvsidecar.cache.arrays import Bools, Words
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.records import Records, num_words
 from kvsidecar.cache.slots import SlotAllocator
 from tests.cache.support import PAGE
+
+NUM_SPACES = 4
+"""For which there is room: so few that to copy all of it is quick."""
 
 
 class CutMemory(np.ndarray[Any, np.dtype[np.uint64]]):
@@ -58,18 +58,13 @@ class OrderAlone(Records):
         return np.zeros(len(contents), np.bool_)
 
 
-@contextmanager
-def few_spaces() -> Iterator[None]:
-    """Records with room for four spaces, so that copying all of them is quick."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "SPACES", 4)
-        yield
-
-
 def recorded_cache(memory: Words, pages: int, slab: int, records_are: type[Records] = Records) -> BlockCache:
     """A cache that takes over what this memory has. Sizes in pages."""
-    return BlockCache(SlotAllocator(pages * PAGE, slab * PAGE), records=records_are(memory, pages * PAGE, slab * PAGE))
+    pool_bytes, slab_bytes = pages * PAGE, slab * PAGE
+    return BlockCache(
+        SlotAllocator(pool_bytes, slab_bytes), records=records_are(memory, pool_bytes, slab_bytes, NUM_SPACES)
+    )
 
 
 def words_for(pages: int, slab: int) -> int:
-    return num_words(pages * PAGE, slab * PAGE)
+    return num_words(pages * PAGE, slab * PAGE, NUM_SPACES)

@@ -22,7 +22,7 @@ from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.records import Records
-from tests.cache.cuts import CutMemory, OrderAlone, few_spaces, recorded_cache, words_for
+from tests.cache.cuts import CutMemory, OrderAlone, recorded_cache, words_for
 from tests.cache.integrity import check_integrity
 from tests.cache.support import key, namespace, open_space
 from tests.cache.test_cache_machine import NAMES, POOLS, SPACES, CacheMachine, Key, Token
@@ -39,19 +39,12 @@ class RecordedMachine(CacheMachine):
     def start(  # type: ignore[override]
         self, shape: tuple[int, int, tuple[int, ...], tuple[int, ...]], *, rebuilt: bool, seed: int
     ) -> None:
-        self.few = few_spaces()
-        self.few.__enter__()
         super().start(shape, [0, 0, 0], rebuilt=rebuilt)
         self.pages, self.slab = shape[0], shape[1]
         self.before: set[Key] = set()
         self.found: list[set[Key]] = []
         self.words = CutMemory.create(words_for(self.pages, self.slab), self.cut, seed)
         self.restart()
-
-    def teardown(self) -> None:
-        super().teardown()
-        if hasattr(self, "few"):
-            self.few.__exit__(None, None, None)
 
     def restart(self) -> None:
         self.cache = recorded_cache(self.words, self.pages, self.slab, self.records_are)
