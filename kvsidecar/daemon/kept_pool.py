@@ -81,6 +81,8 @@ class KeptPool:
         memory = map_table(files.table_fd)
         with Watched(ProcessId(*owner) for owner in RecordTable.owners(memory)) as owners:
             # Also if the files are not used: the old memory is free only then.
+            if not await owners.wait(0):
+                _log.info("waiting for the processes of the earlier daemon to end", processes=len(owners))
             if not await owners.wait(self._settings.lock_wait):
                 raise KeptRefused("a process of the earlier daemon still lives, and may write to its pool")
         if self._settings.cold_start:
