@@ -23,6 +23,9 @@ from kvsidecar.support.units import format_size
 FILES: Final = ("kvsidecar-pool", "kvsidecar-table")
 """Their names, in a directory and in systemd's store."""
 
+BARRIER_SECONDS: Final = 5.0
+"""The longest wait for the service manager to give back the memory of an earlier pool."""
+
 _log = log.get("pool")
 
 
@@ -264,7 +267,7 @@ class DescriptorStore:
         return KeptFiles(pool, table, False, self.name)
 
     def _wait_until_read(self) -> None:
-        """Return when the manager has read all that was sent; after a second in any case."""
+        """Return when the manager has read all that was sent; in any case after `BARRIER_SECONDS`."""
         near, far = os.pipe2(os.O_CLOEXEC)
         try:
             self._send("BARRIER=1", fds=[far])
@@ -272,7 +275,7 @@ class DescriptorStore:
             os.close(far)
         closed = select.poll()
         closed.register(near, 0)  # the end of the other side is always reported
-        closed.poll(1000)
+        closed.poll(BARRIER_SECONDS * 1000)
         os.close(near)
 
 

@@ -20,6 +20,7 @@ import pytest
 from kvsidecar.client import Blocks, Outcome
 from kvsidecar.pool.kept_files import FILES
 from kvsidecar.pool.record_table import Owner, RecordTable, map_table
+from kvsidecar.support import child_process
 from kvsidecar.support.process_ids import process_id
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces
 from tests.harness import SECONDS, DaemonProcess, Rank, done, hashes, layout
@@ -226,6 +227,14 @@ def test_a_table_that_cannot_be_read_is_heard_and_replaced(short_dir: Path, pool
 # -- the former owner ------------------------------------------------------------------------------------------------
 
 
+def owners_in(pool_dir: Path) -> list[Owner]:
+    fd = os.open(pool_dir / FILES[1], os.O_RDWR)
+    try:
+        return RecordTable.owners(map_table(fd))
+    finally:
+        os.close(fd)
+
+
 def name_owner(pool_dir: Path, pid: int) -> None:
     """As if this process, too, might still write to the pool."""
     owner = process_id(pid)
@@ -244,29 +253,28 @@ def test_the_new_daemon_waits_for_every_process_that_may_still_write(short_dir: 
     with started(short_dir, *flags) as daemon:
         store(daemon, "a")
         (copier,) = daemon.copiers()
-        owners = RecordTable.owners(map_table(os.open(pool_dir / FILES[1], os.O_RDWR)))
+        owners = owners_in(pool_dir)
         assert {owner.pid for owner in owners} == {daemon.process.pid, copier}
         os.kill(copier, signal.SIGKILL)
         daemon.wait_log("the copier works")
         (copier,) = daemon.copiers()
-        owners = RecordTable.owners(map_table(os.open(pool_dir / FILES[1], os.O_RDWR)))
+        owners = owners_in(pool_dir)
         assert {owner.pid for owner in owners} == {daemon.process.pid, copier}, "the new copier is not waited for"
         kill(daemon)
-    stays = os.fork()
-    if stays == 0:
-        signal.pause()
-        os._exit(0)
-    name_owner(pool_dir, stays)
     until = "waiting for the processes of the earlier daemon to end"
-    with DaemonProcess(short_dir, *flags, "--lock-wait", str(SECONDS), until=until) as daemon:
-        os.kill(stays, signal.SIGKILL)  # not reaped: its end is enough
-        daemon.wait_ready()
-        daemon.http = next(line["http"] for line in daemon.log if line["event"] == "listening")
-        assert cold_reason(daemon) == ""
-        all_there(daemon, "a")
-        assert daemon.terminate() == 0
-    os.waitpid(stays, 0)
-    assert RecordTable.owners(map_table(os.open(pool_dir / FILES[1], os.O_RDWR))) == [], "nobody writes after a stop"
+    with child_process.start(["sleep", "infinity"]) as stays:
+        try:
+            name_owner(pool_dir, stays.pid)
+            with DaemonProcess(short_dir, *flags, "--lock-wait", str(SECONDS), until=until) as daemon:
+                stays.kill()  # not reaped: its end is enough
+                daemon.wait_ready()
+                daemon.http = next(line["http"] for line in daemon.log if line["event"] == "listening")
+                assert cold_reason(daemon) == ""
+                all_there(daemon, "a")
+                assert daemon.terminate() == 0
+        finally:
+            stays.kill()
+    assert owners_in(pool_dir) == [], "nobody writes after a stop"
 
 
 def test_an_owner_that_does_not_end_has_the_old_memory_for_itself(short_dir: Path, pool_dir: Path) -> None:
