@@ -161,15 +161,13 @@ class Records:
         commit = self._next_commit()
         table = number << 32 | shard
         slab_word = _checked(size // SLOT_ALIGN)
-        if len(places) <= FEW:
-            for i, (slot, place) in enumerate(zip(slots.tolist(), as_list(places), strict=True)):
-                if self._slabs.item(place // self.slots_per_slab) != slab_word:
-                    self._slabs[place // self.slots_per_slab] = slab_word
-                packed = _DIGESTED.pack(commit, table, slot, size, words[i].tobytes())
-                digest = sum(map(mul, _FACTORS, _LANES.unpack(packed))) & MASK
-                tail = _TAIL.pack(digest, 0, 0, tick << ORDER_BITS | len(slots) - 1 - i)
-                self._bodies[place] = np.frombuffer(packed[8:] + tail, np.uint64)
-                self._commits[place] = commit
+        if len(places) == 1 <= FEW:
+            (place,) = as_list(places)
+            packed = _DIGESTED.pack(commit, table, slots.item(), size, words.tobytes())
+            digest = sum(map(mul, _FACTORS, _LANES.unpack(packed))) & MASK
+            self._slabs[place // self.slots_per_slab] = slab_word
+            self._bodies[place] = np.frombuffer(packed[8:] + _TAIL.pack(digest, 0, 0, tick << ORDER_BITS), np.uint64)
+            self._commits[place] = commit
             return
         at = np.asarray(places, np.int64)
         body = np.zeros((len(slots), RECORD_WORDS - 1), np.uint64)
