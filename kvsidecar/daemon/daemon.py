@@ -304,6 +304,8 @@ class Daemon:
             self._fail(f"the start failed unexpectedly: {type(error).__name__}: {error}")
             raise
         self.readiness.become_ready()
+        if self._kept is not None:
+            self._kept.started()
         _log.info(
             "ready",
             pool_bytes=self._pool.nbytes,
@@ -454,6 +456,7 @@ class Daemon:
             _log.error("copiers have not ended though they were killed", exit_code=EXIT_COPIERS_LEFT)
             exit_at_once(EXIT_COPIERS_LEFT)
         if self._kept is not None:
+            self._kept.started()
             self._kept.set_owners(())  # nothing writes to the pool any more
         await asyncio.to_thread(self._pool.close)
         self._guard.close()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvsidecar.pool.host_pool import HostPool
     from kvsidecar.pool.kept_files import Carrier, KeptFiles
 
+MAX_STARTS = 5
+"""Daemons that may end before they are ready with the same kept files. What they find there might be the reason."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _log = log.get("pool")
 
@@ -96,6 +98,9 @@ class KeptPool:
             memory_limits.pages_of_file(self._settings.huge_pages, found, _huge_page_bytes(files))
         except PoolRefused as error:
             raise KeptRefused(str(error)) from error
+        if table.starts >= MAX_STARTS:
+            raise KeptRefused(f"{table.starts} daemons in a row have ended before they were ready with it")
+        table.starts += 1
         return table
 
     def _create(self) -> tuple[KeptFiles, RecordTable]:
@@ -136,6 +141,11 @@ class KeptPool:
             seconds=time.monotonic() - self._began,
         )
         return cache
+
+    def started(self) -> None:
+        """The daemon is ready, or ends because it was told to: what it has found does no harm."""
+        if self._table is not None:
+            self._table.starts = 0
 
     def set_owners(self, pids: Iterable[int]) -> None:
         """Write down who may write to the pool from now on. The next daemon waits for the end of all of them."""

@@ -30,9 +30,11 @@ MAX_OWNERS = 128
 
 _MAGIC = int.from_bytes(b"KVSCtabl", "little")
 _HEADER_WORDS = 1024
-"""Two pages: magic, format, CRC and length of the facts, facts as JSON; in the second page the owners."""
+"""Two pages: magic, format, CRC and length of the facts, facts as JSON; in the second page the owners, and at its end
+`RecordTable.starts`."""
 _FACTS = 4
 _OWNERS = 512
+_STARTS = 1023
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class RecordTable:
     """
 
     def __init__(self, memory: Words, facts: TableFacts) -> None:
+        self._starts = memory[_STARTS : _STARTS + 1]
         self._owners = memory[_OWNERS : _OWNERS + 2 * MAX_OWNERS].reshape(MAX_OWNERS, 2)
         self.records = Records(memory[_HEADER_WORDS:], facts.pool_bytes, facts.slab_bytes)
 
@@ -133,6 +136,15 @@ class RecordTable:
             self._owners[at, 0] = owner.pid
         for owner in named.keys() - wanted:
             self._owners[named[owner], 0] = 0
+
+    @property
+    def starts(self) -> int:
+        """How many daemons have begun to start with this table since one became ready, or was stopped."""
+        return int(self._starts[0])
+
+    @starts.setter
+    def starts(self, count: int) -> None:
+        self._starts[0] = count
 
 
 def map_table(fd: int) -> Words:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.client import Blocks, Outcome
+from kvsidecar.daemon.kept_pool import MAX_STARTS
 from kvsidecar.pool.kept_files import FILES
 from kvsidecar.pool.record_table import Owner, RecordTable, map_table
 from kvsidecar.support import child_process
@@ -218,6 +219,31 @@ def test_a_table_that_cannot_be_read_is_heard_and_replaced(short_dir: Path, pool
     with started(short_dir, *flags, PYTHONPATH=f"{short_dir}:{Path(__file__).parents[2]}") as daemon:
         assert cold_reason(daemon) == "its table cannot be read: IndexError: nobody has thought of this"
         assert any(line["event"] == "the blocks of an earlier daemon cannot be read" for line in daemon.log)
+        store(daemon, "b")
+        kill(daemon)
+    with started(short_dir, *flags) as daemon:
+        all_there(daemon, "b")
+
+
+def test_files_with_which_no_daemon_becomes_ready_are_given_up(short_dir: Path, pool_dir: Path) -> None:
+    flags = ("--pool-dir", str(pool_dir))
+    with started(short_dir, *flags) as daemon:
+        store(daemon, "a")
+        kill(daemon)
+
+    def end_in_the_start() -> None:
+        with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS="pool.pin_chunk=kill", until="failpoint") as daemon:
+            daemon.process.wait(SECONDS)
+
+    for _ in range(MAX_STARTS - 1):
+        end_in_the_start()
+    with started(short_dir, *flags) as daemon:  # the last one that may try
+        all_there(daemon, "a")
+        kill(daemon)
+    for _ in range(MAX_STARTS):
+        end_in_the_start()
+    with started(short_dir, *flags) as daemon:
+        assert cold_reason(daemon) == "5 daemons in a row have ended before they were ready with it"
         store(daemon, "b")
         kill(daemon)
     with started(short_dir, *flags) as daemon:
