@@ -7,6 +7,8 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -92,6 +94,11 @@ def test_the_cache_outlives_a_crash_and_a_stop_and_everything_says_so(short_dir:
         assert (line["carrier"], line["kept_blocks"]) == ("directory", 3)
         pool = daemon.get("/status")[1]["pool"]
         assert pool["carrier"] == "directory"
+        shown = subprocess.run(
+            [sys.executable, "-m", "kvsidecar", "status", "--socket", daemon.socket],
+            capture_output=True, text=True, timeout=SECONDS, env=child_process.environment(COLUMNS="200"),
+        )  # fmt: skip
+        assert "outlives the daemon (directory); 3 blocks of an earlier daemon were kept\n" in shown.stdout
         all_there(daemon, "a", "b", "c")
         store(daemon, "d")
         assert daemon.terminate() == 0
@@ -100,8 +107,8 @@ def test_the_cache_outlives_a_crash_and_a_stop_and_everything_says_so(short_dir:
 
 
 def test_the_self_test_writes_over_no_kept_block_also_of_a_full_pool(short_dir: Path, pool_dir: Path) -> None:
-    """85 slots of 12 KiB fill the pool. All blocks are kept but the oldest, whose slot the self-test takes, and those that
-    are evicted with it."""
+    """85 slots of 12 KiB fill the pool. All blocks are kept but the oldest, whose slot the self-test takes, and what is
+    evicted with it."""
     flags = ("--pool-dir", str(pool_dir))
     names = [f"{number}" for number in range(85)]
     wide = layout(num_blocks=100)
