@@ -48,7 +48,8 @@ async def open_carrier(settings: Settings, manager: NotifySocket, stop: asyncio.
             raise SocketInUse(
                 f"another kvsidecar has its pool in {settings.pool_dir}: stop it, or set pool_dir to another directory"
             ) from None
-        directory.left_by_stranger = bool(contended) and not watched
+        # A daemon that was stopped has taken all owners out.
+        directory.left_by_stranger = bool(contended and not watched and _owners_in(directory))
     return directory
 
 
@@ -61,6 +62,6 @@ def _owners_in(directory: PoolDirectory) -> list[ProcessId]:
     try:
         return [ProcessId(*owner) for owner in RecordTable.owners(map_table(files.table_fd))]
     except (KeptRefused, OSError):
-        return []  # not a table: whoever has the lock is a stranger
+        return []  # not a table, and not to be taken over
     finally:
         files.close()
