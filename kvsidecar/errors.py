@@ -66,8 +66,8 @@ class ConfigError(KVSidecarError):
 
 
 class SocketInUse(KVSidecarError):
-    """Another daemon serves this socket or has this directory of the pool, or the path of the socket exists and is not a
-    socket that the daemon may remove."""
+    """Another daemon serves this socket or has this directory of the pool, or the path of the socket exists and is not
+    a socket that the daemon may remove."""
 
 
 class AddressUnavailable(KVSidecarError):
