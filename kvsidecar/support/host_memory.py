@@ -134,7 +134,8 @@ def populate(address: int, nbytes: int, kind: PageKind) -> int:
         if error.errno != errno.EINVAL:
             raise
         # Before Linux 5.14. If there is no memory, the result is SIGBUS or the OOM killer, not an error.
-        as_array(address, nbytes)[:: mmap.PAGESIZE] = 0
+        # What an earlier daemon has left in the pages must stay.
+        as_array(address, nbytes)[:: mmap.PAGESIZE] |= 0
     return small
 
 
