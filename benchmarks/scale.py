@@ -2,7 +2,7 @@
 
 No byte is stored: the pool is a range of numbers. Each size is measured in a process of its own.
 
-python benchmarks/scale.py [--blocks 10000 1000000 10000000] [--shards 1 2] [--json]
+python benchmarks/scale.py [--blocks 10000 1000000 10000000] [--shards 1 2] [--records] [--json]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import sys
@@ -29,6 +30,7 @@ from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.daemon.pool_geometry import auto_slab_bytes
+from kvsidecar.pool.record_table import RecordTable, TableFacts, map_table
 from kvsidecar.types import LookupMode, Namespace
 
 HASH_BYTES = 32
@@ -65,6 +67,7 @@ ROWS = {
     "clear": ("clear", "ms"),
     "longest_sweep": ("longest step of the sweep after it", "ms"),
 }
+OF_RECORDS = {"adopt": ("taking over all blocks from their records", "ms")}
 
 
 class Clock:
@@ -94,18 +97,30 @@ class Clock:
 class Filled:
     """A cache with room for so many blocks, and a source of block hashes: job ``i`` has always the same."""
 
-    def __init__(self, blocks: int, shards: int, block_bytes: int, job: int) -> None:
+    def __init__(self, blocks: int, shards: int, block_bytes: int, job: int, *, recorded: bool) -> None:
         self.job = min(job, blocks)
         self.num_jobs = blocks // self.job
         self.shards = range(shards)
         shard_bytes = -(-block_bytes // shards // PAGE) * PAGE
         slab = auto_slab_bytes(blocks * shards * shard_bytes) // shard_bytes * shard_bytes
         slots = self.num_jobs * self.job * shards
-        self.cache = BlockCache(SlotAllocator(slots * shard_bytes, slab))
+        self.pool, self.slab = slots * shard_bytes, slab
+        self.facts = TableFacts(self.pool, slab, "", "")
+        self.table: int | None = None
+        if recorded:
+            self.table = os.memfd_create("records")
+            os.ftruncate(self.table, RecordTable.file_bytes(self.facts))
+            RecordTable.create(map_table(self.table), self.facts)
+        self.cache = self.start()
         self.namespace = Namespace("m", "bfloat16", "NHD", 16, 1, 1, "sha256", HASH_BYTES)
         self.space: Space
         for shard in self.shards:
             self.space = self.cache.open_space(self.namespace, 0, shards, shard, shard_bytes)
+
+    def start(self) -> BlockCache:
+        """A cache with the blocks that the records have, if there are records."""
+        records = None if self.table is None else RecordTable.open(map_table(self.table), self.facts).records
+        return BlockCache(SlotAllocator(self.pool, self.slab), records=records)
 
     def hashes(self, job: int, count: int | None = None) -> list[bytes]:
         packed = np.random.default_rng(job).bytes(HASH_BYTES * (count or self.job))
@@ -123,13 +138,13 @@ class Filled:
         clock.time(end, self.cache.end_load, grant)
 
 
-def measure(blocks: int, shards: int, block_bytes: int, samples: int) -> dict[str, float]:
+def measure(blocks: int, shards: int, block_bytes: int, samples: int, recorded: bool) -> dict[str, float]:
     """All figures for one size: what `ROWS` names."""
-    warm = Filled(2 * JOB, shards, block_bytes, JOB)
+    warm = Filled(2 * JOB, shards, block_bytes, JOB, recorded=recorded)
     for job in range(3):
         warm.store(Clock(), warm.hashes(job), "", "")
     before, clock, rng = resident_bytes(), Clock(), random.Random(0)
-    full = Filled(blocks, shards, block_bytes, JOB)
+    full = Filled(blocks, shards, block_bytes, JOB, recorded=recorded)
     cache, space, job = full.cache, full.space, full.job
 
     for number in range(full.num_jobs):
@@ -155,6 +170,8 @@ def measure(blocks: int, shards: int, block_bytes: int, samples: int) -> dict[st
     small = [(few, full.hashes(new + 1 + each, few)) for few in SMALL_JOBS for each in range(samples)]
     for few, hashes in small:
         full.store(clock, hashes, f"evict_{few}", f"seal_evict_{few}")
+    if recorded:
+        assert clock.time("adopt", full.start).adopted.kept_blocks == cache.stats().readable_blocks
     clock.time("gc", gc.collect)
     clock.time("clear", cache.clear)
     while clock.time("sweep", cache.sweep):
@@ -179,9 +196,11 @@ def measure(blocks: int, shards: int, block_bytes: int, samples: int) -> dict[st
         figures[f"lookup_{few}"] = clock.median(f"lookup_{few}")
     figures["resident"] = resident / stored
     figures["longest_fill"] = clock.longest("begin_store", "seal_all")
-    fill = ("begin_store", "seal_all", "gc", "clear", "sweep")
+    fill = ("begin_store", "seal_all", "gc", "clear", "sweep", "adopt")
     figures["longest_full"] = clock.longest(*[name for name in clock.seconds if name not in fill])
     figures |= {"gc": clock.longest("gc"), "clear": clock.longest("clear"), "longest_sweep": clock.longest("sweep")}
+    if recorded:
+        figures["adopt"] = clock.longest("adopt")
     return figures
 
 
@@ -196,13 +215,15 @@ def main() -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2], help="shards per block")
     parser.add_argument("--block-bytes", type=int, default=65536, help="of all shards of a block together")
     parser.add_argument("--samples", type=int, default=200, help="jobs per figure, beside the filling")
+    parser.add_argument("--records", action="store_true", help="record all blocks in shared memory, for the next run")
     parser.add_argument("--json", action="store_true", help="one object per size instead of a table")
     options = parser.parse_args()
     results = []
     for shards in options.shards:
         for blocks in options.blocks:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                figures = process.submit(measure, blocks, shards, options.block_bytes, options.samples).result()
+                arguments = (blocks, shards, options.block_bytes, options.samples, options.records)
+                figures = process.submit(measure, *arguments).result()
             results.append({"blocks": blocks, "shards": shards, **figures})
     if options.json:
         json.dump(results, sys.stdout, indent=2)
@@ -215,7 +236,7 @@ def main() -> None:
             f"{result['blocks']:,}\n{result['shards']} shard{'s' * (result['shards'] > 1)}", justify="right"
         )
     table.add_column("")
-    for name, (title, unit) in ROWS.items():
+    for name, (title, unit) in (ROWS | OF_RECORDS if options.records else ROWS).items():
         table.add_row(
             title, *[f"{result[name]:.{2 if unit in ('us/block', 'ms') else 0}f}" for result in results], unit
         )

@@ -66,7 +66,8 @@ class ConfigError(KVSidecarError):
 
 
 class SocketInUse(KVSidecarError):
-    """Another daemon serves this socket, or the path exists and is not a socket that the daemon may remove."""
+    """Another daemon serves this socket or has this directory of the pool, or the path of the socket exists and is not
+    a socket that the daemon may remove."""
 
 
 class AddressUnavailable(KVSidecarError):
@@ -83,6 +84,10 @@ class PinFailed(KVSidecarError):
 
 class PinStopped(KVSidecarError):
     """Pinning was stopped on request; all memory has been released."""
+
+
+class KeptRefused(KVSidecarError):
+    """What an earlier run has left of the pool cannot be taken over; the pool starts empty. The text says why."""
 
 
 # -- devices -----------------------------------------------------------------------------------------------------

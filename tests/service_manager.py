@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,9 +15,20 @@ from tests.harness import SECONDS
 
 Message = dict[str, str]
 
+_WITH_DESCRIPTORS = """
+import fcntl, os, sys
+files, names, *command = sys.argv[1:]
+fds = [fcntl.fcntl(os.open(file, os.O_RDWR), fcntl.F_DUPFD, 100) for file in files.split(",") if file]
+for number, fd in enumerate(fds, start=3):
+    os.dup2(fd, number)
+    os.close(fd)
+os.environ.update(LISTEN_FDS=str(len(fds)), LISTEN_FDNAMES=names, LISTEN_PID=str(os.getpid()))
+os.execvp(command[0], command)
+"""
+
 
 class ServiceManager:
-    """Listens, and keeps every message in ``heard``.
+    """Listens, and keeps every message in ``heard``, and the descriptors of its store for the next process.
 
     Args:
         directory: for the socket.
@@ -26,6 +39,7 @@ class ServiceManager:
         path = str(directory / "notify")
         self.address = f"@{path}" if abstract else path
         self.heard: list[Message] = []
+        self.stored: dict[str, int] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"\0{path}" if abstract else path)
         self._news: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -34,10 +48,31 @@ class ServiceManager:
         self._reader.start()
 
     def _read(self) -> None:
-        while data := self._socket.recv(4096):
+        while True:
+            data, fds, *_ = socket.recv_fds(self._socket, 4096, 8)
+            if not data:
+                return
             # Like systemd: a line without = ends up as a field that nobody asks for.
             pairs = (line.partition("=") for line in data.decode().split("\n"))
-            self._news.put({name: value for name, _, value in pairs})
+            message = {name: value for name, _, value in pairs}
+            self._store(message, fds)
+            self._news.put(message)
+
+    def _store(self, message: Message, fds: list[int]) -> None:
+        """As systemd's store does; what is not stored is closed, which is the answer to BARRIER=1."""
+        name = message.get("FDNAME", "stored")
+        if message.get("FDSTOREREMOVE") == "1" and name in self.stored:
+            os.close(self.stored.pop(name))
+        for fd in fds:
+            if message.get("FDSTORE") == "1":
+                self.stored[name] = fd
+            else:
+                os.close(fd)
+
+    def under(self) -> list[str]:
+        """A command that runs another one with the stored descriptors, as systemd starts a service."""
+        fds = ",".join(f"/proc/{os.getpid()}/fd/{fd}" for fd in self.stored.values())
+        return [sys.executable, "-c", _WITH_DESCRIPTORS, fds, ":".join(self.stored)]
 
     def wait(self, field: str, text: str = "") -> Message:
         """The next message that has this field, with ``text`` in its value."""
@@ -83,5 +118,7 @@ class ServiceManager:
         probe.close()
         self._reader.join()
         self._socket.close()
+        for fd in self.stored.values():
+            os.close(fd)
         if error is not None:
             print("the service manager heard:", *self.heard, sep="\n  ")

@@ -30,8 +30,8 @@ mean the same) or `KB`, `MB`, `GB`, `TB` (powers of 1000). **Seconds** are a num
 accepts `true|false` and, in the file, a bare `true`.
 
 **Reload**: SIGHUP (`systemctl reload kvsidecar`) makes the daemon read the file again. Some options, marked below, take
-effect at once. The log names other options that have changed and need a restart. A restart empties the cache. A reload
-does not change flags and environment variables.
+effect at once. The log names other options that have changed and need a restart. A reload does not change flags and
+environment variables.
 
 These variables are not options: `{CONFIG_VARIABLE}`; `KVSIDECAR_CONNECT` and variables that begin with it, which are
 for the admin commands ([operating.md](operating.md#from-another-host)); `KVSIDECAR_FAILPOINTS`, which injects faults in
@@ -56,6 +56,8 @@ EXAMPLES = {
     "socket": "/run/kvsidecar/kvsidecar.sock",
     "socket_group": "kvsidecar",
     "admin_group": "operators",
+    "pool_dir": "/dev/shm/kvsidecar",
+    "table_dir": "/dev/shm/kvsidecar",
     "policy": '[{uids = [1001], namespaces = ["meta-llama/*"]}]',
     "tcp_listen": "0.0.0.0:9465",
     "tls_certificate": "/etc/kvsidecar/tls.crt",

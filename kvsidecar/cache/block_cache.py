@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
 from kvsidecar.cache.leases import LeaseTable
+from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.types import LookupMode, Namespace
@@ -70,6 +72,8 @@ class BlockCache:
         allocator: for the pool; no slot is in use.
         next_id: source of lease ids. Default: 0, 1, 2, ...; with a random source clients cannot guess others' leases.
         seed: a secret; without it clients cannot choose hashes that make the index slow.
+        records: where sealed slots are recorded, so that the next run finds them. What an earlier run has left there is
+            taken over: see `adopted`. Default: nothing is recorded.
     """
 
     def __init__(
@@ -77,12 +81,15 @@ class BlockCache:
         allocator: SlotAllocator,
         next_id: Callable[[], int] | None = None,
         seed: int = 0,
+        records: Records | None = None,
     ) -> None:
         self._table = BlockTable(allocator, seed)
+        self.adopted = AdoptReport() if records is None else adopt(self._table, records)
+        """What was taken over from an earlier run."""
         self._leases = LeaseTable(next_id)
         self._stores: set[StoreGrant] = set()
         self._loads: set[LoadGrant] = set()
-        self._tick = 0
+        self._tick = self.adopted.last_tick
         """Number of the request; it becomes ``last_used`` of the blocks that the request uses."""
 
     # -- spaces ------------------------------------------------------------------------------------------------

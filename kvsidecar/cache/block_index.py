@@ -53,7 +53,8 @@ class BlockIndex:
 
     def __init__(self, hash_bytes: int, capacity: int, seed: int) -> None:
         self._hash_bytes = hash_bytes
-        words = -(-hash_bytes // 8)
+        self.num_words = words = -(-hash_bytes // 8)
+        """Words of a block hash."""
         self._words: Words = zeros((capacity, words), np.uint64)
         """The hash of each row."""
         buckets = _buckets_for(capacity)
@@ -87,11 +88,19 @@ class BlockIndex:
         else:
             narrow = np.frombuffer(packed, np.uint8).reshape(-1, self._hash_bytes)
             words = np.pad(narrow, ((0, 0), (0, -self._hash_bytes % 8))).view(np.uint64)
+        return self.keys_from(words)
+
+    def keys_from(self, words: Words) -> Keys:
+        """Keys of block hashes that are already padded."""
         return Keys(words, self._tags_of(words))
 
-    def keys_of(self, rows: Ints) -> Keys:
+    def words_of(self, rows: Ints) -> Words:
+        """The block hashes of these rows."""
         words: Words = self._words.take(rows, axis=0)
-        return Keys(words, self._tags_of(words))
+        return words
+
+    def keys_of(self, rows: Ints) -> Keys:
+        return self.keys_from(self.words_of(rows))
 
     def find(self, keys: Keys) -> Ints:
         """The row of each hash, or -1."""

@@ -10,6 +10,7 @@ import numpy as np
 from kvsidecar.cache.arrays import NO_INTS, Ints, all_true, first_of_each
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
+from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
 from kvsidecar.types import Namespace
@@ -41,7 +42,9 @@ class BlockTable:
 
     def __init__(self, allocator: SlotAllocator, seed: int) -> None:
         self.slots = allocator
-        self._seed = seed
+        self.seed = seed
+        self.records: Records | None = None
+        """Where the sealed slots are recorded, from `start_with` on."""
         self.spaces: dict[tuple[Namespace, int], Space] = {}
         self.tables: dict[int, SpaceBlocks] = {}
         """Every table that has rows or a space, by number, including cleared ones."""
@@ -61,6 +64,18 @@ class BlockTable:
 
     # -- spaces ------------------------------------------------------------------------------------------------
 
+    def start_with(self, records: Records, adopted: Iterable[SpaceBlocks]) -> None:
+        """Begin with these blocks of an earlier run, all of them evictable, and record what happens from now on."""
+        require(not self.tables, "the table is in use")
+        self.records = records
+        self._num_tables = records.last_number
+        for blocks in adopted:
+            space = blocks.space
+            self.spaces[space.namespace, space.group] = space
+            self.tables[blocks.number] = blocks
+            self.num_blocks += len(blocks.index)
+            self.readable_blocks += blocks.readable
+
     def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
         if not 0 <= shard < num_shards:
             raise InvalidRequest(f"group {group}: shard is {shard}; it must be 0 to num_shards - 1 ({num_shards - 1})")
@@ -73,9 +88,11 @@ class BlockTable:
             )
         known = self.spaces.get((namespace, group))
         space = known or Space(namespace, group, num_shards)
-        _set_geometry(space, num_shards, shard, shard_bytes)
+        new_shard = _set_geometry(space, num_shards, shard, shard_bytes)
         if known:
-            space.blocks.capacity = max(space.blocks.capacity, self._capacity(space))
+            space.blocks.capacity = max(space.blocks.capacity, self.capacity(space))
+            if new_shard and self.records is not None:
+                self.records.open_space(space.blocks.number, namespace, group, space.shard_bytes)
         else:
             space.blocks = self._new_blocks(space)
             self.spaces[namespace, group] = space
@@ -84,7 +101,7 @@ class BlockTable:
 
     def empty_space(self, hash_bytes: int) -> Space:
         space = Space(Namespace("", "", "", 0, 0, 0, "", hash_bytes), 0, 1)
-        space.blocks = SpaceBlocks(space, 0, 0, self._seed)
+        space.blocks = SpaceBlocks(space, 0, 0, self.seed)
         return space
 
     def close_space(self, space: Space) -> None:
@@ -105,7 +122,7 @@ class BlockTable:
         """
         blocks = space.blocks
         rows = blocks.index.find(keys)
-        created = _create_unknown(blocks, keys, rows)
+        created = create_unknown(blocks, keys, rows)
         if len(created) == len(rows):  # every block is new and no hash comes twice
             blocks.slots[shard, rows] = FILLING
             return StorePart(blocks, shard, np.arange(len(rows)), rows, created, keys, rows), 0
@@ -137,6 +154,9 @@ class BlockTable:
     def seal(self, part: StorePart, tick: int) -> int:
         """Record that the shards are complete. Returns the number of blocks that became readable."""
         blocks, rows = part.blocks, part.rows
+        if self.records is not None:
+            words, places = blocks.index.words_of(rows), self.slots.places(part.slots)
+            self.records.seal(blocks.number, part.shard, part.slot_size, part.slots, words, places, tick)
         blocks.slots[part.shard, rows] = part.slots
         blocks.missing[rows] -= 1
         if blocks.space.num_shards > 1:
@@ -185,7 +205,10 @@ class BlockTable:
             blocks.policy.remove(rows)
             blocks.policy.insert(rows)
             blocks.last_used[rows] = tick
-            self.slots.touch(blocks.held_slots(rows), tick)
+            slots = blocks.held_slots(rows)
+            self.slots.touch(slots, tick)
+            if self.records is not None:
+                self.records.touch(self.slots.places(slots), tick)
 
     # -- deletion ----------------------------------------------------------------------------------------------
 
@@ -202,6 +225,8 @@ class BlockTable:
 
     def mark_corrupt(self, blocks: SpaceBlocks, row: int, slot: int) -> None:
         """Detach a pinned block whose slot holds wrong bytes. The slot is quarantined when its last reader ends."""
+        if self.records is not None:
+            self.records.unseal(self.slots.places(blocks.held_slots(np.array([row]))))
         self.corrupt.add(slot)
         if not blocks.cleared and not blocks.detached[row]:
             self._detach(blocks, np.array([row]))
@@ -215,6 +240,8 @@ class BlockTable:
         self.num_blocks -= len(blocks.index)
         self.readable_blocks -= blocks.readable
         blocks.cleared = True
+        if self.records is not None:
+            self.records.close_space(blocks.number)
         self._cleared.append(blocks)
         space.blocks = self._new_blocks(space)
         self._drop_if_unused(space)
@@ -274,7 +301,10 @@ class BlockTable:
         blocks.evictable[rows] = True
         blocks.last_used[rows] = tick
         blocks.policy.insert(rows)
-        self.slots.mark_evictable(blocks.held_slots(rows), tick, slots_are)
+        slots = blocks.held_slots(rows)
+        self.slots.mark_evictable(slots, tick, slots_are)
+        if self.records is not None and slots_are is not SlotState.RESERVED:  # else `seal` has recorded the use
+            self.records.touch(self.slots.places(slots), tick)
 
     def _detach(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Remove the blocks from the index."""
@@ -288,6 +318,8 @@ class BlockTable:
     def _free(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Delete blocks that are detached and not pinned."""
         slots = blocks.held_slots(rows)
+        if self.records is not None:
+            self.records.unseal(self.slots.places(slots))
         if self.corrupt:
             slots = np.asarray(slots, np.int64)
             bad = np.isin(slots, list(self.corrupt))
@@ -301,6 +333,8 @@ class BlockTable:
     def _drop_if_unused(self, space: Space) -> None:
         if not space.users and not len(space.blocks.index) and not space.dropped:
             space.dropped = True
+            if self.records is not None:
+                self.records.close_space(space.blocks.number)
             del self.spaces[space.namespace, space.group]
             self._retire(space.blocks)
 
@@ -317,16 +351,18 @@ class BlockTable:
 
     def _new_blocks(self, space: Space) -> SpaceBlocks:
         self._num_tables += 1
-        blocks = SpaceBlocks(space, self._num_tables, self._capacity(space), self._seed)
+        blocks = SpaceBlocks(space, self._num_tables, self.capacity(space), self.seed)
         self.tables[blocks.number] = blocks
+        if self.records is not None:
+            self.records.open_space(blocks.number, space.namespace, space.group, space.shard_bytes)
         return blocks
 
-    def _capacity(self, space: Space) -> int:
+    def capacity(self, space: Space) -> int:
         """Number of blocks of this space that fit the pool: each has at least one slot."""
         return self.slots.total_bytes // min(size for size in space.slot_sizes if size) + SPARE_ROWS
 
 
-def _create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
+def create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
     """Create a block for each hash without a row, and enter it into ``rows``. Returns the rows of the new blocks.
 
     Equal hashes are recognised by their tags, which is much faster. A duplicate then finds the block that was created
@@ -347,7 +383,8 @@ def _create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
     return created
 
 
-def _set_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -> None:
+def _set_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -> bool:
+    """Whether the shard's size was not known before."""
     if space.num_shards != num_shards:
         raise NamespaceMismatch(
             f"group {space.group}: this rank says a block has {num_shards} shards, but in this namespace "
@@ -358,5 +395,7 @@ def _set_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -
             f"group {space.group}: this rank says shard {shard} has {shard_bytes} bytes per block, but in this "
             f"namespace {space.shard_bytes[shard]} are registered. {MISMATCH_HINT}"
         )
+    new_shard = space.shard_bytes[shard] is None
     space.shard_bytes[shard] = shard_bytes
     space.slot_sizes[shard] = size_class(shard_bytes)
+    return new_shard

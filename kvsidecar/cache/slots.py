@@ -6,7 +6,7 @@ size can cut it anew. A slot is identified by its byte offset in the pool.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 
@@ -73,6 +73,8 @@ class SlotAllocator:
             raise ValueError(f"numa_of_slab has {len(nodes)} entries for {num_slabs} slabs")
         self.total_bytes = pool_bytes
         self.slab_bytes = slab_bytes
+        self.slots_per_slab = slab_bytes // SLOT_ALIGN
+        """Most slots that a slab can have."""
         self.wasted_bytes = 0
         """Ends of cut slabs that are too short for a slot."""
         self.slabs = Slabs(pool_bytes, slab_bytes, nodes)
@@ -116,6 +118,19 @@ class SlotAllocator:
         if len(slots) <= FEW:
             return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in as_list(slots)])
         return int(self.slabs.size[self.slabs.holding(slots)].sum())
+
+    def places(self, slots: Slots) -> Slots:
+        """The numbers of these slots' records. They depend on offset and size class alone, and those of a slab are
+        adjacent."""
+        if len(slots) <= FEW:
+            found = []
+            for slot in as_list(slots):
+                slab, _, at = self._locate_one(slot)
+                found.append(slab * self.slots_per_slab + at - self.slabs.first.item(slab))
+            return found
+        slabs = self.slabs.holding(slots)
+        inside = (slots - self.slabs.start.take(slabs)) // self.slabs.size.take(slabs)
+        return inside + slabs * self.slots_per_slab
 
     def owners(self, slab: int) -> Ints:
         """Owners of the used slots of a slab, one per slot."""
@@ -205,6 +220,29 @@ class SlotAllocator:
             self.free(np.concatenate(slots) if slots else NO_INTS)
             raise AssertionError("there are fewer free slots than planned")
         return slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
+
+    def adopt(self, slots: Ints, sizes: Ints, owners: Ints, ticks: Ints) -> None:
+        """Take over slots that an earlier run has sealed: each becomes EVICTABLE. No slab is cut yet.
+
+        Args:
+            slots: distinct.
+            sizes: size class of each slab that has one of these slots.
+            owners: of each slot.
+            ticks: last use of each slot.
+        """
+        slabs = self.slabs.holding(slots)
+        distinct, counts = unique_counts(slabs)
+        cut = set(distinct.tolist())
+        for home in self._nodes.values():
+            home.whole = deque(slab for slab in home.whole if slab not in cut)
+        for slab, size, count in zip(distinct.tolist(), sizes[distinct].tolist(), counts.tolist(), strict=True):
+            self._cut_slab(slab, size)
+            self._count_taken(slab, count, 0)
+        at = self._locate(slots)[2]
+        self._states[at] = _RESERVED
+        self._owners[at] = owners
+        self._move(slots, _RESERVED, _EVICTABLE)
+        np.maximum.at(self.slabs.touched, slabs, ticks)
 
     def own(self, slots: Ints, owners: Ints) -> None:
         self._owners[self._locate(slots)[2]] = owners
@@ -421,6 +459,11 @@ class SlotAllocator:
         if not home.whole or slabs.nbytes[home.whole[-1]] < size:
             return None
         slab = home.whole.pop()
+        self._cut_slab(slab, size)
+        return slab
+
+    def _cut_slab(self, slab: int, size: int) -> None:
+        slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
         capacity = int(slabs.nbytes[slab]) // size
         self._cut_slabs[size] += 1
         slabs.size[slab], slabs.capacity[slab], slabs.lowest_free[slab] = size, capacity, 0
@@ -432,7 +475,6 @@ class SlotAllocator:
         home.partial[size][0][slab] = None
         home.free_slots[size] += capacity
         self._count_wasted(int(slabs.nbytes[slab]) - capacity * size)
-        return slab
 
     def _make_whole(self, slab: int) -> None:
         """Make a slab whole whose slots are all free, so that any class can cut it."""

@@ -97,9 +97,9 @@ def _serve(**flags: str | None) -> None:
     log_level, store_chunk, drain_timeout, stuck_after and policy take effect, and the log names changed options that
     need a restart.
 
-    Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket is in
-    use, 74 a copier did not end although it was killed (its driver does not return), 75 a port is in use or an address
-    does not exist yet (a restart may help), 78 a setting is invalid.
+    Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket or
+    the directory of the pool is in use, 74 a copier did not end although it was killed (its driver does not return), 75
+    a port is in use or an address does not exist yet (a restart may help), 78 a setting is invalid.
     """
     gc.disable()  # see `gc_disabled`; `serve` enables it again when the daemon is built
     from kvsidecar.daemon.serve import serve

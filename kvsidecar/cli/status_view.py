@@ -76,6 +76,11 @@ def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
     details += [f"{pool.page_kind} pages"] if pool.page_kind else []
     details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []
     bar.append("\n      " + ", ".join(details), style="dim")
+    if pool.carrier:
+        kept = f"{pool.kept_blocks} blocks of an earlier daemon were kept"
+        kept += f", {pool.dropped_blocks} were not" if pool.dropped_blocks else ""
+        start = f"cold start: {pool.cold_start_reason}" if pool.cold_start_reason else kept
+        bar.append(f"\n      outlives the daemon ({pool.carrier}); {start}", style="dim")
     return bar
 
 

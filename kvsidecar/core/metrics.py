@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import CacheStats
-from kvsidecar.core.readiness import Snapshot
+from kvsidecar.core.readiness import Snapshot, WarmStart
 from kvsidecar.errors import Refusal
 from kvsidecar.support import log
 from kvsidecar.types import Direction, Outcome, State
@@ -126,6 +126,17 @@ class Metrics:
             "pages.",
             registry=self.registry,
         )
+        self.warm_start_blocks = Gauge(
+            "kvsidecar_warm_start_blocks",
+            "Blocks of an earlier daemon that this one has found at its start, by result.",
+            ["result"],
+            registry=self.registry,
+        )
+        self.warm_start_seconds = Gauge(
+            "kvsidecar_warm_start_seconds",
+            "Time that this daemon took to find the blocks of an earlier one, without pinning.",
+            registry=self.registry,
+        )
         self.loop_lag_seconds = histogram(
             "kvsidecar_event_loop_lag_seconds",
             "Delay between the time a timer was due and the time the event loop ran it.",
@@ -144,11 +155,18 @@ class Metrics:
             self.spans.labels(fate.value)
         for result in ("hit", "miss"):
             self.lookup_blocks.labels(result)
+        self.warm_started(WarmStart())
         self.registry.register(self)
 
     def read_gauges_from(self, source: Callable[[], Gauges]) -> None:
         """Call ``source`` at every scrape from now on."""
         self._gauges = source
+
+    def warm_started(self, found: WarmStart) -> None:
+        """Show what the start has kept."""
+        self.warm_start_blocks.labels("kept").set(found.kept_blocks)
+        self.warm_start_blocks.labels("dropped").set(found.dropped_blocks)
+        self.warm_start_seconds.set(found.seconds)
 
     def refuse(self, reason: Refusal, count: int = 1) -> None:
         """Count a refusal."""

@@ -13,7 +13,7 @@ then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvsidecar.errors import Refusal
 from kvsidecar.types import State
@@ -24,6 +24,29 @@ _NEXT: dict[State, frozenset[State]] = {
     State.READY: frozenset({State.FAILED}),
     State.FAILED: frozenset(),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a start has found of an earlier daemon's cache."""
+
+    carrier: str = ""
+    """Who holds the pool while there is no daemon: ``systemd``, ``directory``, or empty for nobody."""
+    cold_reason: str = ""
+    """Why nothing was kept; empty if the pool was taken over."""
+    kept_blocks: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that were not kept, by reason."""
+    seconds: float = 0.0
+    """Until the cache was known, without the time to pin it."""
+
+    @property
+    def warm(self) -> bool:
+        return bool(self.carrier) and not self.cold_reason
+
+    @property
+    def dropped_blocks(self) -> int:
+        return sum(self.dropped.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +76,8 @@ class DaemonReadiness:
         self._down: dict[str, str] = {}
         """Why a device takes no copies now."""
         self._all_down = False
+        self.warm_start = WarmStart()
+        """What was kept; known before the daemon is ready."""
         self._listeners: dict[object, Callable[[Snapshot], None]] = {}
 
     @property

@@ -233,6 +233,21 @@ class Settings(BaseModel):
         description="Page size of the pool. thp: transparent huge pages. hugetlb: huge pages that the operator has "
         "reserved. none: 4 KiB pages, which are slow to pin. auto: hugetlb if enough are free, otherwise thp.",
     )
+    pool_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
+        None,
+        description="Directory on tmpfs or hugetlbfs that holds the pool, so that the cache outlives the daemon. Made "
+        "if only its last part is missing. Without it, the cache outlives the daemon where systemd's descriptor store "
+        "holds the pool.",
+    )
+    table_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "--pool-dir")] = Field(
+        None,
+        description="Directory on tmpfs that holds the table of what the pool contains. Needed where --pool-dir is on "
+        "hugetlbfs.",
+    )
+    cold_start: Annotated[bool, Shown("on|off", "off")] = Field(
+        False,
+        description="Forget what an earlier daemon has left: free its memory and start with an empty cache.",
+    )
     prefault_threads: Annotated[int, Shown("COUNT", "one per two cores, at most 16")] = Field(
         default_factory=_default_prefault_threads,
         ge=1,
@@ -340,6 +355,8 @@ class Settings(BaseModel):
             for option, path in files.items():
                 if path:
                     self._blame(option, "has no effect without tcp_listen")
+        if self.table_dir and not self.pool_dir:
+            self._blame("table_dir", "has no effect without pool_dir")
         if self.socket_group and self.socket_mode == "0600":
             self._blame("socket_group", "has no effect with socket_mode 0600: use 0660")
         return self

@@ -12,7 +12,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.copiers import Copier, Copiers
 from kvsidecar.copier.messages import Part
@@ -30,12 +32,14 @@ from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.reload import Reloader
 from kvsidecar.device.base import ScratchSource
-from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused
+from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused, Refusal
 from kvsidecar.pool.host_pool import HostPool, PinProgress
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.grpc_server import RpcServer
@@ -49,7 +53,7 @@ from kvsidecar.server.socket_files import group_id
 from kvsidecar.support import log
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import Direction, GroupLayout, Region, Verify
+from kvsidecar.types import Direction, GroupLayout, Namespace, Region, Verify
 
 if TYPE_CHECKING:
     from kvsidecar.daemon.tracing import Tracing
@@ -64,6 +68,7 @@ EXIT_COPIERS_LEFT = 74
 """sysexits.h EX_IOERR: a copier did not end although it was killed."""
 COPIER_END_SECONDS = 10.0
 """A killed copier's process, which unpins the pool as it ends, has this long."""
+SELF_TEST_NAMESPACE = Namespace("self-test", "-", "-", 1, 1, 1, "-", 32)
 SELF_TEST_SESSION = 0
 """No rank's: their ids are odd."""
 
@@ -78,6 +83,7 @@ class Daemon:
         copiers: not started yet.
         pool: not pinned yet; it is pinned in the copiers.
         guard: keeps the loop awake around jobs.
+        kept: takes over the pool of an earlier daemon; None: the pool ends with this one.
         life: the process's signals, lock and probes, already open.
         read_settings: reads the settings again, for a reload; None: reload is not supported.
         open_tracing: creates the tracing of jobs; None for no tracing.
@@ -95,6 +101,7 @@ class Daemon:
         *,
         life: Lifecycle,
         guard: SleepGuard,
+        kept: KeptPool | None = None,
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
@@ -106,6 +113,7 @@ class Daemon:
         copiers.on_change = self._copier_changed
         backend = copiers.hello.platform
         self._pool = pool
+        self._kept = kept
         self._stop_pinning = threading.Event()
         self._exit_code = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
@@ -117,11 +125,18 @@ class Daemon:
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(task_failed)
         self._guard = guard
-        self._cache = BlockCache(
-            SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
-            next_id=lambda: secrets.randbits(ID_BITS) | 1,
-            seed=secrets.randbits(64),
-        )
+
+        def make_cache(records: Records | None) -> BlockCache:
+            return BlockCache(
+                SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
+                next_id=lambda: secrets.randbits(ID_BITS) | 1,
+                seed=secrets.randbits(64),
+                records=records,
+            )
+
+        self._cache = make_cache(None) if kept is None else kept.fill(make_cache)
+        if kept is not None:
+            self._started_with(kept.found)
         self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify)
         self._runner = JobRunner(
@@ -220,6 +235,18 @@ class Daemon:
 
     # -- start -----------------------------------------------------------------------------------------------------
 
+    def _started_with(self, found: WarmStart) -> None:
+        self.readiness.warm_start = found
+        self._metrics.warm_started(found)
+        _log.info(
+            "warm start" if found.warm else "cold start",
+            carrier=found.carrier or "none",
+            reason=found.cold_reason,
+            kept_blocks=found.kept_blocks,
+            dropped_blocks=dict(found.dropped),
+            seconds=round(found.seconds, 3),
+        )
+
     async def _start(self) -> None:
         # First: a client that connects is sent the pidfds of all copiers.
         self._copiers.launch()
@@ -258,13 +285,15 @@ class Daemon:
                 devices={copier.uuid: copier.pid for copier in self._copiers},
                 seconds=round(time.monotonic() - started, 3),
             )
+            self._own()
             await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
             self._metrics.pin_seconds.observe(time.monotonic() - started)
             self._metrics.register_seconds.set(self._pinned.register_seconds)
             self._report.page_kind = self._pool.page_kind
             self._report.numa_nodes = self._pool.numa_nodes
-            for copier in self._copiers:
-                await self._self_test(copier)
+            with self._scratch() as (offsets, nbytes):
+                for copier in self._copiers:
+                    await self._self_test(copier, offsets, nbytes)
         except PinStopped:
             return
         except (PoolRefused, PinFailed, DeviceError) as error:
@@ -275,6 +304,8 @@ class Daemon:
             self._fail(f"the start failed unexpectedly: {type(error).__name__}: {error}")
             raise
         self.readiness.become_ready()
+        if self._kept is not None:
+            self._kept.started()
         _log.info(
             "ready",
             pool_bytes=self._pool.nbytes,
@@ -285,6 +316,11 @@ class Daemon:
             prefault_seconds=round(self._pinned.faulted_seconds, 3),
         )
 
+    def _own(self) -> None:
+        """Name the processes that may write to the pool."""
+        if self._kept is not None:
+            self._kept.set_owners([os.getpid(), *(copier.pid for copier in self._copiers)])
+
     def _pin_progressed(self, progress: PinProgress) -> None:
         self.readiness.pinning(
             pinned_bytes=progress.pinned_bytes,
@@ -294,17 +330,36 @@ class Daemon:
         self._pinned = progress
         _log.debug("pinning", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
 
-    async def _self_test(self, copier: Copier) -> None:
-        """Copy a random pattern from the pool to a device and back, at both ends of the pool.
+    @contextmanager
+    def _scratch(self) -> Iterator[tuple[set[int], int]]:
+        """Offsets in the pool, and bytes at each, that the self-test may write to: both ends of an empty pool. Beside
+        kept blocks it is a slot of their smallest size, for which the oldest block goes if there is none free."""
+        sizes = [size for space in self._cache.spaces for size in space.slot_sizes if size]
+        if not sizes:
+            nbytes = min(SELF_TEST_BYTES, self._pool.nbytes)
+            yield {0, self._pool.nbytes - nbytes}, nbytes
+            return
+        space = self._cache.open_space(SELF_TEST_NAMESPACE, 0, 1, 0, min(sizes))
+        grant = self._cache.begin_store([(space, 0, bytes(SELF_TEST_NAMESPACE.hash_bytes))])
+        try:
+            if isinstance(grant, Refusal):
+                raise PinFailed(f"the self-test finds no slot among the kept blocks: {grant.value}")
+            yield set(grant.parts[0].slots.tolist()), min(SELF_TEST_BYTES, *sizes)
+        finally:
+            if not isinstance(grant, Refusal):
+                self._cache.abort_all(grant)
+            self._cache.close_space(space)
+
+    async def _self_test(self, copier: Copier, offsets: Iterable[int], nbytes: int) -> None:
+        """Copy a random pattern from these places in the pool to a device and back.
 
         Raises:
             DeviceError: the copy failed or came back different.
         """
-        nbytes = min(SELF_TEST_BYTES, self._pool.nbytes)
         layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
         _, process = await copier.open(SELF_TEST_SESSION, [ScratchSource(nbytes)], [layout], [])
         try:
-            for offset in {0, self._pool.nbytes - nbytes}:
+            for offset in offsets:
                 window = self._pool.view()[offset : offset + nbytes]
                 pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
                 parts = [Part(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
@@ -352,6 +407,7 @@ class Daemon:
         down = {each.uuid: each.down for each in self._copiers if each.down}
         self.readiness.devices_down(down, all_down=len(down) == len(self._copiers.hello.devices))
         if not copier.down:
+            self._own()  # before it is given a copy
             _log.info("the copier works", device=copier.uuid, pid=copier.pid)
             return
         _log.error("a copier is down", device=copier.uuid, reason=copier.down)
@@ -400,5 +456,8 @@ class Daemon:
         except TimeoutError:
             _log.error("copiers have not ended though they were killed", exit_code=EXIT_COPIERS_LEFT)
             exit_at_once(EXIT_COPIERS_LEFT)
+        if self._kept is not None:
+            self._kept.started()
+            self._kept.set_owners(())  # nothing writes to the pool any more
         await asyncio.to_thread(self._pool.close)
         self._guard.close()

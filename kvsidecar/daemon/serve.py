@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvsidecar.core.metrics import Metrics
     from kvsidecar.daemon.daemon import Daemon
     from kvsidecar.daemon.tracing import Tracing
+    from kvsidecar.pool.kept_files import Carrier
 
     MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
 
@@ -72,9 +73,14 @@ async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callab
             life.readiness.listen(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1)))
         if not await life.open():
             return 0
+        from kvsidecar.daemon.carriers import open_carrier  # not before probes are answered
+
+        carrier = await open_carrier(settings, notifier.listener, life.stop)
+        if life.stop.is_set():
+            return 0
         # In this thread, which lives as long as the daemon; it starts while this process imports.
-        first = launch([life.endpoint.lock])
-        loading = _in_thread(lambda: _load(settings, geometry, read_settings))
+        first = launch([life.endpoint.lock, *(() if carrier is None else carrier.locks)])
+        loading = _in_thread(lambda: _load(settings, geometry, read_settings, carrier))
         making = asyncio.ensure_future(_make(loading, life, first))
         told_to_stop = asyncio.ensure_future(life.stop.wait())
         await asyncio.wait((making, told_to_stop), return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +118,12 @@ def _in_thread(load: Callable[[], MakeDaemon]) -> asyncio.Future[MakeDaemon]:
     return asyncio.wrap_future(loaded)
 
 
-def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> MakeDaemon:
+def _load(
+    settings: Settings,
+    geometry: PoolGeometry,
+    read_settings: Callable[[], Settings] | None,
+    carrier: Carrier | None = None,
+) -> MakeDaemon:
     """Import the daemon. Returns the function that makes it, in the event loop.
 
     Raises:
@@ -123,6 +134,7 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
     from kvsidecar.copier.link import CopierLink
     from kvsidecar.copier.pinning import PinsInCopiers
     from kvsidecar.daemon.daemon import Daemon
+    from kvsidecar.daemon.kept_pool import KeptPool
     from kvsidecar.pool.host_pool import HostPool, PoolSpec
     from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
 
@@ -135,7 +147,7 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
         options = Options(
             settings.device,
             settings.devices,
-            kept=(life.endpoint.lock,),
+            kept=(life.endpoint.lock, *(() if carrier is None else carrier.locks)),
             light_seconds=light_seconds,
             log_format=settings.log_format,
             log_level=settings.log_level,
@@ -163,6 +175,10 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
             num_pins=len(hello.devices),
         )
         pins.pool = pool = HostPool(spec, pins)
+        kept = None
+        if carrier is not None:
+            kept = KeptPool(carrier, pool, geometry.slab_bytes, settings)
+            await kept.open()
         return Daemon(
             settings,
             copiers,
@@ -170,6 +186,7 @@ def _load(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[]
             geometry.slab_bytes,
             life=life,
             guard=guard,
+            kept=kept,
             read_settings=read_settings,
             open_tracing=tracing,
         )

@@ -9,6 +9,7 @@ either have had no release for years or need libsystemd.
 - ``EXTEND_TIMEOUT_USEC`` when a chunk was pinned, never because time has passed: a pin that hangs runs into the
   timeout, a pin that takes ten minutes does not.
 - ``WATCHDOG=1`` from the event loop, while no copy is stuck: when /health fails, the manager restarts the daemon.
+- ``FDSTORE=1`` for the files that outlive the daemon (`kvsidecar.pool.kept_files`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Final
 
 from kvsidecar.core.readiness import Snapshot
@@ -32,6 +34,7 @@ STOP_MARGIN_SECONDS: Final = 30
 """Time to unmap, unpin and exit, after the running copies. The kernel unpins a pool that takes longer."""
 
 _SOCKET: Final = "NOTIFY_SOCKET"
+_FIRST_DESCRIPTOR: Final = 3
 _log = log.get("notify")
 
 
@@ -55,14 +58,31 @@ class NotifySocket:
         # A manager that hangs must not hang the daemon: its queue fills up, and a message is lost and logged.
         self._socket.setblocking(False)
 
-    def send(self, *lines: str) -> None:
+    @property
+    def listens(self) -> bool:
+        """There is a manager."""
+        return self._address is not None
+
+    def send(self, *lines: str, fds: Sequence[int] = ()) -> None:
         """Send one message. A failure is logged only: the daemon does not depend on the manager."""
         if self._address is None:
             return
         try:
-            self._socket.sendto("\n".join(lines).encode(), self._address)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            self._socket.sendmsg(["\n".join(lines).encode()], rights, 0, self._address)
         except OSError as error:
             _log.error("the service manager was not notified", lines=lines, error=str(error))
+
+
+def given_descriptors(environ: MutableMapping[str, str], pid: int) -> dict[str, int]:
+    """The descriptors that the manager has started this process with, by name. Takes their variables away."""
+    count, names = environ.pop("LISTEN_FDS", ""), environ.pop("LISTEN_FDNAMES", "").split(":")
+    if environ.pop("LISTEN_PID", "") != str(pid) or not count.isdecimal():
+        return {}
+    numbers = range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count))
+    for number in numbers:
+        os.set_inheritable(number, False)
+    return dict(zip(names, numbers, strict=False))
 
 
 def watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
@@ -97,6 +117,7 @@ class Notifier:
     """
 
     def __init__(self, listener: NotifySocket, watchdog: float | None) -> None:
+        self.listener = listener
         self._send = listener.send
         self._watchdog = watchdog
         self._pinned_bytes = 0

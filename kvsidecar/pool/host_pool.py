@@ -1,7 +1,7 @@
 """The host pool: reserve, bind to NUMA nodes, prefault and pin host memory; all of it or nothing.
 
-Exactly the configured bytes: one memfd, which other processes can map, registered chunk by chunk. No caching allocator
-that rounds up.
+Exactly the configured bytes: one file in memory, which other processes can map, registered chunk by chunk. No caching
+allocator that rounds up.
 
 Why faulting and pinning are apart: MADV_POPULATE_WRITE faults with several threads and returns an error where a touch
 would be a SIGBUS; the driver faults with one thread. While a chunk is pinned, the next one is faulted in. Why chunks:
@@ -153,8 +153,8 @@ class HostPool:
 
     @property
     def fd(self) -> int:
-        """The memfd, which stays the pool's. A RuntimeError as of `address`."""
-        if self._fd is None:
+        """The file, which stays the pool's. A RuntimeError as of `address`."""
+        if self._fd is None or self._address is None:
             raise RuntimeError("the pool is not reserved")
         return self._fd
 
@@ -186,6 +186,17 @@ class HostPool:
 
     # -- pin and give back ---------------------------------------------------------------------------------------------
 
+    def use(self, fd: int) -> None:
+        """Pin this file instead of a new memfd; it becomes the pool's. What it holds stays. Call it before `pin`;
+        the last one counts.
+
+        Args:
+            fd: of a file in memory that has the pool's size.
+        """
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = fd
+
     def check(self) -> Pages:
         """Which pages the pool would have. Changes nothing.
 
@@ -201,6 +212,7 @@ class HostPool:
                 bookkeeping=memory_limits.bookkeeping_bytes(self.nbytes) * self._spec.num_pins if cuda else 0,
                 pin_limit=self._platform.pin_limit(),
                 node_bytes=self._node_bytes(),
+                present=self._present_bytes(),
                 root=self._root,
             )
         return pages
@@ -221,8 +233,8 @@ class HostPool:
             if self._used:
                 raise RuntimeError("a pool is pinned once")
             self._used = True
-            pages = self.check()
             try:
+                pages = self.check()
                 self._reserve(pages)
                 self._bind()
                 self._pin_chunks(pages, on_progress, stop)
@@ -264,8 +276,15 @@ class HostPool:
     def _node_bytes(self) -> dict[int, int]:
         return {part.node: part.nbytes for part in self._parts if part.node is not None}
 
+    def _present_bytes(self) -> int:
+        """How much of the pool's file exists already; its pages are not taken again."""
+        return 0 if self._fd is None else min(self.nbytes, os.fstat(self._fd).st_blocks * 512)
+
     def _choose_pages(self) -> Pages:
         wish = self._spec.huge_pages
+        if self._fd is not None:
+            huge_page_bytes = host_memory.huge_page_bytes(self._fd) or 0
+            return memory_limits.pages_of_file(wish, self.nbytes, huge_page_bytes, self._root)
         candidates = memory_limits.page_candidates(wish, self.nbytes, self._root)
         for pages in candidates:
             if pages.kind is not PageKind.HUGETLB:
@@ -280,7 +299,8 @@ class HostPool:
         self._pages = pages
         try:
             failpoints.hit("pool.reserve")
-            self._fd = host_memory.create_file(self.nbytes, pages)
+            if self._fd is None:
+                self._fd = host_memory.create_file(self.nbytes, pages)
             self._address = host_memory.map_file(self._fd, self.nbytes, pages)
             # A core dump would hold every prompt of the node, and take the pool's size on disk.
             host_memory.advise(self._address, self.nbytes, mmap.MADV_DONTDUMP)

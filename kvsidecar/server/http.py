@@ -86,7 +86,7 @@ class Probes:
         return _json({"alive": stuck is None, "reason": stuck or ""}, 200 if stuck is None else 503)
 
     async def _ready(self, _request: web.Request) -> web.Response:
-        now = self._readiness.now
+        now, found = self._readiness.now, self._readiness.warm_start
         body = {
             "ready": self._readiness.ready,
             "state": now.state.value,
@@ -95,6 +95,10 @@ class Probes:
             "pin_bytes_per_second": round(now.pin_bytes_per_second),
             "eta_seconds": None if now.eta_seconds is None else round(now.eta_seconds, 3),
             "reason": now.reason,
+            "carrier": found.carrier,
+            "cold_start_reason": found.cold_reason,
+            "kept_blocks": found.kept_blocks,
+            "dropped_blocks": found.dropped_blocks,
         }
         return _json(body, 200 if self._readiness.ready else 503)
 

@@ -101,7 +101,10 @@ class Report:
             uptime_seconds=self._clock() - self._started_at,
             readiness=translate.readiness_to(self._readiness.now),
             pool=pb.PoolStatus(
-                total_bytes=gauges.readiness.pool_bytes, page_kind=self.page_kind, numa_nodes=self.numa_nodes
+                total_bytes=gauges.readiness.pool_bytes,
+                page_kind=self.page_kind,
+                numa_nodes=self.numa_nodes,
+                carrier=self._readiness.warm_start.carrier,
             ),
             backend=self._backend,
             partial=not everything,
@@ -137,7 +140,7 @@ class Report:
         return caller.grant.may_use
 
     def _add_totals(self, reply: pb.StatusReply, gauges: Gauges) -> None:
-        value, cache = self._metrics.value, gauges.cache
+        value, cache, found = self._metrics.value, gauges.cache, self._readiness.warm_start
         reply.pool.MergeFrom(
             pb.PoolStatus(
                 used_bytes=cache.used_bytes,
@@ -149,6 +152,9 @@ class Report:
                 leases=cache.leases,
                 evicted_blocks=cache.evicted_blocks,
                 evicted_bytes=cache.evicted_bytes,
+                kept_blocks=found.kept_blocks,
+                dropped_blocks=found.dropped_blocks,
+                cold_start_reason=found.cold_reason,
             )
         )
         reply.jobs.CopyFrom(

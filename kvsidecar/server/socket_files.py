@@ -7,21 +7,15 @@ grpcio 1.85). So the daemon takes a lock first, and only its holder may remove a
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import fcntl
 import grp
 import os
 import socket
 import stat
-import time
 from pathlib import Path
 
 from kvsidecar.errors import ConfigError, SocketInUse
 from kvsidecar.support import log
-
-RETRY_SECONDS = 0.05
-"""Interval between attempts to take a lock that another daemon holds."""
+from kvsidecar.support.file_lock import lock_within
 
 _log = log.get("endpoint")
 
@@ -86,27 +80,23 @@ class SocketFiles:
             raise SocketInUse(f"cannot use {directory} for the socket ({error.strerror}): set socket") from error
 
     async def _lock_within(self, lock: int, wait_seconds: float, stop: asyncio.Event) -> bool:
-        deadline = time.monotonic() + wait_seconds
-        warned = False
-        # Polling, because a thread that blocks in flock() could not be stopped.
-        while not _try_lock(lock):
-            holder = os.pread(lock, 300, 0).decode(errors="replace") or "an unknown process"
-            if (left := deadline - time.monotonic()) <= 0:
-                raise SocketInUse(
-                    f"another kvsidecar serves {self.grpc_path} ({holder}): stop it, or set socket to another path"
-                )
-            if not warned:
-                _log.warning(
-                    "waiting for another daemon to exit",
-                    socket=str(self.grpc_path),
-                    holder=holder,
-                    wait_seconds=wait_seconds,
-                )
-                warned = True
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), min(left, RETRY_SECONDS))
-                return False
-        return True
+        def holder() -> str:
+            return os.pread(lock, 300, 0).decode(errors="replace") or "an unknown process"
+
+        def waits() -> None:
+            _log.warning(
+                "waiting for another daemon to exit",
+                socket=str(self.grpc_path),
+                holder=holder(),
+                wait_seconds=wait_seconds,
+            )
+
+        try:
+            return await lock_within(lock, wait_seconds, stop, waits)
+        except TimeoutError:
+            raise SocketInUse(
+                f"another kvsidecar serves {self.grpc_path} ({holder()}): stop it, or set socket to another path"
+            ) from None
 
     def secure_grpc_socket(self) -> None:
         """Set group and mode of the bound gRPC socket. Raises SocketInUse if one of the two sockets was replaced."""
@@ -142,16 +132,6 @@ class SocketFiles:
         if found.st_uid != os.geteuid():
             raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set socket to another path")
         path.unlink()
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        return False
-    return True
 
 
 def group_id(option: str, group: str | None) -> int | None:

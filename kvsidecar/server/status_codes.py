@@ -32,6 +32,7 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.PoolRefused: grpc.StatusCode.UNAVAILABLE,
     errors.PinFailed: grpc.StatusCode.UNAVAILABLE,
     errors.PinStopped: grpc.StatusCode.UNAVAILABLE,
+    errors.KeptRefused: grpc.StatusCode.UNAVAILABLE,
     # raised by the client library
     errors.ClientError: grpc.StatusCode.INTERNAL,
     errors.DaemonUnreachable: grpc.StatusCode.UNAVAILABLE,

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,9 @@ _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MPOL_BIND = 2
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+# From linux/magic.h.
+_TMPFS_MAGIC = 0x01021994
+_HUGETLBFS_MAGIC = 0x958458F6
 
 
 def _check(succeeded: bool) -> None:
@@ -55,12 +59,23 @@ def advise(address: int, nbytes: int, advice: int) -> None:
     _check(_libc.madvise(address, nbytes, advice) == 0)
 
 
-def create_file(nbytes: int, pages: Pages) -> int:
+def huge_page_bytes(fd: int) -> int | None:
+    """Of a file or directory in memory: the size of its explicit huge pages, 0 where it has none (tmpfs, a memfd); None
+    for one that is not in memory."""
+    found = ctypes.create_string_buffer(256)  # struct statfs begins with two words: the type and the block size
+    _check(_libc.fstatfs(fd, found) == 0)
+    kind, block_bytes = struct.unpack_from("@lL", found)
+    if kind & 0xFFFFFFFF == _HUGETLBFS_MAGIC:
+        return int(block_bytes)
+    return 0 if kind == _TMPFS_MAGIC else None
+
+
+def create_file(nbytes: int, pages: Pages, name: str = "kvsidecar-pool") -> int:
     """Create a memfd of exactly this size. It is sealed: no receiver can truncate it during a copy, or grow it."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     if pages.kind is PageKind.HUGETLB:
         flags |= os.MFD_HUGETLB | (pages.nbytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
-    fd = os.memfd_create("kvsidecar-pool", flags)
+    fd = os.memfd_create(name, flags)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -71,7 +86,7 @@ def create_file(nbytes: int, pages: Pages) -> int:
 
 
 def map_file(fd: int, nbytes: int, pages: Pages) -> int:
-    """Map a whole file from `create_file`, aligned to 2 MiB, with the madvise for its kind of pages."""
+    """Map a whole file in memory, aligned to 2 MiB, with the madvise for its kind of pages."""
     if pages.kind is PageKind.HUGETLB:
         # Without MAP_NORESERVE: the kernel reserves the pages now, or fails at once if there are too few.
         return mmap_at(None, nbytes, _PROT_READ_WRITE, mmap.MAP_SHARED, fd)
@@ -114,11 +129,13 @@ def populate(address: int, nbytes: int, kind: PageKind) -> int:
         advise(address, nbytes, _MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno == errno.EFAULT:
-            raise OSError(error.errno, "no page available: too few huge pages, or a cgroup limits them") from error
+            text = "no page available: too few huge pages, a cgroup limits them, or the directory of the pool is full"
+            raise OSError(error.errno, text) from error
         if error.errno != errno.EINVAL:
             raise
         # Before Linux 5.14. If there is no memory, the result is SIGBUS or the OOM killer, not an error.
-        as_array(address, nbytes)[:: mmap.PAGESIZE] = 0
+        # What an earlier daemon has left in the pages must stay.
+        as_array(address, nbytes)[:: mmap.PAGESIZE] |= 0
     return small
 
 

@@ -250,6 +250,30 @@ def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pa
     return hugetlb
 
 
+def pages_of_file(wish: HugePages, nbytes: int, huge_page_bytes: int, root: Path = ROOT) -> Pages:
+    """The pages for a pool in a file that exists, or in a directory.
+
+    Args:
+        huge_page_bytes: of its file system, as `host_memory.huge_page_bytes` returns it.
+
+    Raises:
+        PoolRefused: the file system has other pages than the setting says, or the pool is no multiple of them.
+    """
+    if not huge_page_bytes:
+        if wish is HugePages.HUGETLB:
+            raise PoolRefused("--huge-pages hugetlb needs a --pool-dir on hugetlbfs, and this one is on tmpfs")
+        kind = HugePages.THP if wish is HugePages.AUTO and thp_enabled(root) else wish
+        return page_candidates(HugePages.NONE if kind is HugePages.AUTO else kind, nbytes, root)[0]
+    if wish in (HugePages.THP, HugePages.NONE):
+        raise PoolRefused(f"--huge-pages {wish} needs a --pool-dir on tmpfs, and this one is on hugetlbfs")
+    if nbytes % huge_page_bytes:
+        raise PoolRefused(
+            f"the pool of {nbytes} bytes is not a multiple of the huge page size {format_size(huge_page_bytes)} of "
+            f"--pool-dir: use such a --pool-size"
+        )
+    return Pages(PageKind.HUGETLB, huge_page_bytes)
+
+
 def hugetlb_problem(nbytes: int, page_bytes: int, node_bytes: Mapping[int, int], root: Path = ROOT) -> str | None:
     """Why a pool does not fit the explicit huge pages of one size, as a sentence, or None.
 
@@ -291,6 +315,7 @@ def check_fits(
     bookkeeping: int = 0,
     pin_limit: int | None = None,
     node_bytes: Mapping[int, int] | None = None,
+    present: int = 0,
     root: Path = ROOT,
 ) -> None:
     """Refuse a pool that exceeds a limit. Changes nothing.
@@ -299,6 +324,8 @@ def check_fits(
         bookkeeping: kernel memory for pinning in addition to the pool, see `bookkeeping_bytes`.
         pin_limit: the platform's own limit of pinned bytes.
         node_bytes: bytes of the pool to bind, by NUMA node.
+        present: bytes of the pool that an earlier daemon has left in memory. They are in use already, and some cgroup
+            counts them: perhaps the pod's, and not that of a container that was restarted.
 
     Raises:
         PoolRefused: names the need, the limit and a remedy.
@@ -308,6 +335,9 @@ def check_fits(
             f"the pool needs {_apart(nbytes, pin_limit)} but this process may lock {format_size(pin_limit)} "
             f"(RLIMIT_MEMLOCK): set LimitMEMLOCK=infinity or --ulimit memlock=-1, or lower --pool-size"
         )
+    if present:
+        node_bytes = {node: part * (nbytes - present) // nbytes for node, part in (node_bytes or {}).items()}
+        nbytes -= present
     hugetlb = pages.kind is PageKind.HUGETLB
     if hugetlb and (problem := hugetlb_problem(nbytes, pages.nbytes, node_bytes or {}, root)):
         raise PoolRefused(problem)

@@ -58,6 +58,9 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "tracing": ("otlp", "otlp"),
     "prefault_threads": ("3", 3),
     "numa": ("off", "off"),
+    "pool_dir": ("/dev/shm/kv", "/dev/shm/kv"),
+    "table_dir": ("/dev/shm/kv", "/dev/shm/kv"),
+    "cold_start": ("on", True),
     "on_pin_failure": ("exit", "exit"),
     "memory_check": ("off", False),
     "lease_max": ("12.5", 12.5),
@@ -125,7 +128,11 @@ def companions(option: str) -> dict[str, str | None]:
     """What must be set beside an option for it to be valid at all."""
     if option in TLS and option != "policy":
         return {name: text for name, text in TLS.items() if name != option}
-    return {"socket_mode": "0660"} if option == "socket_group" else {}
+    needs: dict[str, dict[str, str | None]] = {
+        "socket_group": {"socket_mode": "0660"},
+        "table_dir": {"pool_dir": "/dev/shm/kv"},
+    }
+    return needs.get(option, {})
 
 
 @pytest.mark.parametrize("option", SAMPLES)

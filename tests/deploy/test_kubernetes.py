@@ -18,6 +18,7 @@ from kvsidecar.client import State
 from kvsidecar.daemon.config import Settings, load_settings
 from kvsidecar.daemon.pool_geometry import pool_geometry
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.pool.record_table import RecordTable, TableFacts
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
 from kvsidecar.support.units import GiB, MiB, parse_size
 from tests.deploy.support import DEPLOY, ROOT
@@ -186,6 +187,31 @@ def test_the_memory_limit_counts_the_pool(tmp_path: Path) -> None:
         else:
             assert not any(name.startswith("hugepages") for name in limits)
             check_fits(pool, pages=Pages(PageKind.THP, 2 * MiB), bookkeeping=bookkeeping_bytes(pool), root=root)
+
+
+def volumes(template: Manifest, container: Manifest) -> dict[str, Manifest]:
+    """The volumes of a container by mount path."""
+    sources = {each["name"]: each for each in template["spec"]["volumes"]}
+    return {each["mountPath"]: sources[each["name"]] for each in container["volumeMounts"]}
+
+
+def test_the_pool_lies_in_a_volume_in_memory_with_room_for_it_and_its_table(tmp_path: Path) -> None:
+    for number, template in enumerate(daemon_templates(all_built())):
+        (daemon,) = daemons(template)
+        told = settings(daemon)
+        limits = daemon["resources"]["limits"]
+        root = in_pod(tmp_path / str(number), parse_size(limits["memory"]))
+        geometry = pool_geometry(told, root)
+        table = RecordTable.file_bytes(TableFacts(geometry.pool_bytes, geometry.slab_bytes, "", ""))
+        mounted = volumes(template, daemon)
+        pool = mounted[str(told.pool_dir)]["emptyDir"]
+        if told.huge_pages is HugePages.HUGETLB:
+            assert pool["medium"] == "HugePages"
+            assert parse_size(mounted[str(told.table_dir)]["emptyDir"]["sizeLimit"]) >= table
+        else:
+            assert pool["medium"] == "Memory"
+            assert told.table_dir is None
+            assert geometry.pool_bytes + table <= parse_size(pool["sizeLimit"]) <= parse_size(limits["memory"])
 
 
 def test_the_grace_period_has_room_for_the_drain_and_the_unpinning() -> None:

@@ -185,3 +185,34 @@ def test_a_wrong_setting_is_not_started_again(short_dir: Path) -> None:
         assert systemd.wait("ActiveState", "failed") == "failed"
         assert (systemd.show("ExecMainStatus"), systemd.show("NRestarts")) == ("78", "0")
         assert "did you mean KVSIDECAR_POOL_SIZE" in systemd.log.read_text()
+
+
+@under_systemd
+def test_the_cache_outlives_a_crash_and_a_restart_of_the_unit_and_not_a_stop(short_dir: Path) -> None:
+    flags = (*SMALL, "--log-level", "info")
+    with Systemd(short_dir, flags=flags) as systemd:
+        systemd.systemctl("start", "kvsidecar")
+        rank = attach(systemd)
+        done(rank.store("a", "b"))
+        epoch = rank.client.epoch
+
+        systemd.systemctl("restart", "kvsidecar")
+        epoch = joined_another(rank, epoch)
+        assert rank.hits("a", "b") == 2
+
+        systemd.systemctl("kill", "--kill-whom=main", "--signal=SIGKILL", "kvsidecar")
+        epoch = joined_another(rank, epoch)
+        assert rank.hits("a", "b") == 2
+        done(rank.load("a", "b", at=[4, 5]))
+        assert rank.holds(4, "a")
+        assert rank.holds(5, "b")
+        assert systemd.show("NFileDescriptorStore") == "2"
+
+        systemd.systemctl("stop", "kvsidecar")
+        assert systemd.show("NFileDescriptorStore") == "0", "prompts are left behind by a unit that was stopped"
+        systemd.systemctl("start", "kvsidecar")
+        joined_another(rank, epoch)
+        assert rank.hits("a", "b") == 0
+        rank.close()
+        starts = [line for line in systemd.log.read_text().splitlines() if '_blocks"' in line and " start" in line]
+        assert ["warm" in line for line in starts] == [False, True, True, False]

@@ -24,7 +24,7 @@ from kvsidecar.device.base import Device
 from kvsidecar.errors import PinFailed, PinStopped, PoolRefused
 from kvsidecar.pool.host_pool import HostPool, PinProgress, PoolPart, PoolSpec, split_over_nodes
 from kvsidecar.support import failpoints, host_memory, memory_limits
-from kvsidecar.support.memory_limits import HugePages, PageKind
+from kvsidecar.support.memory_limits import HugePages, PageKind, Pages
 from kvsidecar.support.units import GiB, KiB, MiB
 from tests.failpoints import active
 
@@ -327,6 +327,33 @@ def test_on_a_kernel_without_populate_the_pages_are_touched_instead(
     pool.pin(ignore, never())
     at_least = [MiB, 2 * MiB, 3 * MiB, 4 * MiB, NBYTES]  # and perhaps some of the next chunk
     assert all(least <= found <= least + MiB for found, least in zip(resident, at_least, strict=True))
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+@pytest.mark.parametrize("kind", [PageKind.SMALL, PageKind.THP])
+def test_pages_that_are_faulted_in_keep_what_they_hold(
+    old_kernel: bool, kind: PageKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = host_memory.advise
+
+    def advise(address: int, nbytes: int, advice: int) -> None:
+        if advice == 23 and old_kernel:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(address, nbytes, advice)
+
+    monkeypatch.setattr(host_memory, "advise", advise)
+    pages = Pages(kind, memory_limits.THP_BYTES if kind is PageKind.THP else mmap.PAGESIZE)
+    fd = host_memory.create_file(4 * MiB, pages)
+    address = None
+    try:
+        os.pwrite(fd, bytes([7]) * 4 * MiB, 0)
+        address = host_memory.map_file(fd, 4 * MiB, pages)
+        host_memory.populate(address, 4 * MiB, kind)
+        assert (host_memory.as_array(address, 4 * MiB) == 7).all()
+    finally:
+        if address is not None:
+            host_memory.unmap(address, 4 * MiB)
+        os.close(fd)
 
 
 # -- order, failure, stop ----------------------------------------------------------------------------------------

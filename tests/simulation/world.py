@@ -34,6 +34,7 @@ from kvsidecar.types import Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cache.integrity import check_integrity
 from tests.simulation.copiers import SimCopiers
+from tests.simulation.kills import Kills
 from tests.simulation.loop import SimLoop
 from tests.simulation.machine import Machine, Violation
 from tests.simulation.shapes import PAGE
@@ -141,7 +142,12 @@ class World:
         self.readiness.pinning()
         self.readiness.become_ready()
         self.tasks = TaskSet(self._task_failed)
-        self.cache = BlockCache(SlotAllocator(pool_bytes, SLAB), next_id=itertools.count(1).__next__)
+        self.kills = self._maybe_killed()
+        self.cache = BlockCache(
+            SlotAllocator(pool_bytes, SLAB),
+            next_id=itertools.count(1).__next__,
+            records=self.kills and self.kills.records,
+        )
         self.instances = Instances(
             self.cache, self.copiers, loop.time, self._task_failed, Access(None, owner=0, private=True)
         )
@@ -166,6 +172,12 @@ class World:
         self.copiers.launch()
         self.finish(loop.create_task(self.copiers.start()))
         self._checked: object = None
+
+    def _maybe_killed(self) -> Kills | None:
+        """In three of ten runs, because it doubles their time. A run does the same with it as without."""
+        rng = random.Random()
+        rng.setstate(self.rng.getstate())
+        return Kills(self.machine, SLAB, rng) if rng.random() < 0.3 else None
 
     # -- as in kvsidecar.daemon.daemon --------------------------------------------------------------------------------
 
@@ -215,6 +227,8 @@ class World:
         now = (self.cache._tick, self.cache.stats())
         if now != self._checked:
             check_integrity(self.cache)
+            if self.kills is not None:
+                self.kills.check(self.cache)
             self._checked = now
 
     def check_at_rest(self) -> None:

@@ -1,0 +1,344 @@
+"""One record per slot in memory that outlives the daemon: which block's bytes the slot holds, if they are whole.
+
+Why every instant is a legal one. SIGKILL ends the daemon between two of its stores to memory, and whoever maps the
+pages afterwards finds exactly the stores before that one. So it is enough that they come in this order:
+
+1. A slot that is FREE, RESERVED or QUARANTINED has the commit word 0. `unseal` comes before the slot returns to the
+   allocator, hence before any byte of it can change.
+2. `seal` comes when the bytes are complete. It writes the record first, its digest included, then the commit word.
+3. A record is of a table of blocks, and counts only while a space entry with the number of this table is committed.
+   `BlockTable.clear` closes the entry and gives the space another number: all records of the old one are void at once.
+   A number is used again only by a later run, which has unsealed by then all records that it did not take over.
+
+The commit word says which `seal` wrote the record; a higher one is newer. The digest covers it: a commit word that
+comes back, because a bit flipped, does not fit a record of an earlier life.
+
+The digest is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): the sum of the
+record's 32-bit words, each times a 64-bit constant. Any given damage goes unnoticed in one of 2**32 cases. It is one
+matrix product for all records of a job, where a CRC would be a call for each. It finds accidents; it is no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from dataclasses import asdict, dataclass
+from operator import mul
+from typing import Any
+
+import numpy as np
+
+from kvsidecar.cache.arrays import FEW, Bools, Ints, Slots, Words, as_list
+from kvsidecar.cache.slots import SLOT_ALIGN
+from kvsidecar.types import HASH_BYTES_MAX, Namespace
+
+# Words of a record. 1 to 11 are its body; the digest covers these and the commit word.
+COMMIT = 0
+"""Odd: sealed. 0: not. Anything else is damage."""
+TABLE = 1
+"""Number of the table of blocks, and the shard in the low 32 bits."""
+SLOT = 2
+"""Byte offset in the pool."""
+SIZE = 3
+"""Size class of the slot."""
+HASH = 4
+"""Block hash, padded with zeros to `HASH_BYTES_MAX`."""
+DIGEST = 12
+CHECKSUM = 13
+"""Checksum of the slot's bytes, if the next word is the commit word. Neither is part of the digest."""
+CHECKED = 14
+USED = 15
+"""Tick of the last use, and in the low bits the order in the request. Not part of the digest."""
+RECORD_WORDS = 16
+
+ORDER_BITS = 16
+SPACES = 1024
+PAGE_WORDS = 512
+"""A space entry is a page: CRC of its commit word and the rest, number, length, JSON. Its commit word is elsewhere: to
+look for entries does not give all of them memory."""
+ENTRY_HEAD = 3
+MAX_BYTES = 1 << 48
+"""More than any shard has."""
+LAST_COMMIT = 1 << 62
+"""No commit word is higher, or the next one might not fit."""
+MASK = (1 << 64) - 1
+
+_MULTIPLIERS: Words = np.frombuffer(hashlib.shake_128(b"kvsidecar records").digest(8 * 2 * DIGEST), "<u8")
+_FACTORS: list[int] = _MULTIPLIERS.tolist()
+_DIGESTED = struct.Struct(f"<4Q{HASH_BYTES_MAX}s")
+_LANES = struct.Struct(f"<{2 * DIGEST}I")
+_TAIL = struct.Struct("<4Q")
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceEntry:
+    """What the table knows of a space."""
+
+    number: int
+    namespace: Namespace
+    group: int
+    shard_bytes: list[int | None]
+
+
+class Records:
+    """Reads and writes the records. Only one process at a time may.
+
+    A record has a number, its place: see `SlotAllocator.places`.
+
+    Args:
+        memory: `num_words` words, zeros at first; shared memory, if they are to outlive the process.
+        pool_bytes: of the pool; as in `SlotAllocator`.
+        slab_bytes: size of a slab.
+        spaces: most spaces that are kept at a time. Others work, and are forgotten with the daemon.
+    """
+
+    def __init__(self, memory: Words, pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> None:
+        num_slabs = -(-pool_bytes // slab_bytes)
+        self.pool_bytes, self.slab_bytes = pool_bytes, slab_bytes
+        self.slots_per_slab = slab_bytes // SLOT_ALIGN
+        commits = _pages(num_slabs)
+        entries = commits + spaces
+        records = entries + spaces * PAGE_WORDS
+        self._slabs: Words = memory[:num_slabs]
+        """Per slab the size class of its records in units of `SLOT_ALIGN`, with its complement. It says which records
+        to read: to read the others, the kernel would give each page of them memory."""
+        self._space_commits: Words = memory[commits:entries]
+        self._spaces: Words = memory[entries:records].reshape(spaces, PAGE_WORDS)
+        self._records: Words = memory[records : num_words(pool_bytes, slab_bytes, spaces)].reshape(-1, RECORD_WORDS)
+        self._commits: Words = self._records[:, COMMIT]
+        self._bodies: Words = self._records[:, TABLE:]
+        self._used: Words = self._records[:, USED]
+        self._last_commit = 1
+        self._entries: dict[int, int] = {}
+        """Number of a table -> its entry."""
+        self._free_entries: list[int] = []
+        self.spaces_not_kept = 0
+        """How often a space could not be kept, because it did not fit an entry or there was none."""
+
+    # -- spaces ----------------------------------------------------------------------------------------------------
+
+    def open_space(self, number: int, namespace: Namespace, group: int, shard_bytes: list[int | None]) -> None:
+        """Keep the records of table ``number`` from now on. Call it again when the size of another shard becomes known:
+        before that no block of the space can be whole, so that nothing is lost if the daemon is killed in between."""
+        self.close_space(number)
+        facts = json.dumps([asdict(namespace), group, shard_bytes]).encode()
+        words = -(-len(facts) // 8)
+        if not self._free_entries or words > PAGE_WORDS - ENTRY_HEAD:
+            self.spaces_not_kept += 1
+            return
+        at = self._free_entries.pop()
+        entry, commit = self._spaces[at], self._next_commit()
+        entry[ENTRY_HEAD : ENTRY_HEAD + words] = np.frombuffer(facts.ljust(8 * words, b"\0"), np.uint64)
+        entry[:ENTRY_HEAD] = (_entry_crc(commit, number, facts), number, len(facts))
+        self._space_commits[at] = commit
+        self._entries[number] = at
+
+    def close_space(self, number: int) -> None:
+        """Forget all records of this table at once."""
+        at = self._entries.pop(number, None)
+        if at is not None:
+            self._space_commits[at] = 0
+            self._free_entries.append(at)
+
+    @property
+    def last_number(self) -> int:
+        """Highest number of a table that is kept."""
+        return max(self._entries, default=0)
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def seal(self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int) -> None:
+        """Record that these slots are whole, and were used at ``tick``.
+
+        Args:
+            number: of the table of their blocks.
+            size: their size class.
+            words: their block hashes, in prefix order.
+            places: of their records.
+        """
+        commit = self._next_commit()
+        table = number << 32 | shard
+        slab_word = _checked(size // SLOT_ALIGN)
+        if len(places) == 1 <= FEW:
+            (place,) = as_list(places)
+            packed = _DIGESTED.pack(commit, table, slots.item(), size, words.tobytes())
+            digest = sum(map(mul, _FACTORS, _LANES.unpack(packed))) & MASK
+            self._slabs[place // self.slots_per_slab] = slab_word
+            self._bodies[place] = np.frombuffer(packed[8:] + _TAIL.pack(digest, 0, 0, tick << ORDER_BITS), np.uint64)
+            self._commits[place] = commit
+            return
+        at = np.asarray(places, np.int64)
+        body = np.zeros((len(slots), RECORD_WORDS - 1), np.uint64)
+        body[:, TABLE - 1] = table
+        body[:, SLOT - 1] = slots
+        body[:, SIZE - 1] = size
+        body[:, HASH - 1 : HASH - 1 + words.shape[1]] = words
+        digests = _digest(body[:, : HASH - 1 + words.shape[1]], TABLE)
+        body[:, DIGEST - 1] = digests + _digest(np.array([[commit]], np.uint64), COMMIT)
+        body[:, USED - 1] = _used(tick, len(slots))[::-1]  # the deepest of a prefix goes first
+        self._slabs[at // self.slots_per_slab] = slab_word
+        self._bodies[at] = body
+        self._commits[at] = commit
+
+    def unseal(self, places: Slots) -> None:
+        """Forget these slots, before anything can happen to their bytes."""
+        if len(places) <= FEW:
+            for place in as_list(places):
+                self._commits[place] = 0
+        else:
+            self._commits[places] = 0
+
+    def touch(self, places: Slots, tick: int) -> None:
+        """Record that these slots were used at ``tick``, in the order in which they are to go."""
+        if len(places) <= FEW:
+            for i, place in enumerate(as_list(places)):
+                self._used[place] = tick << ORDER_BITS | i
+        else:
+            self._used[places] = _used(tick, len(places))
+
+    def set_used(self, places: Ints, used: Words) -> None:
+        """Write the words of the last use as they are."""
+        self._used[places] = used
+
+    def set_checksums(self, places: Slots, checksums: Words) -> None:
+        """Record the checksums of sealed slots."""
+        self._records[places, CHECKSUM] = checksums
+        self._records[places, CHECKED] = self._commits[places]
+
+    def checksums(self, places: Slots) -> tuple[Words, Bools]:
+        """The checksums of sealed slots, and which slots have one."""
+        return self._records[places, CHECKSUM], self._records[places, CHECKED] == self._commits[places]
+
+    def _next_commit(self) -> int:
+        self._last_commit += 2
+        return self._last_commit
+
+    # -- what an earlier run has left --------------------------------------------------------------------------------
+
+    def find_spaces(self) -> list[SpaceEntry]:
+        """The spaces there are. Closes every entry that is not whole, or older than another of the same number or
+        space. Call it once, before any other method."""
+        commits = self._space_commits.tolist()
+        taken: set[tuple[Namespace, int]] = set()
+        found: list[SpaceEntry] = []
+        for at in sorted((at for at in range(len(commits)) if commits[at]), key=lambda at: -commits[at]):
+            entry = _read_entry(commits[at], self._spaces[at])
+            if entry is None or entry.number in self._entries or (entry.namespace, entry.group) in taken:
+                self._space_commits[at] = 0
+                continue
+            self._last_commit = max(self._last_commit, commits[at])
+            self._entries[entry.number] = at
+            taken.add((entry.namespace, entry.group))
+            found.append(entry)
+        self._free_entries = sorted(set(range(len(commits))) - set(self._entries.values()), reverse=True)
+        return found
+
+    def find_sealed(self) -> tuple[Ints, Words, int]:
+        """The places and contents of all sealed records, and how many were lost because the size class of their slab
+        is damaged. They are not checked any further: see `damaged`."""
+        sizes = [_unchecked(word) for word in self._slabs.tolist()]
+        lost, places = 0, []
+        for slab, size in enumerate(sizes):
+            if size == 0:
+                continue
+            first = slab * self.slots_per_slab
+            if size is None or size > self.slots_per_slab:
+                every = slice(first, first + self.slots_per_slab)
+                lost += int(np.count_nonzero(self._commits[every]))
+                self._commits[every] = 0
+                self._slabs[slab] = 0
+                continue
+            places.append(np.arange(first, first + self.slots_per_slab // size))
+        at = np.concatenate(places) if places else np.empty(0, np.int64)
+        at = at[self._commits[at] != 0]
+        contents: Words = self._records[at]
+        return at, contents, lost
+
+    def size_classes(self) -> Words:
+        """Per slab the size class of its records in bytes, 0 if it has none."""
+        return np.array([(_unchecked(word) or 0) * SLOT_ALIGN for word in self._slabs.tolist()], np.uint64)
+
+    def damaged(self, contents: Words) -> Bools:
+        """Which records do not fit their digest, or have a commit word that never was."""
+        wrong: Bools = (contents[:, COMMIT] > LAST_COMMIT) | (contents[:, COMMIT] & np.uint64(1) == 0)
+        for start in range(0, len(contents), 1 << 16):  # the products take four times the memory of the records
+            piece = contents[start : start + (1 << 16)]
+            wrong[start : start + len(piece)] |= _digest(piece[:, :DIGEST], COMMIT) != piece[:, DIGEST]
+        return wrong
+
+    def see_commits(self, commits: Words) -> None:
+        """Records with these commit words are kept: what is sealed from now on is newer."""
+        if len(commits):
+            self._last_commit = max(self._last_commit, int(commits.max()))
+
+
+def num_words(pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> int:
+    """Words of all records of a pool, with what belongs to them."""
+    num_slabs = -(-pool_bytes // slab_bytes)
+    records = num_slabs * (slab_bytes // SLOT_ALIGN) * RECORD_WORDS
+    return _pages(num_slabs) + spaces + spaces * PAGE_WORDS + records
+
+
+def _pages(words: int) -> int:
+    return -(-words // PAGE_WORDS) * PAGE_WORDS
+
+
+def _checked(value: int) -> int:
+    """A number below 2**32 that is known to be whole when it is read: with its complement."""
+    return value | (~value & 0xFFFFFFFF) << 32
+
+
+def _unchecked(word: int) -> int | None:
+    """The number in a checked word: 0 if it was never written, None if it is damaged."""
+    value = word & 0xFFFFFFFF
+    return 0 if word == 0 else value if word == _checked(value) else None
+
+
+def _digest(words: Words, first: int) -> Words:
+    """Of the words from the ``first`` of each record on, [n, words]."""
+    lanes = words.view(np.uint32).astype(np.uint64)
+    products: Words = lanes @ _MULTIPLIERS[2 * first : 2 * first + lanes.shape[1]]
+    return products
+
+
+def _used(tick: int, count: int) -> Words:
+    """Words of a use at ``tick``, in the order in which the blocks are to go."""
+    order = np.minimum(np.arange(count, dtype=np.uint64), (1 << ORDER_BITS) - 1)
+    return order + np.uint64(tick << ORDER_BITS)
+
+
+def _entry_crc(commit: int, number: int, facts: bytes) -> int:
+    return zlib.crc32(struct.pack("<3Q", commit, number, len(facts)) + facts)
+
+
+def _read_entry(commit: int, entry: Words) -> SpaceEntry | None:
+    """The space of an entry, or None if anything about it is wrong."""
+    crc, number, length = entry[:ENTRY_HEAD].tolist()
+    if not 0 < number < 1 << 31 or length > 8 * (PAGE_WORDS - ENTRY_HEAD):
+        return None
+    facts = entry[ENTRY_HEAD:].tobytes()[:length]
+    if not commit & 1 or commit > LAST_COMMIT or crc != _entry_crc(commit, number, facts):
+        return None
+    try:
+        fields, group, shard_bytes = json.loads(facts)
+        namespace = Namespace(**fields)
+        whole = _is_space(namespace, group, shard_bytes)
+    except (ValueError, TypeError, AttributeError):
+        return None  # a CRC that fits by accident, or another version of `Namespace`
+    return SpaceEntry(number, namespace, group, shard_bytes) if whole else None
+
+
+def _is_space(namespace: Namespace, group: Any, shard_bytes: Any) -> bool:
+    texts = (namespace.model, namespace.dtype, namespace.kv_layout, namespace.hash_algorithm, namespace.extra)
+    numbers = (namespace.block_size, namespace.tp_size, namespace.pp_size, namespace.hash_bytes, group)
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(type(number) is int for number in numbers)
+        and isinstance(shard_bytes, list)
+        and len(shard_bytes) > 0
+        and all(each is None or (type(each) is int and 0 < each <= MAX_BYTES) for each in shard_bytes)
+        and any(shard_bytes)
+        and namespace.problem() is None
+    )

@@ -1,0 +1,158 @@
+"""The pool's second life: what an earlier daemon has left is taken over, once nothing of it can write there any more.
+
+A copy that an old copier had begun would land in a slot that this daemon has given to another block. What cannot be
+taken over is replaced by new files, whose memory is other memory; the start is a cold one then, never a failed one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvsidecar.core.readiness import WarmStart
+from kvsidecar.errors import KeptRefused, PoolRefused
+from kvsidecar.pool.record_table import Owner, RecordTable, TableFacts, map_table
+from kvsidecar.support import host_memory, log, memory_limits
+from kvsidecar.support.process_ids import ProcessId, Watched, process_id
+
+if TYPE_CHECKING:
+    from kvsidecar.cache.block_cache import BlockCache
+    from kvsidecar.cache.records import Records
+    from kvsidecar.daemon.config import Settings
+    from kvsidecar.pool.host_pool import HostPool
+    from kvsidecar.pool.kept_files import Carrier, KeptFiles
+
+MAX_STARTS = 5
+"""Daemons that may end before they are ready with the same kept files. What they find there might be the reason."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_log = log.get("pool")
+
+
+class KeptPool:
+    """Gives the pool its file, and the cache its records. Used from the event loop.
+
+    Args:
+        carrier: holds the files.
+        pool: not pinned yet.
+    """
+
+    def __init__(self, carrier: Carrier, pool: HostPool, slab_bytes: int, settings: Settings) -> None:
+        self._carrier, self._pool, self._slab_bytes, self._settings = carrier, pool, slab_bytes, settings
+        self._table: RecordTable | None = None
+        self._began = time.monotonic()
+        self.found = WarmStart()
+
+    async def open(self) -> None:
+        """Wait for the former owner, and give the pool its file: the kept one, or a new one."""
+        found, reason = await self._find()
+        if found is None:
+            try:
+                found = await asyncio.to_thread(self._create)
+            except (KeptRefused, OSError, PoolRefused) as error:
+                # A pool that is refused for its size is refused again when it is pinned, where that is said.
+                _log.error("the cache will end with this daemon", carrier=self._carrier.name, reason=str(error))
+                self.found = WarmStart("", str(error))
+                return
+        self._take(*found, reason)
+
+    def _take(self, files: KeptFiles, table: RecordTable, reason: str) -> None:
+        self._table = table
+        self._pool.use(files.pool_fd)
+        os.close(files.table_fd)  # it is mapped
+        self.found = WarmStart(files.carrier, reason)
+
+    async def _find(self) -> tuple[tuple[KeptFiles, RecordTable] | None, str]:
+        """The kept files and their table; or None, and why none can be used."""
+        files = self._carrier.find()
+        if files is None:
+            return None, "there is no pool of an earlier daemon"
+        try:
+            return (files, await self._open(files)), ""
+        except (KeptRefused, OSError) as error:
+            _log.warning("the pool of an earlier daemon is not used", carrier=files.carrier, reason=str(error))
+            files.close()
+            return None, str(error)
+
+    async def _open(self, files: KeptFiles) -> RecordTable:
+        """Raises KeptRefused, OSError."""
+        memory = map_table(files.table_fd)
+        with Watched(ProcessId(*owner) for owner in RecordTable.owners(memory)) as owners:
+            # Also if the files are not used: the old memory is free only then.
+            if not await owners.wait(0):
+                _log.info("waiting for the processes of the earlier daemon to end", processes=len(owners))
+            if not await owners.wait(self._settings.lock_wait):
+                raise KeptRefused("a process of the earlier daemon still lives, and may write to its pool")
+        if self._settings.cold_start:
+            raise KeptRefused("--cold-start is set")
+        if self._carrier.left_by_stranger:
+            raise KeptRefused("another daemon has just left it, and the ends of its processes cannot be seen from here")
+        table = RecordTable.open(memory, self._facts(files))
+        if (found := os.fstat(files.pool_fd).st_size) != self._pool.nbytes:
+            raise KeptRefused(f"its file has {found} bytes instead of {self._pool.nbytes}")
+        try:
+            memory_limits.pages_of_file(self._settings.huge_pages, found, _huge_page_bytes(files))
+        except PoolRefused as error:
+            raise KeptRefused(str(error)) from error
+        if table.starts >= MAX_STARTS:
+            raise KeptRefused(f"{table.starts} daemons in a row have ended before they were ready with it")
+        table.starts += 1
+        return table
+
+    def _create(self) -> tuple[KeptFiles, RecordTable]:
+        """Raises KeptRefused, OSError, PoolRefused."""
+        facts = TableFacts(self._pool.nbytes, self._slab_bytes, "", "")
+        files = self._carrier.create(self._pool.nbytes, RecordTable.file_bytes(facts), self._pool.check)
+        try:
+            return files, RecordTable.create(map_table(files.table_fd), self._facts(files))
+        except BaseException:
+            files.close()
+            raise
+
+    def _facts(self, files: KeptFiles) -> TableFacts:
+        huge = _huge_page_bytes(files)
+        kind = f"explicit huge pages of {huge} bytes" if huge else "those of shared memory"
+        return TableFacts(self._pool.nbytes, self._slab_bytes, kind, _BOOT_ID.read_text().strip())
+
+    def fill(self, make_cache: Callable[[Records | None], BlockCache]) -> BlockCache:
+        """Make the cache, with the blocks that were kept.
+
+        Args:
+            make_cache: called with the records of the table, or None if no file could be had.
+        """
+        if self._table is None:
+            return make_cache(None)
+        try:
+            cache = make_cache(self._table.records)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the start goes on
+            # A table that cannot be read in a way that nobody has thought of would end every start from now on.
+            _log.exception("the blocks of an earlier daemon cannot be read")
+            self._take(*self._create(), f"its table cannot be read: {type(error).__name__}: {error}")
+            cache = make_cache(self._table.records)
+        report = cache.adopted
+        self.found = replace(
+            self.found,
+            kept_blocks=report.kept_blocks,
+            dropped=dict(report.dropped),
+            seconds=time.monotonic() - self._began,
+        )
+        return cache
+
+    def started(self) -> None:
+        """The daemon is ready, or ends because it was told to: what it has found does no harm."""
+        if self._table is not None:
+            self._table.starts = 0
+
+    def set_owners(self, pids: Iterable[int]) -> None:
+        """Write down who may write to the pool from now on. The next daemon waits for the end of all of them."""
+        if self._table is not None:
+            living = filter(None, map(process_id, pids))
+            self._table.set_owners(Owner(*each) for each in living)
+
+
+def _huge_page_bytes(files: KeptFiles) -> int:
+    return host_memory.huge_page_bytes(files.pool_fd) or 0

@@ -1,0 +1,88 @@
+"""Processes that were written down: which one a number means, whether it lives, and waiting for its end.
+
+A process id alone is given to another process one day, so the start time stands beside it. Both mean something in the
+PID namespace that wrote them, and during one run of the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+MAX_PID: Final = 1 << 22
+"""The most that Linux allows (PID_MAX_LIMIT)."""
+
+
+class ProcessId(NamedTuple):
+    """A process, whatever its number is given to later."""
+
+    pid: int
+    start_time: int
+    """Clock ticks since the boot (field 22 of /proc/PID/stat)."""
+
+
+def process_id(pid: int) -> ProcessId | None:
+    """A process that lives, or has ended and is not waited for yet; None if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the program's name in parentheses, and may contain anything.
+    return ProcessId(pid, int(stat.rpartition(")")[2].split()[19]))
+
+
+class Watched:
+    """Those of some processes that can be seen from here. Close it."""
+
+    def __init__(self, processes: Iterable[ProcessId]) -> None:
+        self._pidfds: list[int] = []
+        for each in processes:
+            if not 0 < each.pid <= MAX_PID:
+                continue
+            with suppress(ProcessLookupError):
+                self._pidfds.append(os.pidfd_open(each.pid))
+                # Looked at once the descriptor holds the process: until then the number could change its owner.
+                if process_id(each.pid) != each:
+                    os.close(self._pidfds.pop())
+
+    def __len__(self) -> int:
+        return len(self._pidfds)
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether all end within this time. A process that has ended has closed all its files, its GPU's too."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                for pidfd in self._pidfds:
+                    if _ended(pidfd):
+                        continue
+                    ended = asyncio.Event()
+                    loop.add_reader(pidfd, ended.set)
+                    try:
+                        await ended.wait()
+                    finally:
+                        loop.remove_reader(pidfd)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        while self._pidfds:
+            os.close(self._pidfds.pop())
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

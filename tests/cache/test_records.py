@@ -1,0 +1,437 @@
+"""What a cache takes over from the records of an earlier run, also if they are damaged or make no sense."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsidecar.cache import records
+from kvsidecar.cache.arrays import FEW, Words
+from kvsidecar.cache.block import Space
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.records import COMMIT, DIGEST, HASH, RECORD_WORDS, SIZE, SLOT, TABLE, USED, Records
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.types import Namespace
+from tests.cache.cuts import NUM_SPACES, recorded_cache, words_for
+from tests.cache.integrity import check_integrity
+from tests.cache.support import (
+    PAGE,
+    begin,
+    eviction_order,
+    find,
+    key,
+    keys,
+    lease,
+    names_readable,
+    namespace,
+    open_space,
+    slot_of,
+)
+from tests.cache.test_few import loops_up_to
+
+PAGES, SLAB = 26, 8
+"""Of the pool: the last slab is short."""
+
+
+class Life:
+    """The runs of one pool: its records, and which shard of which block its slots were last filled with."""
+
+    def __init__(self, pages: int = PAGES, slab: int = SLAB) -> None:
+        self.pages, self.slab = pages, slab
+        self.words: Words = np.zeros(words_for(pages, slab), np.uint64)
+        self.filled: dict[int, tuple[str, int | str, int]] = {}
+        self.cache = self.run()
+
+    def run(self) -> BlockCache:
+        """The next run."""
+        self.cache = recorded_cache(self.words, self.pages, self.slab)
+        check_integrity(self.cache)
+        return self.cache
+
+    def space(self, name: str = "model") -> Space:
+        space = self.cache.find_space(namespace(name), 0)
+        assert space is not None
+        return space
+
+    def store(self, space: Space, *names: int | str) -> None:
+        for shard in range(space.num_shards):
+            grant = begin(self.cache, space, keys(*names), shard)
+            (part,) = grant.parts
+            for index, slot in zip(part.index.tolist(), part.slots.tolist(), strict=True):
+                self.filled[slot] = (space.namespace.model, names[index], shard)
+            self.cache.seal_all(grant)
+
+    def check(self, names: range = range(100)) -> int:
+        """Every block that is found has the bytes that were stored. Returns how many are found."""
+        found = 0
+        for space in self.cache.spaces:
+            for name in names:
+                if find(space, key(name)) is None:
+                    continue
+                found += 1
+                for shard in range(space.num_shards):
+                    assert self.filled[slot_of(space, key(name), shard)] == (space.namespace.model, name, shard)
+        assert found == self.cache.stats().blocks
+        return found
+
+    @property
+    def table(self) -> Words:
+        """The records, [n, words]."""
+        of_all = len(self.words) - self.slots_per_pool * RECORD_WORDS
+        return self.words[of_all:].reshape(-1, RECORD_WORDS)
+
+    @property
+    def slots_per_pool(self) -> int:
+        return -(-self.pages // self.slab) * self.slab
+
+    def sealed(self) -> list[int]:
+        return (self.table[:, COMMIT] & np.uint64(1)).nonzero()[0].tolist()
+
+    def sign(self, place: int) -> None:
+        """Make the digest of a record right."""
+        row = self.table[place : place + 1]
+        row[:, DIGEST] = records._digest(row[:, :DIGEST], COMMIT)
+
+
+def test_blocks_their_order_and_their_geometry_outlive_the_run() -> None:
+    life = Life()
+    one, two = open_space(life.cache), open_space(life.cache, "two", shards=(1, 2))
+    life.store(one, *range(10))
+    life.store(two, 1, 2)
+    life.store(one, 20, 21)
+    life.cache.release(lease(life.cache, one, 0, 1))
+    before = {name: eviction_order(life.space(name)) for name in ("model", "two")}
+    stats = life.cache.stats()
+    life.run()
+    assert life.cache.adopted.kept_blocks == 14
+    assert life.cache.adopted.kept_bytes == (12 + 2 * 3) * PAGE
+    assert not life.cache.adopted.dropped
+    assert {name: eviction_order(life.space(name)) for name in ("model", "two")} == before
+    assert replace(life.cache.stats(), evicted_blocks=0, evicted_bytes=0) == stats
+    assert life.space("two").shard_bytes == [PAGE, 2 * PAGE]
+    assert life.check() == 14
+    assert open_space(life.cache, "two", shards=(1, 2)) is life.space("two")
+
+
+def test_the_next_run_evicts_what_was_used_first() -> None:
+    life = Life(8, 4)
+    life.store(open_space(life.cache), *range(8))
+    for name in (0, 3, 1):  # 2 is the oldest then
+        life.cache.release(lease(life.cache, life.space(), name))
+    life.run()
+    life.store(open_space(life.cache), 10, 11, 12, 13)
+    assert names_readable(life.cache, life.space(), *range(20)) == [0, 1, 2, 3, 10, 11, 12, 13]
+    life.run()
+    life.store(open_space(life.cache), 14, 15)
+    assert names_readable(life.cache, life.space(), *range(20)) == [1, 3, 10, 11, 12, 13, 14, 15]
+
+
+def test_slots_that_were_being_filled_are_free_and_incomplete_blocks_are_dropped() -> None:
+    life = Life()
+    space = open_space(life.cache, shards=(1, 1))
+    life.store(space, 1)
+    life.cache.seal_all(begin(life.cache, space, keys(2), 0))
+    begin(life.cache, space, keys(3), 0)
+    life.run()
+    assert life.cache.adopted.kept_blocks == life.check() == 1
+    assert life.cache.adopted.dropped == {"incomplete": 1}
+    assert life.cache.stats().free_bytes == (PAGES - 2) * PAGE
+    life.run()
+    assert not life.cache.adopted.dropped, "what was dropped once is still there"
+
+
+def test_what_was_cleared_stays_cleared_though_the_sweep_never_came() -> None:
+    life = Life()
+    for name in ("one", "two"):
+        life.store(open_space(life.cache, name), *range(10))
+    life.cache.clear(namespace("one"), sweep=0)
+    life.store(open_space(life.cache, "one"), 50)
+    life.run()
+    assert names_readable(life.cache, life.space("one"), *range(51)) == [50]
+    assert len(names_readable(life.cache, life.space("two"), *range(51))) == 10
+    assert life.cache.adopted.dropped == {"no_space": 10}
+    life.cache.clear(sweep=0)
+    life.run()
+    assert life.cache.stats().free_bytes == PAGES * PAGE
+    assert life.cache.spaces == []
+
+
+def test_no_record_of_an_earlier_table_is_left_when_its_number_is_used_again() -> None:
+    life = Life()
+    for name in ("one", "two"):
+        life.store(open_space(life.cache, name), 1, 2, 3)
+        life.cache.clear(sweep=0)
+    life.run()
+    assert not life.sealed()
+    life.store(open_space(life.cache, "three"), 4)
+    assert life.space("three").blocks.number == 1
+    life.run()
+    assert life.check() == 1
+
+
+def test_what_is_sealed_after_a_restart_is_newer_than_what_was_kept() -> None:
+    life = Life()
+    for name in range(5):
+        life.store(open_space(life.cache), name)
+    newest = life.table[:, COMMIT].max()
+    life.run()
+    life.store(open_space(life.cache), 10)
+    assert life.table[:, COMMIT].max() > newest
+
+
+def test_the_order_of_uses_is_right_after_two_restarts() -> None:
+    life = Life()
+    life.store(open_space(life.cache), 0, 1, 2)
+    for _ in range(20):
+        life.cache.release(lease(life.cache, life.space(), 0))
+    life.run()
+    life.cache.release(lease(life.cache, life.space(), 2))
+    life.run()
+    assert eviction_order(life.space()) == keys(1, 0, 2)
+
+
+def test_a_record_beyond_the_end_of_the_short_slab_is_dropped() -> None:
+    life = Life()
+    life.store(open_space(life.cache), *range(PAGES))
+    inside, beyond = PAGES - 1, PAGES
+    life.table[beyond] = life.table[inside]
+    life.table[beyond, SLOT] = beyond * PAGE
+    life.table[inside, COMMIT] = 0
+    life.sign(beyond)
+    life.run()
+    assert life.cache.adopted.dropped == {"misplaced": 1}
+    assert life.check() == PAGES - 1
+
+
+def test_a_hash_that_is_longer_than_those_of_its_namespace_is_dropped() -> None:
+    life = Life()
+    space = life.cache.open_space(replace(namespace(), hash_bytes=20), 0, 1, 0, PAGE)
+    life.cache.seal_all(begin(life.cache, space, [b"%020d" % n for n in range(3)]))
+    for place, word in zip(life.sealed(), (HASH + 2, HASH + 3, HASH + 1), strict=True):
+        life.table[place, word] |= np.uint64(1 << 63)
+        life.sign(place)
+    life.run()
+    assert life.cache.adopted.dropped == {"misplaced": 2}
+    assert life.cache.adopted.kept_blocks == 1
+
+
+def test_of_two_records_of_one_block_the_newer_one_counts() -> None:
+    life = Life()
+    life.store(open_space(life.cache), 1)
+    (older,) = life.sealed()
+    content = life.table[older].copy()
+    life.cache.clear(sweep=0)
+    life.store(open_space(life.cache), 1)
+    newer = max(life.sealed())
+    content[TABLE] = life.table[newer, TABLE]  # as if it had not been cleared
+    life.table[older] = content
+    life.sign(older)
+    life.run()
+    assert life.cache.adopted.dropped == {"duplicate": 1}
+    assert slot_of(life.space(), key(1), 0) == newer * PAGE
+
+
+@pytest.mark.parametrize("hash_bytes", [16, 20, 32, 33, 64])
+@pytest.mark.parametrize("blocks", [1, FEW, FEW + 1])
+def test_hashes_of_every_width_are_kept(hash_bytes: int, blocks: int) -> None:
+    life = Life()
+    names = replace(namespace(), hash_bytes=hash_bytes)
+    hashes = [random.Random(n).randbytes(hash_bytes) for n in range(blocks)]
+    space = life.cache.open_space(names, 3, 1, 0, PAGE)
+    life.cache.seal_all(begin(life.cache, space, hashes))
+    slots = [slot_of(space, each, 0) for each in hashes]
+    life.run()
+    again = life.cache.find_space(names, 3)
+    assert again is not None
+    assert [slot_of(again, each, 0) for each in hashes] == slots
+
+
+def test_a_space_that_does_not_fit_is_used_and_forgotten() -> None:
+    life = Life()
+    long = Namespace("\x1f" * 1000, "bfloat16", "NHD", 16, 1, 1, "sha256")
+    for each in (long, namespace("other")):
+        life.cache.seal_all(begin(life.cache, life.cache.open_space(each, 0, 1, 0, PAGE), keys(1, 2)))
+    kept = life.cache._table.records
+    assert kept is not None
+    assert kept.spaces_not_kept == 1
+    for name in "abcd":  # one more than there are entries
+        life.store(open_space(life.cache, name), 1)
+    assert kept.spaces_not_kept == 2
+    life.run()
+    assert [space.namespace.model for space in life.cache.spaces] == ["other", "a", "b", "c"][::-1]
+    assert life.cache.adopted.dropped == {"no_space": 3}
+
+
+def test_entries_of_spaces_that_are_gone_are_used_again() -> None:
+    life = Life()
+    for name in range(20):
+        space = open_space(life.cache, str(name))
+        life.store(space, 1)
+        life.cache.clear(space.namespace)
+        life.cache.close_space(space)
+    kept = life.cache._table.records
+    assert kept is not None
+    assert kept.spaces_not_kept == 0
+
+
+def test_a_checksum_is_of_one_seal() -> None:
+    life = Life()
+    kept = life.cache._table.records
+    assert kept is not None
+    for names in ([1], list(range(20))):
+        space = open_space(life.cache)
+        grant = begin(life.cache, space, keys(*names))
+        life.cache.seal_all(grant)
+        places = life.cache._table.slots.places(grant.parts[0].slots)
+        assert kept.checksums(places)[1].tolist() == [False] * len(places)
+        sums = np.arange(len(places), dtype=np.uint64) + np.uint64(1 << 63)
+        kept.set_checksums(places, sums)
+        read, known = kept.checksums(places)
+        assert known.all()
+        assert (read == sums).all()
+        life.cache.clear()
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 2 * FEW), st.booleans()), min_size=1, max_size=8))
+def test_a_loop_over_a_few_writes_the_same_records(steps: list[tuple[int, int, bool]]) -> None:
+    written = []
+    for few in (0, FEW):
+        with loops_up_to(few), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(records, "FEW", few)
+            life = Life()
+            for start, count, second in steps:
+                space = open_space(life.cache, "two", shards=(1, 1)) if second else open_space(life.cache)
+                life.store(space, *range(start, start + min(count, 10)))
+            written.append(life.words)
+    assert (written[0] == written[1]).all()
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def a_life() -> Life:
+    life = Life()
+    life.store(open_space(life.cache), *range(12))
+    life.store(open_space(life.cache, "two", shards=(1, 2)), *range(3))
+    return life
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_whatever_bits_flip_no_block_is_found_with_other_bytes(data: st.DataObject) -> None:
+    life = a_life()
+    used = life.words.nonzero()[0].tolist()
+    anywhere = st.sampled_from(used) | st.integers(0, len(life.words) - 1)
+    for word, bit in data.draw(st.lists(st.tuples(anywhere, st.integers(0, 63)), min_size=1, max_size=20)):
+        life.words[word] ^= np.uint64(1 << bit)
+    for _ in range(2):
+        life.run()
+        life.check()
+        life.store(open_space(life.cache, "three", shards=(1,)), *range(50, 60))
+        life.check()
+
+
+ODD = st.sampled_from([0, 1, 2, 3, 5, 7, PAGE, 2 * PAGE, 1 << 31, 1 << 32, 2 << 32 | 1, 1 << 62, (1 << 64) - 1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_records_with_a_right_digest_that_make_no_sense_are_dropped(data: st.DataObject) -> None:
+    life = a_life()
+    sealed = life.sealed()
+    fields = st.sampled_from([COMMIT, TABLE, SLOT, SIZE, HASH, HASH + 5, USED])
+    changes = st.tuples(st.integers(0, len(life.table) - 1) | st.sampled_from(sealed), fields, ODD | st.none())
+    for place, field, value in data.draw(st.lists(changes, min_size=1, max_size=12)):
+        life.table[place, field] = life.table[sealed[0], field] if value is None else value
+        life.sign(place)
+    life.run()
+    life.store(open_space(life.cache, "three"), *range(50, 60))
+    life.run()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry.update(number=0),
+        lambda entry: entry.update(number=1 << 31),
+        lambda entry: entry.update(facts=b"[]"),
+        lambda entry: entry.update(facts=b"{"),
+        lambda entry: entry.update(facts=b"\xff"),
+        lambda entry: entry.update(facts=entry["facts"].replace(b'"tp_size": 1', b'"tp_size": "1"')),
+        lambda entry: entry.update(facts=entry["facts"].replace(b'"model": ', b'"modal": ')),
+        lambda entry: entry.update(facts=entry["facts"].replace(b'"hash_bytes": 32', b'"hash_bytes": 320000')),
+        lambda entry: entry.update(facts=entry["facts"].replace(b"[4096]", b"[]")),
+        lambda entry: entry.update(facts=entry["facts"].replace(b"[4096]", b"[null]")),
+        lambda entry: entry.update(facts=entry["facts"].replace(b"[4096]", b"[-4096]")),
+        lambda entry: entry.update(facts=entry["facts"].replace(b"[4096]", b"[1" + b"0" * 30 + b"]")),
+        lambda entry: entry.update(facts=entry["facts"].replace(b"[4096]", b"[409600]")),
+        lambda entry: entry.update(facts=entry["facts"].replace(b"[4096]", b"[8192]")),
+    ],
+)
+def test_a_space_entry_that_makes_no_sense_is_dropped(change: Callable[[dict[str, object]], None]) -> None:
+    life = Life()
+    life.store(open_space(life.cache), 1, 2)
+    kept = life.cache._table.records
+    assert kept is not None
+    (at,) = kept._entries.values()
+    _, number, length = kept._spaces[at, : records.ENTRY_HEAD].tolist()
+    facts: dict[str, object] = {"number": number, "facts": kept._spaces[at, records.ENTRY_HEAD :].tobytes()[:length]}
+    before = dict(facts)
+    change(facts)
+    assert facts != before
+    number, text = facts["number"], facts["facts"]
+    assert isinstance(number, int)
+    assert isinstance(text, bytes)
+    commit = kept._space_commits.item(at)
+    crc = records._entry_crc(commit, number, text)
+    kept._spaces[at, : records.ENTRY_HEAD] = (crc, number, len(text))
+    words = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), np.uint64)
+    kept._spaces[at, records.ENTRY_HEAD : records.ENTRY_HEAD + len(words)] = words
+    life.run()
+    assert life.cache.spaces == []
+    assert sum(life.cache.adopted.dropped.values()) == 2
+    assert not life.sealed()
+
+
+def test_a_bit_that_flips_and_flips_back_does_not_bring_a_record_back() -> None:
+    life = Life()
+    life.store(open_space(life.cache), 1, 2)
+    place = life.sealed()[0]
+    for _ in range(2):
+        life.table[place, COMMIT] ^= np.uint64(1)
+        life.run()
+        assert life.cache.adopted.dropped == {"damaged": 1}
+        assert life.check() == 1
+
+
+def test_a_slab_whose_size_class_is_damaged_loses_its_blocks_and_no_others() -> None:
+    life = Life()
+    life.store(open_space(life.cache), *range(12))
+    kept = life.cache._table.records
+    assert kept is not None
+    word = kept._slabs.item(0)
+    kept._slabs[0] = 12345
+    life.run()
+    assert life.cache.adopted.dropped == {"damaged": 8}
+    assert life.check() == 4
+    kept._slabs[0] = word
+    life.run()
+    assert life.check() == 4, "records that were lost have come back"
+    life.store(open_space(life.cache, "two", shards=(2,)), 50, 51, 52, 53)
+    life.run()
+    assert life.check() == 8
+
+
+def test_other_memory_than_that_of_this_pool_is_no_table() -> None:
+    life = a_life()
+    with pytest.raises(AssertionError, match="another pool"):
+        BlockCache(
+            SlotAllocator(30 * PAGE, SLAB * PAGE), records=Records(life.words, PAGES * PAGE, SLAB * PAGE, NUM_SPACES)
+        )
