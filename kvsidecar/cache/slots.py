@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from kvsidecar.cache.allocation_plan import AllocationPlan
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, extended
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, extended, unique_counts
 from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
 
 SLOT_ALIGN = 4096
