@@ -1,4 +1,4 @@
-"""An engine on each GPU, all on one daemon, in multi-turn conversations: tokens a second of one alone and of all at once.
+"""An engine on each GPU, all on one daemon, in multi-turn conversations: tokens a second of one and of all at once.
 
 python -m benchmarks.vllm.several_gpus --json several.json     # on a machine with several GPUs
 python -m benchmarks.vllm.several_gpus --tiny                  # on the CPU: shows that everything works
