@@ -16,10 +16,12 @@ from tests.docs.pages import PAGES, commands, spans, text
 metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' generators need the extra docs")
 
 OF_OTHERS = {
+    "--blocks": "benchmarks.warm_restart",
     "--compare": "benchmarks.daemon.show",
     "--disable-hybrid-kv-cache-manager": "vLLM",
     "--kv-transfer-config": "vLLM",
     "--layouts": "benchmarks.peers",
+    "--limit": "benchmarks.warm_restart",
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",
     "--plot": "benchmarks.daemon.show",
