@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tempfile
@@ -26,6 +27,15 @@ def short_dir() -> Iterator[Path]:
     directory = tempfile.mkdtemp(prefix="kvs-")
     yield Path(directory)
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def pool_dir() -> Iterator[Path]:
+    """A directory in memory for ``--pool-dir``; the daemon makes it."""
+    if not os.access(shm := Path("/dev/shm"), os.W_OK):
+        pytest.skip("there is no /dev/shm to write to")
+    with tempfile.TemporaryDirectory(prefix="kvs-", dir=shm) as directory:
+        yield Path(directory) / "pool"
 
 
 @pytest.fixture

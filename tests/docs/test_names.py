@@ -31,7 +31,7 @@ OF_OTHERS = {
     "--otlp-traces-endpoint": "vLLM",
 }
 """Flags in the running text that belong to other programs -> whose they are."""
-VARIABLES_OF_TESTS = {"KVSIDECAR_HOSTILE_SECONDS", "KVSIDECAR_HOSTILE_SEED", "KVSIDECAR_KILLS"}
+VARIABLES_OF_TESTS = {f"KVSIDECAR_{name}" for name in ("HOSTILE_SECONDS", "HOSTILE_SEED", "KILLS", "KILL_SEED")}
 SERVE = {name for option in click_options() for name in option.opts}
 
 

@@ -1,0 +1,74 @@
+"""The cache outlives the daemon: a real engine hits what it stored before the daemon was killed (``--pool-dir``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.harness import SECONDS, DaemonProcess
+from tests.vllm.conftest import POOL, Truth
+from tests.vllm.engine import Engine, EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
+
+LONG = prompt("long", 700)
+WHOLE = 672
+
+
+@contextmanager
+def started(short_dir: Path, pool_dir: Path, *flags: str) -> Iterator[DaemonProcess]:
+    with DaemonProcess(short_dir, *POOL, "--pool-dir", str(pool_dir), *flags) as daemon:
+        yield daemon.wait_ready()
+
+
+def kill(daemon: DaemonProcess) -> None:
+    daemon.process.kill()
+    daemon.process.wait(SECONDS)
+
+
+def hits(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
+    """The prompt is loaded as a whole, is right, and nothing of it is stored again."""
+    before, jobs = engine.counters(), daemon.get("/status")[1]["jobs"]
+    (answer,) = engine.generate(LONG)
+    engine.drain()
+    after, then = engine.counters(), daemon.get("/status")[1]["jobs"]
+    assert answer.cached == WHOLE
+    assert [answer.tokens] == truth(LONG)
+    name = "vllm:external_prefix_cache_hits"
+    assert after[name] - before.get(name, 0) == WHOLE
+    assert then["loaded_bytes"] > jobs["loaded_bytes"]
+    assert then["stored_bytes"] == jobs["stored_bytes"], "stored again although it was kept"
+
+
+def test_an_engine_that_runs_on_hits_what_it_stored_before_the_kill(
+    model: str, short_dir: Path, pool_dir: Path, truth: Truth
+) -> None:
+    with running(model, kvsidecar(str(short_dir / "kvs.sock"))) as engine:
+        with started(short_dir, pool_dir) as first:
+            join(engine, first)
+            (answer,) = engine.generate(LONG)
+            assert (answer.cached, [answer.tokens]) == (0, truth(LONG))
+            engine.drain()
+            stored = blocks(first)
+            kill(first)
+        with started(short_dir, pool_dir) as second:
+            assert blocks(second) == stored
+            rejoin(engine, second)
+            hits(engine, second, truth)
+
+
+def test_an_engine_that_starts_after_both_were_killed_hits(
+    model: str, short_dir: Path, pool_dir: Path, truth: Truth
+) -> None:
+    transfer = kvsidecar(str(short_dir / "kvs.sock"))
+    with started(short_dir, pool_dir) as first, EngineProcess(model, transfer) as before:
+        before.wait_started()
+        join(before, first)
+        before.generate(LONG)
+        before.drain()
+        stored = blocks(first)
+        before.kill()
+        kill(first)
+    with started(short_dir, pool_dir) as second, running(model, transfer) as engine:
+        assert blocks(second) == stored
+        join(engine, second)
+        hits(engine, second, truth)
