@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests.harness import DaemonProcess, Gate
+from tests.marks import SHM
 
 # A busy machine makes any example slow once.
 hypothesis.settings.register_profile("kvsidecar", deadline=None)
@@ -26,6 +27,13 @@ def short_dir() -> Iterator[Path]:
     directory = tempfile.mkdtemp(prefix="kvs-")
     yield Path(directory)
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def pool_dir() -> Iterator[Path]:
+    """For `--pool-dir`; does not exist yet. Needs `tests.marks.needs_shared_memory`."""
+    with tempfile.TemporaryDirectory(prefix="kvs-", dir=SHM) as directory:
+        yield Path(directory) / "pool"
 
 
 @pytest.fixture

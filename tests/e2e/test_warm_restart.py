@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,20 +26,14 @@ from kvsidecar.support import child_process
 from kvsidecar.support.process_ids import process_id
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces
 from tests.harness import SECONDS, DaemonProcess, Rank, done, hashes, layout
+from tests.marks import needs_shared_memory
 from tests.service_manager import ServiceManager
 
-SHM = Path("/dev/shm")
-pytestmark = pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="there is no /dev/shm to write to")
+pytestmark = needs_shared_memory
 ROUNDS = int(os.environ.get("KVSIDECAR_KILLS", "12"))
 LATEST = 40
 """Blocks that a pool of 80 slots has for sure, whatever was evicted."""
 FIRST_TIME = "there is no pool of an earlier daemon"
-
-
-@pytest.fixture
-def pool_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvs-", dir=SHM) as directory:
-        yield Path(directory) / "pool"
 
 
 @contextmanager
