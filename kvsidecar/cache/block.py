@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, any_true, as_list, extended
+from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Words, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import LruPolicy
 from kvsidecar.types import Namespace
@@ -244,6 +244,8 @@ class StoreGrant:
     """Number of blocks whose shard was already sealed."""
     in_flight: int = 0
     """Number of blocks whose shard is already being filled, by another store or earlier in this one."""
+    checksums: tuple[Ints, Words] | None = None
+    """Slots to fill, and the checksums of their bytes: recorded when the store is sealed, if anything is."""
     open: bool = True
 
     @property

@@ -226,7 +226,12 @@ class BlockCache:
         if not grant.reserved:
             return 0  # all blocks were present; `begin_store` has counted their use
         tick = self._next_tick()
+        records, checked = self._table.records, grant.checksums
+        # Known before the slots are sealed: those of a cleared space are free afterwards, and maybe of no size.
+        places = [] if checked is None else self._table.slots.places(checked[0])
         readable = sum([self._table.seal(part, tick) for part in reversed(grant.parts)])
+        if records is not None and checked is not None:
+            records.set_checksums(places, checked[1])
         if grant.present:
             self._table.touch(grant.parts, tick)
         return readable
@@ -294,6 +299,18 @@ class BlockCache:
         require(grant.open, "the load has already ended")
         blocks, row, slot = grant.chains[part].blocks, grant.rows[part][index], grant.slots[part][index]
         self._table.mark_corrupt(blocks, int(row), int(slot))
+
+    @property
+    def recorded(self) -> bool:
+        """Whether sealed slots are recorded."""
+        return self._table.records is not None
+
+    def checksums(self, slots: Ints) -> list[int | None]:
+        """The recorded checksum of each of these sealed slots; None if it has none."""
+        if self._table.records is None or not len(slots):
+            return [None] * len(slots)
+        sums, known = self._table.records.checksums(self._table.slots.places(slots))
+        return [value if is_known else None for value, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
 
     # -- clear and stats ---------------------------------------------------------------------------------------
 

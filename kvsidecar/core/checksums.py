@@ -8,6 +8,8 @@ from typing import Final
 
 import numpy as np
 
+from kvsidecar.cache.block import StoreGrant
+from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.copier.messages import CHECK, Checks
 from kvsidecar.types import Verify
 
@@ -20,14 +22,16 @@ BlocksInSlots = tuple[Sequence[bytes], Sequence[int], int]
 
 
 class Checksums:
-    """Checksum by slot: its byte offset in the pool.
+    """Checksum by slot: its byte offset in the pool. Those of a cache that records its slots are in its records, where
+    the next daemon finds them; those of another cache are here.
 
     Args:
         verify: which blocks are checked.
     """
 
-    def __init__(self, verify: Verify) -> None:
+    def __init__(self, verify: Verify, cache: BlockCache) -> None:
         self._verify = verify
+        self._cache = cache
         self._by_slot: dict[int, int] = {}
 
     def chosen(self, block_hash: bytes) -> bool:
@@ -45,20 +49,28 @@ class Checksums:
             ]
         )
 
-    def keep(self, checks: Checks, values: Iterable[int]) -> None:
-        """Remember what a copier has taken: a value for each check."""
-        self._by_slot.update(zip(checks["slot"].tolist(), values, strict=True))
+    def keep(self, grant: StoreGrant, checks: Checks, values: Sequence[int]) -> None:
+        """Remember what a copier has taken: a value for each check. The store is sealed next."""
+        if self._cache.recorded:
+            grant.checksums = checks["slot"], np.array(values, np.uint64)
+        else:
+            self._by_slot.update(zip(checks["slot"].tolist(), values, strict=True))
 
     def to_compare(self, parts: Iterable[BlocksInSlots]) -> tuple[Checks | None, list[tuple[int, int]]]:
         """What a copier is to compare before it loads these (None: nothing), and (part, index) of each check. A slot
         without a checksum is not one of them."""
         rows, places = [], []
         for part, (hashes, slots, nbytes) in enumerate(parts):
-            for index, (block_hash, slot) in enumerate(zip(hashes, slots, strict=True)):
-                if self.chosen(block_hash) and (expected := self._by_slot.get(slot)) is not None:
+            for index, (block_hash, slot, expected) in enumerate(zip(hashes, slots, self._of(slots), strict=True)):
+                if expected is not None and self.chosen(block_hash):
                     rows.append((slot, nbytes, expected))
                     places.append((part, index))
         return _checks(rows), places
+
+    def _of(self, slots: Sequence[int]) -> list[int | None]:
+        if self._cache.recorded:
+            return self._cache.checksums(np.array(slots, np.int64))
+        return [self._by_slot.get(slot) for slot in slots]
 
 
 def _checks(rows: list[tuple[int, int, int]]) -> Checks | None:

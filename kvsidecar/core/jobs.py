@@ -154,7 +154,7 @@ class JobRunner:
         def copied(done: Done) -> JobResult:
             failpoints.hit("store.before_seal")
             if checksums is not None and checks is not None:
-                checksums.keep(checks, done.values)
+                checksums.keep(grant, checks, done.values)
             return _done(reserved, skipped, done)
 
         self._copy(session, job, parts, checks, copied)

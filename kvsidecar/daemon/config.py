@@ -281,7 +281,8 @@ class Settings(BaseModel):
     verify: Verify = Field(
         Verify.OFF,
         description="Checksum slots when they are sealed, and verify them before they are loaded. off: never. sample: "
-        "one block in 16. always: every block. A mismatch is a miss, and the slot is quarantined.",
+        "one block in 16. always: every block. A mismatch is a miss, and the slot is quarantined. Checksums "
+        "outlive the daemon with their blocks; blocks that were stored while it was off have none.",
     )
     lease_max: _Seconds = Field(
         60.0,

@@ -138,7 +138,7 @@ class Daemon:
         if kept is not None:
             self._started_with(kept.found)
         self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
-        checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify)
+        checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, self._cache)
         self._runner = JobRunner(
             self._cache,
             copiers,

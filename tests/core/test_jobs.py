@@ -72,7 +72,7 @@ class World:
         self.answers: list[JobResult] = []
         self.runner = JobRunner(
             self.cache, self.copiers, self.readiness, self.metrics, lambda: 0.0,
-            checksums=Checksums(verify), guard=self.guard,
+            checksums=Checksums(verify, self.cache), guard=self.guard,
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))

@@ -10,19 +10,25 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks, Outcome
+from kvsidecar.pool.kept_files import FILES
 from tests.e2e.test_copier_death import attached_again, deaths
 from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, works
 from tests.e2e.test_faults import nothing_is_left_of
+from tests.e2e.test_warm_restart import kill, started
 from tests.harness import DaemonProcess, Gate, Rank, done, hashes
 from tests.marks import both_protocols
 
 pytestmark = both_protocols
 
 
-def flip_a_bit(daemon: DaemonProcess, content: bytes) -> None:
-    """In the daemon's pool, where these bytes lie."""
+def pool_of(daemon: DaemonProcess) -> Path:
     files = Path(f"/proc/{daemon.process.pid}/fd").iterdir()
     (pool,) = [path for path in files if "kvsidecar-pool" in os.readlink(path)]
+    return pool
+
+
+def flip_a_bit(pool: Path, content: bytes) -> None:
+    """Where these bytes lie in the pool."""
     with open(pool, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         at = memory.find(content)
         assert at >= 0
@@ -34,7 +40,7 @@ def test_a_block_whose_bytes_changed_in_the_pool_is_a_miss(short_dir: Path, loca
         rank = Rank(daemon.wait_ready())
         done(rank.store("a", "b"))
         done(rank.load("a", "b", at=[4, 5]))
-        flip_a_bit(daemon, rank.pattern("a").tobytes())
+        flip_a_bit(pool_of(daemon), rank.pattern("a").tobytes())
         rank.fill(6, "before")
         wrong = rank.load("a", "b", at=[6, 7])
         assert (wrong.outcome, wrong.reason) == (Outcome.DECLINED, "checksum")
@@ -70,3 +76,59 @@ def test_a_copier_killed_while_it_reads_slots_costs_the_job(
         works(rank, "a" if direction == "load" else "b")
         rank.close()
         nothing_is_left_of(daemon)
+
+
+def test_a_block_whose_bytes_changed_while_no_daemon_ran_is_a_miss(
+    short_dir: Path, pool_dir: Path, local: bool
+) -> None:
+    flags = ("--pool-dir", str(pool_dir), "--verify", "always")
+    with started(short_dir, *flags, local=local) as daemon:
+        rank = Rank(daemon)
+        done(rank.store("a", "b", "c"))
+        wrong = rank.pattern("b").tobytes()
+        kill(daemon)
+        rank.close()
+    flip_a_bit(pool_dir / FILES[0], wrong)
+    with started(short_dir, *flags, local=local) as daemon:
+        assert daemon.get("/ready")[1]["kept_blocks"] == 3
+        rank = Rank(daemon)
+        for block_id, name in enumerate("abc", 4):
+            rank.fill(block_id, "before")
+            job = rank.load(name, at=[block_id])
+            if name == "b":
+                assert (job.outcome, job.reason) == (Outcome.DECLINED, "checksum")
+            else:
+                done(job)
+            assert rank.holds(block_id, "before" if name == "b" else name)
+        assert (rank.hits("a"), rank.hits("b"), rank.hits("c")) == (1, 0, 1)
+        assert daemon.metric('kvsidecar_refusals_total{reason="checksum"}') == 1
+        assert daemon.metric("kvsidecar_pool_quarantined_bytes") > 0
+        kill(daemon)
+        rank.close()
+    with started(short_dir, *flags, local=local) as daemon:
+        rank = Rank(daemon)
+        assert (rank.hits("a"), rank.hits("b"), rank.hits("c")) == (1, 0, 1), "the miss was forgotten"
+        done(rank.store("b"))
+        works(rank, "b")
+        rank.close()
+
+
+def test_verify_may_change_between_daemons(short_dir: Path, pool_dir: Path, local: bool) -> None:
+    """What is stored while it is off has no checksum, and is loaded as it is; other blocks keep theirs meanwhile."""
+    flags = ("--pool-dir", str(pool_dir))
+    for verify, name in (("off", "a"), ("always", "b"), ("off", "c")):
+        with started(short_dir, *flags, "--verify", verify, local=local) as daemon:
+            rank = Rank(daemon)
+            done(rank.store(name))
+            changed = rank.pattern(name).tobytes()
+            kill(daemon)
+            rank.close()
+        flip_a_bit(pool_dir / FILES[0], changed)
+    for verify, wrong in (("off", ""), ("always", "b")):
+        with started(short_dir, *flags, "--verify", verify, local=local) as daemon:
+            rank = Rank(daemon)
+            assert rank.hits("a", "b", "c") == 3
+            reasons = {name: rank.load(name, at=[4]).reason for name in "abc"}
+            assert reasons == {name: "checksum" if name == wrong else "" for name in "abc"}
+            kill(daemon)
+            rank.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import xxhash
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
@@ -59,16 +60,19 @@ class Kills:
         for space in cache.spaces:
             for key, row in enumerate(_rows(space)):
                 if row >= 0:
-                    self._compare(space, key, row)
+                    self._compare(cache, space, key, row)
                     self._cuts[-1].add((space.namespace.model, space.group, key))
 
-    def _compare(self, space: Space, key: int, row: int) -> None:
-        for shard, slot in enumerate(space.blocks.slots[:, row].tolist()):
+    def _compare(self, cache: BlockCache, space: Space, key: int, row: int) -> None:
+        slots = space.blocks.slots[:, row]
+        for shard, (slot, checksum) in enumerate(zip(slots.tolist(), cache.checksums(slots), strict=True)):
             nbytes = space.shard_bytes[shard]
             assert nbytes is not None
             expected = content(space.namespace.model, space.group, key, shard, nbytes)
             if not np.array_equal(self._machine.pool[slot : slot + nbytes], expected):
                 raise Violation(f"the next daemon would find key {key} of group {space.group} with other bytes")
+            if checksum not in (None, xxhash.xxh3_64_intdigest(expected.data)):
+                raise Violation(f"the next daemon would find key {key} of group {space.group} corrupt")
 
 
 def _rows(space: Space) -> list[int]:

@@ -151,7 +151,7 @@ class World:
         self.instances = Instances(
             self.cache, self.copiers, loop.time, self._task_failed, Access(None, owner=0, private=True)
         )
-        checksums = Checksums(Verify.ALWAYS) if rng.random() < 0.5 else None
+        checksums = Checksums(Verify.ALWAYS, self.cache) if rng.random() < 0.5 else None
         self.runner = JobRunner(self.cache, self.copiers, self.readiness, _metrics(), loop.time, checksums=checksums)
         self.lookups = LookupService(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
         self.handler = Handler(
