@@ -5,24 +5,30 @@ python -m benchmarks.vllm.hits --tiny                      # on the CPU: shows t
 
 One prompt at a time, one token each; a prompt more than are counted runs before each phase. Then the tokens and the
 first log-probability of some prompts, cold, from the GPU's cache, and from the connector. With kvsidecar also an engine
-started anew against the same daemon, and two engines at once that hit what the other one stored.
+started anew against the same daemon, and two engines at once that hit what the other one stored; with ``--pool-dir``
+also an engine whose daemon is killed and started again meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
-from contextlib import nullcontext
+import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm import runs
 from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50
-from kvsidecar.bench.processes import Child
+from benchmarks.warm_restart import kill
+from kvsidecar.bench.processes import Child, PrivateDaemon
 
 WARM, CHECKED, SHARED = 500_000, 700_000, 800_000
 """Names of prompts that are not counted, that are compared, and that two engines give each other."""
+ATTACH_ATTEMPTS, ATTACH_SECONDS = 60, 0.5
+"""An engine tries to attach again at growing distances, of seconds at most."""
 
 
 def phase(child: Child, first: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -61,6 +67,32 @@ def restart(child: Child, options: argparse.Namespace) -> dict[str, Any]:
     return {"facts": facts, "first": ask(child, "phase", first=0, count=options.prompts, length=options.tokens)}
 
 
+def restart_daemon(child: Child, daemon: PrivateDaemon, options: argparse.Namespace) -> dict[str, Any]:
+    """The daemon is killed and started again while the engine keeps running. The engine's own cache is empty then, so
+    that every hit is of what the daemon has kept."""
+    ask(child, "drain")
+    before = ask(child, "check", first=CHECKED, count=options.checked, length=options.tokens)
+    ask(child, "drain")
+    gone = kill(daemon)
+    daemon.start()
+    daemon.wait_ready()
+    warm = daemon.said["warm start"]
+    console.print(f"killed, gone after {gone:.2f} s; kept {warm['kept_blocks']} blocks", style="dim")
+    for _ in range(ATTACH_ATTEMPTS):  # it attaches again by itself, within some seconds
+        reset(child)
+        if ask(child, "phase", first=CHECKED, count=1, length=options.tokens)["cached"][0]:
+            break
+        time.sleep(ATTACH_SECONDS)
+    reset(child)
+    after = ask(child, "check", first=CHECKED, count=options.checked, length=options.tokens)
+    reset(child)
+    return {
+        "first": phase(child, 0, options), "kept_blocks": warm["kept_blocks"], "dropped": warm["dropped_blocks"],
+        "ready_seconds": round(daemon.times["ready"] - daemon.started, 3), "gone_seconds": gone,
+        "equal_tokens": _same(before, after), "cached": after["cached"],
+    }  # fmt: skip
+
+
 def share(one: Child, other: Child, options: argparse.Namespace) -> dict[str, Any]:
     """Each stores half of the prompts; each hits the other's."""
     half = max(1, options.prompts // 2)
@@ -87,19 +119,22 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
     if options.tiny:
         memory = half = {"kv_cache_memory_bytes": 2 * kv_bytes_per_token(True) * options.tokens * (options.prompts + 4)}
     ours = mode == "kvsidecar"
-    with runs.daemon(options, directory, pool) if ours else nullcontext() as socket:
-        with runs.engine(options, directory, mode, pool, socket, **llm, **memory) as child:
+    flags = ["--pool-dir", str(options.pool_dir)] if options.pool_dir is not None else []
+    with runs.daemon(options, directory, pool, flags) if ours else nullcontext() as daemon:
+        with runs.engine(options, directory, mode, pool, daemon, **llm, **memory) as child:
             found = measure(child, mode, options)
             if ours:  # the last phase forgot everything
                 phase(child, 0, options)
                 ask(child, "drain")
+            if daemon is not None and flags:
+                found["restart daemon"] = restart_daemon(child, daemon, options)
         if ours:
-            with runs.engine(options, directory, mode, pool, socket, **llm, **memory) as child:
+            with runs.engine(options, directory, mode, pool, daemon, **llm, **memory) as child:
                 found["restart"] = restart(child, options)
             # One after the other: vLLM measures free GPU memory when it starts.
-            with runs.engine(options, directory, mode, pool, socket, **llm, **half) as one:
+            with runs.engine(options, directory, mode, pool, daemon, **llm, **half) as one:
                 ask(one, "facts")
-                with runs.engine(options, directory, mode, pool, socket, **llm, **half) as other:
+                with runs.engine(options, directory, mode, pool, daemon, **llm, **half) as other:
                     found["share"] = share(one, other, options)
     return found
 
@@ -111,6 +146,8 @@ def show(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> Non
     rows: list[list[object]] = []
     for mode, found in results.items():
         timed = {name: found[name] for name in PHASES if name in found}
+        if "restart daemon" in found:
+            timed["restarted daemon"] = found["restart daemon"]["first"]
         if "restart" in found:
             timed["restarted engine"] = found["restart"]["first"]
             timed["two engines: one"] = found["share"]["one"]
@@ -129,6 +166,12 @@ def show(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> Non
     ]
     runs.table("Start", ["mode", "register_kv_caches ms", "engine built s", "GPU blocks"], rows)
 
+    for found in results.values():
+        if (kept := found.get("restart daemon")) is not None:
+            console.print(
+                f"The daemon was killed: {kept['kept_blocks']} blocks kept, {sum(kept['dropped'].values())} dropped, "
+                f"ready again after {kept['ready_seconds']:.2f} s; tokens equal to those before: {kept['equal_tokens']}"
+            )
     rows = []
     for mode, found in results.items():
         cold, gpu, external = (found["check"].get(name) for name in ("cold", "gpu", "external"))
@@ -167,6 +210,9 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=float, default=0.7, help="share of the GPU's memory for an engine; half for each of two"
     )
+    parser.add_argument(
+        "--pool-dir", type=Path, help="a directory in memory, such as /dev/shm/NAME, that keeps the pool"
+    )
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs instead of eager mode")
     options = parser.parse_args()
     options.tokens = options.tokens or (512 if options.tiny else 8192)
@@ -178,8 +224,10 @@ def main() -> None:
         options, 2 * per_prompt * (2 * options.prompts + options.checked + 16) // (1 << 21) * (1 << 21)
     )
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
-        directory = options.logs or Path(temporary)
+    with ExitStack() as stack:
+        if options.pool_dir is not None and not options.pool_dir.exists():
+            stack.callback(shutil.rmtree, options.pool_dir, ignore_errors=True)  # it would hold the pool's memory
+        directory = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
         directory.mkdir(parents=True, exist_ok=True)
         for mode in chosen:
             console.print(f"{mode} ...")

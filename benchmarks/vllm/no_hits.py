@@ -35,12 +35,12 @@ def measure(
     shape = {name: getattr(options, name) for name in SHAPE} | {"turns": 1, "turn_tokens": 2, "system_tokens": 0}
     results: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     with ExitStack() as stack:
-        socket = stack.enter_context(runs.daemon(options, directory, pool)) if "kvsidecar" in modes else None
+        daemon = stack.enter_context(runs.daemon(options, directory, pool)) if "kvsidecar" in modes else None
         engines = {}
         for mode in modes:  # one after the other: each looks at how much of the GPU is free
             console.print(f"{mode}: engine starts ...")
             engines[mode] = stack.enter_context(
-                runs.engine(options, directory, mode, pool, socket, time_hooks=options.hooks, **llm)
+                runs.engine(options, directory, mode, pool, daemon, time_hooks=options.hooks, **llm)
             )
             ask(engines[mode], "facts")
             ask(engines[mode], "converse", **shape, seed=1)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.vllm.engine import kv_bytes_per_token, model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
-from kvsidecar.bench.processes import Child, private_daemon
+from kvsidecar.bench.processes import Child, PrivateDaemon, private_daemon
 from kvsidecar.support.units import parse_size
 
 MODES = ("none", "empty", "simple", "offload", "kvsidecar")
@@ -83,13 +83,14 @@ def modes(given: str, default: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def daemon(options: argparse.Namespace, directory: Path, pool_bytes: int) -> Iterator[str]:
-    """The socket of a daemon that is ready."""
+def daemon(
+    options: argparse.Namespace, directory: Path, pool_bytes: int, flags: Sequence[str] = ()
+) -> Iterator[PrivateDaemon]:
+    """A daemon that is ready."""
     device = "host" if options.tiny else "cuda"
-    flags = options.serve.split()
-    with private_daemon(directory, device, pool_bytes, flags) as running:
+    with private_daemon(directory, device, pool_bytes, [*options.serve.split(), *flags]) as running:
         console.print(f"daemon ready after {running.times['ready'] - running.started:.1f} s")
-        yield running.socket
+        yield running
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def engine(
     directory: Path,
     mode: str,
     pool_bytes: int,
-    socket: str | None,
+    running: PrivateDaemon | None,
     *,
     time_hooks: bool = True,
     **llm: Any,
@@ -111,7 +112,7 @@ def engine(
         (model / "config.json").write_text(json.dumps(model_config(options.tiny)))
     config = {
         "model": str(model),
-        "transfer": transfer_config(mode, pool_bytes, socket, extra),
+        "transfer": transfer_config(mode, pool_bytes, running.socket if running else None, extra),
         "tiny": options.tiny,
         "options": {**llm, **json.loads(options.llm)},
         "time_hooks": time_hooks,

@@ -48,13 +48,13 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
     llm = runs.llm_options(options, max_model_len=16384)
     shape = {name: getattr(options, name) for name in SHAPE}
     with ExitStack() as stack:
-        socket = stack.enter_context(
+        daemon = stack.enter_context(
             runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext(None)
         )
         engines = []
         for number in range(options.engines):
             with visible(None if options.tiny else number):
-                engines.append(stack.enter_context(runs.engine(options, directory, mode, pool, socket, **llm)))
+                engines.append(stack.enter_context(runs.engine(options, directory, mode, pool, daemon, **llm)))
         for engine in engines:
             engine.ask("facts")
         for engine in engines:

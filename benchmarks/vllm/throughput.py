@@ -45,8 +45,8 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
     llm = runs.llm_options(options, max_model_len=16384)
     shape = {name: getattr(options, name) for name in SHAPE}
     with (
-        runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as socket,
-        runs.engine(options, directory, mode, pool, socket, **llm) as child,
+        runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as daemon,
+        runs.engine(options, directory, mode, pool, daemon, **llm) as child,
     ):
         facts = ask(child, "facts")
         # The engine's first steps compile and allocate; these conversations are others than those counted.

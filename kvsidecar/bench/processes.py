@@ -98,7 +98,9 @@ class PrivateDaemon:
         """The same lines of the log."""
 
     def start(self) -> None:
-        """Call it where `stop` is certain to follow."""
+        """Call it where `stop` is certain to follow. Once it has ended it may be started again, at the same socket."""
+        self.times.clear()
+        self.said.clear()
         with self._log.open("wb") as stream:
             self.started = time.perf_counter()
             # In a session of its own, as every child: Ctrl-C is for the bench alone.
