@@ -52,7 +52,7 @@ class Checksums:
     def keep(self, grant: StoreGrant, checks: Checks, values: Sequence[int]) -> None:
         """Remember what a copier has taken: a value for each check. The store is sealed next."""
         if self._cache.recorded:
-            grant.checksums = checks["slot"], np.array(values, np.uint64)
+            grant.checksums = checks["slot"], np.fromiter(values, np.uint64, len(checks))
         else:
             self._by_slot.update(zip(checks["slot"].tolist(), values, strict=True))
 

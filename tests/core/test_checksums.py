@@ -149,3 +149,13 @@ def test_a_store_that_ends_after_its_namespace_was_cleared_leaves_no_checksum(co
     runs.store(*range(count))
     runs.checksums = Checksums(Verify.ALWAYS, runs.cache)
     assert runs.expected(*range(count)) == [None] * count
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_fewer_values_than_checks_end_the_store_before_it_is_sealed(*, recorded: bool) -> None:
+    runs = Runs()
+    checksums = runs.checksums if recorded else Checksums(Verify.ALWAYS, NOT_RECORDED)
+    checks = checksums.to_take([(HASHES[:2], [0, PAGE], PAGE)])
+    assert checks is not None
+    with pytest.raises(ValueError, match="short"):
+        checksums.keep(StoreGrant(), checks, [1])
