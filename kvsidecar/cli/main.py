@@ -301,6 +301,7 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
 @_socket_option
 @click.option("--config", metavar="PATH", help="The daemon's configuration file. [default: as for serve]")
 @click.option("--pool-size", metavar="SIZE|PERCENT", help="Pool size to check for. [default: as for serve]")
+@click.option("--pool-dir", metavar="DIRECTORY", help="Directory of the pool to check. [default: as for serve]")
 @click.option("--device", metavar="auto|cuda|host", help="Device to check for. [default: as for serve]")
 @click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="Also check this engine process.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")

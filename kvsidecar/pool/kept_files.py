@@ -97,13 +97,13 @@ class PoolDirectory:
         self.left_by_stranger = False
         """To be set by who takes the lock."""
         self.path = path
-        self._fd, self._huge_page_bytes = _open_directory("pool_dir", path)
+        self._fd, self.huge_page_bytes = _open_directory("pool_dir", path)
         self._table_fd = self._fd
         if table_path is not None:
             self._table_fd, in_table = _open_directory("table_dir", table_path)
             if in_table:
                 raise ConfigError(f"table_dir='{table_path}' is on hugetlbfs: use a directory on tmpfs")
-        elif self._huge_page_bytes:
+        elif self.huge_page_bytes:
             raise ConfigError(f"pool_dir='{path}' is on hugetlbfs: set table_dir to a directory on tmpfs, too")
 
     @property
@@ -150,7 +150,7 @@ class PoolDirectory:
         return fd
 
     def create(self, pool_bytes: int, table_bytes: int, choose_pages: Callable[[], Pages]) -> KeptFiles:
-        memory_limits.pages_of_file(HugePages.AUTO, pool_bytes, self._huge_page_bytes)  # refuses a size
+        memory_limits.pages_of_file(HugePages.AUTO, pool_bytes, self.huge_page_bytes)  # refuses a size
         (pool_name, pool_dir), (table_name, table_dir) = self._places()
         with ExitStack() as made:
             try:

@@ -240,6 +240,42 @@ def _memory(facts: Facts) -> Iterable[Result]:
         yield _OK, f"the pool of {format_size(config.pool_bytes)} fits: {room}"
 
 
+def _kept_pool(facts: Facts) -> Iterable[Result]:
+    kept, daemon = facts.kept_pool, facts.daemon
+    if daemon.state is not None and daemon.carrier:
+        holder = {"systemd": "systemd's descriptor store"}.get(daemon.carrier, f"a {daemon.carrier} in memory")
+        yield _OK, f"the cache outlives the running daemon: {holder} holds it"
+    elif not kept.directory:
+        whose = (
+            "the daemon, unless systemd's descriptor store holds it" if daemon.state is None else "the running daemon"
+        )
+        yield _OK, f"the cache ends with {whose}: --pool-dir is not set"
+    elif kept.problem:
+        yield _PROBLEM, kept.problem, "Set --pool-dir to a directory on tmpfs that you own."
+    else:
+        yield _pool_dir(facts)
+
+
+def _pool_dir(facts: Facts) -> Result:
+    kept, pool = facts.kept_pool, facts.config.pool_bytes
+    has = f"a pool of {format_size(kept.pool_bytes)}" if kept.pool_bytes is not None else "no pool yet"
+    room = "no limit" if kept.room is None else f"room for {format_size(kept.room)}"
+    named = f"{kept.directory} ({kept.file_system}, of {kept.owner}): {has}, {room}"
+    if not kept.writable:
+        fix = f"Give the directory to {facts.user}, or set --pool-dir to another one."
+        return _WARNING, f"{named}; {facts.user} may not write to it, so the cache ends with the daemon", fix
+    if kept.pool_owner not in ("", facts.user):
+        fix = f"Remove {kept.directory}/kvsidecar-*, or run the daemon as {kept.pool_owner}."
+        return _WARNING, f"{named}; the pool belongs to {kept.pool_owner} and is not used", fix
+    if kept.room is not None and kept.room < pool:
+        fix = "Raise its size (sizeLimit of an emptyDir), or lower --pool-size."
+        text = f"{named}, less than the pool of {format_size(pool)}, so the cache ends with the daemon"
+        return _WARNING, text, fix
+    if facts.daemon.state is not None:
+        return _WARNING, f"{named}; the running daemon does not use it", "Restart the daemon; its log says why."
+    return _OK, f"the cache outlives the daemon in {named}"
+
+
 # -- namespaces and sockets --------------------------------------------------------------------------------------
 
 
@@ -389,6 +425,7 @@ CHECKS: dict[str, Check] = {
     "huge pages": _huge_pages,
     "memlock": _memlock,
     "memory": _memory,
+    "kept pool": _kept_pool,
     "IPC namespace": _ipc,
     "/dev/shm": _shm,
     "socket": _socket,

@@ -84,6 +84,26 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptPool:
+    """The directory that keeps the pool over the daemon's end. Sizes in bytes."""
+
+    directory: str = ""
+    """``--pool-dir``; empty if it is not set."""
+    problem: str = ""
+    """The error with which the daemon would not start; the other fields are then unknown."""
+    file_system: str = ""
+    """``tmpfs`` or ``hugetlbfs``."""
+    owner: str = ""
+    """Of the directory, or of the one in which it will be made."""
+    writable: bool = False
+    room: int | None = None
+    """With that of a pool that is there already, which a new one replaces; None: no limit."""
+    pool_bytes: int | None = None
+    """Of the pool that is there; None: there is none."""
+    pool_owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SocketFacts:
     directory_owner: int | None
     """uid; None: the directory does not exist."""
@@ -109,6 +129,8 @@ class Daemon:
     version: str = ""
     pid: int = 0
     ranks: int = 0
+    carrier: str = ""
+    """Who holds its pool when it ends: ``systemd``, ``directory``, or nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +172,7 @@ class Facts:
     closed_nvidia_nodes: tuple[str, ...]
     """Those of ``nvidia_nodes`` that this user may not open."""
     memory: Memory
+    kept_pool: KeptPool
     socket: SocketFacts
     daemon: Daemon
     isolation: Isolation

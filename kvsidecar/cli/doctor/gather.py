@@ -27,6 +27,7 @@ from kvsidecar.cli.doctor.facts import (
     Facts,
     Gpu,
     Isolation,
+    KeptPool,
     Kernel,
     Memory,
     SocketFacts,
@@ -38,6 +39,7 @@ from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.system import mps_runs, pci_numa_node
 from kvsidecar.errors import ClientError, ConfigError, PoolRefused
 from kvsidecar.pool.host_pool import HostPool, PoolSpec
+from kvsidecar.pool.kept_files import FILES, PoolDirectory
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support import memory_limits, peer
 
@@ -82,6 +84,7 @@ def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
         nvidia_nodes=nodes,
         closed_nvidia_nodes=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
         memory=_memory(settings, driver),
+        kept_pool=_kept_pool(settings),
         socket=_socket(config.socket),
         daemon=daemon,
         isolation=(_isolation(daemon.pid) if daemon.pid else None) or _isolation("self") or Isolation(None, None, None),
@@ -173,6 +176,37 @@ def _memory(settings: Settings | None, driver: Driver) -> Memory:
     )
 
 
+def _kept_pool(settings: Settings | None) -> KeptPool:
+    if settings is None or settings.pool_dir is None:
+        return KeptPool()
+    directory, table_dir = Path(settings.pool_dir), settings.table_dir
+    place = _existing(directory)
+    try:
+        opened = PoolDirectory(place, None if table_dir is None else _existing(Path(table_dir)))
+        opened.close()
+        status, limit = place.stat(), os.statvfs(place)
+    except (ConfigError, OSError) as error:
+        return KeptPool(str(directory), str(error).replace(f"pool_dir='{place}'", f"pool_dir='{directory}'"))
+    pool: os.stat_result | None = None
+    with contextlib.suppress(OSError):
+        pool = os.lstat(directory / FILES[0])
+    in_use = pool.st_blocks * 512 if pool else 0
+    return KeptPool(
+        directory=str(directory),
+        file_system="hugetlbfs" if opened.huge_page_bytes else "tmpfs",
+        owner=_name_of(status.st_uid),
+        writable=os.access(place, os.W_OK | os.X_OK),
+        room=limit.f_bavail * limit.f_frsize + in_use if limit.f_blocks else None,
+        pool_bytes=pool.st_size if pool else None,
+        pool_owner=_name_of(pool.st_uid) if pool else "",
+    )
+
+
+def _existing(directory: Path) -> Path:
+    """It, or the one in which the daemon would make it: the doctor makes nothing."""
+    return directory if os.path.lexists(directory) else directory.parent.resolve()
+
+
 def _socket(path: str) -> SocketFacts:
     directory = Path(path).parent
     owner: int | None = None
@@ -217,7 +251,7 @@ def _daemon(path: str) -> Daemon:
     finally:
         client.close()
     state = STATE_FROM_WIRE[reply.readiness.state]
-    return Daemon(state, reply.readiness.reason, False, reply.version, pid, reply.totals.ranks)
+    return Daemon(state, reply.readiness.reason, False, reply.version, pid, reply.totals.ranks, reply.pool.carrier)
 
 
 def _isolation(process: int | str) -> Isolation | None:

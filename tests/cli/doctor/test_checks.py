@@ -16,6 +16,7 @@ from kvsidecar.cli.doctor.facts import (
     Facts,
     Gpu,
     Isolation,
+    KeptPool,
     Kernel,
     Memory,
     SocketFacts,
@@ -41,6 +42,7 @@ MEMORY = Memory(
     numa={0: NumaNode(500 * GiB, 400 * GiB)},
     page_kind="thp",
 )
+KEPT = KeptPool("/dev/shm/kvs", file_system="tmpfs", owner="kv", writable=True, room=250 * GiB)
 SOCKET = "/run/kvsidecar/kvsidecar.sock"
 GOOD = Facts(
     user="kv",
@@ -52,8 +54,9 @@ GOOD = Facts(
     nvidia_nodes=("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"),
     closed_nvidia_nodes=(),
     memory=MEMORY,
+    kept_pool=KEPT,
     socket=SocketFacts(0, True, True, 0o660, "kv", "llm", ("alice", "bob")),
-    daemon=Daemon(State.READY, "", False, "1.0", 4242, 2),
+    daemon=Daemon(State.READY, "", False, "1.0", 4242, 2, "directory"),
     isolation=HERE,
     engine=ENGINE,
 )
@@ -88,6 +91,14 @@ def config(**fields: Any) -> DaemonConfig:
 
 def memory(**fields: Any) -> Facts:
     return changed(memory=replace(MEMORY, **fields), daemon=Daemon())
+
+
+def kept_pool(**fields: Any) -> Facts:
+    return changed(kept_pool=replace(KEPT, **fields), daemon=Daemon())
+
+
+def carrier(name: str, **parts: Any) -> Facts:
+    return changed(daemon=replace(GOOD.daemon, carrier=name), **parts)
 
 
 def engine(**fields: Any) -> Facts:
@@ -157,6 +168,17 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "Lower --pool-size.",
     ),
     ("memory", changed(config=DaemonConfig(problem="x")), NOT_CHECKED, "unknown", ""),
+    ("kept pool", kept_pool(), OK, "outlives the daemon in /dev/shm/kvs (tmpfs, of kv): no pool yet, room for 250", ""),
+    ("kept pool", kept_pool(pool_bytes=GiB, pool_owner="kv", room=None), OK, "a pool of 1 GiB, no limit", ""),
+    ("kept pool", kept_pool(problem="pool_dir='/x' is not in memory"), PROBLEM, "not in memory", "tmpfs"),
+    ("kept pool", kept_pool(room=GiB), WARNING, "room for 1 GiB, less than the pool of 200 GiB", "sizeLimit"),
+    ("kept pool", kept_pool(writable=False), WARNING, "kv may not write to it", "Give the directory to kv"),
+    ("kept pool", kept_pool(pool_bytes=1, pool_owner="eve"), WARNING, "belongs to eve and is not used", "Remove"),
+    ("kept pool", kept_pool(directory=""), OK, "ends with the daemon, unless systemd's descriptor store", ""),
+    ("kept pool", carrier("systemd"), OK, "outlives the running daemon: systemd's descriptor store", ""),
+    ("kept pool", carrier("directory"), OK, "outlives the running daemon: a directory in memory holds it", ""),
+    ("kept pool", carrier("", kept_pool=KeptPool()), OK, "ends with the running daemon: --pool-dir is not set", ""),
+    ("kept pool", carrier(""), WARNING, "the running daemon does not use it", "its log"),
     ("IPC namespace", changed(isolation=replace(HERE, ipc_namespace=7)), OK, "container", ""),
     ("/dev/shm", changed(isolation=replace(HERE, shm_device=None)), WARNING, "no /dev/shm", "tmpfs"),
     ("/dev/shm", changed(isolation=replace(HERE, shm_writable=False)), WARNING, "kv may not write", "tmpfs"),

@@ -59,6 +59,30 @@ def test_a_running_daemon_and_its_socket_are_seen(daemon: DaemonProcess) -> None
     assert facts.engine.uid == os.getuid()
 
 
+def test_the_directory_that_keeps_the_pool_is_looked_at_and_not_made(short_dir: Path, pool_dir: Path) -> None:
+    flags = {**FLAGS, "socket": str(short_dir / "kvs.sock"), "pool_dir": str(pool_dir)}
+    before = gather(flags, None).kept_pool
+    assert not pool_dir.exists()
+    assert (before.directory, before.problem, before.file_system) == (str(pool_dir), "", "tmpfs")
+    assert (before.writable, before.pool_bytes) == (True, None)
+    assert (before.room or 1 << 62) > MiB
+    with DaemonProcess(short_dir, "--pool-dir", str(pool_dir)) as daemon:
+        running = gather({**flags, "socket": daemon.wait_ready().socket}, None)
+        assert running.daemon.carrier == "directory"
+    after = gather(flags, None).kept_pool
+    assert (after.pool_bytes, after.pool_owner, after.owner) == (MiB, before.owner, before.owner)
+    none = gather({**flags, "pool_dir": None}, None)
+    assert none.kept_pool.directory == ""
+
+
+@pytest.mark.parametrize("place", ["/proc", "/proc/new", "/nowhere/at/all"])
+def test_a_directory_that_cannot_keep_the_pool_is_a_problem_in_the_daemons_words(short_dir: Path, place: str) -> None:
+    facts = gather({**FLAGS, "socket": str(short_dir / "kvs.sock"), "pool_dir": place}, None)
+    assert facts.kept_pool.problem.startswith(f"pool_dir='{place}' ")
+    (finding,) = [each for each in examine(facts) if each.check == "kept pool"]
+    assert finding.verdict is Verdict.PROBLEM
+
+
 def test_a_dead_daemons_socket_is_a_problem(short_dir: Path) -> None:
     with DaemonProcess(short_dir) as dead:
         dead.process.kill()
