@@ -103,7 +103,7 @@ def test_a_run_that_is_ended_shows_what_it_has_and_leaves_nothing(short_dir: Pat
         done = support.finish(process)
     assert done.returncode == 130, done.stderr
     assert "warm-restart: interrupted" in done.stdout
-    assert ("A pool of 6 MiB" in done.stdout) == (limit != "1")
+    assert "A pool of 6 MiB" in done.stdout or limit == "1", "what was measured is shown"
     support.wait_gone(short_dir)
 
 
