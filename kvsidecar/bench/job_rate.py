@@ -25,11 +25,16 @@ HOST_POOL = 4 * MiB
 def measure(setting: Setting, out: Measurement) -> None:
     _rates(setting, out, RANKS, setting.daemon(), setting.device, cores=None)
     mine = sorted(os.sched_getaffinity(0))
+    cores = frozenset(mine[:TWO_CORES])
     if setting.is_private and (setting.device != "host" or len(mine) > TWO_CORES):
         # The figure that machines share: daemon and ranks on two cores, and no GPU.
-        cores = frozenset(mine[:TWO_CORES])
         with setting.private_daemon(HOST_POOL, device="host", cores=cores) as daemon:
             _rates(setting, out, RANKS[-1:], daemon, "host", cores=cores)
+    if setting.is_private:
+        devices = ["host", *(f"host-{number}" for number in range(1, max(RANKS)))]
+        flags = ["--devices", ",".join(devices)]
+        with setting.private_daemon(HOST_POOL, flags, device="host", cores=cores) as daemon:
+            _rates(setting, out, RANKS[-1:], daemon, "host", cores=cores, devices=devices)
 
 
 def _rates(
@@ -39,14 +44,20 @@ def _rates(
     daemon: Daemon,
     device: str,
     cores: frozenset[int] | None,
+    devices: Sequence[str] = (),
 ) -> None:
+    """
+    Args:
+        devices: of the ranks, in turn; empty: all of them are on one.
+    """
     with ExitStack() as stack:
         children: list[Child] = []
         for number in range(max(numbers)):
             setting.say(f"attaching rank {number} on {device}")
             rank = setting.rank(
-                TINY, 1, IN_FLIGHT, tuple(Direction), daemon=daemon, device=device, cores=cores, number=number
-            )
+                TINY, 1, IN_FLIGHT, tuple(Direction), daemon=daemon, device=device, cores=cores, number=number,
+                on=devices[number % len(devices)] if devices else None,
+            )  # fmt: skip
             children.append(stack.enter_context(rank))
         for count in numbers:
             for direction in Direction:
@@ -57,6 +68,7 @@ def _rates(
                     attached=len(children),
                     direction=direction.value,
                     device=device,
+                    copiers=len(devices) or 1,
                     cores=len(cores or os.sched_getaffinity(0)),
                     jobs_per_second=round(rate, 1),
                 )

@@ -129,10 +129,10 @@ def _submit(_: Report, rows: list[Row]) -> Iterable[Table]:
 
 
 def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
-    columns = "jobs", "ranks at work", "attached", "device", "cores", "jobs a second"
+    columns = "jobs", "ranks at work", "attached", "device", "copiers", "cores", "jobs a second"
     table = new_table("One-block jobs", *columns)
     for row in rows:
-        numbers = (str(row[name]) for name in ("ranks", "attached", "device", "cores"))
+        numbers = (str(row.get(name, "-")) for name in ("ranks", "attached", "device", "copiers", "cores"))
         table.add_row(row["direction"], *numbers, f"{row['jobs_per_second']:.0f}")
     yield table
 

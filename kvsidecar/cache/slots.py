@@ -299,12 +299,10 @@ class SlotAllocator:
         self._bytes[_FREE] += sum(nbytes)
         if nbytes[_EVICTABLE]:
             np.subtract.at(self.slabs.evictable, slabs[states == _EVICTABLE], 1)
-        ends = [*(slabs[1:] != slabs[:-1]).nonzero()[0].tolist(), len(slabs) - 1]
-        start = 0
-        for end in ends:
-            first = slabs.item(start)
-            self._count_freed(first, end + 1 - start, places.item(start) - self.slabs.first.item(first))
-            start = end + 1
+        starts = [0, *((slabs[1:] != slabs[:-1]).nonzero()[0] + 1).tolist()]
+        for start, end in zip(starts, [*starts[1:], len(slabs)], strict=True):
+            at_slab = slabs.item(start)
+            self._count_freed(at_slab, end - start, places.item(start) - self.slabs.first.item(at_slab))
 
     def _has_free(self, needs: Mapping[int, int], node: int | None = None) -> bool:
         """Whether the slabs that are already cut have enough free slots, as for nearly every request."""

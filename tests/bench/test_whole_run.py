@@ -86,8 +86,9 @@ def test_latencies_have_every_size(ran: Ran) -> None:
 
 
 def test_ranks_do_jobs_and_traffic_flows_while_tokens_are_copied(ran: Ran) -> None:
-    rates = {(row["ranks"], row["direction"]): row["jobs_per_second"] for row in ran.rows("jobs")}
-    assert set(rates) == set(product((1, 2, 4, 8), ("store", "load")))
+    rates = {(row["ranks"], row["copiers"], row["direction"]): row["jobs_per_second"] for row in ran.rows("jobs")}
+    ranks = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 8)]
+    assert set(rates) == {(*each, direction) for each in ranks for direction in ("store", "load")}
     assert all(rate > 0 for rate in rates.values())
     token = {row["traffic"]: row for row in ran.rows("token") if row["mode"] != "paced"}
     assert set(token) == {"none", "store", "load", "store+load"}

@@ -378,6 +378,7 @@ async def test_a_thread_that_does_not_come_back_is_stuck(gate: Gate, monkeypatch
     monkeypatch.setenv(failpoints.VARIABLE, f"copy.device_lost@0={gate}")
     async with started() as bench:
         copying = bench.submit(Direction.LOAD, [1], [0])
+        await eventually_in_loop(lambda: gate.holds(bench.link.pid))  # or the store would be the one that is held
         await stuck(bench.link, "the thread of loads has been in one call")
         assert (await bench.store(0).ended).nbytes == BLOCK, "the other direction goes on"
         gate.let_pass()
