@@ -46,7 +46,8 @@ def _rates(
     cores: frozenset[int] | None,
     devices: Sequence[str] = (),
 ) -> None:
-    """
+    """A row for each number of ranks and direction.
+
     Args:
         devices: of the ranks, in turn; empty: all of them are on one.
     """

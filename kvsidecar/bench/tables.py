@@ -129,11 +129,12 @@ def _submit(_: Report, rows: list[Row]) -> Iterable[Table]:
 
 
 def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
-    columns = "jobs", "ranks at work", "attached", "device", "copiers", "cores", "jobs a second"
-    table = new_table("One-block jobs", *columns)
+    # Older results were of one copier.
+    names = ["ranks", "attached", "device", *(["copiers"] if any("copiers" in row for row in rows) else []), "cores"]
+    titles = ("ranks at work" if name == "ranks" else name for name in names)
+    table = new_table("One-block jobs", "jobs", *titles, "jobs a second")
     for row in rows:
-        numbers = (str(row.get(name, "-")) for name in ("ranks", "attached", "device", "copiers", "cores"))
-        table.add_row(row["direction"], *numbers, f"{row['jobs_per_second']:.0f}")
+        table.add_row(row["direction"], *(str(row[name]) for name in names), f"{row['jobs_per_second']:.0f}")
     yield table
 
 
