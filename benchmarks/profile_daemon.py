@@ -30,6 +30,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvsidecar.bench import machine
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.bench.layouts import TINY
 from kvsidecar.bench.options import Options
@@ -156,9 +157,7 @@ def threads_of(pid: int) -> dict[int, Used]:
 
 def ranks_seconds(daemon: int) -> float:
     """CPU time of this process's other children so far."""
-    me = os.getpid()
-    children = {int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()} - {daemon}
-    return sum(used.user + used.system for pid in children for used in threads_of(pid).values())
+    return sum(machine.cpu_seconds(pid) for pid in machine.children_of(os.getpid()) if pid != daemon)
 
 
 # -- ranks at work ------------------------------------------------------------------------------------------------

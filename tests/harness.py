@@ -33,6 +33,9 @@ from kvsidecar.support.child_process import environment
 SECONDS = 60.0
 """Nothing here takes this long, also on a machine that is slow and busy; a test that waits for it has failed."""
 
+FIRST = 2
+"""Number of the first hit of a copy's failpoint that is not the self-test's, per direction."""
+
 NO_WAIT = SECONDS / 2
 """Seconds: what took less has not waited for an answer that does not come, where that is waited for `SECONDS`."""
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm import runs
-from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50
-from benchmarks.vllm.throughput import GPU_TOKENS, SHAPE, TINY_GPU_TOKENS, TINY_SHAPE
+from benchmarks.vllm.throughput import GPU_TOKENS, SHAPE, TINY_GPU_TOKENS, TINY_SHAPE, conversations_bytes
 from kvsidecar.bench.processes import Child
 from kvsidecar.support import cuda_driver
 
@@ -106,9 +105,7 @@ def main() -> None:
     runs.fill_shape(options, SHAPE, TINY_SHAPE)
     options.engines = options.engines or (2 if options.tiny else cuda_driver.device_count())
     options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
-    longest = options.system_tokens + options.first_tokens * 3 // 2
-    longest += options.turns * (options.turn_tokens * 3 // 2 + options.output_tokens)
-    need = kv_bytes_per_token(options.tiny) * longest * (options.count + 4) * (options.engines + 1)
+    need = conversations_bytes(options) * (options.engines + 1)
     pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 16 << 20)
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:

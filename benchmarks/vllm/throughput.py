@@ -84,6 +84,13 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
     )
 
 
+def conversations_bytes(options: argparse.Namespace) -> int:
+    """Room for all conversations at their end, and for those that warm up."""
+    longest = options.system_tokens + options.first_tokens * 3 // 2
+    longest += options.turns * (options.turn_tokens * 3 // 2 + options.output_tokens)
+    return int(kv_bytes_per_token(options.tiny) * longest * (options.count + 4))
+
+
 def main() -> None:
     parser = runs.arguments(__doc__)
     runs.add_shape(parser, SHAPE, TINY_SHAPE)
@@ -94,10 +101,7 @@ def main() -> None:
     runs.fill_shape(options, SHAPE, TINY_SHAPE)
     options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
     chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar"))
-    # Room for all conversations at their end, and for those that warm up.
-    longest = options.system_tokens + options.first_tokens * 3 // 2
-    longest += options.turns * (options.turn_tokens * 3 // 2 + options.output_tokens)
-    need = kv_bytes_per_token(options.tiny) * longest * (options.count + 4)
+    need = conversations_bytes(options)
     pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 6 << 20)
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:

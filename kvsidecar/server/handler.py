@@ -101,7 +101,7 @@ class Handler:
         return self._instances.access.policy is None
 
     def count_refusal(self, error: KVSidecarError) -> None:
-        """Count a refusal. The transport calls this when it answers with an error."""
+        """Count a refusal. The transport calls this when it is going to answer with an error, or ends a stream."""
         if (reason := REASONS.get(type(error))) is not None:
             self._metrics.refuse(reason)
 

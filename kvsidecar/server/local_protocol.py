@@ -191,7 +191,7 @@ class LocalConnection(asyncio.Protocol):
         try:
             stream.handle(message)
         except KVSidecarError as error:
-            self._end_stream(error)
+            self._break_stream(error)
         except Exception as error:  # noqa: BLE001 - ends this stream only
             _log.error("an attach message failed unexpectedly", error=str(error), exc_info=error)
             self._end_stream(KVSidecarError(INTERNAL))
@@ -212,11 +212,16 @@ class LocalConnection(asyncio.Protocol):
         if self._transport.is_closing():
             return  # the owner of the connection ends the sessions of its peer
         self._stream = self._handler.open(
-            session, lambda reply: self._send(pb.LocalReply(attach=reply)), self._end_stream
+            session, lambda reply: self._send(pb.LocalReply(attach=reply)), self._break_stream
         )
         early, self._early = self._early, []
         for message in early:
             self._take_attach(self._stream, message)
+
+    def _break_stream(self, error: KVSidecarError) -> None:
+        if self._ending is None:
+            self._handler.count_refusal(error)
+        self._end_stream(error)
 
     def _end_stream(self, error: KVSidecarError | None) -> asyncio.Task[None]:
         """Accept no more messages, finish the jobs, unmap the memory, and tell the client."""

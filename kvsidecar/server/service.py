@@ -146,7 +146,6 @@ class _Attached:
         finally:
             writer.cancel()
         if refused is not None:
-            self._handler.count_refusal(refused)
             await abort(self._context, refused)
 
     async def _serve(self, stream: AttachStream, writer: asyncio.Task[None]) -> KVSidecarError | None:
@@ -156,6 +155,8 @@ class _Attached:
         try:
             refused = self._lost or await self._read(stream)
             gone = False
+            if refused is not None:
+                self._handler.count_refusal(refused)
         finally:
             stream.close()
             if gone:

@@ -11,8 +11,8 @@ import pytest
 
 from kvsidecar.client import Blocks, Outcome
 from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, until_queued, works
-from tests.e2e.test_faults import FIRST, nothing_is_left_of
-from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
+from tests.e2e.test_faults import nothing_is_left_of
+from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import both_protocols
 
 pytestmark = both_protocols

@@ -19,10 +19,7 @@ from kvsidecar.client import Blocks, ClientError, GroupLayout, HostBuffer, Outco
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
-
-FIRST = 2
-"""Number of the first hit of a copy's failpoint that is not the self-test's, per direction."""
+from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 
 ENGINE = """
 import sys

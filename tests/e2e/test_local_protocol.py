@@ -197,13 +197,13 @@ def test_leases_are_taken_renewed_and_released(daemon: DaemonProcess, raw: RawCl
     rank.close()
 
 
-def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, buffer: HostBuffer) -> None:
+def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, buffer: HostBuffer, gate: Gate) -> None:
     """In one write: the load, the release of its lease, and a store that wants the room of its blocks."""
     names = list(range(NUM_BLOCKS))
     pool = NUM_BLOCKS * SHARD_BYTES >> 10
     sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", f"{pool}KiB")]
     # The store is answered while the load's copy runs, so that its pins are what stands in the way.
-    with DaemonProcess(short_dir, *sizes, KVSIDECAR_FAILPOINTS="load.in_flight@2=delay(0.5)") as daemon:
+    with DaemonProcess(short_dir, *sizes, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}") as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store(*names))
         with raw_client(daemon, buffer) as raw:
@@ -221,7 +221,9 @@ def test_a_load_has_its_blocks_whatever_comes_right_behind_it(short_dir: Path, b
             )
             raw.connection.sendall(b"".join(frame(each.SerializeToString()) for each in messages))
             assert raw.receive().release.released
-            stored, loaded = raw.attach("done"), raw.attach("done")
+            stored = raw.attach("done")
+            gate.let_pass()
+            loaded = raw.attach("done")
             assert (stored.job, stored.reason) == (2, "pool_full")
             assert (loaded.job, loaded.outcome, loaded.copied_blocks) == (1, pb.JobDone.OUTCOME_DONE, NUM_BLOCKS)
         rank.close()

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.support.cuda_driver import CudaContext
-from tests.e2e.test_faults import FIRST, engine, nothing_is_left_of
+from tests.e2e.test_faults import engine, nothing_is_left_of
 from tests.e2e.test_gpu import ENGINE
-from tests.harness import DaemonProcess, Gate, eventually
+from tests.harness import FIRST, DaemonProcess, Gate, eventually
 
 
 def holders(daemon: DaemonProcess) -> set[int]:

@@ -10,9 +10,8 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.daemon.systemd import EXTEND_SECONDS
-from tests.e2e.test_faults import FIRST
 from tests.e2e.test_readiness import CHUNKS, SLOW_PIN
-from tests.harness import DaemonProcess, Gate, Rank, done, hashes
+from tests.harness import FIRST, DaemonProcess, Gate, Rank, done, hashes
 from tests.service_manager import ServiceManager
 
 EXTEND = ("EXTEND_TIMEOUT_USEC", str(EXTEND_SECONDS * 1_000_000))

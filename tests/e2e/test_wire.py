@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.frames import receive
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes, layout
+from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes, layout
 
 
 @contextmanager
@@ -155,15 +156,21 @@ def test_clear_must_say_what(daemon: DaemonProcess) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_job_number_in_use_ends_the_stream_and_no_block_is_lost(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.before_copy=delay(0.2)") as daemon:
+def test_a_job_number_in_use_ends_the_stream_and_no_block_is_lost(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon:
         daemon.wait_ready()
         buffer = HostBuffer(1 << 20)
         with hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection:
             first = pb.AttachRequest(register=register(welcome(connection).token, buffer))
             store = pb.Store(job=7, blocks=[pb.Blocks(group=0, hashes=hashes("a")[0], block_ids=pack_ids([0]))])
             job = pb.AttachRequest(store=store)
-            code, text = refusal(daemon, first, job, job)
+            with ThreadPoolExecutor(1) as thread:
+                refused = thread.submit(refusal, daemon, first, job, job)
+                try:
+                    eventually(lambda: daemon.metric('kvsidecar_refusals_total{reason="invalid_request"}') == 1)
+                finally:
+                    gate.let_pass()
+                code, text = refused.result()
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert "job 7" in text
         rank = Rank(daemon)
