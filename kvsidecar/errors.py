@@ -90,6 +90,13 @@ class KeptRefused(KVSidecarError):
     """What an earlier run has left of the pool cannot be taken over; the pool starts empty. The text says why."""
 
 
+# -- tiers -------------------------------------------------------------------------------------------------------
+
+
+class TierFailed(KVSidecarError):
+    """A tier cannot be used, or did not do what it was asked to. The text says which and why."""
+
+
 # -- devices -----------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,8 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.PinFailed: grpc.StatusCode.UNAVAILABLE,
     errors.PinStopped: grpc.StatusCode.UNAVAILABLE,
     errors.KeptRefused: grpc.StatusCode.UNAVAILABLE,
+    # between the daemon and a tier's process
+    errors.TierFailed: grpc.StatusCode.INTERNAL,
     # raised by the client library
     errors.ClientError: grpc.StatusCode.INTERNAL,
     errors.DaemonUnreachable: grpc.StatusCode.UNAVAILABLE,

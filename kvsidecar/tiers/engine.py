@@ -1,0 +1,109 @@
+"""What a tier's process asks of an engine: to keep the shards of blocks somewhere, and to bring them back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Protocol
+
+from kvsidecar.types import Namespace
+
+
+@dataclass(frozen=True)
+class ShardSpace:
+    """The blocks that share keys and a size: one shard of one group of one namespace."""
+
+    namespace: Namespace
+    group: int
+    shard: int
+    num_shards: int
+    shard_bytes: int
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that name it on every node and in every run."""
+        facts = json.dumps(asdict(self), sort_keys=True).encode()
+        return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier space").digest()
+
+
+class ReadEnd(IntEnum):
+    """How the read of one shard ended."""
+
+    DONE = 0
+    """The memory has the bytes that were written, and they fit their checksum."""
+    MISS = 1
+    CORRUPT = 2
+    """They do not fit their checksum. It is a miss from now on."""
+
+
+class WriteEnd(IntEnum):
+    """How the write of one shard ended."""
+
+    DONE = 0
+    PRESENT = 1
+    """It is there already; nothing was written."""
+    FULL = 2
+    """There is no room at present."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    """Shards that are there."""
+    evicted_blocks: int
+    """Since the start."""
+    kept_blocks: int
+    """Those that an earlier run had left, at the start."""
+    dropped_blocks: dict[str, int]
+    """Those of an earlier run that could not be kept, by reason."""
+
+
+class Engine(Protocol):
+    """Where a tier keeps shards. Its methods are called from several threads at once and may block.
+
+    A shard is named by its space and its block hash; hashes of a call are in prefix order and occur once. Memory is a
+    writable view of the pool, ``shard_bytes`` long, at an address that is a multiple of 4096; the bytes up to the next
+    multiple of 4096 belong to the same slot and may be read and written too.
+
+    Raises (every method):
+        OSError, TierFailed: it did not work; the text says what and where. Nothing wrong was given out. Whoever calls
+            counts the failures and stops asking after some.
+    """
+
+    def find(self, space: ShardSpace, hashes: Sequence[bytes]) -> list[bool]:
+        """Which of these are there. Only a hint: a read may still miss."""
+        ...
+
+    def read(self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview]) -> list[ReadEnd]:
+        """Fill memory. What does not end with `ReadEnd.DONE` has undefined bytes."""
+        ...
+
+    def write(
+        self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview], checksums: Sequence[int | None]
+    ) -> list[WriteEnd]:
+        """Keep shards, and evict others for them.
+
+        Args:
+            checksums: XXH3 (64 bits) of the bytes, where one is known; the engine takes the others.
+        """
+        ...
+
+    def remove(self, space: ShardSpace | None) -> int:
+        """Forget the shards of one space, or all. Returns how many."""
+        ...
+
+    def probe(self) -> None:
+        """Write something small, read it back and compare: whether it works at all."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """No call may be under way."""
+        ...
