@@ -25,7 +25,7 @@ SLOTS_BYTES = 1 << 32
 SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
-COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "_freed_rows")
+COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "tiers", "_freed_rows")
 
 
 class SpaceBlocks:
@@ -72,6 +72,8 @@ class SpaceBlocks:
         """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
         """Whether the block has left the index. It exists until its last pin ends."""
+        self.tiers = np.zeros(1, np.uint8)
+        """One bit per slower tier: whether it has the block, or is being given it."""
         self._freed_rows = np.zeros(1, np.int64)
         self._num_freed = 0
         self.rows_used = 0
@@ -95,6 +97,7 @@ class SpaceBlocks:
         self.rows_used += fresh
         self.slots[:, rows] = NO_SLOT
         self.missing[rows] = self.space.num_shards
+        self.tiers[rows] = 0
         self.index.add(keys, rows)
         return rows
 
@@ -125,7 +128,7 @@ class SpaceBlocks:
         rows = np.concatenate((NO_INTS, *self.policy.candidates()))
         if len(rows) < len(self):
             return None
-        kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used")}
+        kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used", "tiers")}
         keys = self.index.keys_of(rows)
         self.free_memory()
         new = self.create(keys)
@@ -264,6 +267,20 @@ class LoadGrant:
     """Per part: rows of its hashes."""
     chains: list[Chain]
     """Per part: the pinned blocks."""
+    open: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class WriteGrant:
+    """Blocks of one space that a slower tier is given. They stay pinned until `BlockCache.end_write`."""
+
+    chain: Chain
+    hashes: bytes
+    """Their block hashes, joined."""
+    slots: Ints
+    """Byte offsets in the pool, [num_shards, blocks]."""
+    tier: int
+    """The tier's bit in `SpaceBlocks.tiers`."""
     open: bool = True
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
-from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant, WriteGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
 from kvsidecar.cache.leases import LeaseTable
@@ -89,6 +89,7 @@ class BlockCache:
         self._leases = LeaseTable(next_id)
         self._stores: set[StoreGrant] = set()
         self._loads: set[LoadGrant] = set()
+        self._writes: set[WriteGrant] = set()
         self._tick = self.adopted.last_tick
         """Number of the request; it becomes ``last_used`` of the blocks that the request uses."""
 
@@ -311,6 +312,52 @@ class BlockCache:
             return [None] * len(slots)
         sums, known = self._table.records.checksums(self._table.slots.places(slots))
         return [value if is_known else None for value, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
+
+    # -- slower tiers ------------------------------------------------------------------------------------------
+
+    def unwritten(self, chain: Chain, tier: int) -> Ints:
+        """Rows of the blocks of a chain that are readable, and that a tier does not have, without duplicates.
+
+        Args:
+            chain: of blocks that are pinned, or were sealed in this step.
+            tier: its bit in `SpaceBlocks.tiers`.
+        """
+        blocks, rows = chain.blocks, chain.rows
+        if blocks.cleared:
+            return rows[:0]  # the others may be gone
+        absent: Bools = blocks.tiers[rows] & tier == 0
+        rows = rows[absent & (blocks.missing[rows] == 0) & ~blocks.detached[rows]]
+        unwritten: Ints = rows[first_of_each(rows)] if len(rows) > 1 else rows
+        return unwritten
+
+    def begin_write(self, chain: Chain, tier: int) -> WriteGrant:
+        """Pin blocks from `unwritten` until `end_write`: a tier is given them."""
+        blocks, rows = chain.blocks, chain.rows
+        blocks.tiers[rows] |= tier
+        self._table.pin([chain])
+        grant = WriteGrant(chain, blocks.index.hashes_of(rows), blocks.slots[:, rows], tier)
+        self._writes.add(grant)
+        return grant
+
+    def end_write(self, grant: WriteGrant, kept: Bools) -> None:
+        """End a write: nothing reads the slots any more.
+
+        Args:
+            kept: which blocks the tier has.
+        """
+        require(grant.open, "the write has already ended")
+        grant.open = False
+        self._writes.remove(grant)
+        chain = grant.chain
+        chain.blocks.tiers[chain.rows[~kept]] &= ~np.uint8(grant.tier)
+        # It comes right behind a use, so that to count it as one changes little.
+        self._table.unpin([chain], self._next_tick())
+
+    def mark_tier(self, grant: StoreGrant, tier: int) -> None:
+        """A tier has the blocks of this store, which has just been sealed: they came from there."""
+        for part in grant.parts:
+            if not part.blocks.cleared:
+                part.blocks.tiers[part.rows] |= tier
 
     # -- clear and stats ---------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ code, and torch only in `kvsidecar.client.torch`. Begin with `client`, the calls
 describes the states, threads and locks behind them.
 """
 
-from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
 from kvsidecar.client.client import Client
 from kvsidecar.client.lookups import LeaseRenewal, PendingLookup
@@ -39,6 +38,7 @@ from kvsidecar.errors import (
     SocketDenied,
 )
 from kvsidecar.protocol.wire import pack_ids
+from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
 
 __all__ = [

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final
 
-from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.ledger import Ledger
@@ -21,6 +20,7 @@ from kvsidecar.client.types import Blocks, JobDone, LookupResult, Readiness
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
+from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, State
 
 
@@ -338,6 +338,8 @@ class Client(OperatorCalls):
         *,
         mode: LookupMode = LookupMode.PREFIX,
         lease_seconds: float = 0.0,
+        fetch_seconds: float = 0.0,
+        prefill_rate: float = 0.0,
         timeout: float | None = None,
     ) -> LookupResult:
         """Which of these blocks the daemon can load, by KV cache group; none if it does not answer.
@@ -345,13 +347,17 @@ class Client(OperatorCalls):
         Args:
             groups: block hashes by group, in prefix order; joined in one `bytes`, or apart.
             lease_seconds: protect the hits from eviction for this long; 0 takes no lease.
+            fetch_seconds: how long the caller can wait for misses that a slower tier has; 0: nothing is fetched. This
+                call does not wait: look up again while the result says that blocks are coming.
+            prefill_rate: tokens a second that the caller computes, to tell what is worth fetching; 0: not known.
             timeout: seconds, instead of ``step_budget``.
 
         Raises:
             ClientError: the daemon refuses the request; the text says what to change.
-            ValueError: ``lease_seconds`` is negative or not a number.
+            ValueError: a time is negative or not a number.
         """
-        return self._lookups.lookup(LookupQuery(namespace, groups, mode, lease_seconds), timeout)
+        query = LookupQuery(namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate)
+        return self._lookups.lookup(query, timeout)
 
     def begin_lookup(
         self,
@@ -360,6 +366,8 @@ class Client(OperatorCalls):
         *,
         mode: LookupMode = LookupMode.PREFIX,
         lease_seconds: float = 0.0,
+        fetch_seconds: float = 0.0,
+        prefill_rate: float = 0.0,
     ) -> PendingLookup | None:
         """Send a lookup, and take the answer later: several lookups then share one wait.
 
@@ -368,7 +376,7 @@ class Client(OperatorCalls):
         Returns:
             None: it cannot be sent at once, because the daemon is lost or busy, or there are too many hashes.
         """
-        return self._lookups.begin(LookupQuery(namespace, groups, mode, lease_seconds))
+        return self._lookups.begin(LookupQuery(namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate))
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         """`renew` without waiting for the answer."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client.breaker import CircuitBreaker
 from kvsidecar.client.messages import LookupQuery, TransportError, to_milliseconds
 from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.transport import Transport
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
+from kvsidecar.support.breaker import CircuitBreaker
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = logging.getLogger("kvsidecar.client")

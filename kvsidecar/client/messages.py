@@ -136,17 +136,22 @@ class LookupQuery:
     """Block hashes by KV cache group, joined or apart."""
     mode: LookupMode
     lease_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    prefill_rate: float = 0.0
 
     def request(self, token: bytes) -> pb.LocalRequest:
         """The request is in the message's ``lookup``: to nest a message later is to copy it, with all hashes.
 
         Raises:
             ClientError: it is longer than the daemon accepts.
-            ValueError: ``lease_seconds`` is negative or not a number.
+            ValueError: a time is negative or not a number.
         """
         lease_ms = to_milliseconds("lease_seconds", self.lease_seconds)
         start = _request_without_groups(self.namespace, self.mode, lease_ms, token if self.lease_seconds else b"")
         message = pb.LocalRequest.FromString(start)
+        if self.fetch_seconds:
+            message.lookup.fetch_ms = to_milliseconds("fetch_seconds", self.fetch_seconds)
+            message.lookup.prefill_rate = self.prefill_rate
         add, size = message.lookup.groups.add, len(start)  # message.ByteSize() takes as long as to serialize it
         for group, hashes in self.groups.items():
             packed = pack_hashes(hashes)
@@ -162,10 +167,12 @@ class LookupQuery:
         return LookupResult(
             ready=reply.ready,
             groups={
-                each.group: GroupHits(each.hits, _bits(each.bitmap, self._count(each.group))) for each in reply.groups
+                each.group: GroupHits(each.hits, _bits(each.bitmap, self._count(each.group)), each.coming)
+                for each in reply.groups
             },
             lease=reply.lease or None,
             lease_seconds=reply.lease_ms / 1000,
+            asking=reply.asking,
         )
 
     def no_hits(self, reason: str) -> LookupResult:

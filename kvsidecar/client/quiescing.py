@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvsidecar.client.breaker import Backoff
 from kvsidecar.client.messages import TransportError
 from kvsidecar.client.session import Session
 from kvsidecar.client.transport import Transport
+from kvsidecar.support.breaker import Backoff
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 QUERY_SECONDS = 1.0

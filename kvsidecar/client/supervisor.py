@@ -71,7 +71,6 @@ from functools import partial
 
 import grpc
 
-from kvsidecar.client.breaker import Backoff, CircuitBreaker
 from kvsidecar.client.connection import LostDaemon, connect
 from kvsidecar.client.grpc_transport import GrpcTransport
 from kvsidecar.client.ledger import Ledger
@@ -84,6 +83,7 @@ from kvsidecar.client.types import CLOSED, DAEMON_LOST
 from kvsidecar.client.waiting import DaemonPoller, Monitor, Waker
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import attach_path
+from kvsidecar.support.breaker import Backoff, CircuitBreaker
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = logging.getLogger("kvsidecar.client")

@@ -82,6 +82,8 @@ class GroupHits:
     """Number of readable blocks: of the prefix, or of all."""
     found: tuple[bool, ...] = ()
     """`LookupMode.BITMAP` only: one flag per hash."""
+    coming: int = 0
+    """Blocks from the first miss on that the daemon fetches from a slower tier. They may still fail to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,5 +94,12 @@ class LookupResult:
     lease: int | None = None
     lease_seconds: float = 0.0
     """Granted; may be shorter than requested."""
+    asking: bool = False
+    """The daemon asks a slower tier: look up again, in a millisecond or so."""
     reason: str = ""
     """Why there is no answer: `DAEMON_LOST`, `NO_ANSWER` or `BREAKER_OPEN`. Empty if there is one."""
+
+    @property
+    def coming(self) -> bool:
+        """Whether another lookup may find more."""
+        return self.asking or any(group.coming for group in self.groups.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from kvsidecar.copier.messages import (
 from kvsidecar.copier.ring import RING_BYTES, Receiver, Ring, RingFull, Sender
 from kvsidecar.device.base import MemorySource
 from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
+from kvsidecar.support.child_process import how_ended
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.support.memory_limits import Pages
 from kvsidecar.types import Direction, GroupLayout
@@ -153,13 +153,6 @@ def _resolve(ended: asyncio.Future[Done], end: Done | DeviceLost) -> None:
         ended.set_exception(CopyFailed(end.error))
     else:
         ended.set_result(end)
-
-
-def _how(code: int) -> str:
-    """How a process has ended, by the code of `subprocess.Popen`. Real-time signals have no names."""
-    if code >= 0:
-        return f"exit code {code}"
-    return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
 
 
 async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
@@ -469,7 +462,7 @@ class CopierLink:
             self._rang(direction)
             self._loop.remove_reader(receiver.bell)
         code = self._process.wait()
-        reason = f"the copier has ended ({self._last_words or _how(code)})"
+        reason = f"the copier has ended ({self._last_words or how_ended(code)})"
         copies, self._copies = self._copies, {}
         self._handed = dict.fromkeys(Direction, 0)
         self.ended.set_result(reason)

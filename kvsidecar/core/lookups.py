@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvsidecar.cache.block import Space
-from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.block_cache import BlockCache, Part
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.tiering import Tiering
 from kvsidecar.errors import Refusal
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.types import LookupMode, Namespace
@@ -28,6 +29,8 @@ class GroupAnswer:
     hits: int
     found: Sequence[bool] = ()
     """One flag per hash in `LookupMode.BITMAP`; empty in `LookupMode.PREFIX`."""
+    coming: int = 0
+    """Blocks from the first miss on that are being fetched from a slower tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class LookupAnswer:
     groups: tuple[GroupAnswer, ...]
     lease: int | None = None
     lease_seconds: float = 0.0
+    asking: bool = False
+    """A slower tier is being asked: more may be coming."""
 
 
 class LookupService:
@@ -46,6 +51,7 @@ class LookupService:
         lease_max: the longest lease granted, in seconds.
         guard: kept awake by each lookup: loads follow.
         owners_of: the tokens of all clients of one user, by one of them.
+        tiering: what a lookup misses is fetched from there; None: there is no slower tier.
     """
 
     def __init__(
@@ -58,7 +64,9 @@ class LookupService:
         lease_max: float,
         guard: SleepGuard = NO_GUARD,
         owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner],
+        tiering: Tiering | None = None,
     ) -> None:
+        self._tiering = tiering
         self._guard = guard
         self._owners_of = owners_of
         self._cache = cache
@@ -80,6 +88,8 @@ class LookupService:
         *,
         lease_seconds: float = 0.0,
         owner: bytes | None = None,
+        fetch_seconds: float = 0.0,
+        prefill_rate: float = 0.0,
     ) -> LookupAnswer:
         """Which of these blocks are readable.
 
@@ -87,6 +97,8 @@ class LookupService:
             groups: (group, block hashes) pairs.
             lease_seconds: length of the lease on the hits; 0 for no lease. A user with too many leases gets none.
             owner: token of the client; the lease ends when the client disconnects.
+            fetch_seconds: how long the caller can wait for misses that are fetched; 0: nothing is fetched.
+            prefill_rate: tokens a second that the caller computes; 0 if it does not say.
         """
         self._guard.keep_awake()
         if (refusal := self._readiness.refusal) is not None:
@@ -108,7 +120,31 @@ class LookupService:
         hits = sum([each.hits for each in result])
         self._hits.inc(hits)
         self._misses.inc(sum([len(hashes) for _, hashes in groups]) - hits)
-        return LookupAnswer(True, result, lease.id if lease else None, lease_seconds if lease else 0.0)
+        asking = False
+        if self._tiering is not None and fetch_seconds > 0:
+            result, asking = self._fetch(self._tiering, parts, groups, found, result, fetch_seconds, prefill_rate)
+        return LookupAnswer(True, result, lease.id if lease else None, lease_seconds if lease else 0.0, asking)
+
+    def _fetch(
+        self,
+        tiering: Tiering,
+        parts: Sequence[Part],
+        groups: Sequence[tuple[int, Sequence[bytes]]],
+        found: Sequence[list[bool]],
+        answers: Sequence[GroupAnswer],
+        seconds: float,
+        prefill_rate: float,
+    ) -> tuple[tuple[GroupAnswer, ...], bool]:
+        """The answers with what is coming, and whether a tier is being asked."""
+        result, asking = [], False
+        for (space, _), (_, hashes), hits, answer in zip(parts, groups, found, answers, strict=True):
+            if False in hits:
+                coming = tiering.fetches.coming(space, hashes, hits.index(False), seconds, prefill_rate)
+                asking |= coming.asking
+                result.append(replace(answer, coming=coming.blocks) if coming.blocks else answer)
+            else:
+                result.append(answer)
+        return tuple(result), asking
 
     def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:
         held = [self._cache.held(each) for each in ([None] if owner is None else self._owners_of(owner))]
@@ -139,6 +175,8 @@ class LookupService:
 
     def clear(self, namespace: Namespace | None) -> int:
         """Forget the blocks of one namespace, or of all. Returns how many can no longer be looked up."""
+        if self._tiering is not None:
+            self._tiering.forget(namespace)
         return self._cache.clear(namespace)
 
 

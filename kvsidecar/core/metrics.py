@@ -137,6 +137,16 @@ class Metrics:
             "Time that this daemon took to find the blocks of an earlier one, without pinning.",
             registry=self.registry,
         )
+        self.unfetched = counter(
+            "kvsidecar_tier_unfetched_blocks",
+            "Blocks that a slower tier has, or may have, and that were not fetched, by reason.",
+            ["tier", "reason"],
+        )
+        self.unwritten = counter(
+            "kvsidecar_tier_unwritten_blocks",
+            "Blocks that were to be written to a slower tier and were not, by reason.",
+            ["tier", "reason"],
+        )
         self.loop_lag_seconds = histogram(
             "kvsidecar_event_loop_lag_seconds",
             "Delay between the time a timer was due and the time the event loop ran it.",

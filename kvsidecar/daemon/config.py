@@ -29,6 +29,7 @@ from kvsidecar.errors import ConfigError
 from kvsidecar.protocol.paths import default_socket_path, socket_path_problem
 from kvsidecar.support.memory_limits import HugePages
 from kvsidecar.support.units import GiB, MiB, Size, TiB, format_size, parse_size
+from kvsidecar.tiers.policy import Admission
 from kvsidecar.types import Verify
 
 PREFIX = "KVSIDECAR_"
@@ -82,6 +83,14 @@ def _chunk_size(value: str | int) -> int:
 
 def _store_chunk(value: str | int) -> int | None:
     # Also called with the default; in a file, off may be a string or false.
+    return None if value in ("off", None, False) else _whole_pages(value)
+
+
+def _disk_size(value: str | int | None) -> int | None:
+    return None if value is None else _whole_pages(value)
+
+
+def _writes_per_day(value: str | int | None) -> int | None:
     return None if value in ("off", None, False) else _whole_pages(value)
 
 
@@ -248,6 +257,29 @@ class Settings(BaseModel):
         False,
         description="Forget what an earlier daemon has left: free its memory and start with an empty cache.",
     )
+    disk_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
+        None,
+        description="Directory on a local disk for blocks that are used again, which outlive the pool and a reboot. "
+        "Made if only its last part is missing.",
+    )
+    disk_size: Annotated[int | None, BeforeValidator(_disk_size), Shown("SIZE", "none")] = Field(
+        None, description="Bytes of --disk-dir to use. They are allocated at the first start."
+    )
+    disk_admission: Admission = Field(
+        Admission.SECOND_USE,
+        description="Which blocks are written to --disk-dir. second_use: those that are loaded after they were stored. "
+        "all: every block. none: no more; what is there is read.",
+    )
+    disk_writes_per_day: Annotated[int | None, BeforeValidator(_writes_per_day), Shown("SIZE|off", "off")] = Field(
+        None,
+        description="Most bytes that are written to --disk-dir in a day, for the life of a flash disk. off: no limit.",
+    )
+    disk_deadline: _Seconds = Field(
+        2.0,
+        gt=0,
+        description="Seconds after which a read of --disk-dir is late: its blocks are a miss. After three late or "
+        "failed calls the disk is not used until it works again.",
+    )
     prefault_threads: Annotated[int, Shown("COUNT", "one per two cores, at most 16")] = Field(
         default_factory=_default_prefault_threads,
         ge=1,
@@ -356,6 +388,12 @@ class Settings(BaseModel):
             for option, path in files.items():
                 if path:
                     self._blame(option, "has no effect without tcp_listen")
+        if self.disk_dir and not self.disk_size:
+            self._blame("disk_dir", "needs disk_size: how many bytes of it to use")
+        if not self.disk_dir:
+            for option in ("disk_size", "disk_admission", "disk_writes_per_day", "disk_deadline"):
+                if option in self.model_fields_set:
+                    self._blame(option, "has no effect without disk_dir")
         if self.table_dir and not self.pool_dir:
             self._blame("table_dir", "has no effect without pool_dir")
         if self.socket_group and self.socket_mode == "0600":
@@ -485,13 +523,22 @@ def click_options() -> list[click.Option]:
     return [config, *(_click_option(option) for option in Settings.model_fields)]
 
 
+ENUMS = (HugePages, Verify, Admission)
+
+
 def _click_option(option: str) -> click.Option:
     field = Settings.model_fields[option]
     shown = next((item for item in field.metadata if isinstance(item, Shown)), Shown())
     metavar = shown.metavar
     if metavar is None:
         kind = field.annotation
-        choices = get_args(kind) if get_origin(kind) is Literal else tuple(kind) if kind in (HugePages, Verify) else ()
+        choices = (
+            get_args(kind)
+            if get_origin(kind) is Literal
+            else tuple(kind)
+            if kind in (HugePages, Verify, Admission)
+            else ()
+        )
         metavar = "|".join(map(str, choices))
     default = shown.default or (f"{field.default:g}" if isinstance(field.default, float) else str(field.default))
     return click.Option(

@@ -34,6 +34,7 @@ from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
+from kvsidecar.core.tiering import Tiering
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
@@ -53,6 +54,7 @@ from kvsidecar.server.socket_files import group_id
 from kvsidecar.support import log
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
+from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Direction, GroupLayout, Namespace, Region, Verify
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class Daemon:
         pool: not pinned yet; it is pinned in the copiers.
         guard: keeps the loop awake around jobs.
         kept: takes over the pool of an earlier daemon; None: the pool ends with this one.
+        tier: a slower tier behind the pool; None: there is none.
         life: the process's signals, lock and probes, already open.
         read_settings: reads the settings again, for a reload; None: reload is not supported.
         open_tracing: creates the tracing of jobs; None for no tracing.
@@ -102,6 +105,7 @@ class Daemon:
         life: Lifecycle,
         guard: SleepGuard,
         kept: KeptPool | None = None,
+        tier: Tier | None = None,
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
@@ -139,6 +143,17 @@ class Daemon:
             self._started_with(kept.found)
         self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, self._cache)
+        self._tier, tiering = tier, None
+        if tier is not None:
+            tier.on_change = lambda _: self._own()
+            tiering = Tiering(
+                self._cache,
+                tier,
+                self._metrics,
+                clock,
+                admission=settings.disk_admission,
+                write_bytes_per_day=settings.disk_writes_per_day,
+            )
         self._runner = JobRunner(
             self._cache,
             copiers,
@@ -148,6 +163,7 @@ class Daemon:
             checksums=checksums,
             guard=self._guard,
             on_ended=None if self._tracing is None else self._tracing.record,
+            writes=None if tiering is None else tiering.writes,
         )
         self._lookups = LookupService(
             self._cache,
@@ -157,6 +173,7 @@ class Daemon:
             lease_max=settings.lease_max,
             guard=self._guard,
             owners_of=self._instances.tokens_of,
+            tiering=tiering,
         )
         self._report = Report(
             epoch=self.epoch,
@@ -303,6 +320,8 @@ class Daemon:
             # Otherwise the daemon would stay in "pinning" for ever without a reason.
             self._fail(f"the start failed unexpectedly: {type(error).__name__}: {error}")
             raise
+        if self._tier is not None:
+            self._tasks.spawn(self._tier.run(), name="tier")  # nobody waits for it
         self.readiness.become_ready()
         if self._kept is not None:
             self._kept.started()
@@ -319,7 +338,8 @@ class Daemon:
     def _own(self) -> None:
         """Name the processes that may write to the pool."""
         if self._kept is not None:
-            self._kept.set_owners([os.getpid(), *(copier.pid for copier in self._copiers)])
+            tiers = [] if self._tier is None else [self._tier.pid]
+            self._kept.set_owners([os.getpid(), *(copier.pid for copier in self._copiers), *tiers])
 
     def _pin_progressed(self, progress: PinProgress) -> None:
         self.readiness.pinning(
@@ -388,6 +408,8 @@ class Daemon:
             self._metrics.loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
             self._lookups.expire()
             self._copiers.check(self._settings.stuck_after)
+            if self._tier is not None:
+                self._tier.check(self._settings.stuck_after)
 
     async def _sweep(self) -> None:
         """Free cleared blocks, a few at a time."""
@@ -426,6 +448,8 @@ class Daemon:
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
         self._copiers.set_log_level(settings.log_level)
+        if self._tier is not None:
+            self._tier.set_log_level(settings.log_level)
         self._copiers.store_chunk = settings.store_chunk
         self._instances.access = replace(self._instances.access, policy=settings.policy)
 
@@ -452,9 +476,12 @@ class Daemon:
         if self._tracing is not None:
             await self._tracing.close(max(0.0, deadline - time.monotonic()))
         try:
-            await asyncio.wait_for(self._copiers.close(), COPIER_END_SECONDS)
+            async with asyncio.timeout(COPIER_END_SECONDS):
+                await self._copiers.close()
+                if self._tier is not None:
+                    await self._tier.close()
         except TimeoutError:
-            _log.error("copiers have not ended though they were killed", exit_code=EXIT_COPIERS_LEFT)
+            _log.error("processes have not ended though they were killed", exit_code=EXIT_COPIERS_LEFT)
             exit_at_once(EXIT_COPIERS_LEFT)
         if self._kept is not None:
             self._kept.started()

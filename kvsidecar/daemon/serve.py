@@ -137,6 +137,8 @@ def _load(
     from kvsidecar.daemon.kept_pool import KeptPool
     from kvsidecar.pool.host_pool import HostPool, PoolSpec
     from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
+    from kvsidecar.tiers.link import TierOptions
+    from kvsidecar.tiers.tier import Tier
 
     tracing = _tracing(settings)
 
@@ -179,6 +181,16 @@ def _load(
         if carrier is not None:
             kept = KeptPool(carrier, pool, geometry.slab_bytes, settings)
             await kept.open()
+        tier = None
+        if settings.disk_dir is not None:
+            disk = TierOptions(
+                "disk",
+                {"directory": settings.disk_dir, "capacity_bytes": settings.disk_size},
+                kept=options.kept,
+                log_format=settings.log_format,
+                log_level=settings.log_level,
+            )
+            tier = Tier("disk", disk, pool, deadline=settings.disk_deadline)
         return Daemon(
             settings,
             copiers,
@@ -187,6 +199,7 @@ def _load(
             life=life,
             guard=guard,
             kept=kept,
+            tier=tier,
             read_settings=read_settings,
             open_tracing=tracing,
         )

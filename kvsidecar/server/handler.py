@@ -203,12 +203,14 @@ class Handler:
             mode,
             lease_seconds=request.lease_ms / 1000,
             owner=owner,
+            fetch_seconds=request.fetch_ms / 1000,
+            prefill_rate=request.prefill_rate,
         )
-        reply = pb.LookupReply(ready=result.ready, epoch=self._epoch)
+        reply = pb.LookupReply(ready=result.ready, epoch=self._epoch, asking=result.asking)
         if result.lease:
             reply.lease, reply.lease_ms = result.lease, int(result.lease_seconds * 1000)
         for group in result.groups:
-            hits = reply.groups.add(group=group.group, hits=group.hits)
+            hits = reply.groups.add(group=group.group, hits=group.hits, coming=group.coming)
             if mode is LookupMode.BITMAP:
                 hits.bitmap = convert.bitmap_to(group.found)
         return reply

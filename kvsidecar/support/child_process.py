@@ -83,6 +83,13 @@ def stop(process: subprocess.Popen[Any], seconds: float, *, group: bool = False)
     return True
 
 
+def how_ended(code: int) -> str:
+    """How a process has ended, by the code of `subprocess.Popen`. Real-time signals have no names."""
+    if code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+
+
 def last_lines(log: Path, count: int = 8) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
 

@@ -44,6 +44,9 @@ KNOWN: dict[str, str] = {
     "copier.import": "in the copier, before it imports one allocation of a rank",
     "copier.self_test": "in the copier, before it compares what the copies of its self-test have brought back",
     "copier.checksum": "in the copier, before it reads a part of the slots whose checksums it takes",
+    "tier.before_find": "in a tier's process, before its engine looks for blocks",
+    "tier.before_read": "in a tier's process, before its engine reads into slots",
+    "tier.before_write": "in a tier's process, before its engine writes from slots",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
     "start.load": "in the thread that imports the rest of the daemon, before the imports; probes are answered",
 }

@@ -94,8 +94,8 @@ class Engine(Protocol):
         """
         ...
 
-    def remove(self, space: ShardSpace | None) -> int:
-        """Forget the shards of one space, or all. Returns how many."""
+    def forget(self, namespace: Namespace | None) -> int:
+        """Forget the shards of one namespace, or all. Returns how many."""
         ...
 
     def probe(self) -> None:

@@ -286,7 +286,7 @@ class LookupGroup(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token")
+    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODE_UNSPECIFIED: _ClassVar[LookupRequest.Mode]
@@ -300,36 +300,44 @@ class LookupRequest(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FETCH_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_RATE_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     groups: _containers.RepeatedCompositeFieldContainer[LookupGroup]
     mode: LookupRequest.Mode
     lease_ms: int
     token: bytes
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+    fetch_ms: int
+    prefill_rate: float
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("ready", "epoch", "lease", "lease_ms", "groups")
+    __slots__ = ("ready", "epoch", "lease", "lease_ms", "groups", "asking")
     READY_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ASKING_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     epoch: int
     lease: int
     lease_ms: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupHits]
-    def __init__(self, ready: bool = ..., epoch: _Optional[int] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHits, _Mapping]]] = ...) -> None: ...
+    asking: bool
+    def __init__(self, ready: bool = ..., epoch: _Optional[int] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHits, _Mapping]]] = ..., asking: bool = ...) -> None: ...
 
 class GroupHits(_message.Message):
-    __slots__ = ("group", "hits", "bitmap")
+    __slots__ = ("group", "hits", "bitmap", "coming")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     BITMAP_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     group: int
     hits: int
     bitmap: bytes
-    def __init__(self, group: _Optional[int] = ..., hits: _Optional[int] = ..., bitmap: _Optional[bytes] = ...) -> None: ...
+    coming: int
+    def __init__(self, group: _Optional[int] = ..., hits: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., coming: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease",)

@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from kvsidecar.client import supervisor as module
-from kvsidecar.client.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.ledger import Job, Ledger
 from kvsidecar.client.messages import Registration, TransportError
@@ -20,6 +19,7 @@ from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable
+from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.types import Direction, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_transport import FakeTransport

@@ -21,6 +21,7 @@ class Counters:
     )
     refused_lookups: int = _counter("Lookups that the daemon refused as invalid; they miss, and the log says why.")
     offered_tokens: int = _counter("Tokens of the hits offered to vLLM, counted each time they are offered.")
+    fetch_waits: int = _counter("Requests that waited for blocks that the daemon fetched from a slower tier.")
     loads: int = _counter("Loads, one for each hit that vLLM accepted.")
     loaded_tokens: int = _counter("Tokens of the hits that vLLM accepted.")
     unleased_loads: int = _counter("Loads without a lease: the daemon granted none, or could not be reached in time.")

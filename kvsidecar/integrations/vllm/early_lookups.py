@@ -92,8 +92,10 @@ class EarlyLookups:
 
         def result(timeout: float) -> LookupResult:
             result = early.pending.result(timeout)
-            flags = {index: GroupHits(0, each.found[first[index] :]) for index, each in result.groups.items()}
-            return replace(result, groups=flags)
+            groups = {
+                index: GroupHits(0, each.found[first[index] :], each.coming) for index, each in result.groups.items()
+            }
+            return replace(result, groups=groups)
 
         return packed, result
 

@@ -28,6 +28,8 @@ FRESH_SECONDS = 0.1
 """How long an answer is reused. vLLM repeats the lookup in every step while a request waits for free blocks."""
 OFFER_SECONDS = 2.0
 """Lease of a hit until vLLM allocates blocks for it."""
+AGAIN_SECONDS = 0.002
+"""Between lookups of a request that waits for blocks from a slower tier."""
 UNCLAIMED_SECONDS = 0.5
 """When to release the lease of a request that vLLM does not schedule because others go first."""
 
@@ -44,6 +46,10 @@ class Offer:
     """By group: the joined hashes that were looked up, from the first block after ``local``."""
     answered: float | None = None
     waiting_since: float | None = None
+    fetched_since: float | None = None
+    """Since when the request waits for blocks that the daemon fetches."""
+    coming: bool = False
+    """It still does."""
     lease: int | None = None
     """Protects the blocks from eviction until they are allocated."""
 
@@ -133,8 +139,8 @@ class Lookups:
         if offer is None or offer.local != local:
             self._release_lease(request.request_id)
             offer = self._offers[request.request_id] = Offer(local, 0)
-        elif offer.answered is not None and now - offer.answered < FRESH_SECONDS:
-            return offer.tokens
+        elif offer.answered is not None and now - offer.answered < (AGAIN_SECONDS if offer.coming else FRESH_SECONDS):
+            return None if offer.coming else offer.tokens
         most = hits.limit(self._groups, request.num_tokens, local)
         hashes = hits.hashes(self._groups, request.block_hashes, local, most)
         if most <= 0 or not any(hashes.values()):
@@ -162,7 +168,18 @@ class Lookups:
             offer.lease, self._leased[request.request_id] = result.lease, offer.answered
             if not offer.tokens:
                 self._release_lease(request.request_id)
-        return offer.tokens
+        offer.coming = self._waits_for_more(offer, result)
+        return None if offer.coming else offer.tokens
+
+    def _waits_for_more(self, offer: Offer, result: LookupResult) -> bool:
+        """Whether the request waits for blocks that a slower tier brings."""
+        if not result.coming:
+            return False
+        assert offer.answered is not None
+        if offer.fetched_since is None:
+            offer.fetched_since = offer.answered
+            self._counters.fetch_waits += 1
+        return offer.answered - offer.fetched_since < self._options.fetch_patience
 
     def _longest(
         self, result: LookupResult, mode: LookupMode, hashes: Mapping[int, Sequence[bytes]], local: int, most: int

@@ -85,6 +85,16 @@ class Options:
         _seconds,
         "longest time that a request is held back while the daemon does not answer; then it runs without a hit",
     )
+    fetch_patience: float = _option(
+        1.0,
+        _seconds,
+        "longest time that a request waits for blocks that the daemon fetches from a slower tier, such as a disk",
+    )
+    prefill_rate: int = _option(
+        0,
+        _count,
+        "tokens that this engine computes in a second, to tell which blocks are worth fetching; 0: the daemon's guess",
+    )
     lease_seconds: float = _option(
         60.0, _seconds, "duration of the lease that protects the blocks of a hit from eviction until they are loaded"
     )

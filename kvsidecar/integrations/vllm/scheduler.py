@@ -64,7 +64,7 @@ class SchedulerSide:
         # A file from before the start names older weights.
         used = read_name(options.weights_version_file)
         self._weights_version = WeightsVersion(hash_bytes, options.weights_version, used=[used] if used else [])
-        self._client = SchedulerClient(client, self._weights_version)
+        self._client = SchedulerClient(client, self._weights_version, options.fetch_patience, options.prefill_rate)
         self._alignment = groups[0].alignment
         self._stored_filter, self._events = StoredFilter(), events
         numbers = itertools.count(1)

@@ -16,8 +16,11 @@ class SchedulerClient:
     until then no lookup is sent.
     """
 
-    def __init__(self, client: Client, weights_version: WeightsVersion) -> None:
+    def __init__(
+        self, client: Client, weights_version: WeightsVersion, fetch_seconds: float = 0.0, prefill_rate: float = 0.0
+    ) -> None:
         self._client, self._weights_version = client, weights_version
+        self._fetch: dict[str, float] = {"fetch_seconds": fetch_seconds, "prefill_rate": prefill_rate}
         self.namespace: Namespace | None = None
 
     @property
@@ -39,7 +42,9 @@ class SchedulerClient:
         if self.namespace is None:
             return LookupResult(False, reason=NO_ANSWER)
         keys = self._keys(groups)
-        return self._client.lookup(self.namespace, keys, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
+        return self._client.lookup(
+            self.namespace, keys, mode=mode, lease_seconds=lease_seconds, timeout=timeout, **self._fetch
+        )
 
     def begin_lookup(
         self, groups: Mapping[int, bytes], *, mode: LookupMode, lease_seconds: float
@@ -47,7 +52,8 @@ class SchedulerClient:
         """Send a lookup. None: it cannot be sent at once."""
         if self.namespace is None:
             return None
-        return self._client.begin_lookup(self.namespace, self._keys(groups), mode=mode, lease_seconds=lease_seconds)
+        keys = self._keys(groups)
+        return self._client.begin_lookup(self.namespace, keys, mode=mode, lease_seconds=lease_seconds, **self._fetch)
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         return self._client.renew_nowait(lease, lease_seconds)

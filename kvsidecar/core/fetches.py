@@ -1,0 +1,279 @@
+"""Blocks that a lookup misses are fetched from a slower tier, if that is expected to beat their computation.
+
+A fetch reserves slots as a store does, so a block of it is readable when all of its shards are sealed. What a lookup is
+told to come may still fail: it is a miss then. Slots stay reserved until the tier's call returns or its process dies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from kvsidecar.cache.block import Space, StoreGrant
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.errors import Refusal, TierFailed
+from kvsidecar.tiers.engine import ReadEnd, ShardSpace
+from kvsidecar.tiers.messages import MAX_BLOCKS
+from kvsidecar.tiers.policy import Estimate, FetchRefusal
+from kvsidecar.tiers.tier import Tier
+from kvsidecar.types import Namespace
+
+CHUNK_BYTES: Final = 16 << 20
+"""A hit grows by as much at a time."""
+CHUNKS: Final = 8
+"""That are read at a time."""
+MAX_WAITING: Final = 16 * MAX_BLOCKS
+"""Blocks that may wait to be fetched, of all requests."""
+INTEREST_SECONDS: Final = 1.0
+"""A fetch for which nobody has asked for so long is given up."""
+ABSENT_SECONDS: Final = 1.0
+"""How long a tier is not asked again for a block that it does not have, or that is not worth a fetch."""
+MAX_ABSENT: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """What may follow the hits of a lookup soon."""
+
+    blocks: int = 0
+    """That are being fetched, in prefix order after the hits."""
+    asking: bool = False
+    """A tier is being asked: there may be more."""
+
+
+NOTHING: Final = Coming()
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """The blocks of one prefix that a lookup has missed."""
+
+    space: Space
+    hashes: list[bytes]
+    """In prefix order, from the first miss on."""
+    seconds: float
+    """How long the engine can wait."""
+    prefill_rate: float
+    """Tokens a second that it computes; 0 if it does not say."""
+    asked: float
+    """When somebody last asked for it."""
+    found: int = 0
+    """How many of them are fetched."""
+    issued: int = 0
+    """How many of these have been handed to the tier."""
+    chunks: int = 0
+    """That are being read."""
+    finding: bool = True
+    over: bool = False
+
+    @property
+    def waiting(self) -> int:
+        return self.found - self.issued
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """Blocks that are read in one go: all of them become readable, or none."""
+
+    fetch: Fetch
+    grant: StoreGrant
+    nbytes: int
+    reads: int = 1
+    """That have not ended; one more while they are handed over."""
+    failed: bool = False
+
+
+class Fetches:
+    """Used from the event loop.
+
+    Args:
+        bit: of the tier, in `SpaceBlocks.tiers`.
+        clock: monotonic seconds.
+        refused: called with the reason and a number of blocks.
+        chunk_bytes: of one call of an engine, about.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        tier: Tier,
+        bit: int,
+        clock: Callable[[], float],
+        refused: Callable[[FetchRefusal, int], object],
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._cache, self._tier, self._bit, self._clock, self._refused = cache, tier, bit, clock, refused
+        self._by_hash: dict[Space, dict[bytes, tuple[Fetch, int]]] = {}
+        """Those that are not over, by each of their hashes, with its place in the prefix."""
+        self._queues: dict[Namespace, deque[Fetch]] = {}
+        """Those with blocks that wait, by namespace; namespaces take turns."""
+        self._absent: dict[tuple[Space, bytes], float] = {}
+        """First misses for which there is nothing to fetch, and until when; the oldest first."""
+        self.waiting_blocks = 0
+        """That have been found, and not handed to the tier yet."""
+        self.reading_bytes = 0
+
+    def coming(
+        self, space: Space, hashes: Sequence[bytes], hits: int, seconds: float, prefill_rate: float = 0.0
+    ) -> Coming:
+        """What may follow the hits of a lookup. Begins to fetch it, if that is worth it.
+
+        Args:
+            hashes: of the lookup; all of them are in prefix order.
+            hits: how many of the first ones are readable; there are others.
+            seconds: how long the caller can wait.
+            prefill_rate: tokens a second that it computes; 0 if it does not say.
+        """
+        first, now = hashes[hits], self._clock()
+        if (known := self._by_hash.get(space, {}).get(first)) is not None:
+            fetch, at = known
+            fetch.asked = now
+            return Coming(max(0, fetch.found - at), fetch.finding)
+        if self._absent.get((space, first), now) > now or not space.users or None in space.shard_bytes:
+            return NOTHING
+        if self._tier.off:
+            self._refused(FetchRefusal.OFF, 1)
+            return NOTHING
+        if self.waiting_blocks > MAX_WAITING:
+            self._refused(FetchRefusal.BUSY, 1)
+            return NOTHING
+        fetch = Fetch(space, list(hashes[hits : hits + MAX_BLOCKS]), seconds, prefill_rate, now)
+        by_hash = self._by_hash.setdefault(space, {})
+        for at, each in enumerate(fetch.hashes):
+            by_hash.setdefault(each, (fetch, at))
+        try:
+            # The shards of a block are written together. One that is missing nevertheless fails its read.
+            self._tier.find(shard_space(space, 0), b"".join(fetch.hashes), partial(self._found, fetch))
+        except TierFailed:
+            self._end(fetch, FetchRefusal.OFF)
+        return Coming(0, fetch.finding)
+
+    def forget(self, namespace: Namespace | None) -> None:
+        """Fetch nothing more of a namespace, or of all: it is cleared."""
+        for space, by_hash in tuple(self._by_hash.items()):
+            if namespace is None or space.namespace == namespace:
+                for fetch, _ in tuple(by_hash.values()):
+                    self._end(fetch)
+
+    def _found(self, fetch: Fetch, flags: Sequence[bool]) -> None:
+        """The tier has answered what it has."""
+        fetch.finding = False
+        found = next((i for i, flag in enumerate(flags) if not flag), len(flags))
+        if not found or fetch.over:
+            self._end(fetch)
+            return
+        space = fetch.space
+        estimate = Estimate(
+            found * space.block_bytes,
+            self.waiting_blocks * space.block_bytes + self.reading_bytes,
+            self._tier.read_rate,
+            found * space.namespace.block_size,
+            fetch.prefill_rate,
+        )
+        if not estimate.worth_it or estimate.seconds > fetch.seconds:
+            self._end(fetch, FetchRefusal.SLOWER, found)
+            return
+        fetch.found = found
+        self.waiting_blocks += found
+        self._queues.setdefault(space.namespace, deque()).append(fetch)
+        self._read_more()
+
+    def _read_more(self) -> None:
+        """Read as much as may be read at a time: a chunk of each namespace in turn."""
+        while self._queues and self.reading_bytes < CHUNKS * self._chunk_bytes:
+            namespace = next(iter(self._queues))
+            queue = self._queues.pop(namespace)
+            fetch = queue[0]
+            self._read_chunk(fetch)
+            if fetch.over or not fetch.waiting:
+                queue.popleft()
+            if queue:
+                self._queues[namespace] = queue  # behind the others
+
+    def _read_chunk(self, fetch: Fetch) -> None:
+        space = fetch.space
+        if fetch.over:
+            return
+        if self._clock() - fetch.asked > INTEREST_SECONDS or not space.users:
+            self._end(fetch, FetchRefusal.ABANDONED, fetch.waiting)
+            return
+        count = min(fetch.waiting, max(1, self._chunk_bytes // space.block_bytes))
+        hashes = fetch.hashes[fetch.issued : fetch.issued + count]
+        packed = b"".join(hashes)
+        grant = self._cache.begin_store([(space, shard, packed) for shard in range(space.num_shards)])
+        if isinstance(grant, Refusal):
+            self._end(fetch, FetchRefusal.POOL_FULL, fetch.waiting)
+            return
+        chunk = _Chunk(fetch, grant, sum([len(part.index) * part.slot_size for part in grant.parts]))
+        fetch.issued += count
+        fetch.chunks += 1
+        self.waiting_blocks -= count
+        self.reading_bytes += chunk.nbytes
+        for part in grant.parts:
+            if not len(part.index):
+                continue  # stored meanwhile, or being stored
+            wanted = b"".join([hashes[index] for index in part.index.tolist()])
+            late = partial(self._end, fetch, FetchRefusal.LATE)
+            try:
+                self._tier.read(shard_space(space, part.shard), wanted, part.slots, partial(self._read, chunk), late)
+                chunk.reads += 1
+            except TierFailed:
+                chunk.failed = True
+        self._read_ended(chunk)
+
+    def _read(self, chunk: _Chunk, ends: Sequence[ReadEnd]) -> None:
+        chunk.failed |= not ends or any(end is not ReadEnd.DONE for end in ends)
+        self._read_ended(chunk)
+        self._read_more()
+
+    def _read_ended(self, chunk: _Chunk) -> None:
+        """One read of a chunk is over; after the last one its blocks are readable, or given back."""
+        chunk.reads -= 1
+        if chunk.reads:
+            return
+        fetch = chunk.fetch
+        fetch.chunks -= 1
+        self.reading_bytes -= chunk.nbytes
+        if chunk.failed:
+            self._cache.abort_all(chunk.grant)
+            self._end(fetch, FetchRefusal.FAILED)
+            return
+        self._cache.seal_all(chunk.grant)
+        self._cache.mark_tier(chunk.grant, self._bit)
+        if not fetch.waiting and not fetch.chunks:
+            self._end(fetch)
+
+    def _end(self, fetch: Fetch, reason: FetchRefusal | None = None, blocks: int = 1) -> None:
+        """Fetch no more of it. What is being read becomes readable when it is there."""
+        if fetch.over:
+            return
+        fetch.over, fetch.finding = True, False
+        if reason is not None:
+            self._refused(reason, blocks)
+        self.waiting_blocks -= fetch.waiting
+        if (beyond := fetch.issued if reason is None else 0) < len(fetch.hashes):
+            self._remember_absent(fetch.space, fetch.hashes[beyond])
+        by_hash = self._by_hash.get(fetch.space, {})
+        for each in fetch.hashes:
+            if by_hash.get(each, (None, 0))[0] is fetch:
+                del by_hash[each]
+        if not by_hash:
+            self._by_hash.pop(fetch.space, None)
+
+    def _remember_absent(self, space: Space, first: bytes) -> None:
+        absent, now = self._absent, self._clock()
+        absent.pop((space, first), None)
+        absent[space, first] = now + ABSENT_SECONDS
+        while len(absent) > MAX_ABSENT or next(iter(absent.values())) < now:
+            del absent[next(iter(absent))]
+
+
+def shard_space(space: Space, shard: int) -> ShardSpace:
+    nbytes = space.shard_bytes[shard]
+    assert nbytes is not None
+    return ShardSpace(space.namespace, space.group, shard, space.num_shards, nbytes)

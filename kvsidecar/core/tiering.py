@@ -1,0 +1,54 @@
+"""The slower tier behind the pool: what it is told, and what it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.core.fetches import Fetches
+from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.writes import Writes
+from kvsidecar.tiers.policy import Admission, WriteBudget
+from kvsidecar.tiers.tier import Tier
+from kvsidecar.types import Namespace
+
+BIT = 1
+"""Of the tier, in `SpaceBlocks.tiers`."""
+
+
+class Tiering:
+    """Used from the event loop.
+
+    Args:
+        write_bytes_per_day: None for no limit.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        tier: Tier,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        *,
+        admission: Admission = Admission.SECOND_USE,
+        write_bytes_per_day: int | None = None,
+    ) -> None:
+        self.tier = tier
+        self.fetches = Fetches(
+            cache, tier, BIT, clock, lambda reason, blocks: metrics.unfetched.labels(tier.name, reason).inc(blocks)
+        )
+        self.writes = Writes(
+            cache,
+            tier,
+            BIT,
+            admission,
+            WriteBudget(write_bytes_per_day, clock()),
+            clock,
+            lambda reason, blocks: metrics.unwritten.labels(tier.name, reason).inc(blocks),
+        )
+
+    def forget(self, namespace: Namespace | None) -> None:
+        """A namespace is cleared, or all."""
+        self.fetches.forget(namespace)
+        self.writes.forget(namespace)

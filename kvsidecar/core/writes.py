@@ -1,0 +1,162 @@
+"""Blocks that are worth it are written to a slower tier, behind their use. Nobody waits for a write: one that does not
+fit the queue is dropped, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvsidecar.cache.block import Chain, LoadGrant, StoreGrant, WriteGrant
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.core.fetches import shard_space
+from kvsidecar.errors import TierFailed
+from kvsidecar.tiers.engine import WriteEnd
+from kvsidecar.tiers.policy import Admission, WriteBudget, WriteRefusal
+from kvsidecar.tiers.tier import Tier
+from kvsidecar.types import Namespace
+
+CHUNK_BYTES: Final = 16 << 20
+QUEUE_SHARE: Final = 16
+"""At most one byte in so many of the pool waits to be written, or is being written: it cannot be evicted meanwhile."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    grant: WriteGrant
+    nbytes: int
+    kept: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """Which blocks the tier has."""
+    calls: int = 1
+    """That have not ended; one more while they are handed over."""
+    failed: WriteRefusal | None = None
+
+
+class Writes:
+    """Used from the event loop.
+
+    Args:
+        bit: of the tier, in `SpaceBlocks.tiers`.
+        clock: monotonic seconds.
+        refused: called with the reason and a number of blocks.
+        chunk_bytes: of one call of an engine, about.
+        queue_bytes: that may wait to be written, or are being written; None for a share of the pool.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        tier: Tier,
+        bit: int,
+        admission: Admission,
+        budget: WriteBudget,
+        clock: Callable[[], float],
+        refused: Callable[[WriteRefusal, int], object],
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        queue_bytes: int | None = None,
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._cache, self._tier, self._bit, self._admission = cache, tier, bit, admission
+        self._budget, self._clock, self._refused = budget, clock, refused
+        self._most_bytes = cache.stats().total_bytes // QUEUE_SHARE if queue_bytes is None else queue_bytes
+        self._under_way: set[_Write] = set()
+        self._then_forget: dict[Namespace | None, set[_Write]] = {}
+        """What was cleared, and the writes that may bring it back: the tier is told once more when they have ended."""
+        self.writing_bytes = 0
+
+    @property
+    def budget_left(self) -> int | None:
+        """Bytes that may be written now; None for no limit."""
+        return self._budget.left(self._clock())
+
+    def stored(self, grant: StoreGrant) -> None:
+        """A store was sealed in this step."""
+        if self._admission is Admission.ALL:
+            for part in grant.parts:
+                self._write(Chain(part.blocks, part.rows))
+
+    def used(self, grant: LoadGrant) -> None:
+        """The blocks of a load, which are pinned, are used again."""
+        if self._admission is not Admission.NONE:
+            for chain in grant.chains:
+                self._write(chain)
+
+    def forget(self, namespace: Namespace | None) -> None:
+        """A namespace is cleared, or all."""
+        self._tier.forget(namespace)
+        writes = {each for each in self._under_way if namespace in (None, each.grant.chain.blocks.space.namespace)}
+        if writes:
+            self._then_forget.setdefault(namespace, set()).update(writes)
+
+    def _write(self, chain: Chain) -> None:
+        rows = self._cache.unwritten(chain, self._bit)
+        space = chain.blocks.space
+        if not len(rows) or None in space.shard_bytes:
+            return
+        if self._tier.off:
+            self._refused(WriteRefusal.OFF, len(rows))
+            return
+        room = max(0, self._most_bytes - self.writing_bytes) // space.block_bytes
+        if room < len(rows):
+            self._refused(WriteRefusal.QUEUE, len(rows) - room)
+            rows = rows[:room]  # the beginning of a prefix: without it the rest is of no use
+        count = max(1, self._chunk_bytes // space.block_bytes)
+        for start in range(0, len(rows), count):
+            piece = rows[start : start + count]
+            nbytes = len(piece) * space.block_bytes
+            if not self._budget.take(nbytes, self._clock()):
+                self._refused(WriteRefusal.BUDGET, len(rows) - start)
+                return
+            self._begin(self._cache.begin_write(Chain(chain.blocks, piece), self._bit), nbytes)
+
+    def _begin(self, grant: WriteGrant, nbytes: int) -> None:
+        write = _Write(grant, nbytes, np.ones(len(grant.chain.rows), np.bool_))
+        self._under_way.add(write)
+        self.writing_bytes += nbytes
+        space = grant.chain.blocks.space
+        for shard in range(space.num_shards):
+            slots = grant.slots[shard]
+            try:
+                self._tier.write(
+                    shard_space(space, shard),
+                    grant.hashes,
+                    slots,
+                    self._cache.checksums(slots),
+                    partial(self._written, write),
+                )
+                write.calls += 1
+            except TierFailed:
+                self._fail(write, WriteRefusal.OFF)
+        self._ended(write)
+
+    def _written(self, write: _Write, ends: Sequence[WriteEnd]) -> None:
+        if not ends:
+            self._fail(write, WriteRefusal.FAILED)
+        else:
+            write.kept &= np.array([end is not WriteEnd.FULL for end in ends])
+            if WriteEnd.FULL in ends:
+                write.failed = write.failed or WriteRefusal.FULL
+        self._ended(write)
+
+    def _fail(self, write: _Write, reason: WriteRefusal) -> None:
+        write.failed = write.failed or reason
+        write.kept[:] = False
+
+    def _ended(self, write: _Write) -> None:
+        write.calls -= 1
+        if write.calls:
+            return
+        if write.failed is not None:
+            self._refused(write.failed, int(np.count_nonzero(~write.kept)))
+        self.writing_bytes -= write.nbytes
+        self._cache.end_write(write.grant, write.kept)
+        self._under_way.remove(write)
+        for namespace, writes in tuple(self._then_forget.items()):
+            writes.discard(write)
+            if not writes:
+                del self._then_forget[namespace]
+                self._tier.forget(namespace)

@@ -1,0 +1,106 @@
+"""What is worth writing to a slower tier, and worth fetching from it. Pure: the caller brings the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+DAY_SECONDS: Final = 86400.0
+GUESSED_PREFILL: Final = 20_000.0
+"""Tokens a second that an engine is taken to compute if it does not say: an 8B model on one large GPU."""
+
+
+class Admission(StrEnum):
+    """Which blocks a tier is given."""
+
+    SECOND_USE = "second_use"
+    """Those that are used again after they were stored: most of what is stored never is."""
+    ALL = "all"
+    """Every block, when it has been stored."""
+    NONE = "none"
+    """None. What is there can be fetched."""
+
+
+class FetchRefusal(StrEnum):
+    """Why blocks that a tier may have are not fetched."""
+
+    OFF = "off"
+    """The tier has failed, or its process has ended."""
+    SLOWER = "slower"
+    """To compute them again is expected to take less time, or the engine cannot wait so long."""
+    POOL_FULL = "pool_full"
+    """There is no room in the pool."""
+    BUSY = "busy"
+    """Too many blocks are being fetched."""
+    ABANDONED = "abandoned"
+    """Nobody has asked for them again."""
+    FAILED = "failed"
+    """The tier could not read them, or they were not what had been written."""
+    LATE = "late"
+
+
+class WriteRefusal(StrEnum):
+    """Why blocks that a tier should have are not written."""
+
+    OFF = "off"
+    QUEUE = "queue"
+    """Too many bytes wait to be written."""
+    BUDGET = "budget"
+    """The day's budget of bytes is used up."""
+    FULL = "full"
+    """The tier has no room that it may free."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a fetch is expected to cost."""
+
+    nbytes: int
+    waiting_bytes: int
+    """That are fetched before."""
+    rate: float
+    """Bytes a second that the tier reads."""
+    tokens: int
+    """That the engine need not compute."""
+    prefill_rate: float
+    """Tokens a second that it computes; 0 if it does not say."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.nbytes + self.waiting_bytes) / self.rate
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether it is expected to beat the computation."""
+        return self.seconds < self.tokens / (self.prefill_rate or GUESSED_PREFILL)
+
+
+class WriteBudget:
+    """Bytes that may be written in a day, spent evenly: what is not written in an hour is left for the next ones.
+
+    Args:
+        per_day: None for no limit.
+    """
+
+    def __init__(self, per_day: int | None, now: float) -> None:
+        self._per_day, self._left, self._at = per_day, float(per_day or 0), now
+
+    def left(self, now: float) -> int | None:
+        """Bytes that may be written now; None for no limit."""
+        if self._per_day is None:
+            return None
+        self._left = min(self._per_day, self._left + (now - self._at) * self._per_day / DAY_SECONDS)
+        self._at = now
+        return int(self._left)
+
+    def take(self, nbytes: int, now: float) -> bool:
+        """Spend bytes. False: there are not so many left, and nothing was spent."""
+        left = self.left(now)
+        if left is None:
+            return True
+        if left < nbytes:
+            return False
+        self._left -= nbytes
+        return True

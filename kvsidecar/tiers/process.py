@@ -1,0 +1,180 @@
+"""The process of one tier: maps the pool, and lets an engine read into its slots and write from them.
+
+It speaks with the daemon alone, over the socket that it inherits. It ends when the daemon closes the socket, and at the
+latest when the daemon dies. The end of this process is the proof that it writes to no slot any more.
+
+The main thread takes requests; threads of their own find, read and write, because an engine's calls may block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+from kvsidecar.errors import KVSidecarError, TierFailed
+from kvsidecar.protocol.framing import FrameReader
+from kvsidecar.support import failpoints, host_memory, log
+from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.tiers.engine import Engine, ShardSpace
+from kvsidecar.tiers.messages import MAX_FRAME, Do, Reply, Request, namespace_of, pack_stats, space_of, split
+
+ENGINES: Final = {"disk": "kvsidecar.tiers.disk.engine:open_engine"}
+"""By name: the function that opens the engine with the options of its tier, as keyword arguments."""
+EXIT_FAILED: Final = 1
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_prctl = ctypes.CDLL(None).prctl
+_log = log.get("tier")
+
+
+class TierProcess:
+    """Answers the daemon's requests.
+
+    Args:
+        pool: all of it.
+        reads, writes: calls of the engine at a time.
+    """
+
+    def __init__(self, connection: socket.socket, pool: memoryview, engine: Engine, reads: int, writes: int) -> None:
+        self._connection, self._pool, self._engine = connection, pool, engine
+        self._spaces: dict[int, ShardSpace] = {}
+        self._sending = threading.Lock()
+        others = ThreadPoolExecutor(2, "other")
+        self._threads = {
+            Do.FIND: ThreadPoolExecutor(1, "find"),
+            Do.READ: ThreadPoolExecutor(reads, "read"),
+            Do.WRITE: ThreadPoolExecutor(writes, "write"),
+            Do.FORGET: others,
+            Do.PROBE: others,
+            Do.STATS: others,
+        }
+
+    def serve(self) -> None:
+        """Answer until the daemon has gone."""
+        frames = FrameReader(MAX_FRAME)
+        while data := self._connection.recv(1 << 18):
+            frames.feed(data)
+            while (payload := frames.next()) is not None:
+                self._take(Request.unpack(payload))
+
+    def _take(self, request: Request) -> None:
+        if request.do is Do.SPACE:
+            self._spaces[request.space] = space_of(request)
+            return
+        space = self._spaces.get(request.space)
+        call = self._threads[request.do].submit(self._answer, request, space)
+        call.add_done_callback(_heard)
+
+    def _answer(self, request: Request, space: ShardSpace | None) -> None:
+        began = time.monotonic()
+        try:
+            body, failed = self._do(request, space), False
+        except (KVSidecarError, OSError, failpoints.FailpointError) as error:
+            body, failed = str(error).encode(), True
+        except Exception as error:  # noqa: BLE001 - the daemon must get an answer; a defect of the engine is a failure
+            _log.exception("the tier's engine failed unexpectedly", request=request.do.name.lower())
+            body, failed = f"{type(error).__name__}: {error}".encode(), True
+        reply = Reply(request.number, failed, time.monotonic() - began, body).pack()
+        with self._sending:
+            self._connection.sendall(reply)
+
+    def _do(self, request: Request, space: ShardSpace | None) -> bytes:
+        engine = self._engine
+        match request.do:
+            case Do.PROBE:
+                engine.probe()
+                return b""
+            case Do.STATS:
+                return pack_stats(engine.stats())
+            case Do.FORGET:
+                engine.forget(namespace_of(request.hashes))
+                return b""
+        if space is None:
+            raise TierFailed(f"space {request.space} is unknown")
+        hashes = split(request.hashes, space.namespace.hash_bytes)
+        if request.do is Do.FIND:
+            failpoints.hit("tier.before_find")
+            return bytes(engine.find(space, hashes))
+        assert request.slots is not None
+        memory = self._memory(request.slots.tolist(), space.shard_bytes)
+        if request.do is Do.READ:
+            failpoints.hit("tier.before_read")
+            return bytes(engine.read(space, hashes, memory))
+        assert request.checksums is not None
+        failpoints.hit("tier.before_write")
+        sums, known = (each.tolist() for each in request.checksums)
+        checksums = [value if is_known else None for value, is_known in zip(sums, known, strict=True)]
+        return bytes(engine.write(space, hashes, memory, checksums))
+
+    def _memory(self, slots: Sequence[int], nbytes: int) -> list[memoryview]:
+        for slot in slots:
+            if not 0 <= slot <= len(self._pool) - nbytes:
+                raise TierFailed(f"slot {slot} of {nbytes} bytes is not in the pool of {len(self._pool)} bytes")
+        return [self._pool[slot : slot + nbytes] for slot in slots]
+
+
+def _heard(call: Future[None]) -> None:
+    """A reply that cannot be sent: the daemon has gone, and `serve` returns. Anything else is a defect."""
+    error = call.exception()
+    if error is not None and not isinstance(error, ConnectionError):
+        _log.error("an answer of the tier was lost", error=str(error), exc_info=error)
+        os._exit(EXIT_FAILED)  # the daemon would wait for ever
+
+
+def open_engine(name: str, options: dict[str, Any]) -> Engine:
+    """Args: name: in `ENGINES`, or ``module:function`` as there."""
+    module, _, function = ENGINES.get(name, name).partition(":")
+    open_it: Callable[..., Engine] = getattr(importlib.import_module(module), function)
+    return open_it(**options)
+
+
+def main() -> None:
+    """``python -m kvsidecar.tiers.process SOCKET POOL JSON``: two inherited descriptors, and what `link` says."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's, or the service manager's: the daemon decides
+    connection, told = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[3])
+    log.configure(log_format=told["log_format"], level=told["log_level"])
+    failpoints.configure_from_environment()
+    say = partial(_say, connection)
+    try:
+        pages = Pages(PageKind(told["page_kind"]), told["page_bytes"])
+        address = host_memory.map_file(int(sys.argv[2]), told["pool_bytes"], pages)
+        host_memory.advise(address, told["pool_bytes"], mmap.MADV_DONTDUMP)
+        pool = host_memory.as_array(address, told["pool_bytes"]).data
+        engine = open_engine(told["engine"], told["options"])
+    except (KVSidecarError, OSError) as error:
+        say(Reply(0, True, 0.0, str(error).encode()))
+    except BaseException as error:  # noqa: BLE001 - no end unheard
+        _log.exception("the tier does not start")
+        say(Reply(0, True, 0.0, f"{type(error).__name__}: {error}".encode()))
+    else:
+        try:
+            say(Reply(0, False, 0.0, pack_stats(engine.stats())))
+            TierProcess(connection, pool, engine, told["reads"], told["writes"]).serve()
+        except BaseException:  # noqa: BLE001 - no end unheard
+            _log.exception("the tier ends")
+    log.flush()
+    os._exit(EXIT_FAILED)  # nothing is waited for
+
+
+def _say(connection: socket.socket, reply: Reply) -> None:
+    connection.sendall(reply.pack())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""One tier of a daemon, across the processes that are it one after another: started, watched, asked, replaced.
+
+Nobody waits for a tier. A request that is not answered in time is over for whoever asked; its slots stay with it until
+the engine's call returns or its process is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvsidecar.cache.arrays import Ints, Words
+from kvsidecar.errors import KVSidecarError, TierFailed
+from kvsidecar.support import log
+from kvsidecar.support.breaker import Backoff, CircuitBreaker
+from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.link import PoolMemory, TierLink, TierOptions
+from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
+from kvsidecar.types import Namespace
+
+FAILURES: Final = 3
+"""Calls in a row that fail or are late before the tier is off."""
+FIRST_PAUSE_SECONDS: Final = 0.5
+LONGEST_PAUSE_SECONDS: Final = 30.0
+"""Between probes of a tier that is off, and between attempts to start its process; doubled each time."""
+RATE_WEIGHT: Final = 0.2
+"""Of the newest read in the moving average of the rate."""
+GUESSED_RATE: Final = 1e9
+"""Bytes a second that a tier is expected to read before it has read anything."""
+
+_log = log.get("tier")
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What a tier has done since the daemon started."""
+
+    read_blocks: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    corrupt_blocks: int = 0
+    failures: int = 0
+    """Calls that failed or were late."""
+    deaths: int = 0
+    """Processes that have ended unexpectedly."""
+
+
+class Tier:
+    """Used from the event loop.
+
+    Args:
+        name: for people, logs and metrics.
+        deadline: seconds after which a call is late: whoever asked goes on without it.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: TierOptions,
+        pool: PoolMemory,
+        *,
+        deadline: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.counts = TierCounts()
+        self.stats: EngineStats | None = None
+        """As of the last time that it was asked; None before it has opened."""
+        self.down = "it has not started yet"
+        """Why it has no process that works; empty while it has one."""
+        self.read_rate = GUESSED_RATE
+        """Bytes a second that one call reads."""
+        self._options, self._pool = options, pool
+        self.on_change: Callable[[Tier], object] = lambda _: None
+        """Called when its process works, before it is asked for anything, and when it does not any more."""
+        self._clock, self._deadline = clock, deadline
+        self._breaker = CircuitBreaker(
+            failures=FAILURES, backoff=Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), clock=clock
+        )
+        self._last_failure = ""
+        self._link: TierLink | None = None
+        self._closing = False
+        self._to_forget: list[Namespace | None] = []
+        """Namespaces that it has to forget before it is asked for anything else."""
+        self._forgetting = False
+
+    @property
+    def off(self) -> str:
+        """Why it is not asked for anything; empty while it is."""
+        if self._to_forget:
+            return self.down or "it has not forgotten yet what was cleared"
+        return self.down or ("" if self._breaker.allows else self._last_failure)
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 if there is none."""
+        return 0 if self._link is None or self._link.ended.done() else self._link.pid
+
+    @property
+    def calls(self) -> int:
+        """Calls of the engine that have not returned."""
+        return 0 if self._link is None else self._link.calls
+
+    # -- the process -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Start its process, and replace it whenever it ends; until `close`."""
+        pause = 0.0
+        while True:
+            await asyncio.sleep(pause)
+            if self._closing:
+                return
+            pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
+            try:
+                self._link, self.stats = await TierLink.start(self._options, self._pool)
+            except (KVSidecarError, OSError) as error:
+                self._set_down(str(error))
+                continue
+            began = self._clock()
+            self._breaker.reset()
+            self._set_down("")
+            self._forget_next()
+            reason = await asyncio.shield(self._link.ended)
+            if not self._closing:
+                self.counts.deaths += 1
+                self._set_down(reason)
+            if self._clock() - began > LONGEST_PAUSE_SECONDS:
+                pause = 0.0
+
+    def check(self, stuck_seconds: float) -> None:
+        """Called again and again: probe a tier that is off, ask for its gauges, and kill a process that hangs."""
+        link = self._link
+        if link is None or link.ended.done():
+            return
+        if link.oldest_seconds > stuck_seconds:
+            reason = f"a call has not returned for {link.oldest_seconds:.0f} s"
+            _log.error("the tier hangs and is killed", tier=self.name, pid=link.pid, reason=reason)
+            link.kill(reason)
+        elif self._breaker.begin_probe():
+            link.ask(lambda number: Request(Do.PROBE, number), self._probed)
+        elif self._to_forget:
+            self._forget_next()
+        elif not link.calls:
+            link.ask(lambda number: Request(Do.STATS, number), self._take_stats)
+
+    async def close(self) -> None:
+        """End its process. Returns when it is dead: nothing of it touches the pool any more."""
+        self._closing = True
+        if self._link is not None:
+            self._link.kill("the daemon ends")
+            await asyncio.shield(self._link.ended)
+
+    def set_log_level(self, level: str) -> None:
+        """For the next process."""
+        self._options = replace(self._options, log_level=level)
+
+    def _set_down(self, reason: str) -> None:
+        if reason != self.down:
+            self.down = reason
+            if reason:
+                _log.warning("tier off", tier=self.name, reason=reason)
+            else:
+                assert self.stats is not None
+                _log.info(
+                    "tier on",
+                    tier=self.name,
+                    pid=self.pid,
+                    kept_blocks=self.stats.kept_blocks,
+                    dropped_blocks=self.stats.dropped_blocks,
+                    capacity_bytes=self.stats.capacity_bytes,
+                )
+            self.on_change(self)
+
+    # -- what it is asked for --------------------------------------------------------------------------------------
+
+    def find(self, space: ShardSpace, hashes: bytes, on_end: Callable[[list[bool]], None]) -> None:
+        """Which of these are there: none, if it fails or is late.
+
+        Args:
+            hashes: block hashes, joined; at most `messages.MAX_BLOCKS`.
+            on_end: called once.
+
+        Raises:
+            TierFailed: it is off.
+        """
+        waits = True
+
+        def ended(answer: Reply | None) -> None:
+            nonlocal waits
+            if waits:
+                waits = False
+                on_end([] if answer is None else list(map(bool, answer.body)))
+
+        self._ask(Do.FIND, space, hashes, ended, lambda: ended(None))
+
+    def read(
+        self,
+        space: ShardSpace,
+        hashes: bytes,
+        slots: Ints,
+        on_end: Callable[[list[ReadEnd]], None],
+        on_late: Callable[[], None],
+    ) -> None:
+        """Fill slots.
+
+        Args:
+            on_end: called once. Nothing else may touch the slots before. Empty: the call failed, their bytes are
+                undefined.
+            on_late: called at the deadline if the call has not ended; ``on_end`` follows some time.
+
+        Raises:
+            TierFailed: it is off.
+        """
+
+        def ended(answer: Reply | None) -> None:
+            if answer is None:
+                on_end([])
+                return
+            ends = [ReadEnd(end) for end in answer.body]
+            done = ends.count(ReadEnd.DONE)
+            counts, nbytes = self.counts, done * space.shard_bytes
+            counts.read_blocks += done
+            counts.read_bytes += nbytes
+            counts.read_seconds += answer.seconds
+            counts.corrupt_blocks += ends.count(ReadEnd.CORRUPT)
+            if nbytes and answer.seconds > 0:
+                self.read_rate += RATE_WEIGHT * (nbytes / answer.seconds - self.read_rate)
+            on_end(ends)
+
+        self._ask(Do.READ, space, hashes, ended, on_late, slots)
+
+    def write(
+        self,
+        space: ShardSpace,
+        hashes: bytes,
+        slots: Ints,
+        checksums: Sequence[int | None],
+        on_end: Callable[[list[WriteEnd]], None],
+    ) -> None:
+        """Keep the bytes of slots.
+
+        Args:
+            on_end: called once. The slots must not change before. Empty: the call failed.
+
+        Raises:
+            TierFailed: it is off.
+        """
+
+        def ended(answer: Reply | None) -> None:
+            if answer is None:
+                on_end([])
+                return
+            ends = [WriteEnd(end) for end in answer.body]
+            done = ends.count(WriteEnd.DONE)
+            self.counts.written_blocks += done
+            self.counts.written_bytes += done * space.shard_bytes
+            self.counts.write_seconds += answer.seconds
+            on_end(ends)
+
+        values: Words = np.array([value or 0 for value in checksums], np.uint64)
+        known: Words = np.array([value is not None for value in checksums], np.uint64)
+        self._ask(Do.WRITE, space, hashes, ended, None, slots, (values, known))
+
+    def forget(self, namespace: Namespace | None) -> None:
+        """Forget the blocks of a namespace, or all. It is off until it has; one that is down forgets when it is back,
+        if this daemon still runs then."""
+        self._to_forget.append(namespace)
+        self._forget_next()
+
+    def _forget_next(self) -> None:
+        link = self._link
+        if not self._to_forget or self._forgetting or self.down or link is None or link.ended.done():
+            return
+
+        def ended(answer: Reply | TierFailed) -> None:
+            self._forgetting = False
+            if isinstance(answer, TierFailed):
+                self._count_failure(str(answer))  # `check` tries again
+                return
+            self._to_forget.remove(namespace)
+            self._forget_next()
+
+        self._forgetting, namespace = True, self._to_forget[0]
+        link.ask(lambda number: Request(Do.FORGET, number, hashes=pack_namespace(namespace)), ended)
+
+    def _ask(
+        self,
+        do: Do,
+        space: ShardSpace | None,
+        hashes: bytes,
+        on_end: Callable[[Reply | None], None],
+        on_late: Callable[[], None] | None = None,
+        slots: Ints | None = None,
+        checksums: tuple[Words, Words] | None = None,
+    ) -> None:
+        if (off := self.off) or self._link is None:
+            raise TierFailed(off)
+
+        in_time = True
+
+        def late() -> None:
+            nonlocal in_time
+            in_time = False
+            self._count_failure(f"a {do.name.lower()} was not answered in {self._deadline:g} s")
+            if on_late is not None:
+                on_late()
+
+        def ended(answer: Reply | TierFailed) -> None:
+            timer.cancel()
+            if isinstance(answer, TierFailed):
+                self._count_failure(str(answer))
+                on_end(None)
+                return
+            if in_time:
+                self._breaker.succeeded()
+            on_end(answer)
+
+        number_of_space = 0 if space is None else self._link.space(space)
+        make = partial(Request, do, space=number_of_space, hashes=hashes, slots=slots, checksums=checksums)
+        self._link.ask(lambda number: make(number=number), ended)
+        timer = asyncio.get_running_loop().call_later(self._deadline, late)
+
+    def _count_failure(self, reason: str) -> None:
+        if self._closing:
+            return
+        self.counts.failures += 1
+        self._last_failure = reason
+        if self._breaker.failed():
+            _log.warning("tier off", tier=self.name, reason=reason)
+
+    def _probed(self, answer: Reply | TierFailed) -> None:
+        if isinstance(answer, TierFailed):
+            self._count_failure(str(answer))
+        elif self._breaker.succeeded():
+            _log.info("tier on", tier=self.name, pid=self.pid)
+
+    def _take_stats(self, answer: Reply | TierFailed) -> None:
+        if isinstance(answer, Reply):
+            self.stats = stats_of(answer.body)

@@ -1,0 +1,153 @@
+"""Blocks that are worth it are written behind their use; others are dropped, and counted."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from kvsidecar.cache.block import LoadGrant
+from kvsidecar.core.writes import Writes
+from kvsidecar.tiers.policy import Admission, WriteBudget, WriteRefusal
+from kvsidecar.tiers.tier import Tier
+from tests.cache.support import PAGE, begin, keys, new_cache, open_space, refused
+from tests.core.scripted_tier import ScriptedTier
+
+BIT = 1
+
+
+class Bench:
+    """A pool of 4 pages; two blocks a call, and all of the pool in the queue."""
+
+    def __init__(
+        self,
+        admission: Admission = Admission.SECOND_USE,
+        *,
+        shards: tuple[int, ...] = (1,),
+        per_day: int | None = None,
+        queue: int = 4,
+    ) -> None:
+        self.cache = new_cache(4)
+        self.space = open_space(self.cache, shards=shards)
+        self.tier = ScriptedTier(dict.fromkeys(range(0, 4 * PAGE, PAGE), "bytes"))
+        self.refused: list[tuple[WriteRefusal, int]] = []
+        self.writes = Writes(
+            self.cache,
+            cast(Tier, self.tier),
+            BIT,
+            admission,
+            WriteBudget(per_day, 0.0),
+            lambda: 0.0,
+            lambda reason, blocks: self.refused.append((reason, blocks)),
+            chunk_bytes=2 * PAGE,
+            queue_bytes=queue * PAGE,
+        )
+
+    def store(self, *names: int) -> None:
+        for shard in range(self.space.num_shards):
+            grant = begin(self.cache, self.space, keys(*names), shard)
+            self.cache.seal_all(grant)
+            self.writes.stored(grant)
+
+    def load(self, *names: int) -> None:
+        grant = self.cache.begin_load([(self.space, 0, keys(*names))], None, 0.0)
+        assert isinstance(grant, LoadGrant)
+        self.writes.used(grant)
+        self.cache.end_load(grant)
+
+    @property
+    def written(self) -> list[list[bytes]]:
+        return [call.hashes for call in self.tier.writes]
+
+    def end(self, *, ok: bool = True, full: bool = False) -> None:
+        while self.tier.writes:
+            self.tier.end_write(self.tier.writes[0], ok=ok, full=full)
+
+
+def test_a_block_is_written_at_its_second_use_and_once() -> None:
+    bench = Bench()
+    bench.store(1, 2, 3)
+    assert not bench.written
+    bench.load(1, 2, 3)
+    assert bench.written == [keys(1, 2), keys(3)]
+    bench.load(1, 2, 3)
+    bench.end()
+    bench.load(1, 2, 3)
+    assert not bench.written
+    assert not bench.refused
+
+
+@pytest.mark.parametrize(("admission", "expected"), [(Admission.ALL, [keys(1)]), (Admission.NONE, [])])
+def test_all_blocks_are_written_or_none(admission: Admission, expected: list[list[bytes]]) -> None:
+    bench = Bench(admission)
+    bench.store(1)
+    assert bench.written == expected
+    bench.load(1)
+    assert bench.written == expected
+
+
+def test_all_shards_of_a_block_are_written_when_the_last_one_is_there() -> None:
+    bench = Bench(Admission.ALL, shards=(1, 1))
+    bench.store(1)
+    assert [(call.space.shard, call.hashes) for call in bench.tier.writes] == [(0, keys(1)), (1, keys(1))]
+
+
+def test_a_block_that_is_being_written_is_not_evicted() -> None:
+    bench = Bench(Admission.ALL)
+    bench.store(1, 2, 3, 4)
+    assert refused(bench.cache, bench.space, 5)
+    bench.end()
+    assert not refused(bench.cache, bench.space, 5)
+
+
+def test_what_does_not_fit_the_queue_is_dropped_and_the_beginning_of_a_prefix_is_not() -> None:
+    bench = Bench(queue=3)
+    bench.store(1, 2, 3, 4)
+    bench.load(1, 2, 3, 4)
+    assert bench.written == [keys(1, 2), keys(3)]
+    assert bench.refused == [(WriteRefusal.QUEUE, 1)]
+    bench.end()
+    bench.load(1, 2, 3, 4)
+    assert bench.written == [keys(4)]
+
+
+def test_no_more_is_written_than_the_budget_of_the_day() -> None:
+    bench = Bench(per_day=3 * PAGE)
+    bench.store(1, 2, 3, 4)
+    bench.load(1, 2, 3, 4)
+    assert bench.written == [keys(1, 2)]
+    assert bench.refused == [(WriteRefusal.BUDGET, 2)]
+    assert bench.writes.budget_left == PAGE
+
+
+@pytest.mark.parametrize(
+    ("ok", "full", "reason"), [(False, False, WriteRefusal.FAILED), (True, True, WriteRefusal.FULL)]
+)
+def test_a_write_that_fails_is_counted_and_tried_at_the_next_use(ok: bool, full: bool, reason: WriteRefusal) -> None:
+    bench = Bench()
+    bench.store(1)
+    bench.load(1)
+    bench.end(ok=ok, full=full)
+    assert bench.refused == [(reason, 1)]
+    assert not bench.writes.writing_bytes
+    bench.load(1)
+    assert bench.written == [keys(1)]
+
+
+def test_a_tier_that_is_off_is_given_nothing() -> None:
+    bench = Bench()
+    bench.store(1)
+    bench.tier.off = "out of order"
+    bench.load(1)
+    assert bench.refused == [(WriteRefusal.OFF, 1)]
+    assert not bench.writes.writing_bytes
+
+
+def test_a_write_under_way_does_not_bring_back_what_was_cleared() -> None:
+    bench = Bench(Admission.ALL)
+    bench.store(1)
+    bench.writes.forget(bench.space.namespace)
+    assert bench.tier.forgotten == [bench.space.namespace]
+    bench.end()
+    assert bench.tier.forgotten == [bench.space.namespace] * 2
+    assert not bench.tier.kept

@@ -1,0 +1,234 @@
+"""A tier's process with an engine in memory: what it is asked for, what fails, and that its end is known."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsidecar.errors import TierFailed
+from kvsidecar.support import failpoints, host_memory
+from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.tiers import tier as tier_module
+from kvsidecar.tiers.engine import ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.link import TierOptions
+from kvsidecar.tiers.tier import FAILURES, Tier
+from tests.harness import NAMESPACE, SECONDS, Gate, eventually_in_loop
+from tests.tiers import memory_engine
+
+POOL, SHARD = 1 << 20, 4096
+SPACE = ShardSpace(NAMESPACE, 0, 0, 1, SHARD)
+WIDTH = NAMESPACE.hash_bytes
+NEVER = 3600.0
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(WIDTH, "little")
+
+
+def names(*numbers: int) -> bytes:
+    return b"".join(map(name, numbers))
+
+
+class Bench:
+    def __init__(self, tier: Tier, fd: int, pool: np.ndarray, changes: list[str]) -> None:
+        self.tier, self.fd, self.pool, self.changes = tier, fd, pool, changes
+
+    def slot(self, number: int) -> np.ndarray:
+        return self.pool[number * SHARD : (number + 1) * SHARD]
+
+    async def asked(self, ask: Callable[[Callable[[Any], None]], None]) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        ask(answer.set_result)
+        return await asyncio.wait_for(answer, SECONDS)
+
+    async def write(self, *numbers: int, space: ShardSpace = SPACE) -> list[WriteEnd]:
+        slots = np.array(numbers) * SHARD
+        ends: list[WriteEnd] = await self.asked(
+            lambda end: self.tier.write(space, names(*numbers), slots, [None] * len(numbers), end)
+        )
+        return ends
+
+    async def read(self, *numbers: int, space: ShardSpace = SPACE) -> list[ReadEnd]:
+        slots = np.array(numbers) * SHARD
+        ends: list[ReadEnd] = await self.asked(
+            lambda end: self.tier.read(space, names(*numbers), slots, end, lambda: None)
+        )
+        return ends
+
+    async def find(self, *numbers: int, space: ShardSpace = SPACE) -> list[bool]:
+        flags: list[bool] = await self.asked(lambda end: self.tier.find(space, names(*numbers), end))
+        return flags
+
+    async def on(self) -> None:
+        await eventually_in_loop(lambda: not self.tier.off)
+
+
+@asynccontextmanager
+async def bench(*, deadline: float = NEVER, **options: Any) -> AsyncIterator[Bench]:
+    fd = os.memfd_create("pool")
+    os.ftruncate(fd, POOL)
+    pages = Pages(PageKind.SMALL, 4096)
+    address = host_memory.map_file(fd, POOL, pages)
+    changes: list[str] = []
+    memory = SimpleNamespace(fd=fd, nbytes=POOL, pages=pages)
+    tier = Tier("memory", TierOptions(memory_engine.NAME, options), memory, deadline=deadline)
+    tier.on_change = lambda each: changes.append(each.down)
+    running = asyncio.create_task(tier.run())
+    try:
+        yield Bench(tier, fd, host_memory.as_array(address, POOL), changes)
+    finally:
+        await tier.close()
+        await asyncio.wait_for(running, SECONDS)
+        host_memory.unmap(address, POOL)
+        os.close(fd)
+
+
+async def test_what_was_written_is_found_and_read_back() -> None:
+    async with bench() as each:
+        await each.on()
+        for number in (1, 2):
+            each.slot(number)[:] = number
+        assert await each.write(1, 2) == [WriteEnd.DONE] * 2
+        assert await each.write(2) == [WriteEnd.PRESENT]
+        each.pool[:] = 0
+        assert await each.find(1, 3, 2) == [True, False, True]
+        assert await each.read(2, 3, 1) == [ReadEnd.DONE, ReadEnd.MISS, ReadEnd.DONE]
+        assert [int(each.slot(number)[0]) for number in (1, 2, 3)] == [1, 2, 0]
+        counts = each.tier.counts
+        assert (counts.written_blocks, counts.read_blocks, counts.read_bytes) == (2, 2, 2 * SHARD)
+
+
+async def test_spaces_do_not_see_each_others_blocks() -> None:
+    async with bench() as each:
+        await each.on()
+        await each.write(1)
+        for other in (ShardSpace(NAMESPACE, 1, 0, 1, SHARD), ShardSpace(NAMESPACE, 0, 1, 2, SHARD)):
+            assert await each.find(1, space=other) == [False]
+
+
+async def test_a_slot_outside_of_the_pool_is_refused() -> None:
+    async with bench() as each:
+        await each.on()
+        slots = np.array([POOL - SHARD + 1])
+        assert await each.asked(lambda end: each.tier.read(SPACE, name(1), slots, end, lambda: None)) == []
+        assert await each.find(1) == [False]
+
+
+async def test_a_tier_that_does_not_open_says_why_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "FIRST_PAUSE_SECONDS", 0.01)
+    async with bench(refuses="the disk is on holiday") as each:
+        await eventually_in_loop(lambda: each.tier.off == "the disk is on holiday")
+        with pytest.raises(TierFailed, match="holiday"):
+            each.tier.find(SPACE, name(1), lambda _: None)
+
+
+async def test_calls_of_a_process_that_dies_end_and_another_one_is_started() -> None:
+    async with bench() as each:
+        await each.on()
+        process = each.tier.pid
+        os.kill(process, signal.SIGSTOP)
+        ends: list[Any] = []
+        each.tier.read(SPACE, name(1), np.array([0]), ends.append, lambda: None)
+        each.tier.write(SPACE, name(1), np.array([0]), [None], ends.append)
+        each.tier.find(SPACE, name(1), ends.append)
+        assert not ends
+        os.kill(process, signal.SIGKILL)
+        await eventually_in_loop(lambda: len(ends) == 3)
+        assert ends == [[], [], []]
+        await each.on()
+        assert each.tier.pid not in (0, process)
+        assert each.changes == ["", "its process has ended (SIGKILL)", ""]
+        assert each.tier.counts.deaths == 1
+
+
+async def test_calls_that_fail_turn_the_tier_off_until_a_probe_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    async with bench(broken=str(broken)) as each:
+        await each.on()
+        broken.write_text("input/output error")
+        for _ in range(FAILURES):
+            assert await each.find(1) == []
+        assert each.tier.off == "input/output error"
+        with pytest.raises(TierFailed, match="input/output"):
+            each.tier.find(SPACE, name(1), lambda _: None)
+        broken.unlink()
+
+        def probed() -> bool:
+            each.tier.check(NEVER)
+            return not each.tier.off
+
+        await eventually_in_loop(probed)
+        assert await each.find(1) == [False]
+        assert each.tier.counts.failures == FAILURES
+
+
+async def test_a_late_call_is_over_for_its_asker_and_its_slot_is_not_before_it_returns(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failpoints.VARIABLE, f"tier.before_read={gate}")
+    async with bench(deadline=0.05) as each:
+        await each.on()
+        late: list[bool] = []
+        ends: list[Any] = []
+        for _ in range(FAILURES):
+            each.tier.read(SPACE, name(1), np.array([0]), ends.append, lambda: late.append(True))
+        await eventually_in_loop(lambda: len(late) == FAILURES)
+        assert not ends
+        assert "not answered in 0.05 s" in each.tier.off
+        gate.let_pass(FAILURES)
+        await eventually_in_loop(lambda: len(ends) == FAILURES)
+        assert ends == [[ReadEnd.MISS]] * FAILURES
+        assert each.tier.off, "calls that were late are no proof that it works"
+
+
+async def test_a_process_that_hangs_is_killed_and_replaced(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failpoints.VARIABLE, f"tier.before_write@0={gate}")
+    async with bench() as each:
+        await each.on()
+        ends: list[Any] = []
+        each.tier.write(SPACE, name(1), np.array([0]), [None], ends.append)
+        process = each.tier.pid
+        await eventually_in_loop(lambda: gate.holds(process))
+
+        def replaced() -> bool:
+            each.tier.check(0.01)
+            return each.tier.pid not in (0, process)
+
+        await eventually_in_loop(replaced)
+        assert ends == [[]]
+
+
+async def test_a_tier_is_off_until_it_has_forgotten_what_was_cleared() -> None:
+    async with bench() as each:
+        await each.on()
+        await each.write(1)
+        os.kill(each.tier.pid, signal.SIGSTOP)
+        each.tier.forget(NAMESPACE)
+        assert "forgotten" in each.tier.off
+        with pytest.raises(TierFailed):
+            each.tier.find(SPACE, name(1), lambda _: None)
+        os.kill(each.tier.pid, signal.SIGCONT)
+        await each.on()
+        assert await each.find(1) == [False]
+
+
+async def test_what_was_cleared_while_it_was_down_is_forgotten_before_it_is_asked() -> None:
+    async with bench() as each:
+        await each.on()
+        await each.write(1)
+        each.tier.forget(None)
+        each.tier.forget(NAMESPACE)
+        await each.on()
+        assert await each.find(1) == [False]
+        assert await each.write(1) == [WriteEnd.DONE]
