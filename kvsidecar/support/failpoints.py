@@ -45,6 +45,8 @@ KNOWN: dict[str, str] = {
     "copier.self_test": "in the copier, before it compares what the copies of its self-test have brought back",
     "copier.checksum": "in the copier, before it reads a part of the slots whose checksums it takes",
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
+    "tier.read": "in a tier's process, before it reads: raise() simulates EIO",
+    "tier.write": "in a tier's process, before it writes: raise() simulates EIO",
     "start.load": "in the thread that imports the rest of the daemon, before the imports; probes are answered",
 }
 """All failpoints and where they are. Tests check that each occurs once in the code, is hit in ordinary use, and is used
