@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import structlog
 
 from kvsidecar.cache.records import CHECKED, RECORD_WORDS
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.disk import directory
+from kvsidecar.tiers.disk import directory, engine
 from kvsidecar.tiers.disk.directory import EXTENTS, INDEX, MAX_STARTS
 from kvsidecar.tiers.disk.engine import DiskEngine
 from kvsidecar.tiers.disk.extents import Unreadable
@@ -396,3 +397,88 @@ def test_a_buffered_file_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(read(tier, of, [8, 1, 2, 0]).values()) == {ReadEnd.DONE}
     tier.probe()
     tier.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_file_system(tmp_path: Path) -> None:
+    """Not enough room at the start is refused; a disk that others fill afterwards does not matter: all is allocated."""
+    (tmp_path / "small").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path / "small")]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        with pytest.raises(TierFailed, match=r"the disk tier needs 12\.\d+ MiB in .*, where 6 MiB are free"):
+            DiskEngine(tmp_path / "small" / "tier", 8 << 20)
+        tier, of = open_tier(tmp_path / "small"), space()
+        with suppress(OSError), (tmp_path / "small" / "others").open("wb") as others:
+            while True:
+                others.write(bytes(PAGE))
+                others.flush()
+        ends: set[WriteEnd] = set()
+        with suppress(TierFailed):  # the index may need a page more
+            for number in range(200):
+                ends |= set(write(tier, of, [number]))
+        assert ends <= {WriteEnd.DONE}
+        assert set(read(tier, of, there(tier, of, range(200))).values()) <= {ReadEnd.DONE}
+        (tmp_path / "small" / "others").unlink()
+        assert write(tier, of, [1000]) == [WriteEnd.DONE]
+        tier.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "small")], check=True)
+
+
+def test_too_many_spaces_forget_the_one_that_was_not_used_for_longest(
+    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "MAX_SPACES", 3)
+    spaces = [space(f"model {number}") for number in range(4)]
+    for of in spaces[:3]:
+        write(tier, of, [1, 2])
+    read(tier, spaces[0], [1])
+    assert write(tier, spaces[3], [1]) == [WriteEnd.DONE]
+    assert [there(tier, of, [1, 2]) for of in spaces] == [[1, 2], [], [1, 2], [1]]
+    assert tier.stats().evicted_blocks == 2
+    assert set(read(tier, spaces[0], [1, 2]).values()) == {ReadEnd.DONE}
+
+
+def test_a_shard_that_is_removed_while_it_is_read_or_written_is_gone_afterwards(
+    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = space()
+    write(tier, of, range(4))
+    real_read, real_write = os.preadv, os.pwritev
+
+    def read_and_remove(fd: int, buffers: list[memoryview], at: int) -> int:
+        assert tier.remove(of) == 4
+        return real_read(fd, buffers, at)
+
+    def write_and_remove(fd: int, buffers: list[memoryview], at: int) -> int:
+        assert tier.remove(of) == 0
+        return real_write(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", read_and_remove)
+    assert set(read(tier, of, range(4)).values()) == {ReadEnd.DONE}
+    monkeypatch.undo()
+    assert (there(tier, of, range(4)), tier.stats().used_bytes) == ([], 0)
+    write(tier, space("two"), [5])
+    monkeypatch.setattr(os, "pwritev", write_and_remove)
+    write(tier, of, range(4))
+    monkeypatch.undo()
+    assert tier.stats().used_bytes == PAGE * tier.stats().blocks
+    assert set(read(tier, of, there(tier, of, range(4))).values()) <= {ReadEnd.DONE}
+
+
+def test_what_is_read_is_not_evicted_meanwhile(tier: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = space()
+    write(tier, of, range(64))
+    real = os.preadv
+
+    def fill_meanwhile(fd: int, buffers: list[memoryview], at: int) -> int:
+        monkeypatch.setattr(os, "preadv", real)
+        for first in range(100, 200, 10):
+            write(tier, of, range(first, first + 10))
+        return real(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", fill_meanwhile)
+    assert set(read(tier, of, range(5)).values()) == {ReadEnd.DONE}
+    assert set(range(5)) <= set(there(tier, of, range(200)))
