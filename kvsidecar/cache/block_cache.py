@@ -301,6 +301,11 @@ class BlockCache:
         blocks, row, slot = grant.chains[part].blocks, grant.rows[part][index], grant.slots[part][index]
         self._table.mark_corrupt(blocks, int(row), int(slot))
 
+    def forget(self, grant: LoadGrant, part: int, index: int) -> None:
+        """As `mark_corrupt`, but the slot is free as soon as nothing reads it: the memory is not to blame."""
+        require(grant.open, "the load has already ended")
+        self._table.forget(grant.chains[part].blocks, int(grant.rows[part][index]))
+
     @property
     def recorded(self) -> bool:
         """Whether sealed slots are recorded."""

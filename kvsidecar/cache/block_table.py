@@ -224,10 +224,14 @@ class BlockTable:
         self._drop_if_unused(blocks.space)
 
     def mark_corrupt(self, blocks: SpaceBlocks, row: int, slot: int) -> None:
-        """Detach a pinned block whose slot holds wrong bytes. The slot is quarantined when its last reader ends."""
+        """`forget` a block whose slot holds wrong bytes. The slot is quarantined when its last reader ends."""
+        self.corrupt.add(slot)
+        self.forget(blocks, row)
+
+    def forget(self, blocks: SpaceBlocks, row: int) -> None:
+        """Detach a pinned block."""
         if self.records is not None:
             self.records.unseal(self.slots.places(blocks.held_slots(np.array([row]))))
-        self.corrupt.add(slot)
         if not blocks.cleared and not blocks.detached[row]:
             self._detach(blocks, np.array([row]))
             self._drop_if_unused(blocks.space)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvsidecar.errors import ConfigError, PoolRefused
-from kvsidecar.support import host_memory, log, memory_limits
+from kvsidecar.support import host_memory, log, memory_limits, private_files
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages
 from kvsidecar.support.units import format_size
 
@@ -118,7 +117,7 @@ class PoolDirectory:
     def find(self) -> KeptFiles | None:
         with ExitStack() as opened:
             try:
-                pool, table = (_closed_by(opened, self._open(*where)) for where in self._places())
+                pool, table = (_closed_by(opened, private_files.open_file(*where)) for where in self._places())
             except FileNotFoundError:
                 return None
             except OSError as error:
@@ -131,24 +130,6 @@ class PoolDirectory:
         """Name and directory of the pool and of the table."""
         return (FILES[0], self._fd), (FILES[1], self._table_fd)
 
-    @staticmethod
-    def _open(name: str, directory: int) -> int:
-        # O_NONBLOCK: whatever it is, opening it does not wait.
-        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-        is_ = os.fstat(fd)
-        problems = {
-            "it is not a regular file": not stat.S_ISREG(is_.st_mode),
-            f"it belongs to uid {is_.st_uid}": is_.st_uid != os.geteuid(),
-            f"its mode is {stat.S_IMODE(is_.st_mode):04o}, not 0600": stat.S_IMODE(is_.st_mode) != 0o600,
-            "it has another name, too": is_.st_nlink != 1,
-            "another file system is mounted over it": is_.st_dev != os.fstat(directory).st_dev,
-        }
-        for problem, applies in problems.items():
-            if applies:
-                os.close(fd)
-                raise PermissionError(0, f"{name}: {problem}")
-        return fd
-
     def create(self, pool_bytes: int, table_bytes: int, choose_pages: Callable[[], Pages]) -> KeptFiles:
         memory_limits.pages_of_file(HugePages.AUTO, pool_bytes, self.huge_page_bytes)  # refuses a size
         (pool_name, pool_dir), (table_name, table_dir) = self._places()
@@ -159,8 +140,8 @@ class PoolDirectory:
                     with suppress(FileNotFoundError):
                         os.unlink(name, dir_fd=directory)
                 self._check_room(pool_bytes, table_bytes)
-                pool = _closed_by(made, self._make(pool_name, pool_dir, pool_bytes))
-                table = _closed_by(made, self._make(table_name, table_dir, table_bytes))
+                pool = _closed_by(made, private_files.make_file(pool_name, pool_dir, pool_bytes))
+                table = _closed_by(made, private_files.make_file(table_name, table_dir, table_bytes))
             except OSError as error:
                 raise PoolRefused(f"no pool can be made in --pool-dir {self.path}: {error.strerror}") from error
             made.pop_all()
@@ -180,18 +161,6 @@ class PoolDirectory:
                     f"than --pool-dir has room for: raise its size (sizeLimit of an emptyDir), or lower --pool-size"
                 )
             room[device] -= nbytes
-
-    @staticmethod
-    def _make(name: str, directory: int, nbytes: int) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o600, dir_fd=directory)
-        try:
-            os.fchmod(fd, 0o600)  # whatever the umask is
-            os.ftruncate(fd, nbytes)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
 
     def close(self) -> None:
         for fd in {self._fd, self._table_fd}:

@@ -25,7 +25,7 @@ async def lock_within(fd: int, seconds: float, stop: asyncio.Event, on_wait: Cal
     deadline = time.monotonic() + seconds
     waits = False
     # Polling, because a thread that blocks in flock() could not be stopped.
-    while not _try_lock(fd):
+    while not try_lock(fd):
         if (left := deadline - time.monotonic()) <= 0:
             raise TimeoutError
         if not waits:
@@ -37,7 +37,8 @@ async def lock_within(fd: int, seconds: float, stop: asyncio.Event, on_wait: Cal
     return True
 
 
-def _try_lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
+    """Take the lock of a file. False if another process holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

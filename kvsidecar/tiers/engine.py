@@ -45,7 +45,7 @@ class WriteEnd(IntEnum):
 
     DONE = 0
     PRESENT = 1
-    """It is there already; nothing was written."""
+    """It is there already, or another call is writing it; nothing was written."""
     FULL = 2
     """There is no room at present."""
 

@@ -19,6 +19,7 @@ import kvsidecar
 from kvsidecar.errors import ConfigError, KVSidecarError
 from kvsidecar.support import failpoints
 from kvsidecar.support.failpoints import FailpointError, hit
+from kvsidecar.tiers.disk.engine import DiskEngine
 from tests.failpoints import active
 from tests.harness import DaemonProcess, Gate, Rank, done
 
@@ -229,4 +230,9 @@ def test_an_engines_ordinary_day_passes_every_point(short_dir: Path) -> None:
         assert daemon.terminate() == 0
         daemon.wait_log("stopped")
         passed = {line["name"] for line in daemon.log if line["event"] == "failpoint"}
+    with structlog.testing.capture_logs() as said, active(everywhere):
+        tier = DiskEngine(short_dir / "tier", 1 << 20)
+        tier.probe()  # it writes and reads
+        tier.close()
+    passed |= {line["name"] for line in said if line["event"] == "failpoint"}
     assert passed == failpoints.KNOWN.keys()

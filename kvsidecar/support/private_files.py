@@ -1,0 +1,42 @@
+"""Files in a directory that others may be able to write to: nobody else can have put them there, or open them."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+
+def open_file(name: str, directory: int) -> int:
+    """Open a file for reading and writing that `make_file` has made, in this process or an earlier one.
+
+    Raises:
+        OSError: it does not exist, or is not such a file; ``strerror`` says why.
+    """
+    # O_NONBLOCK: whatever it is, opening it does not wait.
+    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    is_ = os.fstat(fd)
+    problems = {
+        "it is not a regular file": not stat.S_ISREG(is_.st_mode),
+        f"it belongs to uid {is_.st_uid}": is_.st_uid != os.geteuid(),
+        f"its mode is {stat.S_IMODE(is_.st_mode):04o}, not 0600": stat.S_IMODE(is_.st_mode) != 0o600,
+        "it has another name, too": is_.st_nlink != 1,
+        "another file system is mounted over it": is_.st_dev != os.fstat(directory).st_dev,
+    }
+    for problem, applies in problems.items():
+        if applies:
+            os.close(fd)
+            raise PermissionError(0, f"{name}: {problem}")
+    return fd
+
+
+def make_file(name: str, directory: int, nbytes: int) -> int:
+    """Make a file of this size that reads as zeros, with mode 0600. Fails if the name is taken."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=directory)
+    try:
+        os.fchmod(fd, 0o600)  # whatever the umask is
+        os.ftruncate(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

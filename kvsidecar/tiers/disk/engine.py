@@ -1,0 +1,283 @@
+"""The engine of the disk tier: what is where is decided by a cache of its own; its decisions outlive the process.
+
+One lock is held for decisions, never while the disk is read or written. A shard is a block of one shard in a space of
+its own: shards of a block come and go one by one.
+
+Nothing is ever synchronised to the disk. After a power failure a record may name an extent that was not written, or was
+used again: each record has a checksum of the extent's bytes, which every read verifies. The checksum is combined with
+the space, because after two power failures a record may also be one of another space that had the same number.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from kvsidecar.cache.arrays import Ints
+from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, size_class
+from kvsidecar.errors import TierFailed
+from kvsidecar.pool.record_table import TableFacts
+from kvsidecar.support import log
+from kvsidecar.support.units import MiB, format_size
+from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
+from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
+from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.types import LookupMode, Namespace
+
+SLAB_BYTES: Final = 64 * MiB
+"""Slabs are cut into extents of one size. No shard may be larger."""
+MAX_SPACES: Final = 1000
+"""More spaces at a time are not kept: the one that was not used for longest is forgotten. The index has some more."""
+
+_log = log.get("disk tier")
+
+
+class DiskEngine:
+    """Keeps shards in a directory on a local disk. Implements `kvsidecar.tiers.engine.Engine`.
+
+    Args:
+        path: the directory; made if only its last part is missing.
+        capacity_bytes: of all extents; rounded down to whole pages. They are allocated here, once.
+        slab_bytes: see `SLAB_BYTES`. What was kept with another size is forgotten.
+        lock_seconds: longest wait for another process that uses the directory.
+
+    Raises:
+        TierFailed: the directory cannot be used, or has no room; the text is one sentence.
+    """
+
+    def __init__(
+        self, path: Path, capacity_bytes: int, *, slab_bytes: int = SLAB_BYTES, lock_seconds: float = 5.0
+    ) -> None:
+        capacity = capacity_bytes // SLOT_ALIGN * SLOT_ALIGN
+        if capacity <= 0:
+            raise TierFailed(f"the disk tier's capacity is {capacity_bytes} bytes; it must be at least {SLOT_ALIGN}")
+        facts = TableFacts(capacity, min(slab_bytes, capacity), KIND, "")
+        self._lock = threading.Lock()
+        """For all that follows but the file of extents."""
+        self._directory = DiskDirectory(path, lock_seconds)
+        try:
+            self._files, is_new = self._directory.open(facts)
+            self._cache = self._adopt(facts, is_new)
+        except BaseException:
+            self._directory.close()
+            raise
+        self._extents = ExtentFile(self._files.extents_fd, str(path / EXTENTS), direct=self._files.direct)
+        self._recorded = np.zeros(-(-capacity // facts.slab_bytes), np.int64)
+        """Per slab, how many of its slots have disk space for their records, as far as known."""
+        self._forgotten_blocks = 0
+        """With the spaces that were too many."""
+        self._probe = threading.Lock()
+        report = self._cache.adopted
+        _log.info(
+            "disk tier opened",
+            directory=str(path),
+            capacity=format_size(capacity),
+            kept_blocks=report.kept_blocks,
+            dropped=dict(report.dropped),
+            direct=self._files.direct,
+        )
+
+    def _adopt(self, facts: TableFacts, is_new: bool) -> BlockCache:
+        """The cache, with what the files have kept."""
+        try:
+            cache = self._make_cache(facts)
+        except Exception as error:
+            self._files.close()
+            if is_new:
+                raise
+            # An index that cannot be read in a way that nobody has thought of would end every start from now on.
+            _log.exception("the disk tier's index cannot be read: it starts empty", reason=str(error))
+            self._files = self._directory.create(facts)
+            cache = self._make_cache(facts)
+        self._files.table.starts = 0
+        return cache
+
+    def _make_cache(self, facts: TableFacts) -> BlockCache:
+        self._slots = SlotAllocator(facts.pool_bytes, facts.slab_bytes)
+        return BlockCache(self._slots, seed=secrets.randbits(64), records=self._files.table.records)
+
+    def find(self, space: ShardSpace, hashes: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            known = self._cache.find_space(_name(space), space.group)
+            return [False] * len(hashes) if known is None else self._cache.lookup(known, hashes, LookupMode.BITMAP)
+
+    # -- read ------------------------------------------------------------------------------------------------------
+
+    def read(self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview]) -> list[ReadEnd]:
+        ends = [ReadEnd.MISS] * len(hashes)
+        with self._lock:
+            which, grant = self._pin(space, hashes)
+            if grant is None:
+                return ends
+            slots = grant.slots[0]
+            checksums = self._cache.checksums(slots)
+        wrong: list[int] = []
+        """Of those that are pinned."""
+        try:
+            whole = self._extents.read(slots, [memory[i] for i in which])
+            for at, i in enumerate(which):
+                if whole[at] and checksums[at] == _checksum(space, memory[i], None):
+                    ends[i] = ReadEnd.DONE
+                    continue
+                wrong.append(at)
+                if checksums[at] is not None:  # else the process was killed before it recorded one
+                    ends[i] = ReadEnd.CORRUPT
+        except Unreadable as error:
+            # A bad place on the medium would make each read of it fail; once written again, it is replaced.
+            wrong = error.which
+            raise
+        finally:
+            with self._lock:
+                for at in wrong:
+                    self._cache.forget(grant, 0, at)
+                self._cache.end_load(grant)
+        return ends
+
+    def _pin(self, space: ShardSpace, hashes: Sequence[bytes]) -> tuple[list[int], LoadGrant | None]:
+        """Which of these are there; they stay until the grant ends."""
+        known = self._cache.find_space(_name(space), space.group)
+        if known is None:
+            return [], None
+        hits = self._cache.lookup(known, hashes, LookupMode.BITMAP)
+        which = [i for i, hit in enumerate(hits) if hit]
+        if not which:
+            return [], None
+        grant = self._cache.begin_load([(known, 0, [hashes[i] for i in which])], None, 0.0)
+        if isinstance(grant, LoadGrant):
+            return which, grant
+        raise AssertionError(f"what a lookup has just found cannot be pinned: {grant}")
+
+    # -- write -----------------------------------------------------------------------------------------------------
+
+    def write(
+        self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview], checksums: Sequence[int | None]
+    ) -> list[WriteEnd]:
+        ends = [WriteEnd.FULL] * len(hashes)
+        with self._lock:
+            known = self._open_space(space)
+            grant, count = (None, 0) if known is None else self._reserve(known, hashes)
+            if known is None or grant is None:
+                return ends
+        ends[:count] = [WriteEnd.PRESENT] * count
+        (part,) = grant.parts
+        which = part.index.tolist()
+        try:
+            if which:
+                sums = [_checksum(space, memory[i], checksums[i]) for i in which]
+                self._allocate_records(part.slots)
+                self._extents.write(part.slots, [memory[i] for i in which])
+                grant.checksums = part.slots, np.array(sums, np.uint64)
+        except BaseException:
+            self._end(known, grant, whole=False)
+            raise
+        self._end(known, grant, whole=True)
+        for i in which:
+            ends[i] = WriteEnd.DONE
+        return ends
+
+    def _open_space(self, space: ShardSpace) -> Space | None:
+        """Open the space for one write. None if its shards are too large, or too many spaces are in use."""
+        cache, name = self._cache, _name(space)
+        if size_class(space.shard_bytes) > self._files.facts.slab_bytes:
+            return None
+        if cache.find_space(name, space.group) is None and len(cache.spaces) >= MAX_SPACES:
+            unused = [each for each in cache.spaces if not each.users]
+            if not unused:
+                return None
+            oldest = min(unused, key=lambda each: int(each.blocks.last_used.max()))
+            _log.warning("the disk tier has forgotten a space: it has too many", limit=MAX_SPACES)
+            self._forgotten_blocks += cache.clear(oldest.namespace)
+        return cache.open_space(name, space.group, 1, 0, space.shard_bytes)
+
+    def _reserve(self, known: Space, hashes: Sequence[bytes]) -> tuple[StoreGrant | None, int]:
+        """Extents for these shards, or for as many of the first as there is room for; and how many these are."""
+        count = len(hashes)
+        try:
+            while count:
+                grant = self._cache.begin_store([(known, 0, hashes[:count])])
+                if isinstance(grant, StoreGrant):
+                    return grant, count
+                count //= 2
+        except BaseException:
+            self._cache.close_space(known)
+            raise
+        self._cache.close_space(known)
+        return None, 0
+
+    def _allocate_records(self, slots: Ints) -> None:
+        """Take disk space for the records of these slots' slabs."""
+        facts = self._files.facts
+        for slab in np.unique(slots // facts.slab_bytes).tolist():
+            # Cut until the grant ends, hence unchanged.
+            capacity = int(self._slots.slabs.capacity[slab])
+            if self._recorded[slab] < capacity:
+                try:
+                    self._files.allocate_records(slab, capacity)
+                except OSError as error:
+                    where = f"the disk tier's index in {self._directory.path}"
+                    raise TierFailed(f"there is no room for {where}: {error.strerror}") from error
+                self._recorded[slab] = capacity
+
+    def _end(self, known: Space, grant: StoreGrant, *, whole: bool) -> None:
+        with self._lock:
+            (self._cache.seal_all if whole else self._cache.abort_all)(grant)
+            self._cache.close_space(known)
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def remove(self, space: ShardSpace | None) -> int:
+        with self._lock:
+            count = self._cache.clear(None if space is None else _name(space))
+        more = True
+        while more:  # a piece at a time: others need the lock meanwhile
+            with self._lock:
+                more = self._cache.sweep()
+        return count
+
+    def probe(self) -> None:
+        area = memoryview(mmap.mmap(-1, 2 * PAGE))
+        sent, back = area[:PAGE], area[PAGE:]
+        sent[:] = os.urandom(PAGE)
+        at = np.array([self._files.facts.pool_bytes])
+        with self._probe:
+            self._extents.write(at, [sent])
+            (whole,) = self._extents.read(at, [back])
+        if not whole or sent != back:
+            raise TierFailed(f"{self._directory.path / EXTENTS} does not give back what was written to it")
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            now, report = self._cache.stats(), self._cache.adopted
+            return EngineStats(
+                capacity_bytes=now.total_bytes,
+                used_bytes=now.used_bytes,
+                blocks=now.readable_blocks,
+                evicted_blocks=now.evicted_blocks + self._forgotten_blocks,
+                kept_blocks=report.kept_blocks,
+                dropped_blocks=dict(report.dropped),
+            )
+
+    def close(self) -> None:
+        self._files.close()
+        self._directory.close()
+
+
+def _name(space: ShardSpace) -> Namespace:
+    """The namespace of a space in the cache: a space there has all shards of its blocks, here each shard is alone."""
+    return Namespace("-", "-", "-", 1, 1, 1, "-", space.namespace.hash_bytes, space.digest.hex())
+
+
+def _checksum(space: ShardSpace, memory: memoryview, known: int | None) -> int:
+    """What is recorded of a shard: the checksum of its bytes, combined with its space."""
+    value = xxhash.xxh3_64_intdigest(memory) if known is None else known
+    return value ^ int.from_bytes(space.digest[:8], "little")
