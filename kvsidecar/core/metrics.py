@@ -5,7 +5,7 @@ Names follow prometheus.io/docs/practices/naming: base units, ``_total`` on coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -26,6 +26,8 @@ from kvsidecar.cache.block_cache import CacheStats
 from kvsidecar.core.readiness import Snapshot, WarmStart
 from kvsidecar.errors import Refusal
 from kvsidecar.support import log
+from kvsidecar.tiers.engine import EngineStats
+from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import Direction, Outcome, State
 
 COPY_SECONDS_BUCKETS = (
@@ -49,6 +51,22 @@ class SpanFate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TierGauges:
+    """What a slower tier has, and what it has done since the daemon started."""
+
+    name: str
+    off: str
+    """Why it is not used at present; empty while it is."""
+    stats: EngineStats | None
+    """As its process last said; None if it has never worked."""
+    counts: TierCounts
+    reading_bytes: int = 0
+    writing_bytes: int = 0
+    write_budget_bytes: int | None = None
+    """None for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gauges:
     """The values that a scrape reads, in bytes and seconds; mappings are per direction or per device."""
 
@@ -59,6 +77,7 @@ class Gauges:
     jobs_running: Mapping[Direction, int] = field(default_factory=dict)
     oldest_inflight_seconds: Mapping[Direction, float] = field(default_factory=dict)
     imported_bytes: Mapping[str, int] = field(default_factory=dict)
+    tiers: Sequence[TierGauges] = ()
 
 
 class Metrics:
@@ -253,3 +272,61 @@ class Metrics:
         for device, nbytes in now.imported_bytes.items():
             imported.add_metric([device], nbytes)
         yield imported
+        yield from _tier_metrics(now.tiers)
+
+
+def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
+    """Nothing without a tier."""
+    if not tiers:
+        return
+
+    def stat(name: str) -> Callable[[TierGauges], float]:
+        return lambda tier: getattr(tier.stats, name, 0)
+
+    gauges: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
+        ("up", "1 if the tier is used, 0 if it has failed or is late.", lambda tier: not tier.off),
+        ("capacity_bytes", "Bytes that the tier can keep.", stat("capacity_bytes")),
+        ("used_bytes", "Bytes that it keeps.", stat("used_bytes")),
+        ("blocks", "Shards of blocks that it keeps.", stat("blocks")),
+        ("reading_bytes", "Bytes that are being read from the tier.", lambda tier: tier.reading_bytes),
+        ("writing_bytes", "Bytes that wait to be written, or are being written.", lambda tier: tier.writing_bytes),
+    )
+    for name, text, value in gauges:
+        family = GaugeMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            family.add_metric([tier.name], value(tier))
+        yield family
+    budget = GaugeMetricFamily(
+        "kvsidecar_tier_write_budget_bytes",
+        "Bytes of the day's budget that may be written now. Absent without a limit.",
+        labels=["tier"],
+    )
+    for tier in tiers:
+        if tier.write_budget_bytes is not None:
+            budget.add_metric([tier.name], tier.write_budget_bytes)
+    yield budget
+    counters: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
+        ("failures", "Calls of the tier that failed or were late.", lambda tier: tier.counts.failures),
+        ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.counts.deaths),
+        (
+            "corrupt_blocks",
+            "Shards that were not what had been written, by their checksums. They are misses.",
+            lambda tier: tier.counts.corrupt_blocks,
+        ),
+        ("evicted_blocks", "Shards that made room for others.", stat("evicted_blocks")),
+    )
+    for name, text, value in counters:
+        counted = CounterMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            counted.add_metric([tier.name], value(tier))
+        yield counted
+    for unit, text in (
+        ("blocks", "Shards of blocks that were copied between the pool and the tier."),
+        ("bytes", "Bytes that were copied between the pool and the tier."),
+        ("seconds", "Time that the tier's calls took; several run at a time."),
+    ):
+        copied = CounterMetricFamily(f"kvsidecar_tier_copied_{unit}", text, labels=["tier", "direction"])
+        for tier in tiers:
+            for direction in ("read", "write"):
+                copied.add_metric([tier.name, direction], tier.counts.copied[direction, unit])
+        yield copied

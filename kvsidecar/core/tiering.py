@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.fetches import Fetches
-from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.metrics import Metrics, TierGauges
 from kvsidecar.core.writes import Writes
 from kvsidecar.tiers.policy import Admission, WriteBudget
 from kvsidecar.tiers.tier import Tier
@@ -46,6 +46,18 @@ class Tiering:
             WriteBudget(write_bytes_per_day, clock()),
             clock,
             lambda reason, blocks: metrics.unwritten.labels(tier.name, reason).inc(blocks),
+        )
+
+    def gauges(self) -> TierGauges:
+        tier = self.tier
+        return TierGauges(
+            tier.name,
+            tier.off,
+            tier.stats,
+            tier.counts,
+            self.fetches.reading_bytes,
+            self.writes.writing_bytes,
+            self.writes.budget_left,
         )
 
     def forget(self, namespace: Namespace | None) -> None:

@@ -22,6 +22,8 @@ from kvsidecar.types import Namespace
 CHUNK_BYTES: Final = 16 << 20
 QUEUE_SHARE: Final = 16
 """At most one byte in so many of the pool waits to be written, or is being written: it cannot be evicted meanwhile."""
+SMALL_QUEUE: Final = 64 << 20
+"""Unless that is less than this; but never more than half of the pool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +64,9 @@ class Writes:
         self._chunk_bytes = chunk_bytes
         self._cache, self._tier, self._bit, self._admission = cache, tier, bit, admission
         self._budget, self._clock, self._refused = budget, clock, refused
-        self._most_bytes = cache.stats().total_bytes // QUEUE_SHARE if queue_bytes is None else queue_bytes
+        total = cache.stats().total_bytes
+        share = max(total // QUEUE_SHARE, min(total // 2, SMALL_QUEUE))
+        self._most_bytes = share if queue_bytes is None else queue_bytes
         self._under_way: set[_Write] = set()
         self._then_forget: dict[Namespace | None, set[_Write]] = {}
         """What was cleared, and the writes that may bring it back: the tier is told once more when they have ended."""

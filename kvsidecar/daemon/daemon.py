@@ -185,6 +185,7 @@ class Daemon:
             readiness=self.readiness,
             metrics=self._metrics,
             clock=clock,
+            tiers=[] if tiering is None else [tiering],
         )
         self._metrics.read_gauges_from(self._report.gauges)
         endpoint = life.endpoint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -16,9 +16,10 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.copier.copiers import Copiers
 from kvsidecar.core.access import Caller
 from kvsidecar.core.jobs import JobRunner
-from kvsidecar.core.metrics import Gauges, Metrics
+from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import Instances, RankSession
+from kvsidecar.core.tiering import Tiering
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
 from kvsidecar.types import Direction, Namespace
@@ -54,7 +55,9 @@ class Report:
         readiness: DaemonReadiness,
         metrics: Metrics,
         clock: Callable[[], float],
+        tiers: Sequence[Tiering] = (),
     ) -> None:
+        self._tiers = tiers
         self._epoch = epoch
         self._backend = backend
         self._cache = cache
@@ -85,6 +88,7 @@ class Report:
             jobs_running=running,
             oldest_inflight_seconds={direction: self._runner.oldest_seconds(direction) for direction in Direction},
             imported_bytes=self._instances.imported_bytes(),
+            tiers=[each.gauges() for each in self._tiers],
         )
 
     def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> pb.StatusReply:
@@ -174,6 +178,7 @@ class Report:
                 misses=int(value("kvsidecar_lookup_blocks_total", result="miss")),
             )
         )
+        reply.tiers.extend(map(_tier, gauges.tiers))
         reply.refusals.update(self._metrics.refusal_counts())
 
     def _rank(self, session: RankSession) -> pb.RankStatus:
@@ -197,6 +202,22 @@ class Report:
     def json(self) -> dict[str, Any]:
         """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either."""
         return message_json(self.reply(self._instances.access.anonymous))
+
+
+def _tier(tier: TierGauges) -> pb.TierStatus:
+    stats, copied = tier.stats, tier.counts.copied
+    status = pb.TierStatus(
+        name=tier.name,
+        off=tier.off,
+        read_bytes=int(copied["read", "bytes"]),
+        written_bytes=int(copied["write", "bytes"]),
+        failures=tier.counts.failures,
+        write_budget_bytes=tier.write_budget_bytes,
+    )
+    if stats is not None:
+        status.capacity_bytes, status.used_bytes, status.blocks = stats.capacity_bytes, stats.used_bytes, stats.blocks
+        status.kept_blocks, status.evicted_blocks = stats.kept_blocks, stats.evicted_blocks
+    return status
 
 
 def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, pb.NamespaceStatus]:

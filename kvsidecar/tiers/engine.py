@@ -30,6 +30,12 @@ class ShardSpace:
         return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier space").digest()
 
 
+def namespace_digest(namespace: Namespace) -> str:
+    """32 hexadecimal digits that name it on every node and in every run."""
+    facts = json.dumps(asdict(namespace), sort_keys=True).encode()
+    return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier name").hexdigest()
+
+
 class ReadEnd(IntEnum):
     """How the read of one shard ended."""
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import kvsidecar
 from kvsidecar.errors import TierFailed
@@ -151,8 +151,7 @@ class TierLink(asyncio.Protocol):
     # -- what arrives ----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._frames.feed(data)
@@ -160,7 +159,7 @@ class TierLink(asyncio.Protocol):
             self._answered(Reply.unpack(payload))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.kill("it has closed its socket")
+        self.kill()
 
     def _answered(self, reply: Reply) -> None:
         if reply.number == 0:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -41,17 +42,17 @@ _log = log.get("tier")
 class TierCounts:
     """What a tier has done since the daemon started."""
 
-    read_blocks: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    written_blocks: int = 0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
+    copied: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By ``read`` or ``write``, and ``blocks``, ``bytes`` or ``seconds``."""
     corrupt_blocks: int = 0
     failures: int = 0
     """Calls that failed or were late."""
     deaths: int = 0
     """Processes that have ended unexpectedly."""
+
+    def count(self, direction: str, blocks: int, nbytes: int, seconds: float) -> None:
+        for unit, value in ("blocks", blocks), ("bytes", nbytes), ("seconds", seconds):
+            self.copied[direction, unit] += value  # type: ignore[assignment]  # seconds are no whole number
 
 
 class Tier:
@@ -228,11 +229,9 @@ class Tier:
                 return
             ends = [ReadEnd(end) for end in answer.body]
             done = ends.count(ReadEnd.DONE)
-            counts, nbytes = self.counts, done * space.shard_bytes
-            counts.read_blocks += done
-            counts.read_bytes += nbytes
-            counts.read_seconds += answer.seconds
-            counts.corrupt_blocks += ends.count(ReadEnd.CORRUPT)
+            nbytes = done * space.shard_bytes
+            self.counts.count("read", done, nbytes, answer.seconds)
+            self.counts.corrupt_blocks += ends.count(ReadEnd.CORRUPT)
             if nbytes and answer.seconds > 0:
                 self.read_rate += RATE_WEIGHT * (nbytes / answer.seconds - self.read_rate)
             on_end(ends)
@@ -262,9 +261,7 @@ class Tier:
                 return
             ends = [WriteEnd(end) for end in answer.body]
             done = ends.count(WriteEnd.DONE)
-            self.counts.written_blocks += done
-            self.counts.written_bytes += done * space.shard_bytes
-            self.counts.write_seconds += answer.seconds
+            self.counts.count("write", done, done * space.shard_bytes, answer.seconds)
             on_end(ends)
 
         values: Words = np.array([value or 0 for value in checksums], np.uint64)

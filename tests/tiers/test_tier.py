@@ -103,8 +103,8 @@ async def test_what_was_written_is_found_and_read_back() -> None:
         assert await each.find(1, 3, 2) == [True, False, True]
         assert await each.read(2, 3, 1) == [ReadEnd.DONE, ReadEnd.MISS, ReadEnd.DONE]
         assert [int(each.slot(number)[0]) for number in (1, 2, 3)] == [1, 2, 0]
-        counts = each.tier.counts
-        assert (counts.written_blocks, counts.read_blocks, counts.read_bytes) == (2, 2, 2 * SHARD)
+        copied = each.tier.counts.copied
+        assert (copied["write", "blocks"], copied["read", "blocks"], copied["read", "bytes"]) == (2, 2, 2 * SHARD)
 
 
 async def test_spaces_do_not_see_each_others_blocks() -> None:
