@@ -180,12 +180,16 @@ class DaemonProcess:
 
     def copiers(self) -> list[int]:
         """The process ids of its copiers that live, in the order in which they were started."""
+        return self.children("kvsidecar.copier.process")
+
+    def children(self, module: str) -> list[int]:
+        """The same of all that run this module."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         try:
             found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
         except (FileNotFoundError, ProcessLookupError):
             return []
-        return sorted(pid for pid in found if "kvsidecar.copier.process" in _proc(pid, "cmdline"))
+        return sorted(pid for pid in found if module in _proc(pid, "cmdline"))
 
     def mapped_buffers(self) -> int:
         """How many engines' buffers its copiers have mapped."""

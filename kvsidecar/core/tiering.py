@@ -8,7 +8,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.fetches import Fetches
 from kvsidecar.core.metrics import Metrics, TierGauges
 from kvsidecar.core.writes import Writes
-from kvsidecar.tiers.policy import Admission, WriteBudget
+from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Namespace
 
@@ -35,6 +35,9 @@ class Tiering:
         write_bytes_per_day: int | None = None,
     ) -> None:
         self.tier = tier
+        for refused, reasons in (metrics.unfetched, FetchRefusal), (metrics.unwritten, WriteRefusal):
+            for reason in reasons:
+                refused.labels(tier.name, reason.value)  # 0 from the start: an alert sees the first one
         self.fetches = Fetches(
             cache, tier, BIT, clock, lambda reason, blocks: metrics.unfetched.labels(tier.name, reason).inc(blocks)
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 from kvsidecar.client import LookupResult
-from tests.harness import SHARD_BYTES, DaemonProcess, Rank, done, eventually, hashes
+from kvsidecar.tiers.disk.directory import EXTENTS
+from tests.e2e.test_warm_restart import owners_in
+from tests.harness import SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes
 
 POOL_BLOCKS = 8
+TIER = "kvsidecar.tiers.process"
 
 
 def disk_daemon(directory: Path, *more: str, **environment: str) -> DaemonProcess:
@@ -34,6 +39,11 @@ def keep_on_disk(daemon: DaemonProcess, rank: Rank, *names: str) -> None:
     done(rank.store(*names))
     done(rank.load(*names, at=list(range(len(names)))))
     eventually(lambda: written(daemon) == before + len(names))
+
+
+def tier_pid(daemon: DaemonProcess) -> int:
+    (pid,) = daemon.children(TIER)
+    return pid
 
 
 def evict_all(rank: Rank) -> None:
@@ -63,3 +73,127 @@ def test_a_block_that_was_evicted_comes_back_from_disk(short_dir: Path) -> None:
         done(rank.load("a", "b", "c", at=[0, 1, 2]))
         assert all(rank.holds(at, name) for at, name in enumerate(("a", "b", "c")))
         rank.close()
+
+
+def test_the_disk_outlives_the_daemon(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a", "b", "c")
+        daemon.process.kill()
+        rank.close()
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        assert fetched(rank, "a", "b", "c").groups[0].hits == 3
+        done(rank.load("a", "b", "c", at=[3, 4, 5]))
+        assert all(rank.holds(at, name) for at, name in zip((3, 4, 5), ("a", "b", "c"), strict=True))
+        rank.close()
+
+
+def test_a_lookup_that_does_not_wait_fetches_nothing(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a")
+        evict_all(rank)
+        assert not rank.client.lookup(rank.namespace, {0: hashes("a")}).coming
+        assert tier_metric(daemon, "copied_blocks_total", direction="read") == 0
+        rank.close()
+
+
+def test_a_bit_that_flips_on_the_disk_is_a_miss_and_counted(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a")
+        expected = rank.pattern("a").tobytes()
+        rank.close()
+    blocks = short_dir / "disk" / EXTENTS
+    content = blocks.read_bytes()
+    at = content.index(expected)
+    blocks.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        assert fetched(rank, "a").groups[0].hits == 0
+        assert tier_metric(daemon, "corrupt_blocks_total") == 1
+        assert tier_metric(daemon, "unfetched_blocks_total", reason="failed") == 1
+        rank.close()
+
+
+def test_a_tier_that_is_killed_again_and_again_costs_hits_only(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a", "b")
+        evict_all(rank)
+        for turn in range(3):
+            eventually(lambda: tier_metric(daemon, "up") == 1)
+            os.kill(tier_pid(daemon), signal.SIGKILL)
+            eventually(lambda turn=turn: tier_metric(daemon, "deaths_total") == turn + 1)
+            done(rank.store(f"while it is away {turn}"))
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        assert fetched(rank, "a", "b").groups[0].hits == 2
+        done(rank.load("a", "b", at=[0, 1]))
+        assert rank.holds(0, "a")
+        assert rank.holds(1, "b")
+        assert daemon.metric("kvsidecar_pool_reserved_bytes") == 0
+        rank.close()
+
+
+def test_a_stopped_tier_is_a_miss_after_the_deadline_and_its_slot_waits_for_it(short_dir: Path) -> None:
+    with disk_daemon(short_dir, "--disk-deadline", "0.2") as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a")
+        evict_all(rank)
+        stopped = tier_pid(daemon)
+        os.kill(stopped, signal.SIGSTOP)
+        assert fetched(rank, "a").groups[0].hits == 0
+        done(rank.store("b"))
+        assert rank.hits("b") == 1, "the daemon and its engines go on"
+        os.kill(stopped, signal.SIGCONT)
+        eventually(lambda: fetched(rank, "a").groups[0].hits == 1)
+        done(rank.load("a", at=[0]))
+        assert rank.holds(0, "a")
+        rank.close()
+
+
+def test_a_tier_that_hangs_is_replaced_and_its_slots_come_back(short_dir: Path, gate: Gate) -> None:
+    hang = {"KVSIDECAR_FAILPOINTS": f"tier.before_read@0={gate}"}
+    with disk_daemon(short_dir, "--stuck-after", "0.5", "--disk-deadline", "0.2", **hang) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a")
+        evict_all(rank)
+        first = tier_pid(daemon)
+        rank.client.lookup(rank.namespace, {0: hashes("a")}, fetch_seconds=60.0, prefill_rate=0.001)
+        eventually(lambda: tier_metric(daemon, "unfetched_blocks_total", reason="late") == 1)
+        eventually(lambda: tier_metric(daemon, "deaths_total") == 1)
+        eventually(lambda: daemon.metric("kvsidecar_pool_reserved_bytes") == 0)
+        eventually(lambda: daemon.children(TIER) not in ([], [first]))
+        rank.close()
+
+
+def test_a_directory_that_cannot_be_used_is_named_and_the_daemon_serves(short_dir: Path) -> None:
+    (short_dir / "disk").write_text("a file")
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: "disk" in daemon.get("/status")[1]["tiers"][0]["off"])
+        done(rank.store("a"))
+        assert rank.hits("a") == 1
+        rank.close()
+
+
+def test_what_is_cleared_does_not_come_back_from_disk(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a")
+        rank.client.clear(rank.namespace)
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        assert fetched(rank, "a").groups[0].hits == 0
+        rank.close()
+
+
+def test_a_warm_restart_waits_for_the_tiers_process_too(short_dir: Path, pool_dir: Path) -> None:
+    """It might still fill a slot that the new daemon has given to another block."""
+    with disk_daemon(short_dir, "--pool-dir", str(pool_dir)) as daemon:
+        daemon.wait_ready()
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        tier = tier_pid(daemon)
+        assert tier in [owner.pid for owner in owners_in(pool_dir)]
