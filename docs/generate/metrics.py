@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from prometheus_client import Metric
 
 from docs.generate.markdown import attribute_docs, code, prose, table
 from kvsidecar import errors
 from kvsidecar.cache.block_cache import CacheStats
-from kvsidecar.core.metrics import Gauges, Metrics
+from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import Refusal
 from kvsidecar.support.units import format_duration, format_size
+from kvsidecar.tiers.policy import FetchRefusal, WriteRefusal
+from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import State
 
 HEAD = """\
@@ -50,6 +53,7 @@ GROUPS = {
     ),
     "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "lookup_"),
     "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
+    "Disk": ("tier_",),
     "Refusals": ("refusals",),
 }
 """Title -> how the names of its metrics begin, after ``kvsidecar_``."""
@@ -71,6 +75,11 @@ def families() -> list[Metric]:
     metrics.copier_deaths.labels("host")
     cache = CacheStats(**dict.fromkeys(CacheStats.__annotations__, 0))
     gauges = Gauges(Snapshot(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
+    disk = TierGauges("disk", "", None, TierCounts(), write_budget_bytes=0)
+    gauges = replace(gauges, tiers=[disk])
+    for refused, reasons in (metrics.unfetched, FetchRefusal), (metrics.unwritten, WriteRefusal):
+        for reason in reasons:
+            refused.labels("disk", reason.value)
     metrics.read_gauges_from(lambda: gauges)
     return list(metrics.registry.collect())
 

@@ -257,6 +257,28 @@ class Settings(BaseModel):
         False,
         description="Forget what an earlier daemon has left: free its memory and start with an empty cache.",
     )
+    prefault_threads: Annotated[int, Shown("COUNT", "one per two cores, at most 16")] = Field(
+        default_factory=_default_prefault_threads,
+        ge=1,
+        le=1024,
+        description="Threads that prefault the pool before it is pinned. More threads pin faster but take CPU from "
+        "engines that start at the same time.",
+    )
+    numa: Literal["auto", "off"] = Field(
+        "auto",
+        description="NUMA placement of the pool. auto: bind it to the NUMA nodes of the GPUs in use, if there is more "
+        "than one node. off: leave placement to the kernel.",
+    )
+    on_pin_failure: Literal["stay", "exit"] = Field(
+        "stay",
+        description="What to do if the pool cannot be pinned. stay: keep running, not ready, and report the reason. "
+        "exit: exit with code 1.",
+    )
+    memory_check: Annotated[bool, Shown("on|off", "on")] = Field(
+        True,
+        description="Check the pool against every memory limit before any of it is allocated, and refuse a pool that "
+        "does not fit. Turn it off on virtual machines whose memory grows on demand.",
+    )
     disk_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
         None,
         description="Directory on a local disk for blocks that are used again, which outlive the pool and a reboot. "
@@ -279,28 +301,6 @@ class Settings(BaseModel):
         gt=0,
         description="Seconds after which a read of --disk-dir is late: its blocks are a miss. After three late or "
         "failed calls the disk is not used until it works again.",
-    )
-    prefault_threads: Annotated[int, Shown("COUNT", "one per two cores, at most 16")] = Field(
-        default_factory=_default_prefault_threads,
-        ge=1,
-        le=1024,
-        description="Threads that prefault the pool before it is pinned. More threads pin faster but take CPU from "
-        "engines that start at the same time.",
-    )
-    numa: Literal["auto", "off"] = Field(
-        "auto",
-        description="NUMA placement of the pool. auto: bind it to the NUMA nodes of the GPUs in use, if there is more "
-        "than one node. off: leave placement to the kernel.",
-    )
-    on_pin_failure: Literal["stay", "exit"] = Field(
-        "stay",
-        description="What to do if the pool cannot be pinned. stay: keep running, not ready, and report the reason. "
-        "exit: exit with code 1.",
-    )
-    memory_check: Annotated[bool, Shown("on|off", "on")] = Field(
-        True,
-        description="Check the pool against every memory limit before any of it is allocated, and refuse a pool that "
-        "does not fit. Turn it off on virtual machines whose memory grows on demand.",
     )
     # The curve is in docs/benchmarks.md, "Pacing": with 4 MiB a sampled token's copy takes about 50 µs (99 %: below
     # 100) while stores go at two thirds of the link; without a bound they have all of it and the token waits 500 µs.

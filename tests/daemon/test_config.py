@@ -27,6 +27,7 @@ from kvsidecar.pool.host_pool import HostPool, PoolSpec
 from kvsidecar.protocol import paths
 from kvsidecar.support.memory_limits import HugePages
 from kvsidecar.support.units import GiB, KiB, MiB, Size
+from kvsidecar.tiers.policy import Admission
 from kvsidecar.types import Verify
 
 NO_FILE = Path("no such file")
@@ -61,6 +62,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "pool_dir": ("/dev/shm/kv", "/dev/shm/kv"),
     "table_dir": ("/dev/shm/kv", "/dev/shm/kv"),
     "cold_start": ("on", True),
+    "disk_dir": ("/var/cache/kv", "/var/cache/kv"),
+    "disk_size": ("1TiB", 1 << 40),
+    "disk_admission": ("all", Admission.ALL),
+    "disk_writes_per_day": ("2TiB", 2 << 40),
+    "disk_deadline": ("0.5", 0.5),
     "on_pin_failure": ("exit", "exit"),
     "memory_check": ("off", False),
     "lease_max": ("12.5", 12.5),
@@ -128,6 +134,9 @@ def companions(option: str) -> dict[str, str | None]:
     """What must be set beside an option for it to be valid at all."""
     if option in TLS and option != "policy":
         return {name: text for name, text in TLS.items() if name != option}
+    disk: dict[str, str | None] = {"disk_dir": "/var/cache/kv", "disk_size": "1TiB"}
+    if option.startswith("disk_"):
+        return {name: text for name, text in disk.items() if name != option}
     needs: dict[str, dict[str, str | None]] = {
         "socket_group": {"socket_mode": "0660"},
         "table_dir": {"pool_dir": "/dev/shm/kv"},
@@ -219,6 +228,8 @@ def test_the_value_that_counts_is_the_one_blamed() -> None:
         ("socket_mode", "0777", "must be '0600' or '0660'"),
         ("socket_mode", "660", "must be '0600' or '0660'"),
         ("socket_group", "vllm", "has no effect with socket_mode 0600: use 0660"),
+        ("disk_dir", "/var/cache/kv", "needs disk_size: how many bytes of it to use"),
+        ("disk_size", "1TiB", "has no effect without disk_dir"),
         ("http_host", "", "must have at least 1 character"),
         ("http_port", "65536", "must be less than or equal to 65535"),
         ("http_port", "-1", "must be greater than or equal to 0"),

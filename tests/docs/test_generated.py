@@ -44,6 +44,8 @@ def test_the_line_of_the_file_is_accepted_and_gives_the_default(name: str, tmp_p
     file = tmp_path / "kvsidecar.toml"
     beside = {"socket_mode": "0660"} if name == "socket_group" else TCP if name == "tcp_listen" or "tls" in name else {}
     beside = {"pool_dir": "/dev/shm/kv"} if name == "table_dir" else beside
+    disk = {"disk_dir": "/var/cache/kvsidecar", "disk_size": "1TiB"}
+    beside = disk if name.startswith("disk_") else beside
     others = "".join(f'{other} = "{value}"\n' for other, value in beside.items() if other != name)
     file.write_text(others + line + "\n")
     assert name in tomllib.loads(line)
