@@ -1,0 +1,59 @@
+"""Blocks come back from disk into a real engine: after an eviction from the pool, and into another daemon's empty one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.test_disk import written
+from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.vllm.conftest import POOL, Truth
+from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, rejoin, running
+
+LONG = prompt("long", 700)
+WHOLE = 672
+
+
+@contextmanager
+def started(short_dir: Path, *flags: str) -> Iterator[DaemonProcess]:
+    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "64MiB", "--disk-admission", "all")
+    with DaemonProcess(short_dir, *POOL, *disk, *flags) as daemon:
+        daemon.wait_ready()
+        daemon.wait_log("tier on")
+        yield daemon
+
+
+def loads_the_whole_prompt(engine: Engine, truth: Truth) -> None:
+    assert engine.reset()
+    waits = engine.counters().get("vllm:kvsidecar_fetch_waits", 0)
+    (answer,) = engine.generate(LONG)
+    assert answer.cached == WHOLE
+    assert [answer.tokens] == truth(LONG)
+    assert engine.counters()["vllm:kvsidecar_fetch_waits"] == waits + 1
+
+
+def test_an_engine_hits_what_the_pool_has_evicted_and_what_another_daemon_has_written(
+    model: str, short_dir: Path, truth: Truth
+) -> None:
+    with running(model, kvsidecar(str(short_dir / "kvs.sock"), fetch_patience=SECONDS)) as engine:
+        with started(short_dir) as first:
+            join(engine, first)
+            (answer,) = engine.generate(LONG)
+            assert (answer.cached, [answer.tokens]) == (0, truth(LONG))
+            engine.drain()
+            eventually(lambda: written(first) >= blocks(first) > 0)
+            evicted = first.metric("kvsidecar_evicted_blocks_total")
+            turn = 0
+            while first.metric("kvsidecar_evicted_blocks_total") - evicted < blocks(first):
+                engine.generate(prompt(f"other {turn}", 700))
+                engine.drain()
+                turn += 1
+            loads_the_whole_prompt(engine, truth)
+            engine.drain()
+            first.process.kill()
+            first.process.wait(SECONDS)
+        with started(short_dir) as second:
+            assert blocks(second) == 0
+            rejoin(engine, second)
+            loads_the_whole_prompt(engine, truth)
