@@ -1,0 +1,75 @@
+"""Tells at once that a tier does not have a block, so that a lookup that misses everything costs nothing more.
+
+A Bloom filter with two bits for each block (Bloom, CACM 1970), in memory that the tier's process and the daemon share.
+The process sets bits, the daemon reads them. Blocks that have gone leave their bits behind until the process sets all
+bits anew; to believe them costs a question.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.cache.arrays import Words
+
+BITS_PER_BLOCK: Final = 16
+BLOCK_BYTES: Final = 256 << 10
+"""Of a block, as far as the filter's size is concerned. Smaller ones make it less sharp."""
+MIN_BITS: Final = 1 << 20
+MAX_BITS: Final = 1 << 30
+_MIX: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
+"""Odd numbers; the high bits of the products are used. Block hashes are random already, if nobody chose them."""
+_MASK: Final = (1 << 64) - 1
+
+
+def filter_bytes(capacity_bytes: int) -> int:
+    """Size of the filter of a tier."""
+    bits = capacity_bytes // BLOCK_BYTES * BITS_PER_BLOCK
+    return 1 << (min(MAX_BITS, max(MIN_BITS, bits)) - 1).bit_length() >> 3
+
+
+class KeyFilter:
+    """Args: fd: of a file in memory, a power of two long; it is mapped."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
+        self._shift = 64 - (len(self._memory) * 8 - 1).bit_length()
+        self._lock = threading.Lock()
+
+    def may_have(self, digest: bytes, block_hash: bytes) -> bool:
+        """Args: digest: of the shard space."""
+        key = int.from_bytes(block_hash[:8], "little") ^ int.from_bytes(digest[:8], "little")
+        for mix in _MIX:
+            bit = (key * mix & _MASK) >> self._shift
+            if not self._memory[bit >> 3] >> (bit & 7) & 1:
+                return False
+        return True
+
+    def add(self, digest: bytes, keys: Words) -> None:
+        """Args: keys: the first eight bytes of each block hash, little endian."""
+        keys = keys ^ np.frombuffer(digest[:8], np.uint64)
+        with self._lock:  # to set a bit is to read and to write its byte
+            for mix in _MIX:
+                bits = keys * np.uint64(mix) >> np.uint64(self._shift)
+                values = np.left_shift(1, bits & np.uint64(7), dtype=np.uint64).astype(np.uint8)
+                np.bitwise_or.at(self._bytes, (bits >> np.uint64(3)).astype(np.int64), values)
+
+    def replace(self, keys: Iterable[tuple[bytes, Words]] | None) -> None:
+        """Begin anew with these blocks, by shard space. None: it is not known which there are, so that there may be
+        any. A block that is added meanwhile may be denied until it is added again."""
+        self._bytes[:] = 0 if keys is not None else 0xFF
+        for digest, each in keys or ():
+            self.add(digest, each)
+
+
+def first_words(hashes: bytes, width: int) -> Words:
+    """The first eight bytes of each of these block hashes."""
+    words: Words = np.frombuffer(hashes, np.uint8).reshape(-1, width)[:, :8].copy().view(np.uint64).ravel()
+    return words
