@@ -62,7 +62,7 @@ class Speeds(NamedTuple):
 
 def engine_speeds(tier: DiskEngine, shape: Shape, nbytes: int, in_flight: int, seed: int) -> Speeds:
     space = ShardSpace(Namespace("m", "bf16", "l", 16, 1, 1, "h"), 0, 0, 1, shape.shard_bytes)
-    tier.remove(None)
+    tier.forget(None)
     rng = random.Random(seed)
     hashes = [rng.randbytes(32) for _ in range(nbytes // shape.shard_bytes // shape.blocks * shape.blocks)]
     extent = -(-shape.shard_bytes // PAGE) * PAGE

@@ -30,6 +30,12 @@ class ShardSpace:
         return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier space").digest()
 
 
+def namespace_digest(namespace: Namespace) -> str:
+    """32 hexadecimal digits that name it on every node and in every run."""
+    facts = json.dumps(asdict(namespace), sort_keys=True).encode()
+    return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier name").hexdigest()
+
+
 class ReadEnd(IntEnum):
     """How the read of one shard ended."""
 
@@ -94,8 +100,8 @@ class Engine(Protocol):
         """
         ...
 
-    def remove(self, space: ShardSpace | None) -> int:
-        """Forget the shards of one space, or all. Returns how many."""
+    def forget(self, namespace: Namespace | None) -> int:
+        """Forget the shards of one namespace, or all. Returns how many."""
         ...
 
     def probe(self) -> None:

@@ -129,14 +129,17 @@ def test_a_shard_that_never_fits_is_refused(engine: Engine) -> None:
     assert write(engine, space(), [1]) == [WriteEnd.DONE]
 
 
-def test_remove_forgets_a_space_or_all(engine: Engine) -> None:
+def test_a_namespace_is_forgotten_or_all(engine: Engine) -> None:
     one, two = space(), space("two")
-    write(engine, one, range(5))
+    other_shard = space(shard=1)
+    write(engine, one, range(4))
+    write(engine, other_shard, [1])
     write(engine, two, range(7))
-    assert engine.remove(one) == 5
-    assert engine.remove(one) == 0
+    assert engine.forget(one.namespace) == 5
+    assert engine.forget(one.namespace) == 0
     assert (there(engine, one, range(5)), there(engine, two, range(7))) == ([], list(range(7)))
-    assert engine.remove(None) == 7
+    assert there(engine, other_shard, [1]) == []
+    assert engine.forget(None) == 7
     assert (engine.stats().blocks, engine.stats().used_bytes) == (0, 0)
     assert write(engine, one, range(5)) == [WriteEnd.DONE] * 5
     assert set(read(engine, one, range(5)).values()) == {ReadEnd.DONE}
@@ -152,10 +155,10 @@ def test_the_next_run_finds_it_all(make: Make, place: Path) -> None:
     assert (second.stats().kept_blocks, second.stats().dropped_blocks) == (18, {})
     for of in spaces:
         assert set(read(second, of, range(6)).values()) == {ReadEnd.DONE}
-    assert second.remove(spaces[0]) == 6
+    assert second.forget(spaces[0].namespace) == 12
     second.close()
     third = make(place)
-    assert third.stats().kept_blocks == 12
+    assert third.stats().kept_blocks == 6
     assert there(third, spaces[0], range(6)) == []
     third.close()
 
@@ -184,12 +187,12 @@ def test_many_threads_at_once(engine: Engine) -> None:
             write(engine, of, numbers)
             done += list(read(engine, of, numbers).values()).count(ReadEnd.DONE)
             if turn % 10 == 9 and thread == 0:
-                engine.remove(of)
+                engine.forget(of.namespace)
         return done
 
     with ThreadPoolExecutor(6) as threads:
         assert sum(threads.map(work, range(6))) > 0
     numbers = there(engine, spaces[0], range(60))
     assert set(read(engine, spaces[0], numbers).values()) <= {ReadEnd.DONE}
-    assert engine.remove(None) >= len(numbers)
+    assert engine.forget(None) >= len(numbers)
     assert engine.stats().used_bytes == 0

@@ -31,7 +31,7 @@ from kvsidecar.support import log
 from kvsidecar.support.units import MiB, format_size
 from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
 from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
 from kvsidecar.types import LookupMode, Namespace
 
 SLAB_BYTES: Final = 64 * MiB
@@ -235,9 +235,12 @@ class DiskEngine:
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def remove(self, space: ShardSpace | None) -> int:
+    def forget(self, namespace: Namespace | None) -> int:
+        count = 0
         with self._lock:
-            count = self._cache.clear(None if space is None else _name(space))
+            for space in self._cache.spaces:
+                if namespace is None or space.namespace.model == namespace_digest(namespace):
+                    count += self._cache.clear(space.namespace, sweep=0)
         more = True
         while more:  # a piece at a time: others need the lock meanwhile
             with self._lock:
@@ -273,11 +276,18 @@ class DiskEngine:
 
 
 def _name(space: ShardSpace) -> Namespace:
-    """The namespace of a space in the cache: a space there has all shards of its blocks, here each shard is alone."""
-    return Namespace("-", "-", "-", 1, 1, 1, "-", space.namespace.hash_bytes, space.digest.hex())
+    """The namespace of a space in the cache: a space there has all shards of its blocks, here each shard is alone.
+    Those of one namespace have the same model."""
+    model = namespace_digest(space.namespace)
+    return Namespace(model, "-", "-", 1, 1, 1, "-", space.namespace.hash_bytes, space.digest.hex())
 
 
 def _checksum(space: ShardSpace, memory: memoryview, known: int | None) -> int:
     """What is recorded of a shard: the checksum of its bytes, combined with its space."""
     value = xxhash.xxh3_64_intdigest(memory) if known is None else known
     return value ^ int.from_bytes(space.digest[:8], "little")
+
+
+def open_engine(directory: str, capacity_bytes: int) -> DiskEngine:
+    """As the process of the tier opens it."""
+    return DiskEngine(Path(directory), capacity_bytes)

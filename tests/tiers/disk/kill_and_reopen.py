@@ -62,7 +62,7 @@ def live(tier: DiskEngine, progress: memoryview, thread: int, rng: random.Random
         elif choice < 0.98:
             progress[THREADS] += read(tier, at, names)["WRONG"]
         else:
-            tier.remove(SPACES[at])
+            tier.forget(SPACES[at].namespace)
             progress[THREADS + 1] += 1
 
 

@@ -78,9 +78,10 @@ class TierMachine(RuleBasedStateMachine):
                 assert end is (ReadEnd.DONE if shard in self.model else ReadEnd.MISS)
 
     @rule(at=WHICH | st.none())
-    def remove(self, at: int | None) -> None:
-        gone = {shard for shard in self.model if at in (None, shard[0])}
-        assert self.tier.remove(None if at is None else SPACES[at]) == len(gone)
+    def forget(self, at: int | None) -> None:
+        namespace = None if at is None else SPACES[at].namespace
+        gone = {shard for shard in self.model if namespace in (None, SPACES[shard[0]].namespace)}
+        assert self.tier.forget(namespace) == len(gone)
         self.model -= gone
         self.damaged -= gone
 

@@ -134,7 +134,7 @@ def test_a_removal_of_many_gives_back_all_of_their_room(tmp_path: Path) -> None:
     tier, of = open_tier(tmp_path, 2 * SWEEP * PAGE), space()
     for first in range(0, 2 * SWEEP, 1024):
         write(tier, of, range(first, first + 1024))
-    assert tier.remove(of) == 2 * SWEEP
+    assert tier.forget(of.namespace) == 2 * SWEEP
     assert tier.stats().used_bytes == 0
     tier.close()
 
@@ -472,20 +472,20 @@ def test_a_shard_that_is_removed_while_it_is_read_or_written_is_gone_afterwards(
     write(tier, of, range(4))
     real_read, real_write = os.preadv, os.pwritev
 
-    def read_and_remove(fd: int, buffers: list[memoryview], at: int) -> int:
-        assert tier.remove(of) == 4
+    def read_and_forget(fd: int, buffers: list[memoryview], at: int) -> int:
+        assert tier.forget(of.namespace) == 4
         return real_read(fd, buffers, at)
 
-    def write_and_remove(fd: int, buffers: list[memoryview], at: int) -> int:
-        assert tier.remove(of) == 0
+    def write_and_forget(fd: int, buffers: list[memoryview], at: int) -> int:
+        assert tier.forget(of.namespace) == 0
         return real_write(fd, buffers, at)
 
-    monkeypatch.setattr(os, "preadv", read_and_remove)
+    monkeypatch.setattr(os, "preadv", read_and_forget)
     assert set(read(tier, of, range(4)).values()) == {ReadEnd.DONE}
     monkeypatch.undo()
     assert (there(tier, of, range(4)), tier.stats().used_bytes) == ([], 0)
     write(tier, space("two"), [5])
-    monkeypatch.setattr(os, "pwritev", write_and_remove)
+    monkeypatch.setattr(os, "pwritev", write_and_forget)
     write(tier, of, range(4))
     monkeypatch.undo()
     assert tier.stats().used_bytes == PAGE * tier.stats().blocks
