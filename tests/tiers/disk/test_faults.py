@@ -190,6 +190,21 @@ def test_a_truncated_file_is_corrupt_and_grows_again(tier: DiskEngine, tmp_path:
     tier.probe()
 
 
+def test_holes_are_filled_at_the_start_and_what_was_there_is_corrupt(tmp_path: Path) -> None:
+    tier, of = open_tier(tmp_path), space()
+    write(tier, of, range(6))
+    tier.close()
+    extents = tmp_path / "tier" / EXTENTS
+    for size in (3 * PAGE, CAPACITY + PAGE):
+        os.truncate(extents, size)
+    assert extents.stat().st_blocks * 512 < CAPACITY
+    tier = open_tier(tmp_path)
+    assert extents.stat().st_blocks * 512 >= CAPACITY + PAGE
+    ends = read(tier, of, range(6))
+    assert ends == dict.fromkeys(range(3), ReadEnd.DONE) | dict.fromkeys(range(3, 6), ReadEnd.CORRUPT)
+    tier.close()
+
+
 def test_a_sealed_shard_without_a_checksum_is_a_miss(tmp_path: Path) -> None:
     """As after a kill between the two."""
     tier, of = open_tier(tmp_path), space()
