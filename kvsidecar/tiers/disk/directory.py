@@ -136,8 +136,8 @@ class DiskDirectory:
             if table.starts >= MAX_STARTS:
                 raise KeptRefused(f"{table.starts} starts in a row with it have not come to an end")
             table.starts += 1
-            # Already there, unless somebody has punched holes into it.
-            os.posix_fallocate(extents, 0, file_bytes(facts))
+            if os.fstat(extents).st_blocks * 512 < file_bytes(facts):  # somebody has made holes in it
+                os.posix_fallocate(extents, 0, file_bytes(facts))
             return DiskFiles(extents, index, table, _open_direct(extents), facts)
         except BaseException:
             os.close(extents)

@@ -58,32 +58,26 @@ class ExtentFile:
         self.direct = direct
         self._local = threading.local()
 
-    def read(self, offsets: Ints, memory: Sequence[memoryview]) -> list[bool]:
-        """Fill memory, each from the extent at its offset. All memory has one length.
-
-        Returns:
-            Which extents are whole. The others lie beyond the end of the file.
+    def read(self, offsets: Ints, memory: Sequence[memoryview]) -> None:
+        """Fill memory, each from the extent at its offset. All memory has one length. What lies beyond the end of the
+        file is left as it is.
 
         Raises:
             TierFailed: what was to be filled is undefined.
         """
-        whole = [False] * len(memory)
         nbytes, extent = _sizes(memory)
         for which, at in _runs(offsets, extent):
             pages = self._pages(len(which)) if nbytes % PAGE else None
             buffers = _buffers([memory[i] for i in which], pages)
             try:
                 _hit_read()
-                done = self._move(os.preadv, buffers, at, extent * len(which))
+                self._move(os.preadv, buffers, at, extent * len(which))
             except OSError as error:
                 text = self._text("read", len(which) * extent, at, error)
                 raise (Unreadable(text, which) if error.errno == errno.EIO else TierFailed(text)) from error
             if pages is not None:
                 for i, page in zip(which, pages, strict=False):
                     memory[i][nbytes - nbytes % PAGE :] = page[: nbytes % PAGE]
-            for number, i in enumerate(which):
-                whole[i] = done >= (number + 1) * extent
-        return whole
 
     def write(self, offsets: Ints, memory: Sequence[memoryview]) -> None:
         """Write memory, each to the extent at its offset. All memory has one length.

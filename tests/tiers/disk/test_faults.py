@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from kvsidecar.cache.block_cache import SWEEP
 from kvsidecar.cache.records import CHECKED, RECORD_WORDS
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.disk import directory, engine
@@ -115,6 +116,29 @@ def test_short_reads_and_writes_go_on(tier: DiskEngine, nbytes: int, monkeypatch
     assert calls == 2 * 5 * -(-nbytes // PAGE)
 
 
+def test_a_write_that_does_not_go_on_is_an_error(tier: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(TierFailed, match="only 0 bytes were written"):
+        write(tier, space(), [1])
+
+
+def test_a_probe_compares(tier: DiskEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier.probe()
+    monkeypatch.setattr(os, "pwritev", lambda _, buffers, __: sum(each.nbytes for each in buffers))
+    with pytest.raises(TierFailed) as raised:
+        tier.probe()
+    assert str(raised.value) == f"{tmp_path}/tier/{EXTENTS} does not give back what was written to it"
+
+
+def test_a_removal_of_many_gives_back_all_of_their_room(tmp_path: Path) -> None:
+    tier, of = open_tier(tmp_path, 2 * SWEEP * PAGE), space()
+    for first in range(0, 2 * SWEEP, 1024):
+        write(tier, of, range(first, first + 1024))
+    assert tier.forget(of.namespace) == 2 * SWEEP
+    assert tier.stats().used_bytes == 0
+    tier.close()
+
+
 def test_neighbours_are_moved_in_one_call(tier: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     preadv, pwritev = os.preadv, os.pwritev
@@ -149,9 +173,9 @@ def test_a_flipped_bit_is_found_by_the_read(tmp_path: Path, *, reopened: bool) -
     flip(tmp_path, EXTENTS, 2 * PAGE + 77)
     assert read(tier, of, range(4)) == dict.fromkeys((0, 1, 3), ReadEnd.DONE) | {2: ReadEnd.CORRUPT}
     assert read(tier, of, [2]) == {2: ReadEnd.MISS}
-    used = tier.stats().used_bytes
+    write(tier, of, range(4, 64))
     assert write(tier, of, [2]) == [WriteEnd.DONE]
-    assert tier.stats().used_bytes == used + PAGE == 4 * PAGE, "its extent was not used again"
+    assert (tier.stats().blocks, tier.stats().evicted_blocks) == (64, 0), "its extent was not used again"
     tier.close()
 
 
@@ -164,6 +188,21 @@ def test_a_truncated_file_is_corrupt_and_grows_again(tier: DiskEngine, tmp_path:
     assert write(tier, of, range(6)) == [WriteEnd.PRESENT] * 3 + [WriteEnd.DONE] * 3
     assert set(read(tier, of, range(6)).values()) == {ReadEnd.DONE}
     tier.probe()
+
+
+def test_holes_are_filled_at_the_start_and_what_was_there_is_corrupt(tmp_path: Path) -> None:
+    tier, of = open_tier(tmp_path), space()
+    write(tier, of, range(6))
+    tier.close()
+    extents = tmp_path / "tier" / EXTENTS
+    for size in (3 * PAGE, CAPACITY + PAGE):
+        os.truncate(extents, size)
+    assert extents.stat().st_blocks * 512 < CAPACITY
+    tier = open_tier(tmp_path)
+    assert extents.stat().st_blocks * 512 >= CAPACITY + PAGE
+    ends = read(tier, of, range(6))
+    assert ends == dict.fromkeys(range(3), ReadEnd.DONE) | dict.fromkeys(range(3, 6), ReadEnd.CORRUPT)
+    tier.close()
 
 
 def test_a_sealed_shard_without_a_checksum_is_a_miss(tmp_path: Path) -> None:
