@@ -103,6 +103,13 @@ class BlockIndex:
         """The same, joined."""
         return self.words_of(rows).view(np.uint8)[:, : self._hash_bytes].tobytes()
 
+    def all_hashes(self) -> bytes:
+        """Those of all rows that can be found, joined, in no order."""
+        filed = self._tags[: self._num_buckets].ravel() != 0
+        overflowed = [row for rows in self._overflow.values() for row in rows]
+        rows = self._rows[: filed.size][filed].astype(np.int64)
+        return self.hashes_of(np.concatenate((rows, np.array(overflowed, np.int64))))
+
     def keys_of(self, rows: Ints) -> Keys:
         return self.keys_from(self.words_of(rows))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 from kvsidecar.cache.block import Space, StoreGrant
@@ -138,6 +138,8 @@ class Fetches:
             return NOTHING
         if self._tier.off:
             self._refused(FetchRefusal.OFF, 1)
+            return NOTHING
+        if not self._tier.may_have(shard_space(space, 0), first):
             return NOTHING
         if self.waiting_blocks > MAX_WAITING:
             self._refused(FetchRefusal.BUSY, 1)
@@ -276,4 +278,7 @@ class Fetches:
 def shard_space(space: Space, shard: int) -> ShardSpace:
     nbytes = space.shard_bytes[shard]
     assert nbytes is not None
-    return ShardSpace(space.namespace, space.group, shard, space.num_shards, nbytes)
+    return _shard_space(space.namespace, space.group, shard, space.num_shards, nbytes)
+
+
+_shard_space = lru_cache(maxsize=1024)(ShardSpace)  # to make its digest takes longer than a lookup

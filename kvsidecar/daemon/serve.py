@@ -186,6 +186,7 @@ def _load(
             disk = TierOptions(
                 "disk",
                 {"directory": settings.disk_dir, "capacity_bytes": settings.disk_size},
+                capacity_bytes=settings.disk_size or 0,
                 kept=options.kept,
                 log_format=settings.log_format,
                 log_level=settings.log_level,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -102,6 +102,10 @@ class Engine(Protocol):
 
     def forget(self, namespace: Namespace | None) -> int:
         """Forget the shards of one namespace, or all. Returns how many."""
+        ...
+
+    def keys(self) -> Iterable[tuple[bytes, bytes, int]] | None:
+        """What is there: per shard space its digest, the block hashes, joined, and their width. None: unknown."""
         ...
 
     def probe(self) -> None:

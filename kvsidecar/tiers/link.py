@@ -50,6 +50,8 @@ class TierOptions:
     """A name in `kvsidecar.tiers.process.ENGINES`."""
     options: dict[str, Any]
     """Of the engine."""
+    capacity_bytes: int
+    """Of the tier, for the size of its filter."""
     reads: int = 8
     writes: int = 4
     """Calls of the engine at a time."""
@@ -78,15 +80,15 @@ class TierLink(asyncio.Protocol):
         """Resolved with the reason when the process is dead."""
 
     @classmethod
-    async def start(cls, options: TierOptions, pool: PoolMemory) -> tuple[TierLink, EngineStats]:
-        """Start a process and wait until its engine is open. Call it in the main thread: the kernel kills the process
-        when the thread that started it ends.
+    async def start(cls, options: TierOptions, pool: PoolMemory, filter_fd: int) -> tuple[TierLink, EngineStats]:
+        """Start a process and wait until its engine is open, and its filter made. Call it in the main thread: the
+        kernel kills the process when the thread that started it ends.
 
         Raises:
             TierFailed: the engine cannot be opened; the process is dead.
             OSError: no process can be started.
         """
-        process, near = _launch(options, pool)
+        process, near = _launch(options, pool, filter_fd)
         link = cls(process)
         try:
             await link._loop.create_unix_connection(lambda: link, sock=near)
@@ -187,7 +189,7 @@ class TierLink(asyncio.Protocol):
             on_end(TierFailed(reason))
 
 
-def _launch(options: TierOptions, pool: PoolMemory) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _launch(options: TierOptions, pool: PoolMemory, filter_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process, and our end of its socket. Raises OSError."""
     near, far = socket.socketpair()
     told = {
@@ -202,13 +204,14 @@ def _launch(options: TierOptions, pool: PoolMemory) -> tuple[subprocess.Popen[by
         "log_level": options.log_level,
     }
     # -P: a module in the working directory must not take the place of one of ours.
-    command = [sys.executable, "-P", "-m", "kvsidecar.tiers.process", str(far.fileno()), str(pool.fd)]
+    given = (far.fileno(), pool.fd, filter_fd)
+    command = [sys.executable, "-P", "-m", "kvsidecar.tiers.process", *map(str, given)]
     paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         with far:
             process = subprocess.Popen(
                 [*command, json.dumps(told)],
-                pass_fds=(far.fileno(), pool.fd, *options.kept),
+                pass_fds=(*given, *options.kept),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

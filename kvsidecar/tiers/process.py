@@ -27,12 +27,15 @@ from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.memory_limits import PageKind, Pages
-from kvsidecar.tiers.engine import Engine, ShardSpace
+from kvsidecar.tiers.engine import Engine, ShardSpace, WriteEnd
+from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import MAX_FRAME, Do, Reply, Request, namespace_of, pack_stats, space_of, split
 
 ENGINES: Final = {"disk": "kvsidecar.tiers.disk.engine:open_engine"}
 """By name: the function that opens the engine with the options of its tier, as keyword arguments."""
 EXIT_FAILED: Final = 1
+FILTER_EVICTED: Final = 1024
+"""The filter is made anew when more blocks than this have gone, and more than half as many as there are."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NO_NEW_PRIVS: Final = 38
@@ -48,8 +51,18 @@ class TierProcess:
         reads, writes: calls of the engine at a time.
     """
 
-    def __init__(self, connection: socket.socket, pool: memoryview, engine: Engine, reads: int, writes: int) -> None:
-        self._connection, self._pool, self._engine = connection, pool, engine
+    def __init__(
+        self,
+        connection: socket.socket,
+        pool: memoryview,
+        engine: Engine,
+        key_filter: KeyFilter,
+        reads: int,
+        writes: int,
+    ) -> None:
+        self._connection, self._pool, self._engine, self._filter = connection, pool, engine, key_filter
+        self._filtered_evicted = 0
+        """Blocks that had been evicted when the filter was last made."""
         self._spaces: dict[int, ShardSpace] = {}
         self._sending = threading.Lock()
         others = ThreadPoolExecutor(2, "other")
@@ -98,7 +111,10 @@ class TierProcess:
                 engine.probe()
                 return b""
             case Do.STATS:
-                return pack_stats(engine.stats())
+                stats = engine.stats()
+                if stats.evicted_blocks - self._filtered_evicted > max(FILTER_EVICTED, stats.blocks // 2):
+                    self.fill_filter()
+                return pack_stats(stats)
             case Do.FORGET:
                 engine.forget(namespace_of(request.hashes))
                 return b""
@@ -117,7 +133,19 @@ class TierProcess:
         failpoints.hit("tier.before_write")
         sums, known = (each.tolist() for each in request.checksums)
         checksums = [value if is_known else None for value, is_known in zip(sums, known, strict=True)]
-        return bytes(engine.write(space, hashes, memory, checksums))
+        ends = engine.write(space, hashes, memory, checksums)
+        there = b"".join([each for each, end in zip(hashes, ends, strict=True) if end is not WriteEnd.FULL])
+        self._filter.add(space.digest, first_words(there, space.namespace.hash_bytes))
+        return bytes(ends)
+
+    def fill_filter(self) -> None:
+        """Begin the filter anew, with what is there."""
+        self._filtered_evicted = self._engine.stats().evicted_blocks
+        keys = self._engine.keys()
+        if keys is None:
+            self._filter.replace(None)
+        else:
+            self._filter.replace((digest, first_words(hashes, width)) for digest, hashes, width in keys)
 
     def _memory(self, slots: Sequence[int], nbytes: int) -> list[memoryview]:
         for slot in slots:
@@ -142,12 +170,12 @@ def open_engine(name: str, options: dict[str, Any]) -> Engine:
 
 
 def main() -> None:
-    """``python -m kvsidecar.tiers.process SOCKET POOL JSON``: two inherited descriptors, and what `link` says."""
+    """``python -m kvsidecar.tiers.process SOCKET POOL FILTER JSON``: inherited descriptors, and what `link` says."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a terminal's, or the service manager's: the daemon decides
-    connection, told = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[3])
+    connection, told = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[4])
     log.configure(log_format=told["log_format"], level=told["log_level"])
     failpoints.configure_from_environment()
     say = partial(_say, connection)
@@ -164,8 +192,10 @@ def main() -> None:
         say(Reply(0, True, 0.0, f"{type(error).__name__}: {error}".encode()))
     else:
         try:
+            tier = TierProcess(connection, pool, engine, KeyFilter(int(sys.argv[3])), told["reads"], told["writes"])
+            tier.fill_filter()
             say(Reply(0, False, 0.0, pack_stats(engine.stats())))
-            TierProcess(connection, pool, engine, told["reads"], told["writes"]).serve()
+            tier.serve()
         except BaseException:  # noqa: BLE001 - no end unheard
             _log.exception("the tier ends")
     log.flush()

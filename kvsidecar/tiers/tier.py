@@ -7,6 +7,7 @@ the engine's call returns or its process is dead.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.support import log
 from kvsidecar.support.breaker import Backoff, CircuitBreaker
 from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
 from kvsidecar.tiers.link import PoolMemory, TierLink, TierOptions
 from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
 from kvsidecar.types import Namespace
@@ -32,6 +34,8 @@ LONGEST_PAUSE_SECONDS: Final = 30.0
 """Between probes of a tier that is off, and between attempts to start its process; doubled each time."""
 RATE_WEIGHT: Final = 0.2
 """Of the newest read in the moving average of the rate."""
+STATS_SECONDS: Final = 1.0
+"""Between questions for its gauges."""
 GUESSED_RATE: Final = 1e9
 """Bytes a second that a tier is expected to read before it has read anything."""
 
@@ -89,6 +93,11 @@ class Tier:
             failures=FAILURES, backoff=Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), clock=clock
         )
         self._last_failure = ""
+        self._filter_fd = os.memfd_create("kvsidecar-tier-filter", os.MFD_CLOEXEC)
+        os.ftruncate(self._filter_fd, filter_bytes(options.capacity_bytes))
+        self._filter = KeyFilter(self._filter_fd)
+        self._asked_stats = 0.0
+        """When its process was last asked for its gauges."""
         self._link: TierLink | None = None
         self._closing = False
         self._to_forget: list[Namespace | None] = []
@@ -123,7 +132,7 @@ class Tier:
                 return
             pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
             try:
-                self._link, self.stats = await TierLink.start(self._options, self._pool)
+                self._link, self.stats = await TierLink.start(self._options, self._pool, self._filter_fd)
             except (KVSidecarError, OSError) as error:
                 self._set_down(str(error))
                 continue
@@ -151,7 +160,8 @@ class Tier:
             link.ask(lambda number: Request(Do.PROBE, number), self._probed)
         elif self._to_forget:
             self._forget_next()
-        elif not link.calls:
+        elif self._clock() - self._asked_stats >= STATS_SECONDS:
+            self._asked_stats = self._clock()
             link.ask(lambda number: Request(Do.STATS, number), self._take_stats)
 
     async def close(self) -> None:
@@ -160,6 +170,7 @@ class Tier:
         if self._link is not None:
             self._link.kill("the daemon ends")
             await asyncio.shield(self._link.ended)
+        os.close(self._filter_fd)
 
     def set_log_level(self, level: str) -> None:
         """For the next process."""
@@ -183,6 +194,10 @@ class Tier:
             self.on_change(self)
 
     # -- what it is asked for --------------------------------------------------------------------------------------
+
+    def may_have(self, space: ShardSpace, block_hash: bytes) -> bool:
+        """False: it does not have this block, or is not used at present. Asks nobody."""
+        return not self.off and self._filter.may_have(space.digest, block_hash)
 
     def find(self, space: ShardSpace, hashes: bytes, on_end: Callable[[list[bool]], None]) -> None:
         """Which of these are there: none, if it fails or is late.

@@ -13,6 +13,7 @@ import xxhash
 
 from kvsidecar.tiers.disk.engine import DiskEngine
 from kvsidecar.tiers.engine import Engine, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.messages import split
 from tests.tiers.support import EMPTY, PAGE, content, key, memory, read, space, there, write
 
 CAPACITY = 64 * PAGE
@@ -196,3 +197,14 @@ def test_many_threads_at_once(engine: Engine) -> None:
     assert set(read(engine, spaces[0], numbers).values()) <= {ReadEnd.DONE}
     assert engine.forget(None) >= len(numbers)
     assert engine.stats().used_bytes == 0
+
+
+def test_what_is_there_is_listed_by_shard_space(engine: Engine) -> None:
+    one, two = space(), space("two", shard=1)
+    write(engine, one, range(5))
+    write(engine, two, [3])
+    keys = engine.keys()
+    if keys is None:
+        pytest.skip("it cannot tell what is there")
+    found = {digest: set(split(hashes, width)) for digest, hashes, width in keys}
+    assert found == {one.digest: set(map(key, range(5))), two.digest: {key(3)}}

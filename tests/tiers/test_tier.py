@@ -80,7 +80,7 @@ async def bench(*, deadline: float = NEVER, **options: Any) -> AsyncIterator[Ben
     address = host_memory.map_file(fd, POOL, pages)
     changes: list[str] = []
     memory = SimpleNamespace(fd=fd, nbytes=POOL, pages=pages)
-    tier = Tier("memory", TierOptions(memory_engine.NAME, options), memory, deadline=deadline)
+    tier = Tier("memory", TierOptions(memory_engine.NAME, options, capacity_bytes=0), memory, deadline=deadline)
     tier.on_change = lambda each: changes.append(each.down)
     running = asyncio.create_task(tier.run())
     try:

@@ -1,4 +1,4 @@
-"""Blocks come back from disk into a real engine: after an eviction from the pool, and into another daemon's empty one."""
+"""Blocks come back from disk into a real engine: after an eviction from the pool, and into another daemon's."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -246,6 +246,14 @@ class DiskEngine:
             with self._lock:
                 more = self._cache.sweep()
         return count
+
+    def keys(self) -> Iterable[tuple[bytes, bytes, int]]:
+        with self._lock:
+            spaces = self._cache.spaces
+        for space in spaces:
+            with self._lock:
+                hashes = space.blocks.index.all_hashes()
+            yield bytes.fromhex(space.namespace.extra), hashes, space.namespace.hash_bytes
 
     def probe(self) -> None:
         area = memoryview(mmap.mmap(-1, 2 * PAGE))
