@@ -33,6 +33,7 @@ class GroupAnswer:
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
     ready: bool
+    """Whether it comes from the cache; otherwise the daemon declines lookups, and there are no hits."""
     groups: tuple[GroupAnswer, ...]
     lease: int | None = None
     lease_seconds: float = 0.0
@@ -89,7 +90,7 @@ class LookupService:
             owner: token of the client; the lease ends when the client disconnects.
         """
         self._guard.keep_awake()
-        if (refusal := self._readiness.refusal) is not None:
+        if (refusal := self._readiness.read_refusal) is not None:
             self._metrics.refuse(refusal)
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
             return LookupAnswer(False, nothing)
