@@ -40,14 +40,6 @@ WIDE = layout(num_blocks=len(NAMES))
 
 
 @pytest.fixture
-def gate(short_dir: Path) -> Iterator[Gate]:
-    """Each chunk takes one pass."""
-    gate = Gate(short_dir)
-    yield gate
-    gate.close()
-
-
-@pytest.fixture
 def load_gate(short_dir: Path) -> Iterator[Gate]:
     (directory := short_dir / "load").mkdir()
     gate = Gate(directory)
