@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
-from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant, WriteGrant
+from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.eviction import choose_victims
 from kvsidecar.cache.leases import LeaseTable
@@ -92,6 +92,8 @@ class BlockCache:
         self._writes: set[WriteGrant] = set()
         self._tick = self.adopted.last_tick
         """Number of the request; it becomes ``last_used`` of the blocks that the request uses."""
+        self.readable_below: int | None = None
+        """Only blocks whose slots all lie below this offset can be looked up and loaded; None: all."""
 
     # -- spaces ------------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class BlockCache:
 
         Counts hits and misses. A lookup does not count as a use of the blocks; a lease, a load or a store does.
         """
-        answer: list[bool] = _find(space, hashes, mode)[1].tolist()
+        answer: list[bool] = _find(space, hashes, mode, self.readable_below)[1].tolist()
         return answer
 
     def lookup_and_lease(
@@ -138,7 +140,7 @@ class BlockCache:
         """Look up all parts and lease all hits until ``now + ttl``. No lease if there is no hit."""
         chains, answers = [], []
         for space, hashes in parts:
-            rows, hits = _find(space, hashes, mode)
+            rows, hits = _find(space, hashes, mode, self.readable_below)
             chains.append(_chain(space, rows[hits]))
             answers.append(hits.tolist())
         lease = None
@@ -279,7 +281,7 @@ class BlockCache:
             return Refusal.STALE_LEASE
         found = [space.blocks.index.find(space.blocks.index.keys(hashes)) for space, _, hashes in parts]
         for (space, _, _), rows in zip(parts, found, strict=True):
-            if not all_true(_readable(space, rows)):
+            if not all_true(_readable(space, rows, self.readable_below)):
                 return Refusal.NOT_FOUND
         chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]
         self._table.pin(chains)
@@ -364,6 +366,22 @@ class BlockCache:
             if not part.blocks.cleared:
                 part.blocks.tiers[part.rows] |= tier
 
+    def find_place(self, below: int) -> tuple[int, int] | None:
+        """Offset and bytes of a place below this offset that holds no block. Nothing is reserved: a store may take it.
+        If there is none, the oldest block with a slot there is evicted. None: all of them are in use."""
+        table, to_sweep = self._table, True
+        while (place := table.slots.find_free(below)) is None and to_sweep:
+            to_sweep = table.sweep(SWEEP)
+        if place is not None:
+            return place
+        candidates = [
+            oldest for blocks in table.tables.values() if (oldest := _oldest_below(blocks, below)) is not None
+        ]
+        if not candidates:
+            return None
+        table.evict(min(candidates, key=lambda chain: int(chain.blocks.last_used[chain.rows[0]])))
+        return table.slots.find_free(below)
+
     # -- clear and stats ---------------------------------------------------------------------------------------
 
     def clear(self, namespace: Namespace | None = None, sweep: int = SWEEP) -> int:
@@ -418,20 +436,20 @@ class BlockCache:
         return self._tick
 
 
-def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
+def _find(space: Space, hashes: Hashes, mode: LookupMode, below: int | None) -> tuple[Ints, Bools]:
     """The row of each hash, and whether it is a hit in this mode. Counts hits and misses."""
     index = space.blocks.index
     keys = index.keys(hashes)
     if mode is LookupMode.BITMAP or len(keys) <= PROBE:
         rows = index.find(keys)
-        hits = _readable(space, rows)
+        hits = _readable(space, rows, below)
         if mode is LookupMode.PREFIX and not all_true(hits):
             hits = np.logical_and.accumulate(hits)
     else:
         rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
         for piece in (slice(PROBE), slice(PROBE, None)):
             rows[piece] = index.find(keys.take(piece))
-            hits[piece] = np.logical_and.accumulate(_readable(space, rows[piece]))
+            hits[piece] = np.logical_and.accumulate(_readable(space, rows[piece], below))
             if not all_true(hits[piece]):
                 break
     num_hits = int(np.count_nonzero(hits))
@@ -440,10 +458,22 @@ def _find(space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
     return rows, hits
 
 
-def _readable(space: Space, rows: Ints) -> Bools:
-    """Whether these blocks are readable; row -1 is not."""
+def _readable(space: Space, rows: Ints, below: int | None) -> Bools:
+    """Whether these blocks are readable, and all of their slots lie below this offset; row -1 is not."""
     readable: Bools = (rows >= 0) & (space.blocks.missing[rows] == 0)
+    if below is not None:
+        readable &= (space.blocks.slots[:, rows] < below).all(axis=0)
     return readable
+
+
+def _oldest_below(blocks: SpaceBlocks, below: int) -> Chain | None:
+    """The evictable block of this table that was used least recently, of those with a slot below this offset."""
+    for rows in () if blocks.cleared else blocks.policy.candidates():
+        slots = blocks.slots[:, rows]
+        there = rows[((slots >= 0) & (slots < below)).any(axis=0)]
+        if len(there):
+            return Chain(blocks, there[:1])
+    return None
 
 
 def _chain(space: Space, rows: Ints) -> Chain:

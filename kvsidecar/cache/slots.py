@@ -189,6 +189,16 @@ class SlotAllocator:
         found: Ints = (idle & (slabs.size != other_than)).nonzero()[0]
         return found[slabs.touched[found].argsort(kind="stable")]
 
+    def find_free(self, below: int) -> tuple[int, int] | None:
+        """Offset and bytes of a free slot, or of a whole slab, in the slabs that begin below this offset. None: they
+        are full. O(slabs)."""
+        slabs = self.slabs
+        slab = int(np.argmax((slabs.used < np.maximum(slabs.capacity, 1)) & (slabs.start < below)))
+        start, size = slabs.start.item(slab), slabs.size.item(slab)
+        if start >= below or slabs.used.item(slab) >= max(1, slabs.capacity.item(slab)):
+            return None
+        return (start + int(self._lowest_free(slab, 1)[0]) * size, size) if size else (start, slabs.nbytes.item(slab))
+
     # -- state changes -----------------------------------------------------------------------------------------
 
     def allocate(self, size: int, owners: Ints, node: int | None = None) -> Ints:

@@ -208,6 +208,7 @@ def readiness_from(message: pb.Readiness) -> Readiness:
         pin_bytes_per_second=message.pin_bytes_per_second,
         eta_seconds=message.eta_seconds if message.HasField("eta_seconds") else None,
         reason=message.reason,
+        serves_kept=message.serves_kept,
     )
 
 

@@ -70,6 +70,8 @@ class Readiness:
     pin_bytes_per_second: float = 0.0
     eta_seconds: float | None = None
     reason: str = ""
+    serves_kept: bool = False
+    """Whether blocks of an earlier daemon can be looked up and loaded although this one is not ready yet."""
 
     @property
     def ready(self) -> bool:
@@ -89,7 +91,8 @@ class GroupHits:
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     ready: bool
-    """False: the daemon is not ready, or did not answer, and every hit is 0."""
+    """False: the daemon declines lookups, or did not answer, and every hit is 0. Also True before the daemon is ready,
+    while `Readiness.serves_kept`."""
     groups: Mapping[int, GroupHits] = field(default_factory=dict)
     lease: int | None = None
     lease_seconds: float = 0.0

@@ -78,6 +78,11 @@ class JobRunner:
         oldest = next(iter(self._running[direction]), None)
         return 0.0 if oldest is None else self._clock() - oldest.taken
 
+    async def wait_for(self, direction: Direction) -> None:
+        """Return when all jobs of this direction that run now are over."""
+        if running := self._running[direction]:
+            await asyncio.wait([job.over() for job in running])
+
     # -- the way in ------------------------------------------------------------------------------------------------
 
     def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
@@ -165,7 +170,7 @@ class JobRunner:
         return None
 
     def _begin_load(self, session: RankSession, job: Job) -> JobResult | None:
-        if (refusal := self._readiness.refusal) is not None:
+        if (refusal := self._readiness.read_refusal) is not None:
             return _declined(refusal)
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)

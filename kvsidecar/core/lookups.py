@@ -36,6 +36,7 @@ class GroupAnswer:
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
     ready: bool
+    """Whether it comes from the cache; otherwise the daemon declines lookups, and there are no hits."""
     groups: tuple[GroupAnswer, ...]
     lease: int | None = None
     lease_seconds: float = 0.0
@@ -101,7 +102,7 @@ class LookupService:
             prefill_rate: tokens a second that the caller computes; 0 if it does not say.
         """
         self._guard.keep_awake()
-        if (refusal := self._readiness.refusal) is not None:
+        if (refusal := self._readiness.read_refusal) is not None:
             self._metrics.refuse(refusal)
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
             return LookupAnswer(False, nothing)

@@ -242,6 +242,11 @@ class Metrics:
         for name, text, value in (
             ("pool_total_bytes", "Configured size of the host pool, in bytes.", pool.pool_bytes),
             ("pool_pinned_bytes", "Bytes of the pool that are pinned.", pool.pinned_bytes),
+            (
+                "serves_kept_blocks",
+                "1 while blocks of an earlier daemon are served before this one is ready, else 0.",
+                pool.serves_kept,
+            ),
             ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", cache.used_bytes),
             ("pool_free_bytes", "Bytes that are not in use by any slot.", cache.free_bytes + cache.wasted_bytes),
             ("pool_reserved_bytes", "Bytes in reserved slots, which stores are filling.", cache.reserved_bytes),

@@ -5,6 +5,8 @@ Ready means: the pool is pinned, a self-test copy has come back right, and RPC l
     starting -> pinning -> ready
           \\________\\________\\-> failed   (left by a restart only)
 
+Kept blocks are served before that, from the memory that is pinned: `serve_kept`.
+
 While no device takes copies, a daemon that is ready shows the state starting, and the devices: their copiers are being
 started again. Draining hides the state, which changes below it as before: `cancel_drain` shows the state as it is by
 then.
@@ -59,6 +61,9 @@ class Snapshot:
     pin_bytes_per_second: float = 0.0
     eta_seconds: float | None = None
     reason: str = ""
+    serves_kept: bool = False
+    """Whether blocks of an earlier daemon are looked up and loaded although this one is not ready: those in the memory
+    that is pinned."""
 
 
 class DaemonReadiness:
@@ -90,10 +95,15 @@ class DaemonReadiness:
 
     @property
     def refusal(self) -> Refusal | None:
-        """Why work is declined in this state, or None if it is not."""
+        """Why stores are declined in this state, or None if they are not."""
         if self.ready:
             return None
         return Refusal.DRAINING if self._now.state is State.DRAINING else Refusal.NOT_READY
+
+    @property
+    def read_refusal(self) -> Refusal | None:
+        """Why lookups and loads are declined, or None if they are not."""
+        return None if self._now.serves_kept else self.refusal
 
     def listen(self, listener: Callable[[Snapshot], None]) -> Callable[[], None]:
         """Call ``listener`` with every new snapshot. Returns the function that ends it."""
@@ -114,15 +124,21 @@ class DaemonReadiness:
                 eta_seconds=eta_seconds,
             )
 
+    def serve_kept(self, serves: bool) -> None:
+        """Answer lookups and loads while the pool is pinned, or stop to. Ignored in other states."""
+        if self._below.state is State.PINNING:
+            self._below = replace(self._below, serves_kept=serves)
+            self._tell()
+
     def become_ready(self) -> None:
         """All conditions of ready hold. Ignored once the daemon has failed."""
         if State.READY in _NEXT[self._below.state]:
-            self._set(State.READY, "", pinned_bytes=self._below.pool_bytes, eta_seconds=None)
+            self._set(State.READY, "", pinned_bytes=self._below.pool_bytes, eta_seconds=None, serves_kept=False)
 
     def fail(self, reason: str) -> None:
         """The daemon cannot serve. It stays alive and reports the reason."""
         if State.FAILED in _NEXT[self._below.state]:
-            self._set(State.FAILED, reason, pinned_bytes=0, eta_seconds=None)
+            self._set(State.FAILED, reason, pinned_bytes=0, eta_seconds=None, serves_kept=False)
 
     def devices_down(self, down: Mapping[str, str], *, all_down: bool) -> None:
         """Which devices take no copies now, and why. The daemon stays ready while another one does."""
@@ -157,8 +173,12 @@ class DaemonReadiness:
         if self._down and now.state is State.READY:
             reason = "; ".join(f"{device}: {why}" for device, why in self._down.items())
             now = replace(now, state=State.STARTING if self._all_down else State.READY, reason=reason)
+        if now.serves_kept and self._all_down:
+            now = replace(now, serves_kept=False)  # nothing can be loaded
+        if now.serves_kept:
+            now = replace(now, reason=f"{now.reason}; kept blocks in what is pinned are served")
         if self._draining:
-            now = replace(now, state=State.DRAINING, reason=self._draining, eta_seconds=None)
+            now = replace(now, state=State.DRAINING, reason=self._draining, eta_seconds=None, serves_kept=False)
         if now == self._now:
             return
         self._now = now

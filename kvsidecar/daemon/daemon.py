@@ -1,7 +1,8 @@
 """The daemon: builds every part, starts them in order, serves, and stops them in the opposite order.
 
 Start, after `kvsidecar.daemon.serve`: the copiers are started -> RPC and attach socket listen -> the pool is pinned in
-every copier -> self-test of each -> ready.
+every copier -> self-test of each -> ready. With blocks of an earlier daemon, the self-test follows the first chunk, and
+from then on the blocks that lie in pinned chunks are looked up and loaded.
 Stop: not ready -> refuse new jobs -> finish running ones -> unmap -> the copiers end -> exit.
 """
 
@@ -12,8 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.reload import Reloader
 from kvsidecar.device.base import ScratchSource
-from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused, Refusal
+from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused
 from kvsidecar.pool.host_pool import HostPool, PinProgress
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.grpc_server import RpcServer
@@ -55,7 +55,7 @@ from kvsidecar.support import log
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.tiers.tier import Tier
-from kvsidecar.types import Direction, GroupLayout, Namespace, Region, Verify
+from kvsidecar.types import Direction, GroupLayout, Region, Verify
 
 if TYPE_CHECKING:
     from kvsidecar.daemon.tracing import Tracing
@@ -70,7 +70,6 @@ EXIT_COPIERS_LEFT = 74
 """sysexits.h EX_IOERR: a copier did not end although it was killed."""
 COPIER_END_SECONDS = 10.0
 """A killed copier's process, which unpins the pool as it ends, has this long."""
-SELF_TEST_NAMESPACE = Namespace("self-test", "-", "-", 1, 1, 1, "-", 32)
 SELF_TEST_SESSION = 0
 """No rank's: their ids are odd."""
 
@@ -292,7 +291,10 @@ class Daemon:
         started = time.monotonic()
 
         def progressed(progress: PinProgress) -> None:
-            self._loop.call_soon_threadsafe(self._pin_progressed, progress)
+            asyncio.run_coroutine_threadsafe(self._pin_progressed(progress), self._loop).result()
+
+        def before_unpin() -> None:
+            asyncio.run_coroutine_threadsafe(self._end_loads(), self._loop).result()
 
         try:
             # Apart from pinning, so that the log and a benchmark can tell them apart: to make a context delays an
@@ -304,14 +306,14 @@ class Daemon:
                 seconds=round(time.monotonic() - started, 3),
             )
             self._own()
-            await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning)
+            await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning, before_unpin)
             self._metrics.pin_seconds.observe(time.monotonic() - started)
             self._metrics.register_seconds.set(self._pinned.register_seconds)
             self._report.page_kind = self._pool.page_kind
             self._report.numa_nodes = self._pool.numa_nodes
-            with self._scratch() as (offsets, nbytes):
-                for copier in self._copiers:
-                    await self._self_test(copier, offsets, nbytes)
+            if not self._has_kept:
+                nbytes = min(SELF_TEST_BYTES, self._pool.nbytes)
+                await self._self_test({0, self._pool.nbytes - nbytes}, nbytes)
         except PinStopped:
             return
         except (PoolRefused, PinFailed, DeviceError) as error:
@@ -323,6 +325,7 @@ class Daemon:
             raise
         if self._tier is not None:
             self._tasks.spawn(self._tier.run(), name="tier")  # nobody waits for it
+        self._cache.readable_below = None
         self.readiness.become_ready()
         if self._kept is not None:
             self._kept.started()
@@ -342,56 +345,64 @@ class Daemon:
             tiers = [] if self._tier is None else [self._tier.pid]
             self._kept.set_owners([os.getpid(), *(copier.pid for copier in self._copiers), *tiers])
 
-    def _pin_progressed(self, progress: PinProgress) -> None:
+    @property
+    def _has_kept(self) -> bool:
+        return bool(self._cache.adopted.kept_blocks)
+
+    async def _pin_progressed(self, progress: PinProgress) -> None:
+        """Some chunks, from the first one on, are pinned in every copier. The next one is pinned after this.
+
+        Raises:
+            DeviceError, PinFailed: the self-test failed.
+        """
+        self._cache.readable_below = progress.pinned_bytes
         self.readiness.pinning(
             pinned_bytes=progress.pinned_bytes,
             bytes_per_second=progress.bytes_per_second,
             eta_seconds=progress.eta_seconds,
         )
+        first = progress.pinned_bytes > 0 == self._pinned.pinned_bytes
         self._pinned = progress
         _log.debug("pinning", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
+        if first and self._has_kept:
+            place = self._cache.find_place(progress.pinned_bytes)
+            if place is None:
+                raise PinFailed("the self-test finds no place among the kept blocks")
+            offset, nbytes = place  # which stays free: stores are declined until the daemon is ready
+            await self._self_test([offset], min(SELF_TEST_BYTES, nbytes))
+            self.readiness.serve_kept(True)
+            _log.info("serving kept blocks", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
 
-    @contextmanager
-    def _scratch(self) -> Iterator[tuple[set[int], int]]:
-        """Offsets in the pool, and bytes at each, that the self-test may write to: both ends of an empty pool. Beside
-        kept blocks it is a slot of their smallest size, for which the oldest block goes if there is none free."""
-        sizes = [size for space in self._cache.spaces for size in space.slot_sizes if size]
-        if not sizes:
-            nbytes = min(SELF_TEST_BYTES, self._pool.nbytes)
-            yield {0, self._pool.nbytes - nbytes}, nbytes
-            return
-        space = self._cache.open_space(SELF_TEST_NAMESPACE, 0, 1, 0, min(sizes))
-        grant = self._cache.begin_store([(space, 0, bytes(SELF_TEST_NAMESPACE.hash_bytes))])
-        try:
-            if isinstance(grant, Refusal):
-                raise PinFailed(f"the self-test finds no slot among the kept blocks: {grant.value}")
-            yield set(grant.parts[0].slots.tolist()), min(SELF_TEST_BYTES, *sizes)
-        finally:
-            if not isinstance(grant, Refusal):
-                self._cache.abort_all(grant)
-            self._cache.close_space(space)
+    async def _end_loads(self) -> None:
+        """Begin no more loads, and wait for those that run: chunks that they read are going to be unpinned."""
+        self.readiness.serve_kept(False)
+        await self._runner.wait_for(Direction.LOAD)
 
-    async def _self_test(self, copier: Copier, offsets: Iterable[int], nbytes: int) -> None:
-        """Copy a random pattern from these places in the pool to a device and back.
+    async def _self_test(self, offsets: Iterable[int], nbytes: int) -> None:
+        """Have each copier copy a random pattern from these places in the pool to its device and back.
 
         Raises:
             DeviceError: the copy failed or came back different.
         """
         layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
-        _, process = await copier.open(SELF_TEST_SESSION, [ScratchSource(nbytes)], [layout], [])
-        try:
-            for offset in offsets:
-                window = self._pool.view()[offset : offset + nbytes]
-                pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
-                parts = [Part(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
-                window[:] = pattern
-                await copier.live().submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
-                window[:] = 0
-                await copier.live().submit(SELF_TEST_SESSION, Direction.STORE, parts).ended
-                if not np.array_equal(window, pattern):
-                    raise DeviceError(f"the self-test copy to {copier.uuid} and back returned different bytes")
-        finally:
-            await copier.close_session(SELF_TEST_SESSION, process)
+        for copier in self._copiers:
+            _, process = await copier.open(SELF_TEST_SESSION, [ScratchSource(nbytes)], [layout], [])
+            try:
+                for offset in offsets:
+                    await self._copy_there_and_back(copier, offset, nbytes)
+            finally:
+                await copier.close_session(SELF_TEST_SESSION, process)
+
+    async def _copy_there_and_back(self, copier: Copier, offset: int, nbytes: int) -> None:
+        window = self._pool.view()[offset : offset + nbytes]
+        pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
+        parts = [Part(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
+        window[:] = pattern
+        await copier.live().submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
+        window[:] = 0
+        await copier.live().submit(SELF_TEST_SESSION, Direction.STORE, parts).ended
+        if not np.array_equal(window, pattern):
+            raise DeviceError(f"the self-test copy to {copier.uuid} and back returned different bytes")
 
     def _fail(self, reason: str) -> None:
         self.readiness.fail(reason)

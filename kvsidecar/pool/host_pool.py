@@ -217,12 +217,19 @@ class HostPool:
             )
         return pages
 
-    def pin(self, on_progress: Callable[[PinProgress], None], stop: threading.Event) -> None:
+    def pin(
+        self,
+        on_progress: Callable[[PinProgress], None],
+        stop: threading.Event,
+        before_unpin: Callable[[], None] = lambda: None,
+    ) -> None:
         """Reserve, bind, then prefault and pin chunk by chunk. Returns when the whole pool is pinned.
 
         Args:
-            on_progress: called in this thread, before the first chunk and after each.
+            on_progress: called in this thread, before the first chunk and after each. Chunks are pinned in the order of
+                their offsets. The pool is given back if it raises.
             stop: looked at before each chunk.
+            before_unpin: called in this thread before chunks are given back. No copy may use them when it returns.
 
         Raises:
             PoolRefused: it does not fit a limit; nothing was touched.
@@ -240,9 +247,11 @@ class HostPool:
                 self._pin_chunks(pages, on_progress, stop)
                 self._warn_of_small_pages(pages)
             except (PinFailed, PinStopped) as error:
+                before_unpin()
                 outcome = self._give_back()
                 raise type(error)(f"{error}: {outcome}" if outcome else str(error)) from error.__cause__
             except BaseException:
+                before_unpin()
                 self._give_back()
                 raise
 

@@ -114,6 +114,7 @@ def readiness_to(snapshot: Snapshot) -> pb.Readiness:
         pin_bytes_per_second=snapshot.pin_bytes_per_second,
         eta_seconds=snapshot.eta_seconds,
         reason=snapshot.reason,
+        serves_kept=snapshot.serves_kept,
     )
 
 

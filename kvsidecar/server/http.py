@@ -95,6 +95,7 @@ class Probes:
             "pin_bytes_per_second": round(now.pin_bytes_per_second),
             "eta_seconds": None if now.eta_seconds is None else round(now.eta_seconds, 3),
             "reason": now.reason,
+            "serves_kept": now.serves_kept,
             "carrier": found.carrier,
             "cold_start_reason": found.cold_reason,
             "kept_blocks": found.kept_blocks,

@@ -110,7 +110,7 @@ class Registered(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., session: _Optional[int] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., version: _Optional[str] = ..., device_order: bool = ..., device_order_refused: _Optional[str] = ...) -> None: ...
 
 class Readiness(_message.Message):
-    __slots__ = ("state", "pool_bytes", "pinned_bytes", "pin_bytes_per_second", "eta_seconds", "reason")
+    __slots__ = ("state", "pool_bytes", "pinned_bytes", "pin_bytes_per_second", "eta_seconds", "reason", "serves_kept")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Readiness.State]
@@ -131,13 +131,15 @@ class Readiness(_message.Message):
     PIN_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ETA_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SERVES_KEPT_FIELD_NUMBER: _ClassVar[int]
     state: Readiness.State
     pool_bytes: int
     pinned_bytes: int
     pin_bytes_per_second: float
     eta_seconds: float
     reason: str
-    def __init__(self, state: _Optional[_Union[Readiness.State, str]] = ..., pool_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pin_bytes_per_second: _Optional[float] = ..., eta_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    serves_kept: bool
+    def __init__(self, state: _Optional[_Union[Readiness.State, str]] = ..., pool_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pin_bytes_per_second: _Optional[float] = ..., eta_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., serves_kept: bool = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("group", "hashes", "block_ids")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
-from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.block_cache import PROBE, BlockCache
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import Refusal
 from kvsidecar.types import LookupMode
@@ -14,6 +14,7 @@ from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
     begin,
+    key,
     keys,
     lease,
     names_readable,
@@ -23,6 +24,7 @@ from tests.cache.support import (
     readable,
     refused,
     reserved,
+    slot_of,
     slots_of,
     store,
 )
@@ -37,6 +39,94 @@ def test_a_prefix_ends_at_the_first_block_that_is_not_readable() -> None:
     assert cache.lookup(space, keys(*"abcd"), LookupMode.PREFIX) == [True, True, False, False]
     assert cache.lookup(space, keys(*"abcd"), LookupMode.BITMAP) == [True, True, False, True]
     assert (space.hits, space.misses) == (5, 3)
+
+
+def test_blocks_above_the_limit_are_neither_looked_up_nor_leased_nor_loaded() -> None:
+    cache = new_cache(6, slab=2)
+    space, sharded = open_space(cache), open_space(cache, "sharded", shards=(1, 1))
+    store(cache, space, *"abc")  # one slot of c is in the second slab
+    store(cache, sharded, "s")  # the second slot of it is in the third slab
+    everything = [(space, keys(*"abc")), (sharded, keys("s"))]
+    for below, hits in ((0, 0), (2, 2), (4, 3), (6, 4), (None, 4)):
+        cache.readable_below = None if below is None else below * PAGE
+        assert readable(cache, space, *"abc") + readable(cache, sharded, "s") == [n < hits for n in range(4)]
+        assert sum(cache.lookup(space, keys(*"cab"), LookupMode.PREFIX)) == (3 if hits >= 3 else 0)
+        taken, found = cache.lookup_and_lease(everything, LookupMode.BITMAP, 0.0, 1.0, None)
+        assert sum(map(sum, found)) == hits == (taken.num_blocks if taken else 0)
+        if taken:
+            cache.release(taken.id)
+        for number, (of, name) in enumerate(((space, "a"), (space, "b"), (space, "c"), (sharded, "s"))):
+            grant = cache.begin_load([(of, 0, keys(name))], None, 0.0)
+            assert isinstance(grant, LoadGrant) == (number < hits), f"{name} below {below}"
+            if isinstance(grant, LoadGrant):
+                cache.end_load(grant)
+            else:
+                assert grant is Refusal.NOT_FOUND
+    check_integrity(cache)
+
+
+def test_a_long_prefix_ends_at_the_limit() -> None:
+    cache = new_cache(2 * PROBE, slab=PROBE // 2)
+    space = open_space(cache)
+    store(cache, space, *range(2 * PROBE))
+    for below in (PROBE // 2, PROBE, PROBE + PROBE // 2):
+        cache.readable_below = below * PAGE
+        found = cache.lookup(space, keys(*range(2 * PROBE)), LookupMode.PREFIX)
+        assert found == [number < below for number in range(2 * PROBE)]
+
+
+# -- a place for a self-test --------------------------------------------------------------------------------------
+
+
+def test_a_place_is_free_memory_while_there_is_any() -> None:
+    cache = new_cache(6, slab=2)
+    space = open_space(cache)
+    assert cache.find_place(2 * PAGE) == (0, 2 * PAGE)
+    store(cache, space, "a")
+    assert cache.find_place(2 * PAGE) == (PAGE, PAGE)
+    store(cache, space, "b")
+    assert cache.find_place(4 * PAGE) == (2 * PAGE, 2 * PAGE)
+    assert cache.stats().evicted_blocks == 0
+    check_integrity(cache)
+
+
+@pytest.mark.parametrize(("below", "gone"), [(2, "b"), (4, "d"), (6, "d")])
+def test_in_full_memory_the_oldest_block_there_makes_a_place_and_no_other(below: int, gone: str) -> None:
+    cache = new_cache(6, slab=2)
+    space, other = open_space(cache), open_space(cache, "other")
+    store(cache, space, "a")
+    store(cache, other, "b")
+    store(cache, space, *"cd")
+    store(cache, other, *"ef")
+    for of, name in ((other, "b"), (space, "a")):
+        grant = cache.begin_load([(of, 0, keys(name))], None, 0.0)
+        assert isinstance(grant, LoadGrant)
+        cache.end_load(grant)
+    slot = max(slot_of(of, key(gone), 0) for of in (space, other))
+    assert cache.find_place(below * PAGE) == (slot, PAGE)
+    left = names_readable(cache, space, *"abcdef") + names_readable(cache, other, *"abcdef")
+    assert sorted(left) == sorted(set("abcdef") - {gone})  # type: ignore[type-var]
+    assert cache.find_place(below * PAGE) == (slot, PAGE), "it stays free"
+    check_integrity(cache)
+
+
+def test_a_place_is_made_of_cleared_blocks_before_others() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a", "b")
+    cache.clear(namespace(), sweep=0)
+    assert cache.find_place(2 * PAGE) == (0, 2 * PAGE)
+    assert cache.stats().evicted_blocks == 0
+
+
+def test_there_is_no_place_if_every_block_is_in_use() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a", "b")
+    held = lease(cache, space, "a", "b")
+    assert cache.find_place(2 * PAGE) is None
+    cache.release(held)
+    assert cache.find_place(2 * PAGE) is not None
 
 
 def test_a_block_being_filled_is_not_readable() -> None:

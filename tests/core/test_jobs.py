@@ -28,7 +28,7 @@ from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outco
 from tests.cache.integrity import check_integrity
 from tests.copiers import HeldCopies, NoProcessCopiers
 from tests.failpoints import active
-from tests.harness import eventually_in_loop
+from tests.harness import SECONDS, eventually_in_loop
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
 SLOT = 4096
@@ -485,3 +485,34 @@ async def test_a_deadline_that_has_not_come_goes_with_its_job(world: World) -> N
     await world.ends(Direction.STORE)
     await job.over()
     assert job.timer.cancelled()
+
+
+async def test_kept_blocks_are_loaded_before_the_daemon_is_ready_and_nothing_is_stored(world: World) -> None:
+    await world.stored("a", "b")
+    readiness = world.runner._readiness = DaemonReadiness(SLOTS * SLOT)
+    readiness.pinning(pinned_bytes=SLOT)
+    world.cache.readable_below = SLOT
+    assert (await world.job(Direction.LOAD, "a")).reason is Refusal.NOT_READY
+    readiness.serve_kept(True)
+    assert (await world.job(Direction.STORE, "c")).reason is Refusal.NOT_READY
+    assert (await world.job(Direction.LOAD, "a", "b")).reason is Refusal.NOT_FOUND, "the slot of b is not pinned"
+    job = world.job(Direction.LOAD, "a")
+    await world.ends(Direction.LOAD)
+    assert (await job).outcome is Outcome.DONE
+
+
+async def test_who_waits_for_loads_waits_for_those_that_run_and_for_no_store(world: World) -> None:
+    await asyncio.wait_for(world.runner.wait_for(Direction.LOAD), SECONDS)  # there is none
+    await world.stored("a", "b")
+    store, loads = world.job(Direction.STORE, "c"), [world.job(Direction.LOAD, name) for name in "ab"]
+    held = await world.started(Direction.LOAD, 2)
+    waits = asyncio.create_task(world.runner.wait_for(Direction.LOAD))
+    for index, load in enumerate(loads):
+        await asyncio.sleep(0)
+        assert not waits.done()
+        held.end(SLOT, index)
+        await asyncio.wait_for(load, SECONDS)
+    await asyncio.wait_for(waits, SECONDS)
+    assert not store.done()
+    await world.ends(Direction.STORE, 2)
+    await store

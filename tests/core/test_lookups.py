@@ -1,4 +1,5 @@
-"""Leases of one user are limited; what is over is answered without a lease, and counted."""
+"""Leases of one user are limited; what is over is answered without a lease, and counted. Kept blocks are looked up
+before the daemon is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
-from tests.cache.support import keys, namespace, new_cache, open_space, store
+from tests.cache.support import PAGE, keys, namespace, new_cache, open_space, store
 
 NAMES = keys(*range(4))
 USERS = {b"a1": [b"a1", b"a2"], b"a2": [b"a1", b"a2"], b"b": [b"b"]}
@@ -23,11 +24,11 @@ class World:
     def __init__(self) -> None:
         self.cache = new_cache(8)
         self.metrics = Metrics("host")
-        readiness = DaemonReadiness(1 << 20)
-        readiness.pinning()
-        readiness.become_ready()
+        self.readiness = DaemonReadiness(1 << 20)
+        self.readiness.pinning()
+        self.readiness.become_ready()
         self.lookups = LookupService(
-            self.cache, readiness, self.metrics, lambda: 0.0, lease_max=60.0, owners_of=USERS.__getitem__
+            self.cache, self.readiness, self.metrics, lambda: 0.0, lease_max=60.0, owners_of=USERS.__getitem__
         )
         store(self.cache, open_space(self.cache), *range(4))
 
@@ -68,3 +69,18 @@ def test_blocks_in_leases_are_counted_and_given_back_with_their_owner(world: Wor
     world.cache.drop_owner(b"a1")
     assert world.lookup(b"a2", 4).lease is not None
     assert world.limited == 1
+
+
+def test_kept_blocks_are_looked_up_and_leased_before_the_daemon_is_ready(world: World) -> None:
+    world.readiness = world.lookups._readiness = DaemonReadiness(1 << 20)
+    world.readiness.pinning(pinned_bytes=2 * PAGE)
+    world.cache.readable_below = 2 * PAGE
+    declined = world.lookup(b"b", 4)
+    assert (declined.ready, declined.groups[0].hits, declined.lease) == (False, 0, None)
+    assert world.metrics.value("kvsidecar_refusals_total", reason="not_ready") == 1
+    world.readiness.serve_kept(True)
+    found = world.lookup(b"b", 4)
+    assert (found.ready, found.groups[0].hits) == (True, 2)
+    assert found.lease is not None
+    world.readiness.serve_kept(False)
+    assert not world.lookup(b"b", 4).ready

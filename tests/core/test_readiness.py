@@ -27,6 +27,47 @@ def test_ready_says_that_everything_is_pinned_and_gives_no_reason() -> None:
     assert readiness.now.eta_seconds is None
 
 
+def test_kept_blocks_are_read_while_the_pool_is_pinned_and_in_no_other_state() -> None:
+    readiness = DaemonReadiness(1000)
+    readiness.serve_kept(True)
+    assert (readiness.now.serves_kept, readiness.read_refusal) == (False, Refusal.NOT_READY), "nothing is pinned"
+    readiness.pinning(pinned_bytes=400)
+    assert readiness.read_refusal is Refusal.NOT_READY
+    readiness.serve_kept(True)
+    assert (readiness.read_refusal, readiness.refusal) == (None, Refusal.NOT_READY), "stores are declined as before"
+    reason = "the pool is being pinned; kept blocks in what is pinned are served"
+    assert readiness.now == Snapshot(State.PINNING, 1000, 400, reason=reason, serves_kept=True)
+    readiness.pinning(pinned_bytes=500)
+    assert (readiness.now.pinned_bytes, readiness.read_refusal) == (500, None)
+    readiness.drain("an operator asked to drain")
+    assert (readiness.now.serves_kept, readiness.read_refusal) == (False, Refusal.DRAINING)
+    readiness.cancel_drain()
+    assert readiness.read_refusal is None
+    readiness.devices_down({"gpu-0": "Xid 79"}, all_down=False)
+    assert readiness.read_refusal is None
+    readiness.devices_down({"gpu-0": "Xid 79"}, all_down=True)
+    assert (readiness.now.serves_kept, readiness.read_refusal) == (False, Refusal.NOT_READY)
+    readiness.devices_down({}, all_down=False)
+    assert readiness.read_refusal is None
+    readiness.serve_kept(False)
+    assert readiness.read_refusal is Refusal.NOT_READY
+    readiness.serve_kept(True)
+    readiness.become_ready()
+    assert readiness.now == Snapshot(State.READY, 1000, 1000)
+    assert readiness.read_refusal is None
+
+
+def test_a_pin_that_fails_ends_the_service_of_kept_blocks() -> None:
+    readiness = DaemonReadiness(1000)
+    readiness.pinning(pinned_bytes=400)
+    readiness.serve_kept(True)
+    readiness.fail("chunk 3: out of memory")
+    assert (readiness.now.serves_kept, readiness.read_refusal) == (False, Refusal.NOT_READY)
+    readiness.serve_kept(True)
+    assert readiness.now.reason == "chunk 3: out of memory"
+    assert not readiness.now.serves_kept
+
+
 def test_a_failure_is_never_overwritten_by_late_progress() -> None:
     readiness = DaemonReadiness(1000)
     readiness.pinning(pinned_bytes=400)

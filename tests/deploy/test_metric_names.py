@@ -24,6 +24,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_pin_register_seconds": "for a question that a panel raises",
     "kvsidecar_warm_start_blocks": "of a start, which its log line and status say",
     "kvsidecar_warm_start_seconds": "of a start, which its log line says",
+    "kvsidecar_serves_kept_blocks": "of the seconds before a warm start is ready, which the log says",
     "kvsidecar_log_lines_lost": "the log says it, when it can",
     "kvsidecar_malformed_traceparents": "an engine's mistake, and of tracing alone",
     "kvsidecar_spans": "of the tracing, which is off by default",

@@ -385,6 +385,33 @@ def test_a_chunk_that_cannot_be_pinned_gives_back_all_before_it_in_reverse(faili
         _ = pool.address
 
 
+@pytest.mark.parametrize("end", ["a chunk fails", "stopped", "who is told of progress fails"])
+def test_before_chunks_are_given_back_it_is_said_once(end: str) -> None:
+    platform = MlockPlatform(fail_at=2 if end == "a chunk fails" else None)
+    stop, said = threading.Event(), []
+
+    def progressed(progress: PinProgress) -> None:
+        if progress.pinned_bytes == 2 * MiB and end == "stopped":
+            stop.set()
+        if progress.pinned_bytes == 2 * MiB and end == "who is told of progress fails":
+            raise KeyError(end)
+
+    with pytest.raises((PinFailed, PinStopped, KeyError)):
+        HostPool(spec(), platform).pin(progressed, stop, lambda: said.append(list(platform.calls)))
+    (calls,) = said
+    assert [call[0] for call in calls] == ["pin", "pin"]
+    assert [call[0] for call in platform.calls] == ["pin", "pin", "unpin", "unpin"]
+    assert mapped() == Mapped()
+
+
+def test_what_goes_well_is_not_given_back(pools: list[HostPool]) -> None:
+    said: list[bool] = []
+    pool = HostPool(spec(), MlockPlatform())
+    pools.append(pool)
+    pool.pin(ignore, never(), lambda: said.append(True))
+    assert not said
+
+
 def test_the_error_of_a_chunk_says_which_and_where() -> None:
     with pytest.raises(PinFailed) as raised:
         HostPool(spec(), MlockPlatform(fail_at=4)).pin(ignore, never())

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.harness import SECONDS, DaemonProcess
+from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import Engine, EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
+from tests.vllm.engine import Answer, Engine, EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
 
 LONG = prompt("long", 700)
 WHOLE = 672
@@ -54,6 +54,35 @@ def test_an_engine_that_runs_on_hits_what_it_stored_before_the_kill(
             assert blocks(second) == stored
             rejoin(engine, second)
             hits(engine, second, truth)
+
+
+def test_an_engine_hits_what_is_pinned_before_the_new_daemon_is_ready(
+    model: str, short_dir: Path, pool_dir: Path, gate: Gate, truth: Truth
+) -> None:
+    chunks = ("--chunk-size", "1MiB", "--slab-size", "1MiB", "--huge-pages", "none")
+    with running(model, kvsidecar(str(short_dir / "kvs.sock"))) as engine:
+        with started(short_dir, pool_dir, *chunks) as first:
+            join(engine, first)
+            engine.generate(LONG)
+            engine.drain()
+            kill(first)
+        flags = (*POOL, "--pool-dir", str(pool_dir), *chunks)
+        with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk@5={gate}") as second:
+            second.wait_log("serving kept blocks")
+            eventually(lambda: gate.holds(second.process.pid))
+
+            def hit() -> Answer | None:
+                if not engine.reset():  # refused while a store still reads a block
+                    return None
+                (answer,) = engine.generate(LONG)
+                engine.drain()
+                return answer if answer.cached else None
+
+            answer = eventually(hit, lambda: f"the engine hits nothing: {second.get('/status')[1]}")
+            assert (answer.cached, [answer.tokens]) == (WHOLE, truth(LONG))
+            assert second.get("/ready")[0] == 503
+            gate.let_pass()
+            second.wait_ready()
 
 
 def test_an_engine_that_starts_after_both_were_killed_hits(
