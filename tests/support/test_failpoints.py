@@ -19,9 +19,9 @@ import kvsidecar
 from kvsidecar.errors import ConfigError, KVSidecarError
 from kvsidecar.support import failpoints
 from kvsidecar.support.failpoints import FailpointError, hit
-from kvsidecar.tiers.disk.engine import DiskEngine
+from tests.e2e.test_disk import disk_daemon, evict_all, fetched, keep_on_disk
 from tests.failpoints import active
-from tests.harness import DaemonProcess, Gate, Rank, done
+from tests.harness import Gate, Rank
 
 
 @pytest.fixture(autouse=True)
@@ -222,17 +222,13 @@ def test_some_test_goes_wrong_at_every_point() -> None:
 
 def test_an_engines_ordinary_day_passes_every_point(short_dir: Path) -> None:
     everywhere = ";".join(f"{name}=delay(0)" for name in failpoints.KNOWN)
-    with DaemonProcess(short_dir, "--verify", "always", KVSIDECAR_FAILPOINTS=everywhere) as daemon:
+    with disk_daemon(short_dir, "--verify", "always", KVSIDECAR_FAILPOINTS=everywhere) as daemon:
         rank = Rank(daemon.wait_ready())
-        done(rank.store("a"))
-        done(rank.load("a", at=[1]))
+        keep_on_disk(daemon, rank, "a")
+        evict_all(rank)
+        assert fetched(rank, "a").groups[0].hits == 1
         rank.close()
         assert daemon.terminate() == 0
         daemon.wait_log("stopped")
         passed = {line["name"] for line in daemon.log if line["event"] == "failpoint"}
-    with structlog.testing.capture_logs() as said, active(everywhere):
-        tier = DiskEngine(short_dir / "tier", 1 << 20)
-        tier.probe()  # it writes and reads
-        tier.close()
-    passed |= {line["name"] for line in said if line["event"] == "failpoint"}
     assert passed == failpoints.KNOWN.keys()

@@ -192,6 +192,15 @@ async def test_a_late_call_is_over_for_its_asker_and_its_slot_is_not_before_it_r
         assert each.tier.off, "calls that were late are no proof that it works"
 
 
+async def test_what_fails_unexpectedly_in_the_process_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failpoints.VARIABLE, "tier.before_find@0=raise(planned)")
+    async with bench() as each:
+        await each.on()
+        assert await each.find(1) == []
+        assert await each.find(1) == [False]
+        assert each.tier.counts.failures == 1
+
+
 async def test_a_process_that_hangs_is_killed_and_replaced(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failpoints.VARIABLE, f"tier.before_write@0={gate}")
     async with bench() as each:
