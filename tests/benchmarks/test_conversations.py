@@ -68,8 +68,9 @@ def test_times_are_those_of_each_request() -> None:
 
 def test_a_conversation_of_one_turn_has_no_later_ones(capsys: pytest.CaptureFixture[str]) -> None:
     found = {
-        "output_tokens": 10, "seconds": 1.0, "ttft_ms": [5.0], "later_ttft_ms": [], "tpot_ms": [1.0], "cached_tokens": 0,
-        "prompt_tokens": 8, "requests": 1, "working_set_tokens": 8, "facts": {"gpu_blocks": 4, "block_size": 16},
+        "output_tokens": 10, "seconds": 1.0, "ttft_ms": [5.0], "later_ttft_ms": [], "tpot_ms": [1.0],
+        "cached_tokens": 0, "prompt_tokens": 8, "requests": 1, "working_set_tokens": 8,
+        "facts": {"gpu_blocks": 4, "block_size": 16},
     }  # fmt: skip
     throughput.show({"empty": [found]})
     assert "1 requests, 8 prompt tokens" in capsys.readouterr().out
