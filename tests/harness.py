@@ -148,9 +148,9 @@ class DaemonProcess:
                 self._news.put({"event": "stderr", "text": line})
         self._news.put(None)
 
-    def wait_log(self, event: str) -> dict[str, Any]:
+    def wait_log(self, event: str, seconds: float = SECONDS) -> dict[str, Any]:
         """The next log line with this event that was not waited for before."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             line = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
             assert line is not None, f"the daemon ended without {event!r}; it said {self.log}"

@@ -121,8 +121,11 @@ class BlockIndex:
         buckets = self._buckets(tags)
         which, lanes = self._matches(tags, buckets)
         rows = self._rows[lanes].astype(np.int64)
+        of_rows = self._words.take(rows, axis=0)
+        if len(rows) == len(words) and of_rows.tobytes() == words.tobytes():
+            return rows  # all are found, each once
         found = np.full(len(words), -1, np.int64)
-        other = (self._words.take(rows, axis=0) != words[which]) @ self._any_word
+        other = (of_rows != words[which]) @ self._any_word
         if any_true(other):
             which, rows = which[~other], rows[~other]
         found[which] = rows

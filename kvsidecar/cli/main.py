@@ -6,6 +6,7 @@ Each command imports what it needs when it runs, so that help is fast.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ EXIT_UNAVAILABLE = 69
 """sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
 EXIT_SOCKET = 73
 """sysexits.h EX_CANTCREAT: another daemon serves the socket."""
+EXIT_OUTPUT = 74
+"""sysexits.h EX_IOERR: what a command says cannot be written."""
 EXIT_AGAIN = 75
 """sysexits.h EX_TEMPFAIL: a port is in use; a restart may help."""
 EXIT_DENIED = 77
@@ -35,7 +38,22 @@ EXIT_CONFIG = 78
 """sysexits.h EX_CONFIG: a setting is invalid; a restart will not help."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Commands(click.Group):
+    """click says nothing of a reader that has gone, and shows a traceback where a disk is full."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError:
+            try:
+                os.write(1, b"\n")  # whether it was that: a disk that is full has no room for this either
+            except OSError as error:
+                sys.stdout = None  # else the interpreter would retry at exit, and exit with 120
+                _fail(f"the output cannot be written: {error.strerror}", EXIT_OUTPUT)
+            raise
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="kvsidecar")
 def main() -> None:
     """A per-node daemon that keeps LLM engines' KV cache in pinned host memory."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from benchmarks.vllm import throughput
 from benchmarks.vllm.conversations import Conversations
 
 
@@ -61,3 +64,13 @@ def test_times_are_those_of_each_request() -> None:
     assert result["tpot_ms"] == [1000.0] * 15
     assert len(result["later_ttft_ms"]) == 10
     assert result["prompt_tokens"] == sum(len(tokens) for _, tokens in run(1)[1])
+
+
+def test_a_conversation_of_one_turn_has_no_later_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {
+        "output_tokens": 10, "seconds": 1.0, "ttft_ms": [5.0], "later_ttft_ms": [], "tpot_ms": [1.0],
+        "cached_tokens": 0, "prompt_tokens": 8, "requests": 1, "working_set_tokens": 8,
+        "facts": {"gpu_blocks": 4, "block_size": 16},
+    }  # fmt: skip
+    throughput.show({"empty": [found]})
+    assert "1 requests, 8 prompt tokens" in capsys.readouterr().out

@@ -145,3 +145,15 @@ def test_the_demo_verifies_every_byte() -> None:
 
 def test_the_demo_refuses_nonsense() -> None:
     assert run("demo", "--blocks", "0").returncode == 1
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["engines"], ["top", "--once"], ["--help"]])
+def test_output_that_cannot_be_written_is_one_sentence(daemon: DaemonProcess, command: list[str]) -> None:
+    socket = () if command == ["--help"] else ("--socket", daemon.socket)
+    with open("/dev/full", "w") as full:
+        refused = subprocess.run(
+            [sys.executable, "-m", "kvsidecar", *command, *socket],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=SECONDS, env=environment(),
+        )  # fmt: skip
+    assert refused.stderr == "kvsidecar: the output cannot be written: No space left on device\n"
+    assert refused.returncode == 74

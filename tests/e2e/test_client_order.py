@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import DEVICE, Blocks, Outcome
+from tests.e2e.test_daemon_death import until_declined
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, hashes
 from tests.marks import both_protocols
 
@@ -64,6 +65,8 @@ def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, gate: Ga
         daemon.wait_log("failpoint")
         running = frozenset(jobs[:1] if cancel else jobs)
         assert rank.client.flush(jobs, timeout=0.5, cancel=cancel) >= running
+        if cancel:  # whenever the daemon has come to it: of what runs on, nothing could be cancelled
+            until_declined(daemon, "store", len(jobs) - 1)
         gate.let_pass()
         assert rank.client.flush(jobs, timeout=SECONDS, cancel=cancel) == frozenset()
         rank.kv[:] = 0

@@ -54,7 +54,8 @@ def kill(daemon: DaemonProcess) -> None:
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_load_fails_settled_and_what_was_stored_is_still_there(short_dir: Path, cause: str, local: bool) -> None:
     failpoint, reason = CAUSES[cause]
-    stuck_after = ("--stuck-after", "0.2") if "hangs" in cause else ()
+    # Longer than a machine stands still: the start of a copier, and a copy that does not hang, are measured by it too.
+    stuck_after = ("--stuck-after", "3") if "hangs" in cause else ()
     with no_leaks(), DaemonProcess(short_dir, *stuck_after, KVSIDECAR_FAILPOINTS=failpoint, local=local) as daemon:
         rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local))
         done(rank.store("a"))

@@ -205,8 +205,9 @@ def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_
         relay = Relay(daemon.wait_ready(), short_dir)
         began = time.monotonic()
         Rank(daemon, client=quick(relay.socket, local)).close()
-        # More than this machine needs to send a job, or to attach; and it is over before the test ends.
-        patience = max(1.0, 20 * (time.monotonic() - began))
+        # More than this machine needs to send a job, or to attach, even if it stands still for a second; and it is over
+        # before the test ends.
+        patience = max(3.0, 20 * (time.monotonic() - began))
         rank = Rank(daemon, client=quick(relay.socket, local, timeout=patience))
         done(rank.store("a"))
         load = rank.client.load([Blocks(0, hashes("a"), [5])], timeout=patience)

@@ -21,7 +21,7 @@ from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.test_limits import rss_mib
 from tests.e2e.test_wire import framed, hello, register, stub, welcome
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, environment, eventually, hashes
+from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, environment, eventually, hashes
 
 HASHES = 20_000
 FLOODED = 3000
@@ -124,11 +124,11 @@ def test_a_stream_whose_attach_connection_has_ended_ends_with_a_status(daemon: D
     buffer.close()
 
 
-def test_what_is_asked_on_a_stream_whose_attach_connection_has_ended_is_answered(short_dir: Path) -> None:
+def test_what_is_asked_on_a_stream_whose_attach_connection_has_ended_is_answered(short_dir: Path, gate: Gate) -> None:
     """A copy runs when it ends: what comes meanwhile is declined, and the end comes behind the copy."""
     buffer = HostBuffer(1 << 20)
     with (
-        DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(4)") as daemon,
+        DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon,
         hello(daemon.wait_ready(), framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection,
         stub(daemon) as sidecar,
     ):
@@ -139,6 +139,7 @@ def test_what_is_asked_on_a_stream_whose_attach_connection_has_ended_is_answered
         eventually(lambda: not _is_known(sidecar, rank.token))
         rank.store(2)
         assert rank.done() == (2, pb.JobDone.OUTCOME_DECLINED, "draining")
+        gate.let_pass()
         assert rank.done() == (1, pb.JobDone.OUTCOME_DONE, "")
         assert rank.end().code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
     buffer.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.client import Client, Namespace
+from kvsidecar.client import Client, DaemonUnreachable, Namespace
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, eventually
 
 LOST = 'kvsidecar_log_lines_lost_total{reason="%s"}'
@@ -36,10 +36,15 @@ def find_http(daemon: DaemonProcess) -> None:
 
 def wait_ready(daemon: DaemonProcess) -> None:
     """Without its log."""
-    eventually(lambda: Path(daemon.socket + ".attach").exists() or daemon.process.poll() is not None)
-    assert daemon.process.poll() is None
     with Client(daemon.socket, timeout=SECONDS) as client:
-        eventually(lambda: client.status().readiness.state == 3)  # STATE_READY
+
+        def is_ready() -> bool:
+            assert daemon.process.poll() is None
+            with contextlib.suppress(DaemonUnreachable):  # it has no socket yet, or one that does not listen yet
+                return client.status().readiness.state == 3  # STATE_READY
+            return False
+
+        eventually(is_ready)
     find_http(daemon)
 
 

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, State
 from tests.harness import (
+    FIRST,
     LAYERS,
     NAMESPACE,
     NUM_BLOCKS,
@@ -30,7 +31,6 @@ from tests.harness import (
 )
 from tests.marks import both_protocols
 
-SLOW_PIN = "pool.pin_chunk=delay(0.15)"
 WAITING = "waiting for another daemon to exit"
 CHUNKS = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
 
@@ -147,8 +147,8 @@ def test_sigterm_while_pinning_stops_between_chunks(short_dir: Path, gate: Gate)
         assert not Path(daemon.socket).exists()
 
 
-def test_the_probes_answer_until_the_chunk_that_is_being_pinned_at_the_end_is_done(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS="pool.pin_chunk@2=delay(5)") as daemon:
+def test_the_probes_answer_until_the_chunk_that_is_being_pinned_at_the_end_is_done(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk@2={gate}") as daemon:
         daemon.wait_log("failpoint")
         daemon.process.send_signal(signal.SIGTERM)
         daemon.wait_log("stopping")
@@ -159,7 +159,7 @@ def test_the_probes_answer_until_the_chunk_that_is_being_pinned_at_the_end_is_do
             assert daemon.get("/health") == (200, {"alive": True, "reason": ""})
             assert daemon.metric('kvsidecar_state{state="draining"}') == 1
             assert daemon.get("/status")[1]["readiness"]["state"] == "draining"
-        assert daemon.process.poll() is None, "the chunk was pinned before anything was asked"
+        gate.let_pass()
         assert daemon.process.wait(SECONDS) == 0
 
 
@@ -209,12 +209,13 @@ def test_a_drain_that_is_taken_back_leaves_everything_as_it_was(daemon: DaemonPr
     buffer.close()
 
 
-def test_a_drain_of_a_daemon_that_pins_can_be_taken_back(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=SLOW_PIN) as daemon:
-        daemon.wait_log("pinning")
+def test_a_drain_of_a_daemon_that_pins_can_be_taken_back(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk@3={gate}") as daemon:
+        daemon.wait_log("failpoint")
         with daemon.client() as client:
             client.drain()
             assert daemon.get("/ready")[1]["state"] == "draining"
+            gate.let_pass()
             daemon.wait_ready()
             assert daemon.get("/ready")[0] == 503, "the pin ended below the drain"
             assert client.cancel_drain()
@@ -222,8 +223,9 @@ def test_a_drain_of_a_daemon_that_pins_can_be_taken_back(short_dir: Path) -> Non
         assert daemon.locked_kib() == 1024
 
 
-def test_a_shutdown_is_not_taken_back(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@2=delay(3)") as daemon:
+def test_a_shutdown_is_not_taken_back(short_dir: Path, gate: Gate) -> None:
+    wait = ("--drain-timeout", str(SECONDS))
+    with DaemonProcess(short_dir, *wait, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon:
         daemon.wait_ready()
         rank = Rank(daemon)
         rank.fill(0, "a")
@@ -234,6 +236,7 @@ def test_a_shutdown_is_not_taken_back(short_dir: Path) -> None:
             daemon.process.send_signal(signal.SIGTERM)
             daemon.wait_log("stopping")
             assert not operator.cancel_drain()
+        gate.let_pass()
         done(rank.finish(job))
         assert daemon.process.wait(SECONDS) == 0
         rank.close()

@@ -249,8 +249,9 @@ def test_a_client_that_does_not_read_is_ended_and_others_go_on(daemon: DaemonPro
                     return
                 yield pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(group=99)]))
 
-        replies = sidecar.Attach(flood(), timeout=SECONDS)
-        daemon.wait_log("rank detached")
+        # Thousands of messages: the time of the call must not be up before they are too many.
+        replies = sidecar.Attach(flood(), timeout=4 * SECONDS)
+        daemon.wait_log("rank detached", 4 * SECONDS)
         ended.set()
         with pytest.raises(grpc.RpcError) as caught:
             list(replies)

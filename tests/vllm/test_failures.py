@@ -141,7 +141,7 @@ def test_an_engine_joins_while_the_pool_is_still_being_pinned(
     [
         ("load.in_flight@2=raise(a bug)", ()),
         ("load.in_flight@2=kill", ()),
-        ("load.in_flight@2=delay(3600)", ("--stuck-after", "1")),
+        ("load.in_flight@2=delay(3600)", ("--stuck-after", "3")),
     ],
     ids=["a bug in a copier", "a killed copier", "a copy that hangs"],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm import stores
-from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, EngineProcess, blocks, join, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
@@ -89,11 +89,11 @@ def test_more_than_one_step_may_plan_is_stored_in_the_end(
 
 
 def test_what_was_computed_while_the_pool_was_pinned_is_stored_when_it_is(
-    model: str, short_dir: Path, truth: Truth
+    model: str, short_dir: Path, gate: Gate, truth: Truth
 ) -> None:
     with (
         running(model, kvsidecar(str(short_dir / "kvs.sock"))) as engine,
-        DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="pool.pin_chunk=delay(8)") as daemon,
+        DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk@0={gate}") as daemon,
     ):
         daemon.wait_log("rank attached")
         first, second = prompt("before it is known", 300), prompt("declined", 300)
@@ -102,6 +102,7 @@ def test_what_was_computed_while_the_pool_was_pinned_is_stored_when_it_is(
         engine.drain()
         assert daemon.get("/status")[1]["readiness"]["state"] == "pinning"
         assert engine.counters()["vllm:kvsidecar_failed_stores"] > 0
+        gate.let_pass()
         daemon.wait_ready()
         eventually(lambda: _has_both(engine, daemon), "both are stored")
         assert engine.reset()

@@ -1,0 +1,266 @@
+"""Lookups of two versions of the code: a daemon of each runs, and both are asked in turns.
+
+    git worktree add ../old COMMIT && make -C ../old venv
+    python -m benchmarks.lookup_turns --old ../old/.venv/bin/python [--rounds 20] [--lookups 300] [--busy]
+
+Hits only, without a lease, of the host device. "daemon": one process sends the same bytes to both daemons and reads the
+answers, so that the time is theirs. "client": `Client.lookup` of each version, in a process of its own. Printed are the
+median over the rounds of each round's median, in microseconds, and new / old of the same round: its median, and the
+first and the last tenth. ``--busy``: four ranks of each keep jobs of 32 blocks outstanding while its daemon is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import grpc
+
+from kvsidecar.client import Namespace
+from kvsidecar.protocol.framing import frame
+from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.v1 import sidecar_pb2 as pb
+from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+
+COUNTS = (64, 512)
+SECONDS = 60.0
+NAMESPACE = ("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
+
+CHILD = """
+import hashlib, json, sys, threading, time
+from statistics import median
+from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.types import PROTOCOL
+
+socket, role, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+namespace = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
+COUNT, JOB, ROW = 512, 32, 4096
+names = [hashlib.sha256(f"{number} {each}".encode()).digest() for each in range(COUNT)]
+buffer = HostBuffer(COUNT * ROW)
+client = Client(socket, timeout=60.0, step_budget=60.0)
+client.attach(instance=f"{role} {number}", namespace=namespace, buffers=buffer.kv_buffers(),
+              groups=[GroupLayout(0, COUNT, 0, 1, (Region(0, 0, 0, ROW, ROW, 1),))])
+client.wait_ready(60.0)
+first = client.store([Blocks(0, names, list(range(COUNT)))])
+assert client.wait([first], 60.0)[first].copied_blocks == COUNT
+clients = {"local": client, "grpc": Client(socket, timeout=60.0, step_budget=60.0, local_protocol=False)}
+print(json.dumps({"protocol": PROTOCOL, "hashes": [name.hex() for name in names]}), flush=True)
+
+
+def ask(way, count, lookups):
+    taken = []
+    for _ in range(lookups):
+        began = time.perf_counter()
+        found = clients[way].lookup(namespace, {0: names[:count]})
+        taken.append(time.perf_counter() - began)
+        assert found.groups[0].hits == count
+    return median(taken)
+
+
+def work():
+    jobs, done, turn = [], 0, 0
+    while working:
+        while len(jobs) < 4:
+            at = turn * JOB % COUNT
+            turn += 1
+            blocks = list(range(at, at + JOB))
+            if turn % 2:
+                jobs.append(client.load([Blocks(0, names[at:at + JOB], blocks)]))
+            else:
+                fresh = [hashlib.sha256(f"{number} {turn} {each}".encode()).digest() for each in blocks]
+                jobs.append(client.store([Blocks(0, fresh, blocks)]))
+        ended = client.wait(jobs[:1], 60.0)
+        jobs, done = jobs[1:], done + len(ended)
+    client.wait(jobs, 60.0)
+    counted.append(done)
+
+
+for line in sys.stdin:
+    client.lookup(namespace, {0: names}, lease_seconds=300.0)  # what others store does not evict them
+    what, *arguments = json.loads(line)
+    answer = None
+    if what == "ask":
+        answer = ask(*arguments)
+    elif what == "work":
+        working, counted = True, []
+        thread = threading.Thread(target=work)
+        thread.start()
+    elif what == "rest":
+        working = False
+        thread.join()
+        answer = counted[0]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Child:
+    """A process of one version that has stored 512 blocks, and does what it is told."""
+
+    def __init__(self, python: str, address: str, role: str, number: int) -> None:
+        command = [python, "-P", "-c", CHILD, address, role, str(number)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.said = self.answer()
+
+    def tell(self, *what: object) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def call(self, *what: object) -> Any:
+        self.tell(*what)
+        return self.answer()
+
+
+class Side:
+    """One version: its daemon, and who asks it."""
+
+    def __init__(self, python: str, directory: Path, stack: ExitStack, *, workers: int) -> None:
+        directory.mkdir()
+        self.address = str(directory / "kvs.sock")
+        flags = ("--device", "host", "--http-port", "0", "--pool-size", "64MiB", "--memory-check", "off")
+        command = [python, "-P", "-m", "kvsidecar", "serve", "--socket", self.address, "--log-level", "error", *flags]
+        self.daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        stack.callback(_end, self.daemon)
+        deadline = time.monotonic() + SECONDS
+        while not Path(self.address + ".attach").exists():
+            if self.daemon.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the daemon of {python} did not start")
+            time.sleep(0.05)
+        self.asker = self._child(python, stack, "asker", 0)
+        self.workers = [self._child(python, stack, "worker", number) for number in range(1, workers + 1)]
+        self.hashes = b"".join(map(bytes.fromhex, self.asker.said["hashes"]))
+        self._local = socket.socket(socket.AF_UNIX)
+        stack.callback(self._local.close)
+        self._local.connect(self.address + ".attach")
+        self._send(pb.Hello(protocol=self.asker.said["protocol"]).SerializeToString())
+        if not pb.Welcome.FromString(self._receive()).local_protocol:
+            raise SystemExit(f"the daemon of {python} has no local protocol")
+        channel = stack.enter_context(grpc.insecure_channel(f"unix:{self.address}"))
+        self._grpc = pb_grpc.SidecarStub(channel)
+
+    def _child(self, python: str, stack: ExitStack, role: str, number: int) -> Child:
+        child = Child(python, self.address, role, number)
+        stack.callback(_end, child.process)
+        return child
+
+    def _send(self, message: bytes) -> None:
+        self._local.sendall(frame(message))
+
+    def _receive(self) -> bytes:
+        data = b""
+        while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "little"):
+            if not (more := self._local.recv(65536)):
+                raise SystemExit("the daemon closed the connection")
+            data += more
+        return data[4:]
+
+    def of_the_daemon(self, way: str, count: int, lookups: int) -> float:
+        """Median seconds of the round trips of one request."""
+        request = pb.LookupRequest(
+            namespace=namespace_to_wire(Namespace(*NAMESPACE)), mode=pb.LookupRequest.MODE_PREFIX
+        )
+        request.groups.add(group=0, hashes=self.hashes[: 32 * count])
+        once: Callable[[], pb.LookupReply]
+        if way == "local":
+            message = pb.LocalRequest(call=1, lookup=request).SerializeToString()
+
+            def once() -> pb.LookupReply:
+                self._send(message)
+                return pb.LocalReply.FromString(self._receive()).lookup
+        else:
+
+            def once() -> pb.LookupReply:
+                return self._grpc.Lookup(request)
+
+        taken = []
+        for _ in range(lookups):
+            began = time.perf_counter()
+            found = once()
+            taken.append(time.perf_counter() - began)
+            assert found.groups[0].hits == count
+        return median(taken)
+
+    def measure(self, who: str, way: str, count: int, lookups: int) -> float:
+        if who == "daemon":
+            return self.of_the_daemon(way, count, lookups)
+        return float(self.asker.call("ask", way, count, lookups))
+
+    @contextmanager
+    def at_work(self, jobs: list[float]) -> Iterator[None]:
+        """Its workers' jobs a second within the block are appended."""
+        self.asker.call("hold")
+        began = time.monotonic()
+        for worker in self.workers:
+            worker.call("work")
+        yield
+        for worker in self.workers:
+            worker.tell("rest")
+        done = sum(worker.answer() for worker in self.workers)
+        if self.workers:
+            jobs.append(done / (time.monotonic() - began))
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.kill()
+    process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--old", required=True, metavar="PYTHON", help="of the other version's environment")
+    parser.add_argument("--new", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--lookups", type=int, default=300, help="of each kind in a round")
+    parser.add_argument("--busy", action="store_true")
+    options = parser.parse_args()
+    ways = [(who, way, count) for who in ("daemon", "client") for way in ("local", "grpc") for count in COUNTS]
+    taken: dict[tuple[str, str, int], list[tuple[float, float]]] = {way: [] for way in ways}
+    jobs: tuple[list[float], list[float]] = ([], [])
+    with tempfile.TemporaryDirectory(prefix="kvs-") as directory, ExitStack() as stack:
+        workers = 4 if options.busy else 0
+        sides = [
+            Side(python, Path(directory) / name, stack, workers=workers)
+            for name, python in (("old", options.old), ("new", options.new))
+        ]
+        for number in range(-1, options.rounds):  # the first one warms up
+            order = (0, 1) if number % 2 else (1, 0)
+            seconds: dict[tuple[str, str, int], list[float]] = {way: [0.0, 0.0] for way in ways}
+            if options.busy:
+                for side in order:
+                    with sides[side].at_work(jobs[side]):
+                        for way in ways:
+                            seconds[way][side] = sides[side].measure(*way, options.lookups)
+            else:
+                for way in ways:
+                    for side in order:
+                        seconds[way][side] = sides[side].measure(*way, options.lookups)
+            if number >= 0:
+                for way, (old, new) in seconds.items():
+                    taken[way].append((old, new))
+    print(f"{'time of':8} {'protocol':8} {'hashes':>6} {'old us':>8} {'new us':>8}  new / old (tenths)")
+    for (who, way, count), pairs in taken.items():
+        ratios = [new / old for old, new in pairs]
+        tenths = quantiles(ratios, n=10)
+        old, new = (1e6 * median(each) for each in zip(*pairs, strict=True))
+        share = f"{median(ratios):.2f} ({tenths[0]:.2f} to {tenths[-1]:.2f})"
+        print(f"{who:8} {way:8} {count:6} {old:8.1f} {new:8.1f}  {share}")
+    if options.busy:
+        old, new = (median(each[1:]) for each in jobs)
+        print(f"jobs of 32 blocks a second meanwhile: {old:.0f} old, {new:.0f} new")
+
+
+if __name__ == "__main__":
+    main()
