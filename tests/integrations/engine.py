@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -202,6 +202,10 @@ class TinyDaemon:
         """Leases that were renewed: the others are short."""
         self.reason = ""
         """Set: lookups are not answered, for this reason."""
+        self.asking = False
+        """Whether a slower tier is being asked."""
+        self.coming = 0
+        """Blocks of group 0 that come from there."""
         self.asked: list[Mapping[int, Any]] = []
         self.closed = False
         self.taken = 0
@@ -216,8 +220,11 @@ class TinyDaemon:
         *,
         mode: LookupMode = LookupMode.PREFIX,
         lease_seconds: float = 0.0,
+        fetch_seconds: float = 0.0,
+        prefill_rate: float = 0.0,
         timeout: float | None = None,
     ) -> LookupResult:
+        assert fetch_seconds > 0, "a slower tier may have what is missed"
         assert namespace == NAMESPACE
         assert timeout is not None
         if groups:
@@ -238,7 +245,9 @@ class TinyDaemon:
             self.taken += 1
             lease = self.taken
             self.leases[lease] = hits
-        return LookupResult(True, answers, lease, lease_seconds)
+        if self.coming and 0 in answers:
+            answers[0] = replace(answers[0], coming=self.coming)
+        return LookupResult(True, answers, lease, lease_seconds, asking=self.asking)
 
     def begin_lookup(
         self,
@@ -247,10 +256,12 @@ class TinyDaemon:
         *,
         mode: LookupMode = LookupMode.PREFIX,
         lease_seconds: float = 0.0,
+        **fetch: float,
     ) -> TinyQuestion | None:
         if self.reason:
             return None
-        return TinyQuestion(self, self.lookup(namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=0.0))
+        answer = self.lookup(namespace, groups, mode=mode, lease_seconds=lease_seconds, timeout=0.0, **fetch)
+        return TinyQuestion(self, answer)
 
     def renew(self, lease: int, lease_seconds: float, *, timeout: float | None) -> float:
         return 0.0

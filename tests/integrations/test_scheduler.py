@@ -10,7 +10,7 @@ from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.lookups import FRESH_SECONDS, UNCLAIMED_SECONDS
+from kvsidecar.integrations.vllm.lookups import AGAIN_SECONDS, FRESH_SECONDS, UNCLAIMED_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stores import HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
@@ -133,6 +133,45 @@ def test_a_request_waits_for_an_answer_only_so_long() -> None:
     assert made.get_num_new_matched_tokens(other, 0) == (None, False)
     daemon.reason = ""
     assert made.get_num_new_matched_tokens(other, 0) == (8, True)
+
+
+def test_a_request_waits_for_blocks_from_a_slower_tier_and_takes_them_all_when_they_are_there() -> None:
+    daemon, clock = TinyDaemon(), Clock()
+    made = attached(daemon=daemon, clock=clock)
+    request = Request("r", list(range(17)))
+    daemon.asking = True
+    assert made.get_num_new_matched_tokens(request, 0) == (None, False)
+    daemon.asking, daemon.coming = False, 4
+    clock.now += AGAIN_SECONDS
+    daemon.put(0, request.block_hashes[:1])
+    assert made.get_num_new_matched_tokens(request, 0) == (None, False), "of a prefix that grows"
+    daemon.put(0, request.block_hashes)
+    daemon.coming = 0
+    clock.now += AGAIN_SECONDS
+    assert made.get_num_new_matched_tokens(request, 0) == (16, True)
+    assert made.counters.fetch_waits == 1
+    assert len(daemon.leases) == 1, "those of the questions before are released"
+
+
+def test_a_waiting_request_asks_no_more_often_than_makes_sense() -> None:
+    daemon, clock = TinyDaemon(), Clock()
+    made = attached(daemon=daemon, clock=clock)
+    request = Request("r", list(range(9)))
+    daemon.coming = 2
+    for _ in range(5):
+        assert made.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert len(daemon.asked) == 1
+
+
+def test_what_is_there_when_the_patience_ends_is_loaded() -> None:
+    daemon, clock = TinyDaemon(), Clock()
+    made = attached(daemon=daemon, clock=clock, fetch_patience=0.5)
+    request = Request("r", list(range(17)))
+    daemon.put(0, request.block_hashes[:2])
+    daemon.coming = 2
+    assert made.get_num_new_matched_tokens(request, 0) == (None, False)
+    clock.now += 0.6
+    assert made.get_num_new_matched_tokens(request, 0) == (8, True)
 
 
 @pytest.mark.parametrize("reason", [DAEMON_LOST, BREAKER_OPEN])
