@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +23,7 @@ SHOWN = 32
 def render(reply: pb.StatusReply) -> RenderableType:
     """A StatusReply in sections, with the largest namespaces only."""
     pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply.pool)
-    parts: list[RenderableType] = [head(reply), pool]
+    parts: list[RenderableType] = [head(reply), pool, *map(tier_bar, reply.tiers)]
     if reply.namespaces:
         parts.append(_namespaces(reply))
     parts.append(_ranks(reply) if reply.ranks else no_engine(reply))
@@ -56,20 +58,13 @@ def head(reply: pb.StatusReply) -> Text:
 
 def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
     """Two lines: a bar of ``width`` columns with the bytes used, and the details."""
-    bar = Text("Pool  ")
-    filled = 0
-    for nbytes, style in (
+    parts = (
         (pool.leased_bytes, "cyan"),
         (pool.used_bytes - pool.leased_bytes, "blue"),
         (pool.reserved_bytes, "yellow"),
         (pool.quarantined_bytes, "red"),
-    ):
-        part = round(nbytes / pool.total_bytes * width) if pool.total_bytes else 0
-        part = min(max(part, 1 if nbytes else 0), width - filled)
-        bar.append("█" * part, style=style)
-        filled += part
-    bar.append("░" * (width - filled), style="dim")
-    bar.append(f"  {format_size(pool.used_bytes)} of {format_size(pool.total_bytes)} used")
+    )
+    bar = _bar("Pool", parts, pool.used_bytes, pool.total_bytes, width)
     details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
     details += [f"{format_size(pool.reserved_bytes)} reserved"] if pool.reserved_bytes else []
     details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
@@ -82,6 +77,33 @@ def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
         start = f"cold start: {pool.cold_start_reason}" if pool.cold_start_reason else kept
         bar.append(f"\n      outlives the daemon ({pool.carrier}); {start}", style="dim")
     return bar
+
+
+def tier_bar(tier: pb.TierStatus, width: int = BAR_WIDTH) -> Text:
+    """Two lines: a bar of ``width`` columns with the bytes used, and the details; or why the tier is off."""
+    title = tier.name.capitalize()
+    if tier.off:
+        text = Text.assemble(f"{title:<6}", ("off: ", "red"), printable(tier.off))
+    else:
+        text = _bar(title, [(tier.used_bytes, "blue")], tier.used_bytes, tier.capacity_bytes, width)
+    details = [f"{tier.blocks} shards"]
+    details += [f"{tier.kept_blocks} of an earlier run"] if tier.kept_blocks else []
+    details += [f"{format_size(tier.read_bytes)} read", f"{format_size(tier.written_bytes)} written"]
+    details += [f"{tier.failures} failures"] if tier.failures else []
+    if tier.HasField("write_budget_bytes"):
+        details.append(f"{format_size(tier.write_budget_bytes)} may be written now")
+    return text.append("\n      " + ", ".join(details), style="dim")
+
+
+def _bar(title: str, parts: Iterable[tuple[int, str]], used: int, total: int, width: int) -> Text:
+    bar, filled = Text(f"{title:<6}"), 0
+    for nbytes, style in parts:
+        part = round(nbytes / total * width) if total else 0
+        part = min(max(part, 1 if nbytes else 0), width - filled)
+        bar.append("█" * part, style=style)
+        filled += part
+    bar.append("░" * (width - filled), style="dim")
+    return bar.append(f"  {format_size(used)} of {format_size(total)} used")
 
 
 def printable(text: str) -> Text:

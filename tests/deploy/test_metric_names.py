@@ -27,17 +27,30 @@ NOT_ON_A_PANEL = {
     "kvsidecar_serves_kept_blocks": "of the seconds before a warm start is ready, which the log says",
     "kvsidecar_log_lines_lost": "the log says it, when it can",
     "kvsidecar_malformed_traceparents": "an engine's mistake, and of tracing alone",
+    "kvsidecar_tier_blocks": "the bytes are on a panel",
+    "kvsidecar_tier_evicted_blocks": "for a question that a panel raises",
+    "kvsidecar_tier_copied_blocks": "the bytes are on a panel",
+    "kvsidecar_tier_copied_seconds": "for a question that a panel raises",
+    "kvsidecar_tier_reading_bytes": "for a question that a panel raises",
+    "kvsidecar_tier_writing_bytes": "the queue that is full is on a panel",
+    "kvsidecar_tier_write_budget_bytes": "status says it, and what it refuses is on a panel",
     "kvsidecar_spans": "of the tracing, which is off by default",
 }
 
 
 @pytest.fixture(scope="module")
 def known() -> Exported:
-    with tempfile.TemporaryDirectory(prefix="kvs-") as directory, DaemonProcess(Path(directory)) as daemon:
-        rank = Rank(daemon.wait_ready())  # some series are there only while an engine is attached
-        scrape: str = daemon.get("/metrics")[1]
-        rank.close()
-    return exported(scrape)
+    with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
+        disk = ("--disk-dir", f"{directory}/disk", "--disk-size", "1MiB", "--disk-writes-per-day", "1MiB")
+        with DaemonProcess(Path(directory), *disk) as daemon:
+            return exported(scrape(daemon))
+
+
+def scrape(daemon: DaemonProcess) -> str:
+    rank = Rank(daemon.wait_ready())  # some series are there only while an engine is attached
+    text: str = daemon.get("/metrics")[1]
+    rank.close()
+    return text
 
 
 @cache

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsidecar.cli.operate.rates import Rates
-from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, short_device
+from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, short_device, tier_bar
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
@@ -41,6 +41,10 @@ class Screen:
     """Restarts of the daemon since top started."""
 
 
+TIERS_HEIGHT = 20
+"""Lines that a terminal must have for those of the tiers."""
+
+
 def render(screen: Screen, width: int, height: int) -> RenderableType:
     """Fits ``width`` columns and ``height`` lines, of which it needs at least 40 and 15."""
     reply = screen.reply
@@ -54,6 +58,8 @@ def render(screen: Screen, width: int, height: int) -> RenderableType:
     if STATE_FROM_WIRE[reply.readiness.state] is State.PINNING:
         parts.append(_cut(_pin_bar(reply.readiness, bar)))
     parts += [_cut(line) for line in pool_bar(reply.pool, bar).split("\n")]
+    for tier in reply.tiers if height >= TIERS_HEIGHT else ():
+        parts += [_cut(line) for line in tier_bar(tier, bar).split("\n")]
     parts.append(Text())
     parts += [_cut(line) for line in _flow(screen, reply, width)]
     if reply.refusals:

@@ -89,6 +89,19 @@ def test_a_screen_shows_pool_rates_hits_jobs_refusals_and_engines() -> None:
         assert word in shown, word
 
 
+def test_a_disk_is_a_bar_or_why_it_is_off() -> None:
+    now = reply()
+    tier = now.tiers.add(name="disk", capacity_bytes=64 * GiB, used_bytes=16 * GiB, blocks=7, read_bytes=3 * GiB)
+    shown = "\n".join(text(screen(now)))
+    assert "16 GiB of 64 GiB used" in shown
+    assert "7 shards, 3 GiB read, 0 B written" in shown
+    assert "may be written" not in shown
+    tier.off, tier.failures, tier.write_budget_bytes = "input/output error", 3, 5 * GiB
+    shown = "\n".join(text(screen(now)))
+    assert "Disk  off: input/output error" in shown
+    assert "3 failures, 5 GiB may be written now" in shown
+
+
 def test_the_bar_of_a_pin_shows_how_far_it_is() -> None:
     now = reply()
     now.readiness.state = pb.Readiness.STATE_PINNING
@@ -117,6 +130,7 @@ def test_a_screen_fits_the_terminal(width: int, height: int, ranks: int) -> None
     now = reply(ranks=many, stored_bytes=10**15, loaded_bytes=10**15, stores_done=10**9, oldest_inflight_seconds=1)
     now.refusals.update({"pool_full": 10**6, "not_found": 10**6, "invalid_request": 1})
     now.readiness.reason = "r" * 300
+    now.tiers.add(name="disk", off="o" * 300)
     lines = text(screen(now, reply(ranks=many), lost_for=1.0, lost_reason="e" * 300), width, height)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
