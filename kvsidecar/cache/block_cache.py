@@ -337,6 +337,12 @@ class BlockCache:
         unwritten: Ints = rows[first_of_each(rows)] if len(rows) > 1 else rows
         return unwritten
 
+    def chain(self, space: Space, hashes: Hashes) -> Chain:
+        """Those of these blocks that there are. Valid in this step only."""
+        index = space.blocks.index
+        rows = index.find(index.keys(hashes))
+        return _chain(space, rows[rows >= 0])
+
     def begin_write(self, chain: Chain, tier: int) -> WriteGrant:
         """Pin blocks from `unwritten` until `end_write`: a tier is given them."""
         blocks, rows = chain.blocks, chain.rows

@@ -351,8 +351,9 @@ def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
 @click.option(
     "--blocks", default=256, show_default=True, metavar="COUNT", help="Number of KV blocks that engine A stores."
 )
+@click.option("--disk", is_flag=True, help="Kill the daemon too: engine B loads from disk, through another daemon.")
 @_device_option("engines'")
-def demo(blocks: int, device: str) -> None:
+def demo(blocks: int, disk: bool, device: str) -> None:
     """Store, kill the engine, load into another engine, compare every byte.
 
     Starts a real daemon with a small pool. Engine A (a process of its own, with two tensor-parallel ranks) stores a KV
@@ -361,7 +362,7 @@ def demo(blocks: int, device: str) -> None:
     """
     from kvsidecar.cli.demo.run import run
 
-    sys.exit(run(blocks=blocks, device=device))
+    sys.exit(run(blocks=blocks, device=device, disk=disk))
 
 
 @main.command()

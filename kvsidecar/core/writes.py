@@ -1,8 +1,11 @@
-"""Blocks that are worth it are written to a slower tier, behind their use. Nobody waits for a write: one that does not
-fit the queue is dropped, and counted."""
+"""Blocks that are worth it are written to a slower tier, behind their use. Nobody waits for a write.
+
+Blocks in the queue are pinned, so it is short. Behind it is a list of names: these blocks may be evicted before it is
+their turn. What does not fit the list is dropped, and counted."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from kvsidecar.cache.block import Chain, LoadGrant, StoreGrant, WriteGrant
+from kvsidecar.cache.arrays import Ints
+from kvsidecar.cache.block import Chain, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.fetches import shard_space
 from kvsidecar.errors import TierFailed
@@ -24,6 +28,10 @@ QUEUE_SHARE: Final = 16
 """At most one byte in so many of the pool waits to be written, or is being written: it cannot be evicted meanwhile."""
 SMALL_QUEUE: Final = 64 << 20
 """Unless that is less than this; but never more than half of the pool."""
+
+
+MAX_NAMES: Final = 1 << 16
+"""Blocks that wait unpinned, by name: 4 MiB of the longest hashes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +78,9 @@ class Writes:
         self._under_way: set[_Write] = set()
         self._then_forget: dict[Namespace | None, set[_Write]] = {}
         """What was cleared, and the writes that may bring it back: the tier is told once more when they have ended."""
+        self._names: deque[tuple[Space, bytes]] = deque()
+        """Spaces and block hashes, joined, of what did not fit the queue."""
+        self._num_names = 0
         self.writing_bytes = 0
 
     @property
@@ -92,6 +103,9 @@ class Writes:
     def forget(self, namespace: Namespace | None) -> None:
         """A namespace is cleared, or all."""
         self._tier.forget(namespace)
+        kept = [each for each in self._names if namespace not in (None, each[0].namespace)]
+        self._names = deque(kept)
+        self._num_names = sum([self._count(*each) for each in kept])
         writes = {each for each in self._under_way if namespace in (None, each.grant.chain.blocks.space.namespace)}
         if writes:
             self._then_forget.setdefault(namespace, set()).update(writes)
@@ -105,17 +119,53 @@ class Writes:
             self._refused(WriteRefusal.OFF, len(rows))
             return
         room = max(0, self._most_bytes - self.writing_bytes) // space.block_bytes
-        if room < len(rows):
-            self._refused(WriteRefusal.QUEUE, len(rows) - room)
-            rows = rows[:room]  # the beginning of a prefix: without it the rest is of no use
+        rows, rest = rows[:room], rows[room:]  # the beginning of a prefix first: without it the rest is of no use
+        spent = not self._write_rows(chain.blocks, rows)
+        if len(rest) and spent:
+            self._refused(WriteRefusal.BUDGET, len(rest))
+        elif len(rest):
+            self._keep_names(Chain(chain.blocks, rest))
+
+    def _write_rows(self, blocks: SpaceBlocks, rows: Ints) -> bool:
+        """False: the budget is used up; the rest of them is counted."""
+        space = blocks.space
         count = max(1, self._chunk_bytes // space.block_bytes)
         for start in range(0, len(rows), count):
             piece = rows[start : start + count]
             nbytes = len(piece) * space.block_bytes
             if not self._budget.take(nbytes, self._clock()):
                 self._refused(WriteRefusal.BUDGET, len(rows) - start)
+                return False
+            self._begin(self._cache.begin_write(Chain(blocks, piece), self._bit), nbytes)
+        return True
+
+    def _keep_names(self, chain: Chain) -> None:
+        """These blocks are written later, if they are still there."""
+        left = len(chain.rows) if self.writing_bytes else 0  # else no end of a write would give them their turn
+        left = min(left, MAX_NAMES - self._num_names)
+        if left < len(chain.rows):
+            self._refused(WriteRefusal.QUEUE, len(chain.rows) - left)
+        if left:
+            self._names.append((chain.blocks.space, chain.blocks.index.hashes_of(chain.rows[:left])))
+            self._num_names += left
+
+    def _write_named(self) -> None:
+        """Write those that wait by name, as far as there is room."""
+        for _ in range(len(self._names)):
+            if self.writing_bytes > self._most_bytes // 2 or not self._names:
                 return
-            self._begin(self._cache.begin_write(Chain(chain.blocks, piece), self._bit), nbytes)
+            space, hashes = self._names.popleft()
+            count = self._count(space, hashes)
+            self._num_names -= count
+            chain = self._cache.chain(space, hashes)
+            if gone := count - len(chain.rows):
+                self._refused(WriteRefusal.QUEUE, gone)
+            if len(chain.rows):
+                self._write(chain)
+
+    @staticmethod
+    def _count(space: Space, hashes: bytes) -> int:
+        return len(hashes) // space.namespace.hash_bytes
 
     def _begin(self, grant: WriteGrant, nbytes: int) -> None:
         write = _Write(grant, nbytes, np.ones(len(grant.chain.rows), np.bool_))
@@ -164,3 +214,4 @@ class Writes:
             if not writes:
                 del self._then_forget[namespace]
                 self._tier.forget(namespace)
+        self._write_named()

@@ -143,6 +143,12 @@ def test_the_demo_verifies_every_byte() -> None:
     assert "killed with SIGKILL" in shown.stdout
 
 
+def test_the_demo_loads_from_disk_through_another_daemon_if_asked() -> None:
+    shown = run("demo", "--blocks", "40", "--disk", "--device", "host", COLUMNS="160")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "loaded what engine A had stored from disk, through another daemon" in shown.stdout
+
+
 def test_the_demo_refuses_nonsense() -> None:
     assert run("demo", "--blocks", "0").returncode == 1
 

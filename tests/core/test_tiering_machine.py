@@ -217,8 +217,8 @@ class TieringMachine(RuleBasedStateMachine):
             self.tier.end_find(find)
         while self.tier.reads:
             self.tier.end_read(self.tier.reads[0])
-        for write in tuple(self.tier.writes):
-            self.tier.end_write(write)
+        while self.tier.writes:
+            self.tier.end_write(self.tier.writes[0])
         for grant, _ in self.stores:
             self.cache.abort_all(grant)
         for load, *_ in self.loads:

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 
 from kvsidecar.cache.block import LoadGrant
+from kvsidecar.core import writes
 from kvsidecar.core.writes import Writes
 from kvsidecar.tiers.policy import Admission, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
@@ -100,15 +101,50 @@ def test_a_block_that_is_being_written_is_not_evicted() -> None:
     assert not refused(bench.cache, bench.space, 5)
 
 
-def test_what_does_not_fit_the_queue_is_dropped_and_the_beginning_of_a_prefix_is_not() -> None:
+def test_what_does_not_fit_the_queue_waits_by_name_and_the_beginning_of_a_prefix_goes_first() -> None:
     bench = Bench(queue=3)
     bench.store(1, 2, 3, 4)
     bench.load(1, 2, 3, 4)
     assert bench.written == [keys(1, 2), keys(3)]
-    assert bench.refused == [(WriteRefusal.QUEUE, 1)]
-    bench.end()
+    bench.tier.end_write(bench.tier.writes[0])
+    assert bench.written == [keys(3), keys(4)]
+    assert not bench.refused
+
+
+def test_what_was_evicted_before_its_turn_is_counted() -> None:
+    bench = Bench(queue=2)
+    bench.store(1, 2, 3, 4)
     bench.load(1, 2, 3, 4)
-    assert bench.written == [keys(4)]
+    assert bench.written == [keys(1, 2)]
+    bench.store(5, 6)
+    bench.end()
+    assert bench.refused == [(WriteRefusal.QUEUE, 2)]
+
+
+def test_names_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writes, "MAX_NAMES", 1)
+    bench = Bench(queue=2)
+    bench.store(1, 2, 3, 4)
+    bench.load(1, 2, 3, 4)
+    assert bench.refused == [(WriteRefusal.QUEUE, 1)]
+    bench.tier.end_write(bench.tier.writes[0])
+    assert bench.written == [keys(3)]
+
+
+def test_a_block_larger_than_the_queue_is_dropped_at_once() -> None:
+    bench = Bench(queue=0)
+    bench.store(1)
+    bench.load(1)
+    assert bench.refused == [(WriteRefusal.QUEUE, 1)]
+
+
+def test_names_of_what_is_cleared_are_forgotten() -> None:
+    bench = Bench(queue=2)
+    bench.store(1, 2, 3, 4)
+    bench.load(1, 2, 3, 4)
+    bench.writes.forget(bench.space.namespace)
+    bench.end()
+    assert not bench.written
 
 
 def test_no_more_is_written_than_the_budget_of_the_day() -> None:

@@ -100,8 +100,21 @@ class Engine:
         ]
 
     def hits(self, *, lease_seconds: float = 0.0) -> tuple[int, int | None]:
-        result = self.clients[0].lookup(self.shape.namespace(), {0: self.hashes}, lease_seconds=lease_seconds)
-        return result.groups[0].hits, result.lease
+        """How many of the blocks are readable, when all have come that a disk has, and the lease on them."""
+        client, deadline = self.clients[0], time.monotonic() + TIMEOUT
+        while True:
+            result = client.lookup(
+                self.shape.namespace(),
+                {0: self.hashes},
+                lease_seconds=lease_seconds,
+                fetch_seconds=TIMEOUT,
+                prefill_rate=1e-3,  # it computes nothing: whatever the disk needs is worth it
+            )
+            if not result.coming or time.monotonic() > deadline:
+                return result.groups[0].hits, result.lease
+            if result.lease is not None:
+                client.release(result.lease)
+            time.sleep(0.001)
 
     def store(self) -> None:
         """Fill the buffers with a pattern and store everything."""

@@ -36,13 +36,17 @@ class DemoFailed(Exception):
     """A step of the demo failed; the text says which."""
 
 
-def run(*, blocks: int, device: str) -> int:
-    """Run the demo. Returns the exit code: 0 only if every byte is equal."""
+def run(*, blocks: int, device: str, disk: bool = False) -> int:
+    """Run the demo. Returns the exit code: 0 only if every byte is equal.
+
+    Args:
+        disk: engine B loads from disk, through another daemon.
+    """
     console = Console()
     try:
         kind, shape = _choose(blocks, device)
         with tempfile.TemporaryDirectory(prefix="kvsidecar-demo-") as directory:
-            return _run(console, kind, shape, Path(directory))
+            return _run(console, kind, shape, Path(directory), disk)
     except (DemoFailed, KVSidecarError) as error:
         console.print("[bold red]The demo failed:[/]", end=" ")
         console.print(str(error), highlight=False, markup=False)
@@ -58,7 +62,7 @@ def _choose(blocks: int, device: str) -> tuple[str, Shape]:
     return kind, choose(blocks=blocks, cuda=kind == "cuda", lockable_bytes=HostPlatform().pin_limit())
 
 
-def _run(console: Console, kind: str, shape: Shape, directory: Path) -> int:
+def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool) -> int:
     socket = str(directory / "kvsidecar.sock")
     where = "the GPU" if kind == "cuda" else "the host device (no GPU is used)"
     console.print(
@@ -66,16 +70,25 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path) -> int:
         f"on {where}",
         highlight=False,
     )
-    with _daemon(kind, socket, pool_bytes(shape), directory / "daemon.log") as daemon:
-        client = Client(socket, name="demo")
+    options = ["--pool-size", str(pool_bytes(shape))]
+    if disk:
+        options += ["--disk-dir", str(directory / "disk"), "--disk-size", str(pool_bytes(shape))]
+        options += ["--disk-admission", "all"]
+    with _daemon(kind, socket, options, directory / "daemon.log") as daemon, _client(socket) as client:
         _show_pinning(console, client, daemon)
         stored = _engine_a(console, kind, shape, socket)
         _wait_until_detached(client)
         console.print("[bold]engine A[/] killed with SIGKILL; the daemon has unmapped its memory and keeps its blocks")
-        loaded = _engine_b(kind, shape, socket)
-        client.close()
-        daemon.terminate()
-        code = daemon.wait(START_SECONDS)
+        if disk:
+            _wait_until_written(client, shape)
+            console.print("[bold]the daemon[/] has written them to disk, and is killed with SIGKILL: its pool is gone")
+        else:
+            loaded, code = _engine_b(kind, shape, socket), _end(client, daemon)
+    if disk:
+        with _daemon(kind, socket, options, directory / "daemon-2.log") as daemon, _client(socket) as client:
+            _show_pinning(console, client, daemon)
+            _wait_for_disk(client)
+            loaded, code = _engine_b(kind, shape, socket), _end(client, daemon)
     wrong = sum(line["wrong_bytes"] for line in loaded)
     hits = min(line["hits"] for line in loaded)
     _print_table(console, stored, loaded)
@@ -84,14 +97,31 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path) -> int:
     if code != 0:
         raise DemoFailed(f"the daemon ended with exit code {code}")
     total = format_size(shape.all_bytes)
-    console.print(f"[bold green]verified:[/] engine B loaded what engine A had stored, {total}, byte for byte")
+    way = " from disk, through another daemon" if disk else ""
+    console.print(f"[bold green]verified:[/] engine B loaded what engine A had stored{way}, {total}, byte for byte")
     return 0
 
 
 @contextmanager
-def _daemon(kind: str, socket: str, pool: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _client(socket: str) -> Iterator[Client]:
+    client = Client(socket, name="demo")
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _end(client: Client, daemon: subprocess.Popen[bytes]) -> int:
+    """Stop the daemon. Returns its exit code."""
+    client.close()
+    daemon.terminate()
+    return daemon.wait(START_SECONDS)
+
+
+@contextmanager
+def _daemon(kind: str, socket: str, options: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", kind, "--socket", socket, "--http-port", "0"]
-    command += ["--pool-size", str(pool), "--log-format", "json"]
+    command += [*options, "--log-format", "json"]
     with log.open("wb") as stream:
         daemon = child_process.start(command, stderr=stream)
     try:
@@ -173,6 +203,22 @@ def _wait_until_detached(client: Client) -> None:
     while client.status().ranks:
         if time.monotonic() > deadline:
             raise DemoFailed("the daemon still holds the dead engine's memory after 10 s")
+        time.sleep(0.01)
+
+
+def _wait_for_disk(client: Client) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while off := client.status().tiers[0].off:
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"the disk is not used: {off}")
+        time.sleep(0.01)
+
+
+def _wait_until_written(client: Client, shape: Shape) -> None:
+    deadline = time.monotonic() + ENGINE_SECONDS
+    while (written := client.status().tiers[0].written_bytes) < shape.all_bytes:
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"the daemon has written {format_size(written)} of {format_size(shape.all_bytes)} to disk")
         time.sleep(0.01)
 
 
