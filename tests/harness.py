@@ -158,6 +158,14 @@ class DaemonProcess:
             if line["event"] == event:
                 return line
 
+    def read_log(self) -> list[dict[str, Any]]:
+        """All that it has said. Call it when it has ended."""
+        self._reader.join()
+        while not self._news.empty():
+            if (line := self._news.get()) is not None:
+                self.log.append(line)
+        return self.log
+
     def wait_ready(self) -> DaemonProcess:
         self.wait_log("ready")
         return self

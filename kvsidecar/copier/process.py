@@ -368,6 +368,8 @@ def main() -> None:
     # If the daemon died before the first prctl, its end of the socket is closed, and `serve` returns.
     try:
         Copier().serve(Control(socket.socket(fileno=int(sys.argv[1]))))
+    except ConnectionError:
+        pass  # the daemon has gone
     except BaseException:  # noqa: BLE001 - no end unheard
         _log.exception("the copier ends")
     log.flush()

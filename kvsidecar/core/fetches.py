@@ -93,6 +93,7 @@ class Fetches:
         bit: of the tier, in `SpaceBlocks.tiers`.
         clock: monotonic seconds.
         refused: called with the reason and a number of blocks.
+        may_be_cleared: whether the tier may have blocks of a namespace that were cleared.
         chunk_bytes: of one call of an engine, about.
     """
 
@@ -104,9 +105,10 @@ class Fetches:
         clock: Callable[[], float],
         refused: Callable[[FetchRefusal, int], object],
         *,
+        may_be_cleared: Callable[[Namespace], bool] = lambda _: False,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self._chunk_bytes = chunk_bytes
+        self._may_be_cleared, self._chunk_bytes = may_be_cleared, chunk_bytes
         self._cache, self._tier, self._bit, self._clock, self._refused = cache, tier, bit, clock, refused
         self._by_hash: dict[Space, dict[bytes, tuple[Fetch, int]]] = {}
         """Those that are not over, by each of their hashes, with its place in the prefix."""
@@ -136,7 +138,7 @@ class Fetches:
             return Coming(max(0, fetch.found - at), fetch.finding)
         if self._absent.get((space, first), now) > now or not space.users or None in space.shard_bytes:
             return NOTHING
-        if self._tier.off:
+        if self._tier.off or self._may_be_cleared(space.namespace):
             self._refused(FetchRefusal.OFF, 1)
             return NOTHING
         if not self._tier.may_have(shard_space(space, 0), first):

@@ -38,9 +38,6 @@ class Tiering:
         for refused, reasons in (metrics.unfetched, FetchRefusal), (metrics.unwritten, WriteRefusal):
             for reason in reasons:
                 refused.labels(tier.name, reason.value)  # 0 from the start: an alert sees the first one
-        self.fetches = Fetches(
-            cache, tier, BIT, clock, lambda reason, blocks: metrics.unfetched.labels(tier.name, reason).inc(blocks)
-        )
         self.writes = Writes(
             cache,
             tier,
@@ -49,6 +46,14 @@ class Tiering:
             WriteBudget(write_bytes_per_day, clock()),
             clock,
             lambda reason, blocks: metrics.unwritten.labels(tier.name, reason).inc(blocks),
+        )
+        self.fetches = Fetches(
+            cache,
+            tier,
+            BIT,
+            clock,
+            lambda reason, blocks: metrics.unfetched.labels(tier.name, reason).inc(blocks),
+            may_be_cleared=self.writes.may_bring_back,
         )
 
     def gauges(self) -> TierGauges:

@@ -100,6 +100,10 @@ class Writes:
             for chain in grant.chains:
                 self._write(chain)
 
+    def may_bring_back(self, namespace: Namespace) -> bool:
+        """Whether the tier may have blocks of it that were cleared: writes of them had begun before."""
+        return bool(self._then_forget) and (namespace in self._then_forget or None in self._then_forget)
+
     def forget(self, namespace: Namespace | None) -> None:
         """A namespace is cleared, or all."""
         self._tier.forget(namespace)

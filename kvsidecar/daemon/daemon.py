@@ -214,7 +214,7 @@ class Daemon:
         )
         self._rpc = RpcServer(endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse)
         self._remote = self._remote_server(settings)
-        life.probes.answer_from(Sources(self._metrics, self._stuck, self._report.json))
+        life.probes.answer_from(Sources(self._metrics, self._stuck, self._report.json, self._report.tiers))
 
     async def run(self) -> int:
         """Start, serve until told to stop, shut down. Returns the exit code.

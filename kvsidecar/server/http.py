@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ class Sources:
     cache."""
     status: Callable[[], dict[str, Any]]
     """The JSON of /status."""
+    tiers: Callable[[], Mapping[str, str]]
+    """By name, why a slower tier is off; empty while it is on."""
 
 
 class Probes:
@@ -87,7 +89,7 @@ class Probes:
 
     async def _ready(self, _request: web.Request) -> web.Response:
         now, found = self._readiness.now, self._readiness.warm_start
-        body = {
+        body: dict[str, Any] = {
             "ready": self._readiness.ready,
             "state": now.state.value,
             "pool_bytes": now.pool_bytes,
@@ -101,6 +103,8 @@ class Probes:
             "kept_blocks": found.kept_blocks,
             "dropped_blocks": found.dropped_blocks,
         }
+        if self._sources is not None and (tiers := self._sources.tiers()):
+            body["tiers"] = {name: f"off: {off}" if off else "on" for name, off in tiers.items()}
         return _json(body, 200 if self._readiness.ready else 503)
 
     async def _scrape(self, _request: web.Request) -> web.Response:

@@ -91,6 +91,10 @@ class Report:
             tiers=[each.gauges() for each in self._tiers],
         )
 
+    def tiers(self) -> dict[str, str]:
+        """For /ready: by name, why a tier is off."""
+        return {each.tier.name: each.tier.off for each in self._tiers}
+
     def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> pb.StatusReply:
         """For the Status RPC: all of it for an admin, what is the caller's own for others.
 

@@ -196,6 +196,8 @@ def main() -> None:
             tier.fill_filter()
             say(Reply(0, False, 0.0, pack_stats(engine.stats())))
             tier.serve()
+        except ConnectionError:
+            pass  # the daemon has gone
         except BaseException:  # noqa: BLE001 - no end unheard
             _log.exception("the tier ends")
     log.flush()

@@ -41,9 +41,6 @@ class TieringMachine(RuleBasedStateMachine):
         self.unfetched: dict[FetchRefusal, int] = {}
         self.unwritten: dict[WriteRefusal, int] = {}
         tier = cast(Tier, self.tier)
-        self.fetches = Fetches(
-            self.cache, tier, BIT, lambda: self.now, self.count(self.unfetched), chunk_bytes=2 * PAGE
-        )
         self.writes = Writes(
             self.cache,
             tier,
@@ -54,6 +51,15 @@ class TieringMachine(RuleBasedStateMachine):
             self.count(self.unwritten),
             chunk_bytes=2 * PAGE,
             queue_bytes=QUEUE,
+        )
+        self.fetches = Fetches(
+            self.cache,
+            tier,
+            BIT,
+            lambda: self.now,
+            self.count(self.unfetched),
+            may_be_cleared=self.writes.may_bring_back,
+            chunk_bytes=2 * PAGE,
         )
         self.cleared = [0, 0]
         self.stores: list[tuple[StoreGrant, int]] = []

@@ -8,8 +8,9 @@ import pytest
 
 from kvsidecar.cache.block import LoadGrant
 from kvsidecar.core import writes
+from kvsidecar.core.fetches import NOTHING, Fetches
 from kvsidecar.core.writes import Writes
-from kvsidecar.tiers.policy import Admission, WriteBudget, WriteRefusal
+from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from tests.cache.support import PAGE, begin, keys, new_cache, open_space, refused
 from tests.core.scripted_tier import ScriptedTier
@@ -187,3 +188,28 @@ def test_a_write_under_way_does_not_bring_back_what_was_cleared() -> None:
     bench.end()
     assert bench.tier.forgotten == [bench.space.namespace] * 2
     assert not bench.tier.kept
+
+
+def test_nothing_is_fetched_while_a_write_may_bring_back_what_was_cleared() -> None:
+    """Of two writes the first has ended, behind the clear: the tier has its blocks until the other has ended, too."""
+    bench = Bench(Admission.ALL)
+    unfetched: list[FetchRefusal] = []
+    fetches = Fetches(
+        bench.cache,
+        cast(Tier, bench.tier),
+        BIT,
+        lambda: 0.0,
+        lambda reason, _: unfetched.append(reason),
+        may_be_cleared=bench.writes.may_bring_back,
+    )
+    bench.store(1, 2, 3)
+    bench.writes.forget(bench.space.namespace)
+    bench.cache.clear(bench.space.namespace)
+    first, _ = bench.tier.writes
+    bench.tier.end_write(first)
+    assert len(bench.tier.kept) == 2
+    assert fetches.coming(bench.space, keys(1, 2), 0, 1e9) == NOTHING
+    assert (unfetched, bench.tier.finds) == ([FetchRefusal.OFF], [])
+    bench.end()
+    assert not bench.tier.kept
+    assert fetches.coming(bench.space, keys(1, 2), 0, 1e9).asking

@@ -175,6 +175,8 @@ def test_a_directory_that_cannot_be_used_is_named_and_the_daemon_serves(short_di
     with disk_daemon(short_dir) as daemon:
         rank = Rank(daemon.wait_ready())
         eventually(lambda: "disk" in daemon.get("/status")[1]["tiers"][0]["off"])
+        code, ready = daemon.get("/ready")
+        assert (code, ready["tiers"]["disk"][:5]) == (200, "off: ")
         done(rank.store("a"))
         assert rank.hits("a") == 1
         rank.close()
