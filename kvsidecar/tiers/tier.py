@@ -36,6 +36,8 @@ RATE_WEIGHT: Final = 0.2
 """Of the newest read in the moving average of the rate."""
 STATS_SECONDS: Final = 1.0
 """Between questions for its gauges."""
+MAX_TO_FORGET: Final = 1024
+"""Namespaces that wait to be forgotten."""
 GUESSED_RATE: Final = 1e9
 """Bytes a second that a tier is expected to read before it has read anything."""
 
@@ -286,7 +288,12 @@ class Tier:
     def forget(self, namespace: Namespace | None) -> None:
         """Forget the blocks of a namespace, or all. It is off until it has; one that is down forgets when it is back,
         if this daemon still runs then."""
-        self._to_forget.append(namespace)
+        begun = 1 if self._forgetting else 0
+        waiting = self._to_forget[begun:]
+        if namespace not in waiting and None not in waiting:
+            self._to_forget.append(namespace)
+        if len(self._to_forget) > MAX_TO_FORGET:
+            self._to_forget[begun:] = [None]  # a tier that has been off for long, and clients that clear: forget all
         self._forget_next()
 
     def _forget_next(self) -> None:

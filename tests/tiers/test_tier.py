@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +231,18 @@ async def test_a_tier_is_off_until_it_has_forgotten_what_was_cleared() -> None:
         os.kill(each.tier.pid, signal.SIGCONT)
         await each.on()
         assert await each.find(1) == [False]
+
+
+async def test_many_clears_of_a_tier_that_is_off_are_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "MAX_TO_FORGET", 2)
+    others = [replace(NAMESPACE, model=f"model {each}") for each in range(3)]
+    async with bench() as each:
+        for namespace in (*others[:2], *others[:2]):
+            each.tier.forget(namespace)
+        assert each.tier._to_forget == others[:2]
+        each.tier.forget(others[2])
+        assert each.tier._to_forget == [None]
+        await each.on()
 
 
 async def test_what_was_cleared_while_it_was_down_is_forgotten_before_it_is_asked() -> None:
