@@ -98,9 +98,10 @@ endif
 
 SECONDS ?= 120
 DEVICE ?= host
+DAEMON_KILLS ?= 0
 
 soak: $(VENV)/test.stamp
-	@$(BIN)/python -m tests.soak --seconds $(SECONDS) --device $(DEVICE)
+	@$(BIN)/python -m tests.soak --seconds $(SECONDS) --device $(DEVICE) --daemon-kills $(DAEMON_KILLS)
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/kvsidecar/v1/sidecar.proto
 

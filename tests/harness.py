@@ -161,6 +161,10 @@ class DaemonProcess:
     def read_log(self) -> list[dict[str, Any]]:
         """All that it has said. Call it when it has ended."""
         self._reader.join()
+        return self.read_so_far()
+
+    def read_so_far(self) -> list[dict[str, Any]]:
+        """All that it has said until now, or a little before."""
         while not self._news.empty():
             if (line := self._news.get()) is not None:
                 self.log.append(line)

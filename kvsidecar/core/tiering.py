@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from kvsidecar.cache.block_cache import BlockCache
@@ -35,9 +36,9 @@ class Tiering:
         write_bytes_per_day: int | None = None,
     ) -> None:
         self.tier = tier
-        for refused, reasons in (metrics.unfetched, FetchRefusal), (metrics.unwritten, WriteRefusal):
-            for reason in reasons:
-                refused.labels(tier.name, reason.value)  # 0 from the start: an alert sees the first one
+        # 0 from the start: an alert sees the first one. Found once: each lookup may count one.
+        unfetched = {reason: metrics.unfetched.labels(tier.name, reason.value) for reason in FetchRefusal}
+        unwritten = {reason: metrics.unwritten.labels(tier.name, reason.value) for reason in WriteRefusal}
         self.writes = Writes(
             cache,
             tier,
@@ -45,14 +46,15 @@ class Tiering:
             admission,
             WriteBudget(write_bytes_per_day, clock()),
             clock,
-            lambda reason, blocks: metrics.unwritten.labels(tier.name, reason).inc(blocks),
+            lambda reason, blocks: unwritten[reason].inc(blocks),
+            soon=_behind_the_answers,
         )
         self.fetches = Fetches(
             cache,
             tier,
             BIT,
             clock,
-            lambda reason, blocks: metrics.unfetched.labels(tier.name, reason).inc(blocks),
+            lambda reason, blocks: unfetched[reason].inc(blocks),
             may_be_cleared=self.writes.may_bring_back,
         )
 
@@ -72,3 +74,9 @@ class Tiering:
         """A namespace is cleared, or all."""
         self.fetches.forget(namespace)
         self.writes.forget(namespace)
+
+
+def _behind_the_answers(call: Callable[[], object]) -> None:
+    """uvloop sends what was written to a socket at the end of a turn of the loop. This may be the begin of one."""
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.call_soon, call)

@@ -54,6 +54,7 @@ class Writes:
         refused: called with the reason and a number of blocks.
         chunk_bytes: of one call of an engine, about.
         queue_bytes: that may wait to be written, or are being written; None for a share of the pool.
+        soon: makes a call a little later: a job's answer goes first. The blocks are pinned already.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class Writes:
         *,
         chunk_bytes: int = CHUNK_BYTES,
         queue_bytes: int | None = None,
+        soon: Callable[[Callable[[], object]], object] = lambda call: call(),
     ) -> None:
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._soon = chunk_bytes, soon
         self._cache, self._tier, self._bit, self._admission = cache, tier, bit, admission
         self._budget, self._clock, self._refused = budget, clock, refused
         total = cache.stats().total_bytes
@@ -175,7 +177,10 @@ class Writes:
         write = _Write(grant, nbytes, np.ones(len(grant.chain.rows), np.bool_))
         self._under_way.add(write)
         self.writing_bytes += nbytes
-        space = grant.chain.blocks.space
+        self._soon(partial(self._hand_over, write))
+
+    def _hand_over(self, write: _Write) -> None:
+        grant, space = write.grant, write.grant.chain.blocks.space
         for shard in range(space.num_shards):
             slots = grant.slots[shard]
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -28,6 +29,7 @@ class Bench:
         shards: tuple[int, ...] = (1,),
         per_day: int | None = None,
         queue: int = 4,
+        soon: Callable[[Callable[[], object]], object] = lambda call: call(),
     ) -> None:
         self.cache = new_cache(4)
         self.space = open_space(self.cache, shards=shards)
@@ -43,6 +45,7 @@ class Bench:
             lambda reason, blocks: self.refused.append((reason, blocks)),
             chunk_bytes=2 * PAGE,
             queue_bytes=queue * PAGE,
+            soon=soon,
         )
 
     def store(self, *names: int) -> None:
@@ -100,6 +103,21 @@ def test_a_block_that_is_being_written_is_not_evicted() -> None:
     assert refused(bench.cache, bench.space, 5)
     bench.end()
     assert not refused(bench.cache, bench.space, 5)
+
+
+def test_the_tier_is_asked_behind_the_answer_and_the_blocks_wait_for_it() -> None:
+    later: list[Callable[[], object]] = []
+    bench = Bench(Admission.ALL, soon=later.append)
+    bench.store(1, 2, 3, 4)
+    assert not bench.written
+    assert refused(bench.cache, bench.space, 5)
+    bench.writes.forget(bench.space.namespace)
+    for call in later:
+        call()
+    assert bench.written == [keys(1, 2), keys(3, 4)]
+    bench.end()
+    assert not bench.tier.kept
+    assert not bench.writes.writing_bytes
 
 
 def test_what_does_not_fit_the_queue_waits_by_name_and_the_beginning_of_a_prefix_goes_first() -> None:

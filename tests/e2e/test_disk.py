@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -199,3 +200,84 @@ def test_a_warm_restart_waits_for_the_tiers_process_too(short_dir: Path, pool_di
         eventually(lambda: tier_metric(daemon, "up") == 1)
         tier = tier_pid(daemon)
         assert tier in [owner.pid for owner in owners_in(pool_dir)]
+
+
+# -- what fails ------------------------------------------------------------------------------------------------------
+
+
+def off(daemon: DaemonProcess) -> str:
+    return str(daemon.get("/status")[1]["tiers"][0]["off"])
+
+
+def test_a_disk_that_takes_no_writes_is_off_until_it_does_and_says_why(short_dir: Path) -> None:
+    fail = ";".join(f"tier.write@{each}=raise(no space left on device)" for each in range(4))
+    with disk_daemon(short_dir, KVSIDECAR_FAILPOINTS=fail) as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        done(rank.store("a"))
+        for failed in range(1, 4):
+            done(rank.load("a", at=[0]))  # each use tries again
+            eventually(lambda failed=failed: tier_metric(daemon, "failures_total") >= failed)
+        assert tier_metric(daemon, "unwritten_blocks_total", reason="failed") == 3
+        eventually(lambda: tier_metric(daemon, "up") == 1)  # the second probe works
+        assert tier_metric(daemon, "failures_total") == 4
+        (line, *_) = [line for line in daemon.read_so_far() if line["event"] == "tier off"]
+        assert "cannot write" in line["reason"]
+        assert "kvsidecar-disk-extents" in line["reason"]
+        done(rank.load("a", at=[1]))
+        eventually(lambda: written(daemon) == 1)
+        assert rank.holds(1, "a")
+        rank.close()
+
+
+def test_what_the_disk_cannot_read_is_a_miss_and_the_next_read_works(short_dir: Path) -> None:
+    with disk_daemon(short_dir, KVSIDECAR_FAILPOINTS="tier.read@0=raise(a bad place)") as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a")
+        keep_on_disk(daemon, rank, "b")
+        evict_all(rank)
+        assert fetched(rank, "a").groups[0].hits == 0
+        assert tier_metric(daemon, "unfetched_blocks_total", reason="failed") == 1
+        assert fetched(rank, "b").groups[0].hits == 1
+        done(rank.load("b", at=[0]))
+        assert rank.holds(0, "b")
+        assert daemon.metric("kvsidecar_pool_reserved_bytes") == 0
+        rank.close()
+
+
+def test_a_directory_that_is_removed_is_used_until_the_process_ends_and_made_anew(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a")
+        evict_all(rank)
+        shutil.rmtree(short_dir / "disk")
+        assert fetched(rank, "a").groups[0].hits == 1
+        evict_all(rank)
+        os.kill(tier_pid(daemon), signal.SIGKILL)
+        eventually(lambda: tier_metric(daemon, "deaths_total") == 1)
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        assert fetched(rank, "a").groups[0].hits == 0
+        keep_on_disk(daemon, rank, "b")
+        rank.close()
+
+
+def test_a_second_daemon_serves_without_the_disk_and_takes_it_when_the_first_is_gone(short_dir: Path) -> None:
+    other = short_dir / "other"
+    other.mkdir()
+    with disk_daemon(short_dir) as first:
+        rank = Rank(first.wait_ready())
+        keep_on_disk(first, rank, "a")
+        # The later of two --disk-dir wins.
+        with disk_daemon(other, "--disk-dir", str(short_dir / "disk")) as second:
+            theirs = Rank(second.wait_ready())
+            eventually(lambda: "in use by another process" in off(second))
+            done(theirs.store("b"))
+            assert theirs.hits("b") == 1
+            evict_all(rank)
+            assert fetched(rank, "a").groups[0].hits == 1
+            rank.close()
+            first.process.kill()
+            first.process.wait()
+            eventually(lambda: tier_metric(second, "up") == 1)
+            assert fetched(theirs, "a").groups[0].hits == 1
+            theirs.close()
