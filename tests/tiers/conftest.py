@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.tiers.mooncake.cluster import Cluster, missing
+from tests.mooncake_cluster import Cluster, missing
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import xxhash
 from kvsidecar.tiers.disk.engine import DiskEngine
 from kvsidecar.tiers.engine import Engine, ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.messages import split
-from tests.tiers.mooncake.cluster import OwnMemory
+from tests.mooncake_cluster import OwnMemory
 from tests.tiers.support import EMPTY, PAGE, content, key, memory, read, space, there, write
 
 CAPACITY = 64 * PAGE

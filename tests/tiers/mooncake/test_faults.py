@@ -15,7 +15,7 @@ from kvsidecar.tiers.engine import ReadEnd, WriteEnd
 from kvsidecar.tiers.mooncake import TRAILER, ClusterOptions, MooncakeEngine, _address, _keys
 from kvsidecar.tiers.tier import FAILURES
 from tests.harness import eventually_in_loop
-from tests.tiers.mooncake.cluster import Cluster, OwnMemory, missing
+from tests.mooncake_cluster import Cluster, OwnMemory, missing
 from tests.tiers.support import key, read, space, there, write
 from tests.tiers.test_tier import NEVER, SHARD, SPACE, Bench, bench, name, names
 
