@@ -90,7 +90,7 @@ def _disk_size(value: str | int | None) -> int | None:
     return None if value is None else _whole_pages(value)
 
 
-def _writes_per_day(value: str | int | None) -> int | None:
+def _size_or_off(value: str | int | None) -> int | None:
     return None if value in ("off", None, False) else _whole_pages(value)
 
 
@@ -300,7 +300,7 @@ class Settings(BaseModel):
         description="Which blocks are written to --disk-dir. second_use: those that are loaded after they were stored. "
         "all: every block. none: no more; what is there is read.",
     )
-    disk_writes_per_day: Annotated[int | None, BeforeValidator(_writes_per_day), Shown("SIZE|off", "off")] = Field(
+    disk_writes_per_day: Annotated[int | None, BeforeValidator(_size_or_off), Shown("SIZE|off", "off")] = Field(
         None,
         description="Most bytes that are written to --disk-dir in a day, for the life of a flash disk. off: no limit.",
     )
@@ -320,7 +320,7 @@ class Settings(BaseModel):
         description="Address by which the cluster's other nodes reach this one. auto: the one from which this node "
         "reaches --cluster-master.",
     )
-    cluster_segment: Annotated[int | None, BeforeValidator(_writes_per_day), Shown("SIZE|off", "off")] = Field(
+    cluster_segment: Annotated[int | None, BeforeValidator(_size_or_off), Shown("SIZE|off", "off")] = Field(
         None,
         description="Memory beside the pool that this node gives to the cluster. What is in it is lost when the "
         "daemon ends. off: none; others give it.",

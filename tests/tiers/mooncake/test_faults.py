@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.engine import ReadEnd, WriteEnd
-from kvsidecar.tiers.mooncake import TRAILER, ClusterOptions, MooncakeEngine, _address, _keys
+from kvsidecar.tiers.mooncake import BATCH, TRAILER, ClusterOptions, MooncakeEngine, _address, _keys
 from kvsidecar.tiers.tier import FAILURES
 from tests.harness import eventually_in_loop
 from tests.mooncake_cluster import Cluster, OwnMemory, missing
@@ -158,3 +159,11 @@ def test_a_shard_under_the_name_of_another_is_corrupt(own_cluster: Cluster) -> N
 def test_without_a_master_the_engine_says_so_at_once() -> None:
     with pytest.raises(TierFailed, match=r"the Mooncake master 127\.0\.0\.1:1 is not reached: .*refused"):
         MooncakeEngine(memoryview(bytearray(4096)), ClusterOptions("127.0.0.1:1"))
+
+
+def test_calls_under_way_share_no_trailer(cluster: Cluster) -> None:
+    engine = OwnMemory(cluster)
+    with engine._room(BATCH) as one, engine._room(BATCH) as two:
+        begins = sorted(map(_address, [*one, *two]))
+    assert all(later - sooner >= TRAILER.size for sooner, later in itertools.pairwise(begins))
+    engine.close()
