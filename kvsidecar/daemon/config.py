@@ -90,7 +90,7 @@ def _disk_size(value: str | int | None) -> int | None:
     return None if value is None else _whole_pages(value)
 
 
-def _writes_per_day(value: str | int | None) -> int | None:
+def _size_or_off(value: str | int | None) -> int | None:
     return None if value in ("off", None, False) else _whole_pages(value)
 
 
@@ -124,6 +124,14 @@ def _address(value: str | None) -> str | None:
         raise ValueError("is not HOST:PORT, such as 0.0.0.0:9465 or [::]:9465")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError("has an IPv6 address without brackets, such as [::]:9465")
+    return value
+
+
+def _master(value: str | None) -> str | None:
+    group, separator, address = (value or "").rpartition("://")
+    _address(address if separator else value)
+    if separator and not group:
+        raise ValueError("has no kind of the group before ://, such as etcd://")
     return value
 
 
@@ -292,7 +300,7 @@ class Settings(BaseModel):
         description="Which blocks are written to --disk-dir. second_use: those that are loaded after they were stored. "
         "all: every block. none: no more; what is there is read.",
     )
-    disk_writes_per_day: Annotated[int | None, BeforeValidator(_writes_per_day), Shown("SIZE|off", "off")] = Field(
+    disk_writes_per_day: Annotated[int | None, BeforeValidator(_size_or_off), Shown("SIZE|off", "off")] = Field(
         None,
         description="Most bytes that are written to --disk-dir in a day, for the life of a flash disk. off: no limit.",
     )
@@ -301,6 +309,45 @@ class Settings(BaseModel):
         gt=0,
         description="Seconds after which a read of --disk-dir is late: its blocks are a miss. After three late or "
         "failed calls the disk is not used until it works again.",
+    )
+    cluster_master: Annotated[str | None, AfterValidator(_master), Shown("HOST:PORT", "none")] = Field(
+        None,
+        description="Master of a Mooncake Store for blocks that are used again, which other nodes share. A group of "
+        "masters: etcd://HOST:PORT. Requires kvsidecar[mooncake]. Not together with --disk-dir.",
+    )
+    cluster_hostname: Annotated[str | None, Field(min_length=1), Shown("ADDRESS", "auto")] = Field(
+        None,
+        description="Address by which the cluster's other nodes reach this one. auto: the one from which this node "
+        "reaches --cluster-master.",
+    )
+    cluster_segment: Annotated[int | None, BeforeValidator(_size_or_off), Shown("SIZE|off", "off")] = Field(
+        None,
+        description="Memory beside the pool that this node gives to the cluster. What is in it is lost when the "
+        "daemon ends. off: none; others give it.",
+    )
+    cluster_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How blocks travel between nodes.")
+    cluster_devices: Annotated[str | None, Field(min_length=1), Shown("LIST", "auto")] = Field(
+        None, description="RDMA devices, separated by commas. auto: Mooncake chooses."
+    )
+    cluster_replicas: Annotated[int, Shown("COUNT")] = Field(
+        1, ge=1, le=16, description="Nodes that get a copy of each block that this one writes."
+    )
+    cluster_soft_pin: _Seconds = Field(
+        0.0, ge=0, description="How long the blocks that this node writes are evicted after others only. 0: not at all."
+    )
+    cluster_tenant: Annotated[str, Field(min_length=1), Shown("NAME")] = Field(
+        "default", description="Mooncake's tenant. Tenants have quotas, and do not see each other's blocks."
+    )
+    cluster_admission: Admission = Field(
+        Admission.SECOND_USE,
+        description="Which blocks are written to the cluster. second_use: those that are loaded after they were "
+        "stored. all: every block. none: no more; what others have written is read.",
+    )
+    cluster_deadline: _Seconds = Field(
+        2.0,
+        gt=0,
+        description="Seconds after which a read of the cluster is late: its blocks are a miss. After three late or "
+        "failed calls the cluster is not used until it works again.",
     )
     # The curve is in docs/benchmarks.md, "Pacing": with 4 MiB a sampled token's copy takes about 50 µs (99 %: below
     # 100) while stores go at two thirds of the link; without a bound they have all of it and the token waits 500 µs.
@@ -394,6 +441,12 @@ class Settings(BaseModel):
             for option in ("disk_size", "disk_admission", "disk_writes_per_day", "disk_deadline"):
                 if option in self.model_fields_set:
                     self._blame(option, "has no effect without disk_dir")
+        if self.cluster_master and self.disk_dir:
+            self._blame("cluster_master", "cannot be used together with disk_dir: a daemon has one tier")
+        if not self.cluster_master:
+            for option in self.model_fields_set:
+                if option.startswith("cluster_") and option != "cluster_master":
+                    self._blame(option, "has no effect without cluster_master")
         if self.table_dir and not self.pool_dir:
             self._blame("table_dir", "has no effect without pool_dir")
         if self.socket_group and self.socket_mode == "0600":

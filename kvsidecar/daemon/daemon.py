@@ -150,7 +150,7 @@ class Daemon:
                 tier,
                 self._metrics,
                 clock,
-                admission=settings.disk_admission,
+                admission=settings.cluster_admission if settings.cluster_master else settings.disk_admission,
                 write_bytes_per_day=settings.disk_writes_per_day,
             )
         self._runner = JobRunner(

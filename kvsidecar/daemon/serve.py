@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from kvsidecar.core.metrics import Metrics
     from kvsidecar.daemon.daemon import Daemon
     from kvsidecar.daemon.tracing import Tracing
+    from kvsidecar.pool.host_pool import HostPool
     from kvsidecar.pool.kept_files import Carrier
+    from kvsidecar.tiers.tier import Tier
 
     MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
 
@@ -137,8 +140,6 @@ def _load(
     from kvsidecar.daemon.kept_pool import KeptPool
     from kvsidecar.pool.host_pool import HostPool, PoolSpec
     from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
-    from kvsidecar.tiers.link import TierOptions
-    from kvsidecar.tiers.tier import Tier
 
     tracing = _tracing(settings)
 
@@ -181,17 +182,7 @@ def _load(
         if carrier is not None:
             kept = KeptPool(carrier, pool, geometry.slab_bytes, settings)
             await kept.open()
-        tier = None
-        if settings.disk_dir is not None:
-            disk = TierOptions(
-                "disk",
-                {"directory": settings.disk_dir, "capacity_bytes": settings.disk_size},
-                capacity_bytes=settings.disk_size or 0,
-                kept=options.kept,
-                log_format=settings.log_format,
-                log_level=settings.log_level,
-            )
-            tier = Tier("disk", disk, pool, deadline=settings.disk_deadline)
+        tier = _tier(settings, pool, options.kept)
         return Daemon(
             settings,
             copiers,
@@ -206,6 +197,35 @@ def _load(
         )
 
     return make
+
+
+def _tier(settings: Settings, pool: HostPool, kept: tuple[int, ...]) -> Tier | None:
+    """The tier behind the pool, if there is one.
+
+    Args:
+        kept: descriptors that stay open in its processes.
+    """
+    from kvsidecar.tiers.link import TierOptions
+    from kvsidecar.tiers.tier import Tier
+
+    start = partial(TierOptions, kept=kept, log_format=settings.log_format, log_level=settings.log_level)
+    if settings.disk_dir is not None:
+        size = settings.disk_size or 0
+        disk = start("disk", {"directory": settings.disk_dir, "capacity_bytes": size}, capacity_bytes=size)
+        return Tier("disk", disk, pool, deadline=settings.disk_deadline)
+    if settings.cluster_master is not None:
+        cluster = {
+            "master": settings.cluster_master,
+            "segment_bytes": settings.cluster_segment or 0,
+            "protocol": settings.cluster_protocol,
+            "devices": settings.cluster_devices or "",
+            "hostname": settings.cluster_hostname or "",
+            "replicas": settings.cluster_replicas,
+            "soft_pin_seconds": settings.cluster_soft_pin,
+            "tenant": settings.cluster_tenant,
+        }
+        return Tier("cluster", start("cluster", cluster, capacity_bytes=0), pool, deadline=settings.cluster_deadline)
+    return None
 
 
 def _raise_descriptor_limit() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
 import json
 import mmap
 import os
@@ -31,8 +32,12 @@ from kvsidecar.tiers.engine import Engine, ShardSpace, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import MAX_FRAME, Do, Reply, Request, namespace_of, pack_stats, space_of, split
 
-ENGINES: Final = {"disk": "kvsidecar.tiers.disk.engine:open_engine"}
-"""By name: the function that opens the engine with the options of its tier, as keyword arguments."""
+ENGINES: Final = {
+    "cluster": "kvsidecar.tiers.mooncake:open_engine",
+    "disk": "kvsidecar.tiers.disk.engine:open_engine",
+}
+"""By name: the function that opens the engine with the options of its tier, as keyword arguments, and the pool if it
+has an argument of this name."""
 EXIT_FAILED: Final = 1
 FILTER_EVICTED: Final = 1024
 """The filter is made anew when more blocks than this have gone, and more than half as many as there are."""
@@ -162,11 +167,12 @@ def _heard(call: Future[None]) -> None:
         os._exit(EXIT_FAILED)  # the daemon would wait for ever
 
 
-def open_engine(name: str, options: dict[str, Any]) -> Engine:
+def open_engine(name: str, options: dict[str, Any], pool: memoryview) -> Engine:
     """Args: name: in `ENGINES`, or ``module:function`` as there."""
     module, _, function = ENGINES.get(name, name).partition(":")
     open_it: Callable[..., Engine] = getattr(importlib.import_module(module), function)
-    return open_it(**options)
+    given = {"pool": pool} if "pool" in inspect.signature(open_it).parameters else {}
+    return open_it(**given, **options)
 
 
 def main() -> None:
@@ -184,7 +190,7 @@ def main() -> None:
         address = host_memory.map_file(int(sys.argv[2]), told["pool_bytes"], pages)
         host_memory.advise(address, told["pool_bytes"], mmap.MADV_DONTDUMP)
         pool = host_memory.as_array(address, told["pool_bytes"]).data
-        engine = open_engine(told["engine"], told["options"])
+        engine = open_engine(told["engine"], told["options"], pool)
     except (KVSidecarError, OSError) as error:
         say(Reply(0, True, 0.0, str(error).encode()))
     except BaseException as error:  # noqa: BLE001 - no end unheard

@@ -67,6 +67,16 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "disk_admission": ("all", Admission.ALL),
     "disk_writes_per_day": ("2TiB", 2 << 40),
     "disk_deadline": ("0.5", 0.5),
+    "cluster_master": ("kv-master:50051", "kv-master:50051"),
+    "cluster_hostname": ("10.0.0.7", "10.0.0.7"),
+    "cluster_segment": ("64GiB", 64 << 30),
+    "cluster_protocol": ("rdma", "rdma"),
+    "cluster_devices": ("mlx5_0,mlx5_1", "mlx5_0,mlx5_1"),
+    "cluster_replicas": ("2", 2),
+    "cluster_soft_pin": ("60", 60.0),
+    "cluster_tenant": ("blue", "blue"),
+    "cluster_admission": ("all", Admission.ALL),
+    "cluster_deadline": ("0.5", 0.5),
     "on_pin_failure": ("exit", "exit"),
     "memory_check": ("off", False),
     "lease_max": ("12.5", 12.5),
@@ -137,6 +147,8 @@ def companions(option: str) -> dict[str, str | None]:
     disk: dict[str, str | None] = {"disk_dir": "/var/cache/kv", "disk_size": "1TiB"}
     if option.startswith("disk_"):
         return {name: text for name, text in disk.items() if name != option}
+    if option.startswith("cluster_"):
+        return {} if option == "cluster_master" else {"cluster_master": "kv-master:50051"}
     needs: dict[str, dict[str, str | None]] = {
         "socket_group": {"socket_mode": "0660"},
         "table_dir": {"pool_dir": "/dev/shm/kv"},
@@ -215,6 +227,13 @@ def test_a_bad_value_is_named_as_it_was_given(tmp_path: Path) -> None:
     assert str(raised.value) == f"pool_size='lots' in {file} {NOT_A_SIZE}"
 
 
+def test_a_daemon_has_one_tier() -> None:
+    both = {"disk_dir": "/var/cache/kv", "disk_size": "1TiB", "cluster_master": "kv-master:50051"}
+    assert refusal(both) == (
+        "--cluster-master='kv-master:50051' cannot be used together with disk_dir: a daemon has one tier"
+    )
+
+
 def test_the_value_that_counts_is_the_one_blamed() -> None:
     environ = {"KVSIDECAR_HTTP_PORT": "also wrong"}
     assert refusal({"http_port": "wrong"}, environ) == "--http-port='wrong' must be a whole number"
@@ -230,6 +249,8 @@ def test_the_value_that_counts_is_the_one_blamed() -> None:
         ("socket_group", "vllm", "has no effect with socket_mode 0600: use 0660"),
         ("disk_dir", "/var/cache/kv", "needs disk_size: how many bytes of it to use"),
         ("disk_size", "1TiB", "has no effect without disk_dir"),
+        ("cluster_master", "kv-master", "is not HOST:PORT, such as 0.0.0.0:9465 or [::]:9465"),
+        ("cluster_replicas", "2", "has no effect without cluster_master"),
         ("http_host", "", "must have at least 1 character"),
         ("http_port", "65536", "must be less than or equal to 65535"),
         ("http_port", "-1", "must be greater than or equal to 0"),

@@ -137,7 +137,7 @@ class Generator:
         match field.cpp_type:
             case FieldDescriptor.CPPTYPE_BOOL:
                 return self.rng.random() < 0.5
-            case FieldDescriptor.CPPTYPE_DOUBLE:
+            case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
                 return self.rng.choice((0.0, -1.0, float("nan"), float("inf"), 1e308))
             case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_STRING:
                 return self.rng.choice(_TEXTS)

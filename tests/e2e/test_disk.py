@@ -24,8 +24,8 @@ def disk_daemon(directory: Path, *more: str, **environment: str) -> DaemonProces
     return DaemonProcess(directory, *sizes, *disk, *more, **environment)
 
 
-def tier_metric(daemon: DaemonProcess, name: str, **labels: str) -> float:
-    text = ",".join(f'{key}="{value}"' for key, value in sorted({"tier": "disk", **labels}.items()))
+def tier_metric(daemon: DaemonProcess, name: str, tier: str = "disk", **labels: str) -> float:
+    text = ",".join(f'{key}="{value}"' for key, value in sorted({"tier": tier, **labels}.items()))
     return daemon.metric(f"kvsidecar_tier_{name}{{{text}}}")
 
 

@@ -1,4 +1,7 @@
-"""What every engine must do: `kvsidecar.tiers.engine.Engine`. A new engine adds itself to ENGINES."""
+"""What every engine must do: `kvsidecar.tiers.engine.Engine`. A new engine adds itself to ENGINES.
+
+Tests that take `local` or `make` are of engines that alone decide what is there, and outlive their process.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ import xxhash
 from kvsidecar.tiers.disk.engine import DiskEngine
 from kvsidecar.tiers.engine import Engine, ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.messages import split
+from tests.mooncake_cluster import OwnMemory
 from tests.tiers.support import EMPTY, PAGE, content, key, memory, read, space, there, write
 
 CAPACITY = 64 * PAGE
 Make = Callable[[Path], Engine]
-ENGINES: dict[str, Make] = {"disk": lambda path: DiskEngine(path / "tier", CAPACITY, slab_bytes=16 * PAGE)}
+LOCAL: dict[str, Make] = {"disk": lambda path: DiskEngine(path / "tier", CAPACITY, slab_bytes=16 * PAGE)}
+CLUSTER = "cluster"
+ENGINES = [*LOCAL, CLUSTER]
 SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 7]
 
 
@@ -32,14 +38,22 @@ def place(request: pytest.FixtureRequest) -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=LOCAL)
 def make(request: pytest.FixtureRequest) -> Make:
-    return ENGINES[request.param]
+    return LOCAL[request.param]
 
 
 @pytest.fixture
-def engine(make: Make, place: Path) -> Iterator[Engine]:
+def local(make: Make, place: Path) -> Iterator[Engine]:
     opened = make(place)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, place: Path) -> Iterator[Engine]:
+    opened: Engine
+    opened = OwnMemory(request.getfixturevalue("cluster")) if request.param == CLUSTER else LOCAL[request.param](place)
     yield opened
     opened.close()
 
@@ -51,7 +65,13 @@ def test_what_is_written_is_read(engine: Engine, nbytes: int) -> None:
     assert there(engine, of, range(12)) == list(range(9))
     backwards = [11, *reversed(range(9))]
     assert read(engine, of, backwards) == {11: ReadEnd.MISS} | dict.fromkeys(range(9), ReadEnd.DONE)
-    stats = engine.stats()
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_what_is_there_is_counted(local: Engine, nbytes: int) -> None:
+    of = space(nbytes=nbytes)
+    assert write(local, of, range(9)) == [WriteEnd.DONE] * 9
+    stats = local.stats()
     assert (stats.blocks, stats.evicted_blocks) == (9, 0)
     assert 9 * nbytes <= stats.used_bytes <= stats.capacity_bytes
 
@@ -105,29 +125,29 @@ def test_a_given_checksum_is_believed_and_a_wrong_one_is_found_by_the_read(engin
     assert read(engine, of, [1]) == {1: ReadEnd.DONE}
 
 
-def test_the_least_recently_used_go_first(engine: Engine) -> None:
+def test_the_least_recently_used_go_first(local: Engine) -> None:
     of = space()
     for first in range(0, 64, 8):
-        write(engine, of, range(first, first + 8))
-    read(engine, of, range(8))
-    write(engine, of, range(64, 72))
-    left = there(engine, of, range(72))
+        write(local, of, range(first, first + 8))
+    read(local, of, range(8))
+    write(local, of, range(64, 72))
+    left = there(local, of, range(72))
     assert set(range(8)) | set(range(64, 72)) <= set(left)
     assert not set(range(8, 16)) & set(left)
-    assert engine.stats().evicted_blocks == 72 - len(left)
+    assert local.stats().evicted_blocks == 72 - len(left)
 
 
-def test_of_more_than_fits_the_first_stay(engine: Engine) -> None:
+def test_of_more_than_fits_the_first_stay(local: Engine) -> None:
     of = space()
-    ends = write(engine, of, range(100))
+    ends = write(local, of, range(100))
     assert ends == [WriteEnd.DONE] * ends.count(WriteEnd.DONE) + [WriteEnd.FULL] * ends.count(WriteEnd.FULL)
-    assert there(engine, of, range(100)) == list(range(ends.count(WriteEnd.DONE)))
+    assert there(local, of, range(100)) == list(range(ends.count(WriteEnd.DONE)))
     assert ends.count(WriteEnd.DONE) >= 32
 
 
-def test_a_shard_that_never_fits_is_refused(engine: Engine) -> None:
-    assert write(engine, space(nbytes=100 * PAGE), [1]) == [WriteEnd.FULL]
-    assert write(engine, space(), [1]) == [WriteEnd.DONE]
+def test_a_shard_that_never_fits_is_refused(local: Engine) -> None:
+    assert write(local, space(nbytes=100 * PAGE), [1]) == [WriteEnd.FULL]
+    assert write(local, space(), [1]) == [WriteEnd.DONE]
 
 
 def test_a_namespace_is_forgotten_or_all(engine: Engine) -> None:

@@ -74,14 +74,14 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(*, deadline: float = NEVER, **options: Any) -> AsyncIterator[Bench]:
+async def bench(*, deadline: float = NEVER, engine: str = memory_engine.NAME, **options: Any) -> AsyncIterator[Bench]:
     fd = os.memfd_create("pool")
     os.ftruncate(fd, POOL)
     pages = Pages(PageKind.SMALL, 4096)
     address = host_memory.map_file(fd, POOL, pages)
     changes: list[str] = []
     memory = SimpleNamespace(fd=fd, nbytes=POOL, pages=pages)
-    tier = Tier("memory", TierOptions(memory_engine.NAME, options, capacity_bytes=0), memory, deadline=deadline)
+    tier = Tier("memory", TierOptions(engine, options, capacity_bytes=0), memory, deadline=deadline)
     tier.on_change = lambda each: changes.append(each.down)
     running = asyncio.create_task(tier.run())
     try:

@@ -1,0 +1,169 @@
+"""What fails in a cluster, seen through a tier: nobody waits for it, nothing wrong is given out, and it comes back."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsidecar.errors import TierFailed
+from kvsidecar.tiers.engine import ReadEnd, WriteEnd
+from kvsidecar.tiers.mooncake import BATCH, TRAILER, ClusterOptions, MooncakeEngine, _address, _keys
+from kvsidecar.tiers.tier import FAILURES
+from tests.harness import eventually_in_loop
+from tests.mooncake_cluster import Cluster, OwnMemory, missing
+from tests.tiers.support import key, read, space, there, write
+from tests.tiers.test_tier import NEVER, SHARD, SPACE, Bench, bench, name, names
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")
+
+
+@pytest.fixture
+def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """One that the test may stop and kill."""
+    started = Cluster(tmp_path, node_bytes=16 << 20)
+    yield started
+    started.close()
+
+
+async def written(each: Bench, *numbers: int) -> None:
+    await each.on()
+    for number in numbers:
+        each.slot(number)[:] = number
+    assert await each.write(*numbers) == [WriteEnd.DONE] * len(numbers)
+
+
+async def works_again(each: Bench, number: int) -> None:
+    """The tier is on, and takes and gives what was not there."""
+
+    def probed() -> bool:
+        each.tier.check(NEVER)
+        return not each.tier.off
+
+    async def takes() -> bool:
+        await eventually_in_loop(probed)
+        try:
+            return await each.write(number) == [WriteEnd.DONE]
+        except TierFailed:
+            return False
+
+    while not await takes():
+        pass
+    each.slot(number)[:] = 0
+    assert await each.read(number) == [ReadEnd.DONE]
+
+
+async def test_a_block_comes_back_from_another_node(own_cluster: Cluster) -> None:
+    """One daemon writes it, another one reads it."""
+    async with bench(engine="cluster", master=own_cluster.address) as one:
+        await written(one, 1, 2)
+    async with bench(engine="cluster", master=own_cluster.address) as two:
+        await two.on()
+        assert await two.find(1, 3, 2) == [True, False, True]
+        assert await two.read(2, 3, 1) == [ReadEnd.DONE, ReadEnd.MISS, ReadEnd.DONE]
+        assert [set(two.slot(number).tolist()) for number in (2, 1)] == [{2}, {1}]
+        two.tier.forget(SPACE.namespace)
+        await two.on()
+        assert await two.find(1, 2) == [False, False]
+
+
+async def test_a_storage_node_that_stops_costs_the_deadline_and_no_more(own_cluster: Cluster) -> None:
+    """The client would wait for a minute: its process is killed, which gives the slots back."""
+    async with bench(engine="cluster", master=own_cluster.address, deadline=1.0) as each:
+        await written(each, 1)
+        own_cluster.stop_node(0)
+        late: list[bool] = []
+        ends: list[Any] = []
+        each.tier.read(SPACE, name(1), np.array([0]), ends.append, lambda: late.append(True))
+        await eventually_in_loop(lambda: bool(late))
+        assert not ends, "the call may still write to its slot"
+        process = each.tier.pid
+        each.tier.check(0.5)
+        await eventually_in_loop(lambda: each.tier.pid not in (0, process))
+        assert ends == [[]]
+        own_cluster.nodes[0].send_signal(signal.SIGCONT)
+
+
+async def test_a_storage_node_that_dies_during_a_read_is_a_failure_and_then_a_miss(own_cluster: Cluster) -> None:
+    async with bench(engine="cluster", master=own_cluster.address) as each:
+        await written(each, *range(8))
+        own_cluster.stop_node(0)
+        ends: list[Any] = []
+        each.tier.read(SPACE, names(*range(8)), np.arange(8) * SHARD, ends.append, lambda: None)
+        own_cluster.nodes[0].kill()
+        await eventually_in_loop(lambda: bool(ends))
+        assert ends == [[]]
+        assert each.tier.counts.failures == 1
+        own_cluster.start_node()
+        while True:  # until the master gives the node up, a find still has a hit: a hint only
+            await eventually_in_loop(lambda: each.tier.check(NEVER) or not each.tier.off)
+            answer = await each.read(1)
+            assert answer in ([], [ReadEnd.MISS])
+            if answer:
+                break
+        await works_again(each, 20)
+
+
+async def test_a_master_that_dies_turns_the_tier_off_until_there_is_one(own_cluster: Cluster) -> None:
+    async with bench(engine="cluster", master=own_cluster.address) as each:
+        await written(each, 1)
+        own_cluster.master.kill()
+        own_cluster.master.wait()
+        for _ in range(FAILURES):
+            assert await each.find(1) == []
+        assert "the master does not answer (code -900)" in each.tier.off
+        own_cluster.start_master()
+        await works_again(each, 2)
+
+
+def test_a_full_cluster_refuses_and_makes_room_later(own_cluster: Cluster) -> None:
+    of = space(nbytes=1 << 20)
+    engine = OwnMemory(own_cluster)
+    first = write(engine, of, range(12))
+    assert first == [WriteEnd.DONE] * 12
+    assert set(read(engine, of, range(12)).values()) == {ReadEnd.DONE}  # which protects them for a while
+    ends = write(engine, of, range(100, 112))
+    assert set(ends) == {WriteEnd.DONE, WriteEnd.FULL}
+    there_now = [number for number, end in zip(range(100, 112), ends, strict=True) if end is WriteEnd.DONE]
+    assert there(engine, of, range(100, 112)) == there_now
+    engine.probe()
+    turn = 0
+    while WriteEnd.FULL in write(engine, of, [200]):  # it makes room in the background
+        turn += 1
+        assert turn < 1000
+        read(engine, of, [300])
+    engine.close()
+
+
+def test_a_shard_under_the_name_of_another_is_corrupt(own_cluster: Cluster) -> None:
+    """As after a defect of the store: whole, but not what was asked for."""
+    engine, of = OwnMemory(own_cluster), space()
+    write(engine, of, [1])
+    mine, other = _keys(of, [key(1), key(2)])
+    value = memoryview(bytearray(of.shard_bytes + TRAILER.size))
+    at = [_address(value)], [len(value)]
+    engine.registered([value], lambda: engine._store.batch_get_into([mine], *at))
+    assert engine.registered([value], lambda: engine._store.batch_put_from([other], *at)) == [0]
+    assert read(engine, of, [1, 2]) == {1: ReadEnd.DONE, 2: ReadEnd.CORRUPT}
+    assert there(engine, of, [1, 2]) == [1]
+    assert write(engine, of, [2]) == [WriteEnd.DONE]
+    assert read(engine, of, [2]) == {2: ReadEnd.DONE}
+    engine.close()
+
+
+def test_without_a_master_the_engine_says_so_at_once() -> None:
+    with pytest.raises(TierFailed, match=r"the Mooncake master 127\.0\.0\.1:1 is not reached: .*refused"):
+        MooncakeEngine(memoryview(bytearray(4096)), ClusterOptions("127.0.0.1:1"))
+
+
+def test_calls_under_way_share_no_trailer(cluster: Cluster) -> None:
+    engine = OwnMemory(cluster)
+    with engine._room(BATCH) as one, engine._room(BATCH) as two:
+        begins = sorted(map(_address, [*one, *two]))
+    assert all(later - sooner >= TRAILER.size for sooner, later in itertools.pairwise(begins))
+    engine.close()
