@@ -368,7 +368,8 @@ def store_and_load(rank: Rank, number: int) -> None:
 def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
     seconds = float(os.environ.get("KVSIDECAR_HOSTILE_SECONDS", "10"))
     seed = int(os.environ.get("KVSIDECAR_HOSTILE_SEED", "1"))
-    with DaemonProcess(short_dir, "--lease-max", "1") as daemon:
+    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "1MiB", "--disk-admission", "all")
+    with DaemonProcess(short_dir, "--lease-max", "1", *disk) as daemon:
         rank = Rank(daemon.wait_ready(), instance="good")
         attacker = Attacker(daemon, seed)
         attacker.sweep()
