@@ -32,6 +32,7 @@ INTEREST_SECONDS: Final = 1.0
 ABSENT_SECONDS: Final = 1.0
 """How long a tier is not asked again for a block that it does not have, or that is not worth a fetch."""
 MAX_ABSENT: Final = 4096
+NO_DIGEST: Final = bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class Fetches:
         """Those with blocks that wait, by namespace; namespaces take turns."""
         self._absent: dict[tuple[Space, bytes], float] = {}
         """First misses for which there is nothing to fetch, and until when; the oldest first."""
+        self._digests: dict[Space, bytes] = {}
         self.waiting_blocks = 0
         """That have been found, and not handed to the tier yet."""
         self.reading_bytes = 0
@@ -131,17 +133,20 @@ class Fetches:
             seconds: how long the caller can wait.
             prefill_rate: tokens a second that it computes; 0 if it does not say.
         """
-        first, now = hashes[hits], self._clock()
+        first = hashes[hits]
+        if not self._tier.may_have(self._digest(space), first):  # first of all: nearly every miss ends here
+            if self._tier.off:
+                self._refused(FetchRefusal.OFF, 1)
+            return NOTHING
+        now = self._clock()
         if (known := self._by_hash.get(space, {}).get(first)) is not None:
             fetch, at = known
             fetch.asked = now
             return Coming(max(0, fetch.found - at), fetch.finding)
         if self._absent.get((space, first), now) > now or not space.users or None in space.shard_bytes:
             return NOTHING
-        if self._tier.off or self._may_be_cleared(space.namespace):
+        if self._may_be_cleared(space.namespace):
             self._refused(FetchRefusal.OFF, 1)
-            return NOTHING
-        if not self._tier.may_have(shard_space(space, 0), first):
             return NOTHING
         if self.waiting_blocks > MAX_WAITING:
             self._refused(FetchRefusal.BUSY, 1)
@@ -156,6 +161,17 @@ class Fetches:
         except TierFailed:
             self._end(fetch, FetchRefusal.OFF)
         return Coming(0, fetch.finding)
+
+    def _digest(self, space: Space) -> bytes:
+        """Of its first shard. Of a space without ranks something else: a lookup there takes as long as any other."""
+        digest = self._digests.get(space)
+        if digest is None:
+            if space.shard_bytes[0] is None:
+                return NO_DIGEST
+            if len(self._digests) >= MAX_ABSENT:
+                self._digests.clear()
+            digest = self._digests[space] = shard_space(space, 0).digest
+        return digest
 
     def forget(self, namespace: Namespace | None) -> None:
         """Fetch nothing more of a namespace, or of all: it is cleared."""

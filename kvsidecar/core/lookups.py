@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache, Part
+from kvsidecar.core.fetches import NOTHING
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
@@ -137,14 +138,13 @@ class LookupService:
         prefill_rate: float,
     ) -> tuple[tuple[GroupAnswer, ...], bool]:
         """The answers with what is coming, and whether a tier is being asked."""
-        result, asking = [], False
-        for (space, _), (_, hashes), hits, answer in zip(parts, groups, found, answers, strict=True):
+        result, asking = list(answers), False
+        for i, hits in enumerate(found):
             if False in hits:
-                coming = tiering.fetches.coming(space, hashes, hits.index(False), seconds, prefill_rate)
-                asking |= coming.asking
-                result.append(replace(answer, coming=coming.blocks) if coming.blocks else answer)
-            else:
-                result.append(answer)
+                coming = tiering.fetches.coming(parts[i][0], groups[i][1], hits.index(False), seconds, prefill_rate)
+                if coming is not NOTHING:
+                    asking |= coming.asking
+                    result[i] = replace(result[i], coming=coming.blocks)
         return tuple(result), asking
 
     def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:

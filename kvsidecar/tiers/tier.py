@@ -197,9 +197,13 @@ class Tier:
 
     # -- what it is asked for --------------------------------------------------------------------------------------
 
-    def may_have(self, space: ShardSpace, block_hash: bytes) -> bool:
-        """False: it does not have this block, or is not used at present. Asks nobody."""
-        return not self.off and self._filter.may_have(space.digest, block_hash)
+    def may_have(self, digest: bytes, block_hash: bytes) -> bool:
+        """False: it does not have this block, or is not used at present. Asks nobody.
+
+        Args:
+            digest: of the shard space.
+        """
+        return self._filter.may_have(digest, block_hash) and not self.off
 
     def find(self, space: ShardSpace, hashes: bytes, on_end: Callable[[list[bool]], None]) -> None:
         """Which of these are there: none, if it fails or is late.

@@ -49,7 +49,7 @@ class ScriptedTier:
         width = space.namespace.hash_bytes
         return [hashes[at : at + width] for at in range(0, len(hashes), width)]
 
-    def may_have(self, space: ShardSpace, block_hash: bytes) -> bool:
+    def may_have(self, digest: bytes, block_hash: bytes) -> bool:
         return not self.off
 
     def find(self, space: ShardSpace, hashes: bytes, on_end: Callable[[list[bool]], None]) -> None:
