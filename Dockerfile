@@ -5,18 +5,25 @@ ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
+COPY client client
+COPY proto proto
 COPY kvsidecar kvsidecar
+# Of the release; the context has no tags.
+ARG VERSION=
 # Without pip in it: the image installs nothing later.
 RUN python -m venv --without-pip /opt/kvsidecar \
-    && pip --python /opt/kvsidecar/bin/python install --no-cache-dir --disable-pip-version-check './[tracing]'
+    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} pip --python /opt/kvsidecar/bin/python install --no-cache-dir \
+        --disable-pip-version-check ./client './[tracing]'
 
 FROM python:${PYTHON}-slim
 ARG REVISION=unknown
+ARG VERSION=
 LABEL org.opencontainers.image.title="kvsidecar" \
       org.opencontainers.image.description="Per-node KV-offload daemon for LLM engines" \
       org.opencontainers.image.source="https://github.com/kvsidecar/kvsidecar" \
       org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/kvsidecar /opt/kvsidecar
 # The NVIDIA container toolkit reads the two NVIDIA variables: it mounts the driver's library, and no GPU resource is taken.

@@ -2,24 +2,27 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PROJECTS := pyproject.toml client/pyproject.toml
 
 # Each process of the tests would compile all that it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 CHECKS := check-format check-lint check-types check-imports check-generated check-spelling check-deploy check-documents
-.PHONY: help demo venv venv-vllm test coverage test-vllm soak check $(CHECKS) hooks format proto docs clean
+.PHONY: help demo venv venv-vllm venv-sglang test coverage test-vllm test-sglang soak check $(CHECKS) hooks format proto docs package clean
 
 help:
 	@echo "make demo    install, start a daemon, store, kill the engine, load, compare every byte"
 	@echo "make test    install what the tests need and run those of the daemon, the client and the commands"
 	@echo "make coverage  of these the unit tests, and how much of cache/, core/ and protocol/ they run"
 	@echo "make test-vllm  install vLLM for the CPU into .venv-vllm and run the connector's tests, also on a real engine"
+	@echo "make test-sglang  install SGLang for the CPU into .venv-sglang and run the linker's tests, also on a real engine"
 	@echo "make soak    a daemon under engines that are killed at random, for SECONDS=120 on DEVICE=host"
 	@echo "make check   format, lint, types, import contracts, spelling, generated code, and the tests of deploy/ and docs/"
 	@echo "make hooks   those checks at each commit that look at what changed, and the length of its subject"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make docs    write the reference pages of docs/ and build the site into build/docs"
+	@echo "make package  build wheel and sdist of daemon and client into dist/, and check what they say of themselves"
 	@echo "make proto   regenerate kvsidecar/v1 from proto/"
 
 $(VENV)/pip.stamp:
@@ -29,16 +32,16 @@ $(VENV)/pip.stamp:
 		|| { echo "$(PYTHON) has no working venv module (Debian and Ubuntu: apt install python3-venv)"; exit 1; }
 	@touch $@
 
-$(VENV)/run.stamp: $(VENV)/pip.stamp pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+$(VENV)/run.stamp: $(VENV)/pip.stamp $(PROJECTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable .
 	@touch $@
 
-$(VENV)/test.stamp: $(VENV)/pip.stamp pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+$(VENV)/test.stamp: $(VENV)/pip.stamp $(PROJECTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[test]'
 	@touch $@ $(VENV)/run.stamp
 
-$(VENV)/dev.stamp: $(VENV)/pip.stamp pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+$(VENV)/dev.stamp: $(VENV)/pip.stamp $(PROJECTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[dev]'
 	@touch $@ $(VENV)/run.stamp $(VENV)/test.stamp
 
 demo: $(VENV)/run.stamp
@@ -52,7 +55,8 @@ SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal -m "not alone"
 OF_CHECK := tests/deploy tests/docs
 OF_COVERAGE := $(wildcard tests/cache tests/client tests/core tests/protocol tests/server)
 OF_TEST_VLLM := tests/integrations tests/vllm
-OF_TEST := $(filter-out tests/__pycache__ $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM),$(patsubst %/,%,$(wildcard tests/*/))) tests/test_no_pickle.py
+OF_TEST_SGLANG := tests/sglang
+OF_TEST := $(filter-out tests/__pycache__ $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM) $(OF_TEST_SGLANG),$(patsubst %/,%,$(wildcard tests/*/))) tests/test_no_pickle.py
 # The files that have such tests, because pytest takes seconds to collect all.
 alone = -m alone $(shell grep -rl --include='test_*.py' 'mark\.alone' $(1))
 
@@ -82,8 +86,8 @@ $(VLLM_VENV)/vllm.stamp: tests/vllm/requirements.txt tests/vllm/without-dependen
 	$(VLLM_PIP) --no-deps -r tests/vllm/without-dependencies.txt
 	@touch $@
 
-$(VLLM_VENV)/test.stamp: $(VLLM_VENV)/vllm.stamp pyproject.toml
-	$(VLLM_PIP) --editable '.[test]'
+$(VLLM_VENV)/test.stamp: $(VLLM_VENV)/vllm.stamp $(PROJECTS)
+	$(VLLM_PIP) --editable ./client --editable '.[test]'
 	@touch $@
 
 venv-vllm: $(VLLM_VENV)/test.stamp
@@ -94,6 +98,29 @@ ifdef ARGS
 else
 	$(VLLM_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(OF_TEST_VLLM)
 	$(VLLM_VENV)/bin/python -m pytest $(call alone,$(OF_TEST_VLLM))
+endif
+
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+$(SGLANG_VENV)/sglang.stamp: tests/sglang/requirements.txt tests/sglang/without-dependencies.txt
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PIP) -r tests/sglang/requirements.txt
+	$(SGLANG_PIP) --no-deps -r tests/sglang/without-dependencies.txt
+	@touch $@
+
+$(SGLANG_VENV)/test.stamp: $(SGLANG_VENV)/sglang.stamp $(PROJECTS)
+	$(SGLANG_PIP) --editable ./client --editable '.[test]'
+	@touch $@
+
+venv-sglang: $(SGLANG_VENV)/test.stamp
+
+# The engines of a file are started once, so a file is not split.
+test-sglang: $(SGLANG_VENV)/test.stamp
+ifdef ARGS
+	$(SGLANG_VENV)/bin/python -m pytest $(ARGS)
+else
+	$(SGLANG_VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(OF_TEST_SGLANG)
 endif
 
 SECONDS ?= 120
@@ -133,6 +160,8 @@ check-spelling:
 check-deploy:
 	$(BIN)/hadolint Dockerfile deploy/kubernetes/vllm.Dockerfile
 	@deploy/systemd/check
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec examples/compose.yaml
 
 check-documents:
 	$(BIN)/python -m pytest -q $(OF_CHECK)
@@ -152,5 +181,12 @@ docs: $(VENV)/dev.stamp
 	$(BIN)/python -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet docs build/docs
 	@echo "build/docs/index.html"
 
+# The same commit gives the same bytes.
+package: $(VENV)/test.stamp
+	rm -rf dist
+	export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} \
+		&& $(BIN)/python -m build --no-isolation --outdir dist client && $(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis

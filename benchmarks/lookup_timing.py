@@ -1,11 +1,12 @@
 """Does the time of a lookup tell a tenant what another one has stored? (Row 41 of docs/faults.md.)
 
-python benchmarks/lookup_timing.py [--rounds 5000] [--hashes 64]
+python benchmarks/lookup_timing.py [--rounds 5000] [--hashes 64] [--shares]
 
 Tenant B asks, in a random order that is new in each round: its own namespace about hashes that nobody stored; its own
 namespace about the hashes of tenant A's blocks; a namespace that does not exist; and, for comparison, about blocks of
 its own. Printed are the medians, and the Kolmogorov-Smirnov distance of each from the first with its critical value
-at 1 %: below it, the two distributions cannot be told apart by this many lookups.
+at 1 %: below it, the two distributions cannot be told apart by this many lookups. ``--shares``: half of the pool is
+guaranteed to tenant A, and A's blocks expire.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, LookupMode
 from kvsidecar.support.units import MiB
 
 ROW_BYTES = 64
+SHARES = '[{name = "a", namespaces = ["tenant-a"], guaranteed = "50%", ttl = 86400, idle_ttl = 86400}]'
 TENANT_A = Namespace("tenant-a", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
 TENANT_B = dataclasses.replace(TENANT_A, model="tenant-b")
 NOBODY = dataclasses.replace(TENANT_A, model="tenant-x")  # names of one length: the messages are equally long
@@ -65,6 +67,7 @@ def measure(socket: str, rounds: int, count: int) -> dict[str, npt.NDArray[np.fl
         "nobody's hashes": (TENANT_B, hashes("x", count)),
         "another tenant's hashes": (TENANT_B, hashes("a", count)),
         "an unknown namespace": (NOBODY, hashes("a", count)),
+        "another's namespace, nobody's hashes": (TENANT_A, hashes("x", count)),
         "its own blocks": (TENANT_B, hashes("b", count)),
     }
     seconds: dict[str, list[float]] = {case: [] for case in cases}
@@ -89,9 +92,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5000)
     parser.add_argument("--hashes", type=int, default=64, help="of one lookup")
+    parser.add_argument("--shares", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
-        flags = ["--slab-size", "1MiB", "--chunk-size", "1MiB"]
+        flags = ["--slab-size", "1MiB", "--chunk-size", "1MiB", *(["--share", SHARES] if options.shares else [])]
         with private_daemon(Path(directory), "host", 4 * MiB, flags) as daemon:
             seconds = measure(daemon.socket, options.rounds, options.hashes)
     critical = 1.63 * (2 / options.rounds) ** 0.5  # two samples of the same size, 1 %

@@ -19,7 +19,7 @@ myst_heading_anchors = 3
 highlight_language = "text"  # of a block that does not say
 smartquotes = False  # would make one dash of the two of a flag
 html_theme = "furo"
-html_title = f"kvsidecar {version}"
+html_title = f"kvsidecar {version.partition('+')[0]}"
 html_static_path = ["_static"]
 html_css_files = ["kvsidecar.css"]
 html_copy_source = html_show_sphinx = False

@@ -22,6 +22,8 @@ class Refusal(StrEnum):
     """The pool has too few free or evictable slots for the whole job. Nothing was evicted."""
     POOL_FRAGMENTED = "pool_fragmented"
     """The pool has enough bytes, but pinned blocks of another size (leased, or being copied) occupy the slabs."""
+    QUOTA = "quota"
+    """The job would take its share of the pool beyond its maximum, or pin bytes that are guaranteed to other shares."""
     NOT_FOUND = "not_found"
     """A block to load is not readable: it was never stored, it was evicted, or some of its shards are not sealed."""
     STALE_LEASE = "stale_lease"

@@ -9,6 +9,7 @@ block hash          content hash of a full prefix block, chosen by the engine
 region              one strided piece of an engine's allocation
 shard               one rank's part of a block; a block is readable when all its shards are sealed
 slot                one fixed-size place in the host pool; holds one shard, all its rows contiguous
+share               namespaces that have a part of the pool together, guaranteed and at most
 reservation         a slot being filled; ends in ``seal`` or ``abort``
 lease, pin          the daemon's promise to a client, with an expiry, not to evict blocks; a count that forbids it
 store job           copies of one request, device to host
@@ -27,6 +28,9 @@ PROTOCOL = 2
 
 TOKEN_METADATA = "kvsidecar-token-bin"
 """gRPC metadata key for the token from the attach socket. It identifies the sender of a unary call."""
+
+UNASSIGNED = "unassigned"
+"""Name of the share of all namespaces that no other share covers. It is guaranteed nothing."""
 
 HASH_BYTES_MIN = 16
 """Shorter hashes collide by accident or by intent (CVE-2025-25183: Python's 8-byte ``hash()`` as block hash)."""
@@ -73,6 +77,30 @@ class Verify(StrEnum):
     OFF = "off"
     SAMPLE = "sample"
     ALWAYS = "always"
+
+
+class Residency(Enum):
+    """What a watcher of a namespace is told about blocks."""
+
+    STORED = "stored"
+    """They can be looked up."""
+    REMOVED = "removed"
+    """They cannot any more."""
+    CLEARED = "cleared"
+    """No block of the group can any more."""
+    NOTES = "notes"
+    """What a client has noted about them."""
+    RESET = "reset"
+    """A snapshot begins: all that was told before may be wrong."""
+    COMPLETE = "complete"
+    """The snapshot ends: what was told since the reset is all there is."""
+    LOST = "lost"
+    """The daemon is lost, and with it every block until the next reset."""
+
+    @property
+    def is_change(self) -> bool:
+        """Whether it concerns certain blocks, and is a change on the wire."""
+        return self in (Residency.STORED, Residency.REMOVED, Residency.CLEARED, Residency.NOTES)
 
 
 class LookupMode(Enum):

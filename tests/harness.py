@@ -100,6 +100,7 @@ class DaemonProcess:
         until: the log line that the constructor waits for.
         stderr: a descriptor for standard error; the log is not read then, and nothing is waited for.
         local: whether its clients use the local protocol, or gRPC.
+        python: the interpreter that runs it.
         variables: environment variables.
     """
 
@@ -115,11 +116,12 @@ class DaemonProcess:
         until: str = "listening",
         stderr: int | None = None,
         local: bool = True,
+        python: str | Path = sys.executable,
         **variables: str,
     ) -> None:
         self.local = local
         self.socket = str(directory / "kvs.sock")
-        command = [*under, sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
+        command = [*under, str(python), "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
         command += ["--http-port", "0", "--log-format", "json", *flags]
         if "--config" not in flags:  # over which a flag would win
             command += ["--log-level", "debug"]

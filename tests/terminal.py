@@ -40,12 +40,12 @@ class Terminal:
 
     def until(self, wanted: str, *, raw: bool = False) -> str:
         """Everything drawn from now on until this is; ``raw``: with what moves the cursor and colors."""
-        drawn = ""
+        drawn = read = ""
 
         def is_drawn() -> bool:
-            nonlocal drawn
-            text = self._read()
-            drawn += text if raw else re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+            nonlocal drawn, read
+            read += self._read()  # may end within an escape sequence
+            drawn = read if raw else re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", read)
             return wanted in drawn
 
         eventually(is_drawn, lambda: f"{wanted!r} was not drawn; this was: {drawn[-2000:]!r}", pause=0.0)

@@ -6,7 +6,10 @@ python -m benchmarks.vllm.hits --tiny                      # on the CPU: shows t
 One prompt at a time, one token each; a prompt more than are counted runs before each phase. Then the tokens and the
 first log-probability of some prompts, cold, from the GPU's cache, and from the connector. With kvsidecar also an engine
 started anew against the same daemon, and two engines at once that hit what the other one stored; with ``--pool-dir``
-also an engine whose daemon is killed and started again meanwhile.
+also an engine whose daemon is killed and started again meanwhile. With ``--tier``, flags of ``kvsidecar serve``, also
+an engine whose daemon has nothing in its pool: it reads what the first daemon wrote to its disk, once that one has
+ended, or what it put into the cluster, beside it. What is read slower than it is computed is a miss, unless
+``--extra`` gives a low ``prefill_rate``.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50
 from benchmarks.warm_restart import kill
 from kvsidecar.bench.processes import Child, PrivateDaemon
+from kvsidecar.client import Client
+from kvsidecar.support.units import format_size
 
 WARM, CHECKED, SHARED = 500_000, 700_000, 800_000
 """Names of prompts that are not counted, that are compared, and that two engines give each other."""
+QUIET_SECONDS = 2.0
 ATTACH_ATTEMPTS, ATTACH_SECONDS = 60, 0.5
 """An engine tries to attach again at growing distances, of seconds at most."""
 
@@ -71,7 +77,7 @@ def restart_daemon(child: Child, daemon: PrivateDaemon, options: argparse.Namesp
     """The daemon is killed and started again while the engine keeps running. The engine's own cache is empty then, so
     that every hit is of what the daemon has kept."""
     ask(child, "drain")
-    before = ask(child, "check", first=CHECKED, count=options.checked, length=options.tokens)
+    before = hit_check(child, options)
     ask(child, "drain")
     gone = kill(daemon)
     daemon.start()
@@ -91,6 +97,42 @@ def restart_daemon(child: Child, daemon: PrivateDaemon, options: argparse.Namesp
         "ready_seconds": round(daemon.times["ready"] - daemon.started, 3), "gone_seconds": gone,
         "equal_tokens": _same(before, after), "cached": after["cached"],
     }  # fmt: skip
+
+
+def hit_check(child: Child, options: argparse.Namespace) -> dict[str, Any]:
+    """What these prompts give that hit in the connector: what is computed anew differs by bf16's rounding."""
+    checked = {"first": CHECKED, "count": options.checked, "length": options.tokens}
+    ask(child, "check", **checked)
+    reset(child)
+    return ask(child, "check", **checked)
+
+
+def wait_written(daemon: PrivateDaemon) -> dict[str, Any]:
+    """Until the daemon's tier writes nothing more."""
+    with Client(daemon.socket, name="hits") as client:
+        before = -1
+        while True:
+            (tier,) = client.status().tiers
+            if tier.written_bytes == before:
+                return {"off": tier.off, "blocks": tier.blocks, "written_bytes": tier.written_bytes}
+            before = tier.written_bytes
+            time.sleep(QUIET_SECONDS)
+
+
+def read_tier(
+    child: Child, daemon: PrivateDaemon, stored: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """An engine and a daemon that begin: what they hit was in the tier, the second time in the pool."""
+    found = {"facts": ask(child, "facts")}
+    ask(child, "phase", first=WARM + 100, count=2, length=options.tokens)
+    for name in ("tier hit", "pool hit"):
+        found[name] = phase(child, 0, options)
+        reset(child)
+    after = ask(child, "check", first=CHECKED, count=options.checked, length=options.tokens)
+    with Client(daemon.socket, name="hits") as client:
+        (tier,) = client.status().tiers
+    read = {"read_bytes": tier.read_bytes, "failures": tier.failures, "off": tier.off}
+    return {**found, **read, "equal_tokens": _same(stored, after), "cached": after["cached"]}
 
 
 def share(one: Child, other: Child, options: argparse.Namespace) -> dict[str, Any]:
@@ -128,7 +170,7 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
                 ask(child, "drain")
             if daemon is not None and flags:
                 found["restart daemon"] = restart_daemon(child, daemon, options)
-        if ours:
+        if ours and not options.brief:
             with runs.engine(options, directory, mode, pool, daemon, **llm, **memory) as child:
                 found["restart"] = restart(child, options)
             # One after the other: vLLM measures free GPU memory when it starts.
@@ -136,7 +178,36 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
                 ask(one, "facts")
                 with runs.engine(options, directory, mode, pool, daemon, **llm, **half) as other:
                     found["share"] = share(one, other, options)
+    if ours and options.tier:
+        found["tier"] = behind(options, directory, pool, **llm, **memory)
     return found
+
+
+def behind(options: argparse.Namespace, directory: Path, pool: int, **llm: Any) -> dict[str, Any]:
+    flags = options.tier.split()
+    filling = [*flags, *options.fill.split()]
+
+    def fill(daemon: PrivateDaemon) -> dict[str, Any]:
+        with runs.engine(options, directory, "kvsidecar", pool, daemon, **llm) as child:
+            phase(child, 0, options)
+            stored = hit_check(child, options)
+            ask(child, "drain")
+            return {"stored": stored, "written": wait_written(daemon)}
+
+    def read(daemon: PrivateDaemon, filled: dict[str, Any]) -> dict[str, Any]:
+        with runs.engine(options, directory, "kvsidecar", pool, daemon, **llm) as child:
+            return {**read_tier(child, daemon, filled["stored"], options), "written": filled["written"]}
+
+    if "--cluster-master" in flags:
+        with (
+            runs.daemon(options, directory, pool, filling) as one,
+            runs.daemon(options, directory, pool, flags) as other,
+        ):
+            return read(other, fill(one))
+    with runs.daemon(options, directory, pool, filling) as daemon:
+        filled = fill(daemon)
+    with runs.daemon(options, directory, pool, flags) as daemon:
+        return read(daemon, filled)
 
 
 PHASES = ("cold", "gpu hit", "external hit", "external hit, again", "cold, after connector reset")
@@ -152,6 +223,8 @@ def show(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> Non
             timed["restarted engine"] = found["restart"]["first"]
             timed["two engines: one"] = found["share"]["one"]
             timed["two engines: the other"] = found["share"]["other"]
+        if "tier" in found:
+            timed |= {name: found["tier"][name] for name in ("tier hit", "pool hit")}
         for name, times in timed.items():
             ms = times["ms"]
             cached = f"{min(times['cached'])}..{max(times['cached'])}"
@@ -171,6 +244,12 @@ def show(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> Non
             console.print(
                 f"The daemon was killed: {kept['kept_blocks']} blocks kept, {sum(kept['dropped'].values())} dropped, "
                 f"ready again after {kept['ready_seconds']:.2f} s; tokens equal to those before: {kept['equal_tokens']}"
+            )
+        if (tier := found.get("tier")) is not None:
+            console.print(
+                f"Behind the pool: {format_size(tier['written']['written_bytes'])} written, "
+                f"{format_size(tier['read_bytes'])} read, {tier['failures']} failures; "
+                f"tokens equal to those before: {tier['equal_tokens']}"
             )
     rows = []
     for mode, found in results.items():
@@ -213,6 +292,9 @@ def main() -> None:
     parser.add_argument(
         "--pool-dir", type=Path, help="a directory in memory, such as /dev/shm/NAME, that keeps the pool"
     )
+    parser.add_argument("--brief", action="store_true", help="no engine that starts anew, and no two at once")
+    parser.add_argument("--tier", default="", help="flags of kvsidecar serve that add a disk or a cluster")
+    parser.add_argument("--fill", default="", help="further flags of the daemon that fills it")
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs instead of eager mode")
     options = parser.parse_args()
     options.tokens = options.tokens or (512 if options.tiny else 8192)

@@ -20,10 +20,10 @@ from kvsidecar.client import Client, local_stream, send_queue
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.local_transport import LocalTransport
 from kvsidecar.client.session import Session
+from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm import selection, stores
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.worker import WorkerSide
 
 PARTS: tuple[tuple[int, Any, str, str], ...] = (

@@ -4,6 +4,9 @@
 ARG VLLM=vllm/vllm-openai:v0.26.0
 # hadolint ignore=DL3006
 FROM ${VLLM}
-COPY pyproject.toml README.md LICENSE /opt/kvsidecar/
+# The client, with the connector: nothing of the daemon's dependencies.
+COPY client /opt/kvsidecar/client
+COPY proto /opt/kvsidecar/proto
 COPY kvsidecar /opt/kvsidecar/kvsidecar
-RUN python3 -m pip install --no-cache-dir --disable-pip-version-check /opt/kvsidecar
+ARG VERSION=
+RUN SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} python3 -m pip install --no-cache-dir --disable-pip-version-check /opt/kvsidecar/client

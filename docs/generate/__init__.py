@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import commands, configuration, messages, metrics
+from docs.generate import api, commands, configuration, helm, messages, metrics
 
 DOCS = Path(__file__).parents[1]
 
 PAGES: dict[str, Callable[[], str]] = {
+    "api.md": api.page,
     "commands.md": commands.page,
     "configuration.md": configuration.page,
+    "../deploy/helm/kvsidecar/values.schema.json": helm.schema,
+    "helm.md": helm.page,
     "messages.md": messages.page,
     "metrics.md": metrics.page,
 }

@@ -47,6 +47,7 @@ SECTIONS = {
     "pool_size": "Pool",
     "disk_dir": "Disk",
     "cluster_master": "Cluster",
+    "shared_dir": "Shared directory",
     "store_chunk": "Copies",
     "lease_max": "Leases",
     "drain_timeout": "Start, stop and threads",
@@ -62,10 +63,13 @@ EXAMPLES = {
     "table_dir": "/dev/shm/kvsidecar",
     "disk_dir": "/var/cache/kvsidecar",
     "disk_size": "1TiB",
+    "shared_dir": "/mnt/kv/kvsidecar",
+    "shared_size": "10TiB",
     "cluster_master": "kv-master:50051",
     "cluster_hostname": "10.0.0.7",
     "cluster_devices": "mlx5_0,mlx5_1",
     "policy": '[{uids = [1001], namespaces = ["meta-llama/*"]}]',
+    "share": '[{name = "chat", namespaces = ["chat/*"], guaranteed = "40%"}]',
     "tcp_listen": "0.0.0.0:9465",
     "tls_certificate": "/etc/kvsidecar/tls.crt",
     "tls_key": "/etc/kvsidecar/tls.key",
@@ -77,13 +81,26 @@ _UNITS = {"SIZE": "bytes", "SECONDS": "seconds", "COUNT": "threads", "PORT": "TC
 
 
 def page() -> str:
-    parts = [HEAD]
     flags = {str(option.name): option for option in click_options()}
+    parts = [
+        HEAD,
+        "## All options\n",
+        table(("Option", "Default", "What it does"), (_line(name, flags[name]) for name in Settings.model_fields))
+        + "\n",
+    ]
     for name in Settings.model_fields:
         if name in SECTIONS:
             parts.append(f"## {SECTIONS[name]}\n")
         parts.append(_section(name, flags[name]))
     return "\n".join(parts)
+
+
+def _line(name: str, option: click.Option) -> tuple[str, str, str]:
+    """An option's line in the table of all."""
+    default = default_of(option)
+    first, _, _ = (Settings.model_fields[name].description or "").partition(". ")
+    shown = default if _is_sentence(default) else code(default)
+    return f"[{code(name)}](#{name})", shown, prose(first.rstrip(".") + ".")
 
 
 def default_of(option: click.Option) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from prometheus_client import Metric
 
 from docs.generate.markdown import attribute_docs, code, prose, table
 from kvsidecar import errors
-from kvsidecar.cache.block_cache import CacheStats
+from kvsidecar.cache.shares import Share
+from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import Refusal
@@ -36,6 +38,7 @@ OPEN = {
     "version": "version of kvsidecar",
     "backend": "`cuda` or `host`",
     "device": "a GPU's UUID, or `host`",
+    "share": "a share's name; `unassigned`: all namespaces that no share covers; `other`: all but the 32 largest",
 }
 """Labels whose values depend on the machine."""
 
@@ -51,7 +54,8 @@ GROUPS = {
         "event_loop",
         "log_",
     ),
-    "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "lookup_"),
+    "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "expired_", "lookup_"),
+    "Shares": ("share_",),
     "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
     "Disk": ("tier_",),
     "Refusals": ("refusals",),
@@ -75,11 +79,11 @@ def families() -> list[Metric]:
     metrics.copier_deaths.labels("host")
     cache = CacheStats(**dict.fromkeys(CacheStats.__annotations__, 0))
     gauges = Gauges(Snapshot(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
-    disk = TierGauges("disk", "", None, TierCounts(), write_budget_bytes=0)
-    gauges = replace(gauges, tiers=[disk])
+    tiers = [TierGauges(name, "", None, TierCounts(), write_budget_bytes=0) for name in ("disk", "cluster", "shared")]
+    gauges = replace(gauges, tiers=tiers, shares=[Share("chat", most=0), Share()])
     for refused, reasons in (metrics.unfetched, FetchRefusal), (metrics.unwritten, WriteRefusal):
-        for reason in reasons:
-            refused.labels("disk", reason.value)
+        for reason, tier in product(reasons, tiers):
+            refused.labels(tier.name, reason.value)
     metrics.read_gauges_from(lambda: gauges)
     return list(metrics.registry.collect())
 

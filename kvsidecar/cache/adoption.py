@@ -17,7 +17,7 @@ from kvsidecar.cache.arrays import Bools, Ints, Words, all_true, any_true
 from kvsidecar.cache.block import NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.block_table import BlockTable, create_unknown, require
 from kvsidecar.cache.records import COMMIT, HASH, ORDER_BITS, SIZE, SLOT, TABLE, USED, Records, SpaceEntry
-from kvsidecar.cache.slots import SlotAllocator, size_class
+from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
 from kvsidecar.types import HASH_BYTES_MAX
 
 
@@ -73,7 +73,7 @@ class _Sealed:
         self._records.see_commits(self.contents[:, COMMIT])
         slabs = self.places // allocator.slots_per_slab
         inside = (self.places % allocator.slots_per_slab).astype(np.uint64)
-        sizes, slots = self.contents[:, SIZE], self.contents[:, SLOT]
+        sizes, slots = size_classes(self.contents), self.contents[:, SLOT]
         starts, ends = allocator.slabs.start[slabs], (allocator.slabs.start + allocator.slabs.nbytes)[slabs]
         wrong = sizes != self._records.size_classes()[slabs]
         wrong |= slots != starts.astype(np.uint64) + inside * sizes
@@ -90,6 +90,12 @@ class _Sealed:
             number: (self.places[piece], self.contents[piece])
             for number, piece in zip(numbers.tolist(), pieces, strict=True)
         }
+
+
+def size_classes(contents: Words) -> Words:
+    """Size class in bytes of each of these records."""
+    sizes: Words = (contents[:, SIZE] & np.uint64(0xFFFFFFFF)) * np.uint64(SLOT_ALIGN)
+    return sizes
 
 
 def adopt(table: BlockTable, records: Records) -> AdoptReport:
@@ -120,14 +126,15 @@ def adopt(table: BlockTable, records: Records) -> AdoptReport:
 def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Words, sealed: _Sealed) -> _Found:
     """Create the blocks of one space that are whole; all others are dropped."""
     space = Space(entry.namespace, entry.group, len(entry.shard_bytes))
-    space.shard_bytes = entry.shard_bytes
-    space.slot_sizes = [size_class(nbytes or 0) for nbytes in entry.shard_bytes]
+    for shard, nbytes in enumerate(entry.shard_bytes):
+        if nbytes is not None:
+            space.set_shard(shard, nbytes)
     space.blocks = blocks = SpaceBlocks(space, entry.number, table.capacity(space), table.seed)
 
     shards = (contents[:, TABLE] & np.uint64(0xFFFFFFFF)).astype(np.int64)
     known = shards < space.num_shards
     sizes = np.array(space.slot_sizes, np.uint64)
-    wrong = ~known | (contents[:, SIZE] != sizes[np.where(known, shards, 0)])
+    wrong = ~known | (size_classes(contents) != sizes[np.where(known, shards, 0)])
     padding = contents[:, HASH : HASH + HASH_BYTES_MAX // 8].copy().view(np.uint8)[:, space.namespace.hash_bytes :]
     wrong |= padding.any(axis=1)
     if any_true(wrong):
@@ -150,6 +157,9 @@ def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Wo
         blocks.slots[:, gone] = NO_SLOT
         blocks.index.remove(gone)
         blocks.recycle(gone)
+    np.maximum.at(blocks.expires, rows, (contents[:, SIZE] >> np.uint64(32)).astype(np.uint32))
+    blocks.expires[(blocks.missing > 0).nonzero()[0]] = 0
+    blocks.next_expiry = int(min(blocks.expires[blocks.expires > 0], default=0))
     used = np.zeros(blocks.rows_used, np.uint64)
     np.maximum.at(used, rows, contents[:, USED])
     whole = (blocks.missing[: blocks.rows_used] == 0).nonzero()[0]
@@ -177,6 +187,7 @@ def _make_evictable(table: BlockTable, records: Records, found: Iterable[_Found]
         blocks.evictable[rows] = True
         blocks.policy.insert(rows)
         blocks.readable = len(rows)
+        blocks.used_bytes = blocks.evictable_bytes = len(rows) * blocks.space.block_bytes
         report.kept_blocks += len(rows)
         report.kept_bytes += len(rows) * blocks.space.block_bytes
         order_in_request = used & np.uint64((1 << ORDER_BITS) - 1)

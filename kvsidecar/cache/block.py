@@ -10,6 +10,8 @@ import numpy as np
 from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Words, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import LruPolicy
+from kvsidecar.cache.shares import Share
+from kvsidecar.cache.slots import size_class
 from kvsidecar.types import Namespace
 
 NO_SLOT = -1
@@ -25,7 +27,7 @@ SLOTS_BYTES = 1 << 32
 SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
-COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "marks", "detached", "tiers", "_freed_rows")
+COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "expires", "marks", "detached", "tiers", "_freed_rows")
 
 
 class SpaceBlocks:
@@ -51,6 +53,12 @@ class SpaceBlocks:
         """Number of rows that the sweep has visited."""
         self.readable = 0
         """Number of blocks that a lookup would find."""
+        self.used_bytes = self.evictable_bytes = 0
+        """Part of `Share.used` and ``evictable`` of its space's share."""
+        self.rebuilds = 0
+        """How often its rows were renumbered."""
+        self.next_expiry = 0
+        """Not later than the first of its blocks expires; 0 if none does."""
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -67,7 +75,9 @@ class SpaceBlocks:
         self.evictable = np.zeros(1, np.bool_)
         """Whether the block is not pinned and has a sealed shard. The eviction policy has exactly these blocks."""
         self.last_used = np.zeros(1, np.int64)
-        """Tick of the last use; set when the block becomes evictable."""
+        """Tick of the last use that has ended. The eviction policy has its blocks in this order."""
+        self.expires = np.zeros(1, np.uint32)
+        """Second from which on it is a miss; 0: never."""
         self.marks = np.zeros(1, np.uint8)
         """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
@@ -98,6 +108,7 @@ class SpaceBlocks:
         self.slots[:, rows] = NO_SLOT
         self.missing[rows] = self.space.num_shards
         self.tiers[rows] = 0
+        self.expires[rows] = 0
         self.index.add(keys, rows)
         return rows
 
@@ -115,6 +126,11 @@ class SpaceBlocks:
             self._start_empty()
 
     @property
+    def expiring(self) -> bool:
+        """Whether any of its blocks may have expired."""
+        return bool(self.next_expiry or self.space.share.idle_tick)
+
+    @property
     def sparse(self) -> bool:
         """Whether it has many more rows than blocks, and few enough blocks that `rebuild` is quick."""
         return COPIED_ROWS // SPARSE >= len(self) <= self.rows_used // SPARSE - FIRST_ROWS
@@ -128,8 +144,9 @@ class SpaceBlocks:
         rows = np.concatenate((NO_INTS, *self.policy.candidates()))
         if len(rows) < len(self):
             return None
-        kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used", "tiers")}
+        kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used", "tiers", "expires")}
         keys = self.index.keys_of(rows)
+        self.rebuilds += 1
         self.free_memory()
         new = self.create(keys)
         for name, values in kept.items():
@@ -169,6 +186,34 @@ class SpaceBlocks:
         slots: Ints = self.slots[:, rows].ravel()
         return slots[slots >= 0]
 
+    def oldest_use(self) -> int | None:
+        """Tick of the last use of the block that would be evicted first; None if none can be."""
+        if not self.evictable_bytes:
+            return None
+        oldest = next(self.policy.candidates(), NO_INTS)
+        return self.last_used.item(oldest[0]) if len(oldest) else None
+
+    def bytes_of_each(self, rows: Ints) -> Ints:
+        """Bytes of the sealed slots of each of these blocks."""
+        sizes = self.space.slot_sizes
+        if len(sizes) == 1:
+            return np.full(len(rows), sizes[0])
+        nbytes: Ints = (self.slots[:, rows] >= 0).T @ np.array(sizes)
+        return nbytes
+
+    def bytes_of(self, rows: Ints) -> int:
+        """Bytes of the sealed slots of these blocks."""
+        sizes = self.space.slot_sizes
+        return len(rows) * sizes[0] if len(sizes) == 1 else int(self.bytes_of_each(rows).sum())
+
+    def readable_hashes(self, first: int, end: int) -> bytes:
+        """The hashes of the readable blocks in rows ``first`` to ``end``, joined."""
+        rows = slice(first, min(end, self.rows_used))
+        # Rows of deleted blocks are neither evictable nor pinned; their other columns are what they were.
+        there = self.evictable[rows] | (self.pins[rows] > 0)
+        there &= (self.missing[rows] == 0) & ~self.detached[rows]
+        return self.index.hashes_of(there.nonzero()[0] + first)
+
     def owners(self, rows: Ints) -> Ints:
         """The numbers that identify these blocks in the allocator."""
         return rows | self.number << 32
@@ -193,10 +238,20 @@ class Space:
     """Whether the cache has removed it, because it had neither users nor blocks."""
     hits: int = field(default=0, init=False)
     misses: int = field(default=0, init=False)
+    share: Share = field(default_factory=Share, init=False)
+    """Pays for its slots."""
+    one_size: int = field(default=0, init=False)
+    """The size class of all shards; 0 if they differ."""
 
     def __post_init__(self) -> None:
         self.shard_bytes = [None] * self.num_shards
         self.slot_sizes = [0] * self.num_shards
+
+    def set_shard(self, shard: int, nbytes: int) -> None:
+        self.shard_bytes[shard] = nbytes
+        self.slot_sizes[shard] = size_class(nbytes)
+        sizes = set(self.slot_sizes) - {0}
+        self.one_size = sizes.pop() if len(sizes) == 1 else 0
 
     @property
     def block_bytes(self) -> int:
@@ -247,6 +302,8 @@ class StoreGrant:
     """Number of blocks whose shard was already sealed."""
     in_flight: int = 0
     """Number of blocks whose shard is already being filled, by another store or earlier in this one."""
+    ttl: float = 0.0
+    """Seconds after which its blocks expire, if their share's time is not shorter; 0: never."""
     checksums: tuple[Ints, Words] | None = None
     """Slots to fill, and the checksums of their bytes: recorded when the store is sealed, if anything is."""
     open: bool = True
@@ -281,6 +338,8 @@ class WriteGrant:
     """Byte offsets in the pool, [num_shards, blocks]."""
     tier: int
     """The tier's bit in `SpaceBlocks.tiers`."""
+    last_used: Ints
+    """Tick of each block's last use, when the write began."""
     open: bool = True
 
 

@@ -5,19 +5,21 @@ Not thread-safe: the daemon calls it from its event loop only. Times are seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
-from kvsidecar.cache.block_table import BlockTable, require
-from kvsidecar.cache.eviction import choose_victims
+from kvsidecar.cache.block_table import BlockTable, Outlet, require
+from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.records import Records
+from kvsidecar.cache.room import SWEEP, Room
+from kvsidecar.cache.shares import Share, ShareLimits, Shares
 from kvsidecar.cache.slots import SlotAllocator, SlotState
+from kvsidecar.cache.stats import CacheStats
 from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.types import LookupMode, Namespace
 
@@ -28,38 +30,8 @@ Part = tuple[Space, Hashes]
 """Block hashes of one group, in prefix order. A request has one part per group."""
 ShardPart = tuple[Space, int, Hashes]
 """The same, with the shard to store or load."""
-SWEEP = 4096
-"""Number of cleared blocks to free at once: less than a millisecond."""
 PROBE = 512
 """Number of hashes of a prefix to look up before the others: often the first one is a miss."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Gauges and counters. ``used + free + reserved + quarantined + wasted`` bytes add up to the whole pool."""
-
-    total_bytes: int
-    used_bytes: int
-    """Sealed slots."""
-    free_bytes: int
-    reserved_bytes: int
-    """Slots being filled."""
-    quarantined_bytes: int
-    """Slots that a store of unknown outcome may still write to; never reused."""
-    wasted_bytes: int
-    """Ends of slabs that are too short for a slot."""
-    evictable_bytes: int
-    """Part of ``used_bytes`` that a store could evict now."""
-    leased_bytes: int
-    """Part of ``used_bytes`` that leases and loads pin."""
-    blocks: int
-    """Blocks that are readable, being filled, or partly sealed."""
-    readable_blocks: int
-    leases: int
-    loads: int
-    """Running loads; a load of unknown outcome never ends."""
-    evicted_blocks: int
-    evicted_bytes: int
 
 
 class BlockCache:
@@ -74,6 +46,7 @@ class BlockCache:
         seed: a secret; without it clients cannot choose hashes that make the index slow.
         records: where sealed slots are recorded, so that the next run finds them. What an earlier run has left there is
             taken over: see `adopted`. Default: nothing is recorded.
+        wall: what to add to the caller's clock for one that goes on when the process ends.
     """
 
     def __init__(
@@ -82,10 +55,13 @@ class BlockCache:
         next_id: Callable[[], int] | None = None,
         seed: int = 0,
         records: Records | None = None,
+        wall: float = 0.0,
     ) -> None:
         self._table = BlockTable(allocator, seed)
         self.adopted = AdoptReport() if records is None else adopt(self._table, records)
         """What was taken over from an earlier run."""
+        self._expiry = Expiry(self._table, wall)
+        self._room = Room(self._table, self._expiry)
         self._leases = LeaseTable(next_id)
         self._stores: set[StoreGrant] = set()
         self._loads: set[LoadGrant] = set()
@@ -94,6 +70,22 @@ class BlockCache:
         """Number of the request; it becomes ``last_used`` of the blocks that the request uses."""
         self.readable_below: int | None = None
         """Only blocks whose slots all lie below this offset can be looked up and loaded; None: all."""
+
+    # -- shares ------------------------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> list[Share]:
+        """Those of the limits, in their order, and the one of all other namespaces."""
+        return list(self._table.shares)
+
+    def set_shares(self, limits: Sequence[ShareLimits]) -> None:
+        """Divide the pool anew. A share that is over its maximum then is brought down by `sweep`; what others have
+        borrowed of a guarantee is evicted when its share stores."""
+        self._table.set_shares(Shares(limits))
+
+    def pin_room(self, space: Space) -> int:
+        """Bytes that the share of this space may still pin."""
+        return self._room.pin_room(space.share)
 
     # -- spaces ------------------------------------------------------------------------------------------------
 
@@ -131,20 +123,21 @@ class BlockCache:
 
         Counts hits and misses. A lookup does not count as a use of the blocks; a lease, a load or a store does.
         """
-        answer: list[bool] = _find(space, hashes, mode, self.readable_below)[1].tolist()
+        answer: list[bool] = self._find(space, hashes, mode)[1].tolist()
         return answer
 
     def lookup_and_lease(
         self, parts: Sequence[Part], mode: LookupMode, now: float, ttl: float, owner: Hashable
     ) -> tuple[Lease | None, list[list[bool]]]:
-        """Look up all parts and lease all hits until ``now + ttl``. No lease if there is no hit."""
+        """Look up all parts and lease all hits until ``now + ttl``. No lease if there is no hit, or if it would take
+        what is guaranteed to another share."""
         chains, answers = [], []
         for space, hashes in parts:
-            rows, hits = _find(space, hashes, mode, self.readable_below)
+            rows, hits = self._find(space, hashes, mode)
             chains.append(_chain(space, rows[hits]))
             answers.append(hits.tolist())
         lease = None
-        if any(len(chain.rows) for chain in chains):
+        if any(len(chain.rows) for chain in chains) and self._room.may_pin(chains):
             self._table.pin(chains)
             lease = self._leases.add(owner, chains, now + ttl)
         return lease, answers
@@ -167,7 +160,8 @@ class BlockCache:
         return lease is not None and bool(self._end_leases([lease]))
 
     def expire(self, now: float) -> list[Lease]:
-        """End and return the leases that have expired."""
+        """End and return the leases that have expired. It is ``now`` for the expiry of blocks until the next call."""
+        self._expiry.set_time(now, self._tick)
         return self._end_leases(self._leases.pop_expired(now))
 
     def drop_owner(self, owner: Hashable) -> list[Lease]:
@@ -176,15 +170,18 @@ class BlockCache:
 
     # -- store -------------------------------------------------------------------------------------------------
 
-    def begin_store(self, parts: Sequence[ShardPart], node: int | None = None) -> StoreGrant | Refusal:
+    def begin_store(
+        self, parts: Sequence[ShardPart], node: int | None = None, ttl: float = 0.0
+    ) -> StoreGrant | Refusal:
         """Reserve a slot for every block whose shard is neither sealed nor being filled.
 
-        All or nothing: if a slot cannot be allocated, it returns `Refusal.POOL_FULL` or ``POOL_FRAGMENTED`` and
-        changes nothing.
+        All or nothing: if a slot cannot be allocated, it returns `Refusal.POOL_FULL`, ``POOL_FRAGMENTED`` or ``QUOTA``
+        and changes nothing.
 
         Args:
             parts: what to store; may contain a hash twice.
             node: NUMA node to prefer.
+            ttl: seconds from its end after which the blocks that it stores expire; 0: when their share's do.
 
         Raises:
             InvalidRequest: no rank with this shard has attached.
@@ -193,9 +190,10 @@ class BlockCache:
         for space, shard, _ in parts:
             require(space.users > 0, "the space is closed")
             _check_shard(space, shard)
-        table, grant = self._table, StoreGrant()
+        table, grant = self._table, StoreGrant(ttl=ttl)
         keys = [space.blocks.index.keys(hashes) for space, _, hashes in parts]  # may raise: before anything changes
         for (space, shard, _), part_keys in zip(parts, keys, strict=True):
+            self._expiry.drop(space.blocks, part_keys)
             part, present = table.claim(space, shard, part_keys)
             grant.parts.append(part)
             grant.present += present
@@ -208,10 +206,10 @@ class BlockCache:
             table.touch(grant.parts, self._next_tick())
             self._stores.add(grant)
             return grant
-        if not table.slots.can_allocate(needs) and not self._make_room(needs, grant):
+        if (refusal := self._room.make(needs, grant)) is not None:
             for part in reversed(grant.parts):
                 table.unclaim(part)
-            return Refusal.POOL_FRAGMENTED if table.slots.is_fragmented(needs) else Refusal.POOL_FULL
+            return refusal
         if node is not None and not table.slots.can_prefer(node, needs):
             node = None  # cutting a slab there might take it from another size class of this request
         # Larger size classes first, as `AllocationPlan` counts.
@@ -232,7 +230,11 @@ class BlockCache:
         records, checked = self._table.records, grant.checksums
         # Known before the slots are sealed: those of a cleared space are free afterwards, and maybe of no size.
         places = [] if checked is None else self._table.slots.places(checked[0])
-        readable = sum([self._table.seal(part, tick) for part in reversed(grant.parts)])
+        expires = self._expiry.expires(grant)
+        if expires:
+            for part in grant.parts:
+                self._expiry.set_expiry(part.blocks, part.rows, expires)
+        readable = sum([self._table.seal(part, tick, expires) for part in reversed(grant.parts)])
         if records is not None and checked is not None:
             records.set_checksums(places, checked[1])
         if grant.present:
@@ -246,18 +248,6 @@ class BlockCache:
             self._table.slots.free(part.slots)
             self._table.discard(part, self._next_tick())
 
-    def _make_room(self, needs: dict[int, int], grant: StoreGrant) -> bool:
-        """Evict until the needs of the grant can be met. False, without any eviction, if they cannot."""
-        table = self._table
-        while table.sweep(SWEEP):
-            if table.slots.can_allocate(needs):
-                return True
-        requested = [Chain(part.blocks, part.chain_rows) for part in grant.parts]
-        victims = choose_victims(needs, table.slots, table.tables, requested)
-        for chain in victims or ():
-            table.evict(chain)
-        return victims is not None
-
     def _end_store(self, grant: StoreGrant) -> None:
         _close(grant)
         self._stores.remove(grant)
@@ -268,8 +258,8 @@ class BlockCache:
         """Pin all blocks until `end_load`, and return the slots of this shard.
 
         All or nothing: `Refusal.STALE_LEASE` if the named lease has expired or never existed, `Refusal.NOT_FOUND` if a
-        block is not readable. A lease that its client has just released is ignored, as if none was named: the release
-        may have overtaken the load.
+        block is not readable, `Refusal.QUOTA` if the pins would take what is guaranteed to another share. A lease that
+        its client has just released is ignored, as if none was named: the release may have overtaken the load.
 
         Raises:
             InvalidRequest: no rank with this shard has attached.
@@ -281,9 +271,11 @@ class BlockCache:
             return Refusal.STALE_LEASE
         found = [space.blocks.index.find(space.blocks.index.keys(hashes)) for space, _, hashes in parts]
         for (space, _, _), rows in zip(parts, found, strict=True):
-            if not all_true(_readable(space, rows, self.readable_below)):
+            if not all_true(self._readable(space, rows, leased=True)):
                 return Refusal.NOT_FOUND
         chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]
+        if not self._room.may_pin(chains):
+            return Refusal.QUOTA
         self._table.pin(chains)
         slots = [space.blocks.slots[shard, rows] for (space, shard, _), rows in zip(parts, found, strict=True)]
         grant = LoadGrant(slots, found, chains)
@@ -333,6 +325,9 @@ class BlockCache:
         if blocks.cleared:
             return rows[:0]  # the others may be gone
         absent: Bools = blocks.tiers[rows] & tier == 0
+        # One that expires stays in the pool: a tier would bring it back.
+        if blocks.next_expiry or blocks.space.share.idle_ttl:
+            absent &= (blocks.expires[rows] == 0) & (blocks.space.share.idle_ttl is None)
         rows = rows[absent & (blocks.missing[rows] == 0) & ~blocks.detached[rows]]
         unwritten: Ints = rows[first_of_each(rows)] if len(rows) > 1 else rows
         return unwritten
@@ -343,28 +338,54 @@ class BlockCache:
         rows = index.find(index.keys(hashes))
         return _chain(space, rows[rows >= 0])
 
+    @property
+    def evicted_unkept(self) -> int:
+        """Readable blocks that stores have evicted and that no tier had."""
+        return self._room.evicted_unkept
+
+    def evict_ahead(self, needs: Mapping[int, int], tier: int, space: Space) -> list[Chain]:
+        """Of the blocks that a store with these needs would evict now: evict those that a tier has.
+
+        Args:
+            needs: slots needed per size class.
+            space: of the store.
+
+        Returns:
+            The others. Valid in this step only.
+        """
+        others = []
+        for chain in self._room.victims(needs, space.share):
+            kept: Bools = chain.blocks.tiers[chain.rows] & tier != 0
+            others.append(Chain(chain.blocks, chain.rows[~kept]))
+            if kept.any():
+                self._table.evict(Chain(chain.blocks, chain.rows[kept]))
+        return others
+
     def begin_write(self, chain: Chain, tier: int) -> WriteGrant:
         """Pin blocks from `unwritten` until `end_write`: a tier is given them."""
         blocks, rows = chain.blocks, chain.rows
         blocks.tiers[rows] |= tier
         self._table.pin([chain])
-        grant = WriteGrant(chain, blocks.index.hashes_of(rows), blocks.slots[:, rows], tier)
+        grant = WriteGrant(chain, blocks.index.hashes_of(rows), blocks.slots[:, rows], tier, blocks.last_used[rows])
         self._writes.add(grant)
         return grant
 
-    def end_write(self, grant: WriteGrant, kept: Bools) -> None:
+    def end_write(self, grant: WriteGrant, kept: Bools, *, evict: bool = False) -> None:
         """End a write: nothing reads the slots any more.
 
         Args:
             kept: which blocks the tier has.
+            evict: evict those that nobody has used since the write began. False: it counts as a use.
         """
         require(grant.open, "the write has already ended")
         grant.open = False
         self._writes.remove(grant)
-        chain = grant.chain
-        chain.blocks.tiers[chain.rows[~kept]] &= ~np.uint8(grant.tier)
-        # It comes right behind a use, so that to count it as one changes little.
+        chain, blocks, rows = grant.chain, grant.chain.blocks, grant.chain.rows
+        blocks.tiers[rows[~kept]] &= ~np.uint8(grant.tier)
+        unused = rows[(blocks.pins[rows] == 1) & (blocks.last_used[rows] == grant.last_used) & ~blocks.detached[rows]]
         self._table.unpin([chain], self._next_tick())
+        if evict and len(unused) and not blocks.cleared:
+            self._table.evict(Chain(blocks, unused))
 
     def mark_tier(self, grant: StoreGrant, tier: int) -> None:
         """A tier has the blocks of this store, which has just been sealed: they came from there."""
@@ -388,7 +409,32 @@ class BlockCache:
         table.evict(min(candidates, key=lambda chain: int(chain.blocks.last_used[chain.rows[0]])))
         return table.slots.find_free(below)
 
+    # -- residency ---------------------------------------------------------------------------------------------
+
+    def watch(self, namespace: Namespace, outlet: Outlet | None) -> None:
+        """Tell ``outlet`` of every change of what is readable in this namespace from now on; None: nobody."""
+        if outlet is None:
+            self._table.outlets.pop(namespace, None)
+        else:
+            self._table.outlets[namespace] = outlet
+
     # -- clear and stats ---------------------------------------------------------------------------------------
+
+    def clear_blocks(self, space: Space, hashes: Hashes) -> int:
+        """Delete these blocks. Returns how many are no longer readable. Slots in use are freed when that ends."""
+        before = self._table.readable_blocks
+        blocks, rows = space.blocks, self.chain(space, hashes).rows
+        for row in rows[(blocks.pins[rows] > 0) & (blocks.missing[rows] == 0)].tolist():
+            self._table.forget(blocks, row)
+        self._table.evict(Chain(blocks, rows[blocks.evictable[rows]]))
+        return before - self._table.readable_blocks
+
+    def clear_unused(self, space: Space, seconds: float) -> int:
+        """Delete the blocks that nobody has used for so long, or since the daemon started. Returns how many were
+        readable."""
+        before = self._table.readable_blocks
+        self._table.evict(Chain(space.blocks, self._expiry.unused(space.blocks, seconds)))
+        return before - self._table.readable_blocks
 
     def clear(self, namespace: Namespace | None = None, sweep: int = SWEEP) -> int:
         """Delete the blocks of one namespace, or all blocks. Returns how many are no longer readable.
@@ -404,12 +450,14 @@ class BlockCache:
         return before - self._table.readable_blocks
 
     def sweep(self, limit: int = SWEEP) -> bool:
-        """Free the slots of up to ``limit`` cleared blocks, and shrink one table that lost most of its blocks.
+        """Free the slots of up to ``limit`` cleared or expired blocks, evict as many of a share that is over its
+        maximum, and shrink one table that lost most of its blocks.
 
         Returns False when nothing is left to do. Call it until then, and again from time to time.
         """
         rebuilt = self._table.rebuild_sparse()
-        return self._table.sweep(limit) or rebuilt
+        shrunk = any(self._room.shrink(share, limit) for share in self._table.shares if share.over)
+        return self._table.sweep(limit) or self._expiry.collect(limit) or shrunk or rebuilt
 
     def stats(self) -> CacheStats:
         """Current gauges and counters; O(1)."""
@@ -430,6 +478,7 @@ class BlockCache:
             loads=len(self._loads),
             evicted_blocks=table.evicted_blocks,
             evicted_bytes=table.evicted_bytes,
+            expired_blocks=table.expired_blocks,
         )
 
     def _end_leases(self, leases: list[Lease]) -> list[Lease]:
@@ -437,39 +486,45 @@ class BlockCache:
             self._table.unpin(lease.chains, self._next_tick())
         return leases
 
+    def _find(self, space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
+        """The row of each hash, and whether it is a hit in this mode. Counts hits and misses."""
+        index = space.blocks.index
+        keys = index.keys(hashes)
+        if mode is LookupMode.BITMAP or len(keys) <= PROBE:
+            rows = index.find(keys)
+            hits = self._readable(space, rows)
+            if mode is LookupMode.PREFIX and not all_true(hits):
+                hits = np.logical_and.accumulate(hits)
+        else:
+            rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
+            for piece in (slice(PROBE), slice(PROBE, None)):
+                rows[piece] = index.find(keys.take(piece))
+                hits[piece] = np.logical_and.accumulate(self._readable(space, rows[piece]))
+                if not all_true(hits[piece]):
+                    break
+        num_hits = int(np.count_nonzero(hits))
+        space.hits += num_hits
+        space.misses += len(hits) - num_hits
+        return rows, hits
+
+    def _readable(self, space: Space, rows: Ints, *, leased: bool = False) -> Bools:
+        """Whether these blocks are readable, have not expired, and lie below `readable_below`; row -1 is not.
+
+        Args:
+            leased: whether those that are pinned are readable though they have expired: a lease is a promise.
+        """
+        blocks, below = space.blocks, self.readable_below
+        readable: Bools = (rows >= 0) & (blocks.missing[rows] == 0)
+        if below is not None:
+            readable &= (blocks.slots[:, rows] < below).all(axis=0)
+        if blocks.expiring:
+            gone = self._expiry.expired(blocks, rows)
+            readable &= ~(gone & (blocks.pins[rows] == 0)) if leased else ~gone
+        return readable
+
     def _next_tick(self) -> int:
         self._tick += 1
         return self._tick
-
-
-def _find(space: Space, hashes: Hashes, mode: LookupMode, below: int | None) -> tuple[Ints, Bools]:
-    """The row of each hash, and whether it is a hit in this mode. Counts hits and misses."""
-    index = space.blocks.index
-    keys = index.keys(hashes)
-    if mode is LookupMode.BITMAP or len(keys) <= PROBE:
-        rows = index.find(keys)
-        hits = _readable(space, rows, below)
-        if mode is LookupMode.PREFIX and not all_true(hits):
-            hits = np.logical_and.accumulate(hits)
-    else:
-        rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
-        for piece in (slice(PROBE), slice(PROBE, None)):
-            rows[piece] = index.find(keys.take(piece))
-            hits[piece] = np.logical_and.accumulate(_readable(space, rows[piece], below))
-            if not all_true(hits[piece]):
-                break
-    num_hits = int(np.count_nonzero(hits))
-    space.hits += num_hits
-    space.misses += len(hits) - num_hits
-    return rows, hits
-
-
-def _readable(space: Space, rows: Ints, below: int | None) -> Bools:
-    """Whether these blocks are readable, and all of their slots lie below this offset; row -1 is not."""
-    readable: Bools = (rows >= 0) & (space.blocks.missing[rows] == 0)
-    if below is not None:
-        readable &= (space.blocks.slots[:, rows] < below).all(axis=0)
-    return readable
 
 
 def _oldest_below(blocks: SpaceBlocks, below: int) -> Chain | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, all_true, first_of_each
+from kvsidecar.cache.arrays import NO_INTS, Ints, Slots, all_true, first_of_each
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.records import Records
+from kvsidecar.cache.shares import Shares
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
 from kvsidecar.types import Namespace
@@ -33,6 +35,17 @@ def require(condition: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
+class Outlet(Protocol):
+    """Is told which blocks of one namespace become readable or are lost, after the change."""
+
+    def stored(self, group: int, hashes: bytes) -> None: ...
+
+    def removed(self, group: int, hashes: bytes) -> None: ...
+
+    def cleared(self, group: int) -> None:
+        """All readable blocks are lost."""
+
+
 class BlockTable:
     """Creates and deletes blocks and changes the states of their slots. `BlockCache` decides when.
 
@@ -43,6 +56,8 @@ class BlockTable:
     def __init__(self, allocator: SlotAllocator, seed: int) -> None:
         self.slots = allocator
         self.seed = seed
+        self.shares = Shares()
+        """Every change of a slot that a block has is accounted for here, too."""
         self.records: Records | None = None
         """Where the sealed slots are recorded, from `start_with` on."""
         self.spaces: dict[tuple[Namespace, int], Space] = {}
@@ -59,8 +74,12 @@ class BlockTable:
         """Bytes of the blocks that leases and loads pin."""
         self.evicted_blocks = 0
         self.evicted_bytes = 0
+        self.expired_blocks = 0
+        """Part of ``evicted_blocks``: those that had expired."""
         self.corrupt: set[int] = set()
         """Slots to quarantine when their blocks are freed."""
+        self.outlets: dict[Namespace, Outlet] = {}
+        """For the namespaces of which somebody wants to know."""
 
     # -- spaces ------------------------------------------------------------------------------------------------
 
@@ -75,6 +94,18 @@ class BlockTable:
             self.tables[blocks.number] = blocks
             self.num_blocks += len(blocks.index)
             self.readable_blocks += blocks.readable
+        self.set_shares(self.shares)
+
+    def set_shares(self, shares: Shares) -> None:
+        """Divide the pool anew. What there is stays, until a store needs its slots."""
+        evicted = {share.name: share.evicted for share in self.shares}
+        idle_ticks = {share.name: share.idle_tick for share in self.shares.idling}
+        for share in shares:
+            share.evicted = evicted.get(share.name, 0)
+        for share in shares.idling:
+            share.idle_tick = idle_ticks.get(share.name, 0)
+        self.shares = shares
+        shares.move(self.tables.values())
 
     def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
         if not 0 <= shard < num_shards:
@@ -94,6 +125,7 @@ class BlockTable:
             if new_shard and self.records is not None:
                 self.records.open_space(space.blocks.number, namespace, group, space.shard_bytes)
         else:
+            space.share = self.shares.of(namespace)
             space.blocks = self._new_blocks(space)
             self.spaces[namespace, group] = space
         space.users += 1
@@ -150,13 +182,18 @@ class BlockTable:
             self._hold(blocks, rows[blocks.evictable[rows]])
         blocks.pins[rows] += 1
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
+        self.shares.change(blocks, part.slot_size * len(rows), 0)
 
-    def seal(self, part: StorePart, tick: int) -> int:
-        """Record that the shards are complete. Returns the number of blocks that became readable."""
+    def seal(self, part: StorePart, tick: int, expires: int = 0) -> int:
+        """Record that the shards are complete. Returns the number of blocks that became readable.
+
+        Args:
+            expires: second; for their records only.
+        """
         blocks, rows = part.blocks, part.rows
         if self.records is not None:
             words, places = blocks.index.words_of(rows), self.slots.places(part.slots)
-            self.records.seal(blocks.number, part.shard, part.slot_size, part.slots, words, places, tick)
+            self.records.seal(blocks.number, part.shard, part.slot_size, part.slots, words, places, tick, expires)
         blocks.slots[part.shard, rows] = part.slots
         blocks.missing[rows] -= 1
         if blocks.space.num_shards > 1:
@@ -164,15 +201,19 @@ class BlockTable:
         readable = 0
         if not blocks.cleared:
             # Blocks with a missing shard are never leased or loaded, so none of these was detached individually.
-            readable = int(np.count_nonzero(blocks.missing[rows] == 0))
+            whole = blocks.missing[rows] == 0
+            readable = int(np.count_nonzero(whole))
             blocks.readable += readable
             self.readable_blocks += readable
+            if readable and self.outlets and (outlet := self.outlets.get(blocks.space.namespace)):
+                outlet.stored(blocks.space.group, blocks.index.hashes_of(rows[whole]))
         self._unpin(blocks, rows, tick, SlotState.HELD if blocks.space.num_shards > 1 else SlotState.RESERVED)
         return readable
 
     def discard(self, part: StorePart, tick: int) -> None:
         """Remove shards that will never be complete. Their slots have been freed."""
         part.blocks.slots[part.shard, part.rows] = NO_SLOT
+        self.shares.change(part.blocks, -part.slot_size * len(part.rows), 0)
         self._unpin(part.blocks, part.rows, tick)
 
     # -- use ---------------------------------------------------------------------------------------------------
@@ -189,6 +230,7 @@ class BlockTable:
     def unpin(self, chains: Iterable[Chain], tick: int) -> None:
         """Remove one pin of each block. The blocks count as used now, the deepest of a prefix as the oldest."""
         for chain in chains:
+            chain.blocks.last_used[chain.rows] = tick  # of those that others still pin, too: see `BlockCache.end_write`
             idle = self._unpin(chain.blocks, chain.rows, tick)
             self.leased_bytes -= idle * chain.blocks.space.block_bytes
 
@@ -200,11 +242,11 @@ class BlockTable:
                 continue
             rows = blocks.index.find(part.chain)  # blocks that were present at the start of the store may be gone
             rows = rows[rows >= 0]
+            blocks.last_used[rows] = tick
             rows = rows[blocks.evictable[rows]]
             rows = rows[first_of_each(rows)][::-1]
             blocks.policy.remove(rows)
             blocks.policy.insert(rows)
-            blocks.last_used[rows] = tick
             slots = blocks.held_slots(rows)
             self.slots.touch(slots, tick)
             if self.records is not None:
@@ -216,11 +258,12 @@ class BlockTable:
         """Delete evictable blocks to make room."""
         blocks, rows = chain.blocks, chain.rows
         require(all_true(blocks.evictable[rows]), "a block was chosen for eviction that is in use")
-        self.evicted_blocks += len(rows)
-        self.evicted_bytes += self.slots.bytes_of(blocks.held_slots(rows))
         self._detach(blocks, rows)
         blocks.policy.remove(rows)
-        self._free(blocks, rows)
+        nbytes = self._free(blocks, rows, evictable=True)
+        self.evicted_blocks += len(rows)
+        self.evicted_bytes += nbytes
+        blocks.space.share.evicted += nbytes
         self._drop_if_unused(blocks.space)
 
     def mark_corrupt(self, blocks: SpaceBlocks, row: int, slot: int) -> None:
@@ -243,7 +286,11 @@ class BlockTable:
             return
         self.num_blocks -= len(blocks.index)
         self.readable_blocks -= blocks.readable
+        if blocks.readable and (outlet := self.outlets.get(space.namespace)):
+            outlet.cleared(space.group)
         blocks.cleared = True
+        # Whoever needs these slots sweeps them: nobody pays for them any more.
+        self.shares.change(blocks, -blocks.evictable_bytes, -blocks.evictable_bytes)
         if self.records is not None:
             self.records.close_space(blocks.number)
         self._cleared.append(blocks)
@@ -259,7 +306,7 @@ class BlockTable:
             limit -= len(rows)
             if blocks.swept >= blocks.rows_used:  # fewer rows than swept if the last block was freed meanwhile
                 self._cleared.popleft()
-            self._free(blocks, rows[blocks.evictable[rows]])
+            self._free(blocks, rows[blocks.evictable[rows]], evictable=True)
         return bool(self._cleared)
 
     def rebuild_sparse(self) -> bool:
@@ -278,7 +325,9 @@ class BlockTable:
         if len(rows):
             blocks.evictable[rows] = False
             blocks.policy.remove(rows)
-            self.slots.hold(blocks.held_slots(rows))
+            slots = blocks.held_slots(rows)
+            self.slots.hold(slots)
+            self.shares.change(blocks, 0, -self._nbytes(blocks, slots))
 
     def _unpin(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
         """Remove one pin of each block. Blocks without a pin become evictable, or are freed if they are detached.
@@ -307,6 +356,7 @@ class BlockTable:
         blocks.policy.insert(rows)
         slots = blocks.held_slots(rows)
         self.slots.mark_evictable(slots, tick, slots_are)
+        self.shares.change(blocks, 0, self._nbytes(blocks, slots))
         if self.records is not None and slots_are is not SlotState.RESERVED:  # else `seal` has recorded the use
             self.records.touch(self.slots.places(slots), tick)
 
@@ -315,13 +365,27 @@ class BlockTable:
         blocks.index.remove(rows)
         blocks.detached[rows] = True
         self.num_blocks -= len(rows)
-        readable = int(np.count_nonzero(blocks.missing[rows] == 0))
+        whole = blocks.missing[rows] == 0
+        readable = int(np.count_nonzero(whole))
         blocks.readable -= readable
         self.readable_blocks -= readable
+        if readable and self.outlets and (outlet := self.outlets.get(blocks.space.namespace)):
+            outlet.removed(blocks.space.group, blocks.index.hashes_of(rows[whole]))
 
-    def _free(self, blocks: SpaceBlocks, rows: Ints) -> None:
-        """Delete blocks that are detached and not pinned."""
+    def _nbytes(self, blocks: SpaceBlocks, slots: Slots) -> int:
+        size = blocks.space.one_size
+        return len(slots) * size if size else self.slots.bytes_of(slots)
+
+    def _free(self, blocks: SpaceBlocks, rows: Ints, *, evictable: bool = False) -> int:
+        """Delete blocks that are detached and not pinned. Returns the bytes of their slots.
+
+        Args:
+            evictable: their slots still are.
+        """
         slots = blocks.held_slots(rows)
+        nbytes = self._nbytes(blocks, slots)
+        if not (evictable and blocks.cleared):
+            self.shares.change(blocks, -nbytes, -nbytes if evictable else 0)
         if self.records is not None:
             self.records.unseal(self.slots.places(slots))
         if self.corrupt:
@@ -333,6 +397,7 @@ class BlockTable:
         self.slots.free(slots)
         blocks.recycle(rows)
         self._retire(blocks)
+        return nbytes
 
     def _drop_if_unused(self, space: Space) -> None:
         if not space.users and not len(space.blocks.index) and not space.dropped:
@@ -400,6 +465,5 @@ def _set_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -
             f"namespace {space.shard_bytes[shard]} are registered. {MISMATCH_HINT}"
         )
     new_shard = space.shard_bytes[shard] is None
-    space.shard_bytes[shard] = shard_bytes
-    space.slot_sizes[shard] = size_class(shard_bytes)
+    space.set_shard(shard, shard_bytes)
     return new_shard

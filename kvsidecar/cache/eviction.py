@@ -14,13 +14,17 @@ earlier one was chosen for. At the end the plan takes back the victims that turn
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from heapq import merge
 
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints
 from kvsidecar.cache.block import Chain, SpaceBlocks
+from kvsidecar.cache.shares import Budget, Share, Shares
 from kvsidecar.cache.slots import SlotAllocator
 
 REQUESTED, VICTIM = 1, 2
@@ -36,20 +40,45 @@ def choose_victims(
     needs: Mapping[int, int],
     allocator: SlotAllocator,
     tables: Mapping[int, SpaceBlocks],
+    shares: Shares,
     requested: Sequence[Chain],
+    incoming: Mapping[Share, int],
+    first: Sequence[Chain] = (),
 ) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if that is impossible. Changes nothing.
 
-    Some more are chosen than this request needs, in the same order, if there are so many.
+    Some more are chosen than this request needs, in the same order, if there are so many. A share gives what it has
+    beyond its guarantee; if that is not enough, those that pay for the request give what is left of theirs.
 
     Args:
         needs: slots needed per size class.
         tables: all blocks of the pool, by number.
         requested: blocks of the same request; never chosen.
+        incoming: bytes that the request adds to its shares.
+        first: blocks that have to go in any case; the first ones of the answer.
     """
     ahead = _with_more(needs, allocator.total_bytes // AHEAD_SHARE)
-    victims = _choose(ahead, allocator, tables, requested)
-    return _choose(needs, allocator, tables, requested) if victims is None and ahead != needs else victims
+    for own in (False, True) if shares.limited else (False,):
+        for wanted in (ahead, needs) if ahead != needs else (needs,):
+            budget = Budget(incoming, own=own) if shares.limited else None
+            victims = _choose(_EvictionPlan(wanted, allocator, tables, shares, budget), requested, first)
+            if victims is not None:
+                return victims
+    return None
+
+
+def oldest_of_share(
+    share: Share, nbytes: int, requested: Sequence[Chain] = (), most_blocks: int | None = None
+) -> list[Chain]:
+    """The oldest blocks of one share that free so many bytes, or all; no more than ``most_blocks`` of each space."""
+    try:
+        for chain in requested:
+            chain.blocks.marks[chain.rows] = REQUESTED
+        victims = _oldest([share], None, nbytes, None)
+    finally:
+        for chain in requested:
+            chain.blocks.marks[chain.rows] = 0
+    return [Chain(chain.blocks, chain.rows[:most_blocks]) for chain in victims]
 
 
 def _with_more(needs: Mapping[int, int], most_bytes: int) -> dict[int, int]:
@@ -59,24 +88,114 @@ def _with_more(needs: Mapping[int, int], most_bytes: int) -> dict[int, int]:
     return {size: need + need * more // slots for size, need in needs.items()}
 
 
-def _choose(
-    needs: Mapping[int, int],
-    allocator: SlotAllocator,
-    tables: Mapping[int, SpaceBlocks],
-    requested: Sequence[Chain],
-) -> list[Chain] | None:
-    if sum(size * need for size, need in needs.items()) > allocator.total_bytes - allocator.busy_bytes:
-        return None  # without this, a request that is too large would visit every block
-    plan = _EvictionPlan(needs, allocator, tables)
+def _choose(plan: _EvictionPlan, requested: Sequence[Chain], first: Sequence[Chain]) -> list[Chain] | None:
+    if plan.hopeless():
+        return None
     try:
         for chain in requested:
             chain.blocks.marks[chain.rows] = REQUESTED
-        if (blocks := plan.only_table()) is not None:
+        if not first and (blocks := plan.only_table()) is not None:
             return plan.oldest_of(blocks)
-        return _with_mark(VICTIM, plan.chosen()) if plan.make() else None
+        return [*first, *_with_mark(VICTIM, plan.chosen())] if plan.make(first) else None
     finally:
-        for chain in (*requested, *plan.chosen()):
+        for chain in (*requested, *first, *plan.chosen()):
             chain.blocks.marks[chain.rows] = 0
+
+
+def _oldest(
+    shares: Iterable[Share], size: int | None, missing: int, until: int | None, budget: Budget | None = None
+) -> list[Chain]:
+    """The oldest blocks of these shares that provide ``missing`` slots of a class, or bytes if there is none, or all of
+    them; none used after ``until``. It looks at the tables that have some of the oldest blocks, and few more."""
+    tables: list[SpaceBlocks] = []
+    with ExitStack() as streams:
+        orders = [streams.enter_context(closing(share.order.oldest_first())) for share in shares]
+        for tick, _, blocks in merge(*orders):
+            if until is not None and tick > until:
+                break
+            if size is not None and size not in blocks.space.slot_sizes:
+                continue
+            if len(tables).bit_count() == 1:  # not each time: it visits all of them
+                found, left = _oldest_in(tables, size, missing, tick - 1, budget)
+                if left <= 0:
+                    return found
+            tables.append(blocks)
+    return _oldest_in(tables, size, missing, until, budget)[0]
+
+
+def _oldest_in(
+    tables: Iterable[SpaceBlocks], size: int | None, missing: int, until: int | None, budget: Budget | None
+) -> tuple[list[Chain], int]:
+    """`_oldest` of these tables, and what is missing still."""
+    found = [_candidates(blocks, size, missing, until) for blocks in sorted(tables, key=lambda blocks: blocks.number)]
+    found = [each for each in found if len(each[1])]
+    queues = [queue for queue, _ in found]
+    if (
+        budget is not None
+        and len(queues) < 2
+        and all(each.blocks.bytes_of(each.rows) <= budget.left(each.blocks.space.share) for each in queues)
+    ):
+        budget = None  # it allows all of them
+    if not queues or (len(queues) == 1 and budget is None):
+        return queues, missing - sum([int(amounts.sum()) for _, amounts in found])  # cut to length by `_candidates`
+    given = [amounts.tolist() for _, amounts in found]
+    costs = [] if budget is None else [each.blocks.bytes_of_each(each.rows).tolist() for each in queues]
+    left = (
+        {} if budget is None else {share: budget.left(share) for share in {each.blocks.space.share for each in queues}}
+    )
+    chosen: list[list[int]] = [[] for _ in queues]
+    for at, position in oldest_first(queues):
+        if missing <= 0:
+            break
+        if budget is not None:
+            share, cost = queues[at].blocks.space.share, costs[at][position]
+            if cost > left[share]:
+                continue
+            left[share] -= cost
+        missing -= given[at][position]
+        chosen[at].append(position)
+    chains = [Chain(each.blocks, each.rows[positions]) for each, positions in zip(queues, chosen, strict=True)]
+    return [chain for chain in chains if len(chain.rows)], missing
+
+
+def _candidates(blocks: SpaceBlocks, size: int | None, missing: int, until: int | None) -> tuple[Chain, Ints]:
+    """`_oldest` of one table, and what each of these blocks provides."""
+    pieces: list[Ints] = []
+    given: list[Ints] = []
+    one_shard = blocks.space.num_shards == 1
+    each = 1 if size is not None else blocks.space.slot_sizes[0]
+    """What a block of one shard provides."""
+    for piece in blocks.policy.candidates():
+        rows = piece[blocks.marks[piece] == 0]
+        if until is not None:
+            rows = rows[blocks.last_used[rows] <= until]
+        if one_shard:
+            rows = rows[: -(-missing // each)]
+            missing -= len(rows) * each
+        else:
+            amounts = _provided(Chain(blocks, rows), size)
+            rows, amounts = rows[amounts > 0], amounts[amounts > 0]
+            enough = int(np.searchsorted(amounts.cumsum(), missing)) + 1
+            rows, amounts = rows[:enough], amounts[:enough]
+            missing -= int(amounts.sum())
+            given.append(amounts)
+        pieces.append(rows)
+        if missing <= 0 or (until is not None and len(piece) and blocks.last_used[piece[-1]] > until):
+            break
+    found = pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces))
+    return Chain(blocks, found), np.full(len(found), each) if one_shard else np.concatenate((NO_INTS, *given))
+
+
+def _provided(chain: Chain, size: int | None) -> Ints:
+    """Number of slots of this class that each block provides, or its bytes if there is none."""
+    blocks = chain.blocks
+    if size is None:
+        return blocks.bytes_of_each(chain.rows)
+    if blocks.space.num_shards == 1:
+        return np.ones(len(chain.rows), np.int64)
+    shards = [shard for shard, slot_size in enumerate(blocks.space.slot_sizes) if slot_size == size]
+    gives: Ints = (blocks.slots[np.array(shards)[:, None], chain.rows] >= 0).sum(axis=0)
+    return gives
 
 
 def oldest_first(queues: Sequence[Chain]) -> list[tuple[int, int]]:
@@ -110,16 +229,34 @@ class _Choice:
 class _EvictionPlan:
     """The state of one `choose_victims`."""
 
-    def __init__(self, needs: Mapping[int, int], allocator: SlotAllocator, tables: Mapping[int, SpaceBlocks]) -> None:
+    def __init__(
+        self,
+        needs: Mapping[int, int],
+        allocator: SlotAllocator,
+        tables: Mapping[int, SpaceBlocks],
+        shares: Shares,
+        budget: Budget | None,
+    ) -> None:
+        self._needs = needs
         self._allocator = allocator
         self._allocation = allocator.plan(needs)
         self._tables = tables
+        self._shares = shares
+        self._budget = budget
         self._choices: list[_Choice] = []
         self._slabs: dict[int, list[int]] = {}
         """Size class -> slabs of other classes that could be freed, least recently used last."""
 
-    def make(self) -> bool:
-        """Choose victims until the needs are met. False if they cannot be met."""
+    def hopeless(self) -> bool:
+        """Whether all that may go would not be enough: to find that out block by block would visit every one."""
+        busy = self._allocator.busy_bytes
+        if self._budget is not None:
+            busy += sum([max(0, share.evictable - self._budget.left(share)) for share in self._shares])
+        return sum([size * need for size, need in self._needs.items()]) > self._allocator.total_bytes - busy
+
+    def make(self, first: Sequence[Chain] = ()) -> bool:
+        """Choose victims until the needs are met, beside the ``first`` ones. False if they cannot be met."""
+        self._mark(first)
         while (unmet := self._allocation.unmet()) is not None:
             choice = self._oldest_slab(unmet.size)
             blocks = self._oldest_blocks(unmet.size, unmet.missing, None if choice is None else choice.last_used)
@@ -139,18 +276,23 @@ class _EvictionPlan:
         This is the normal case on a node with one model. No slab competes with blocks and no victim is unnecessary, so
         `oldest_of` chooses what `make` would choose, in less time.
         """
-        tables = [blocks for blocks in self._tables.values() if not blocks.cleared]
-        if len(tables) != 1 or tables[0].space.num_shards > 1 or self._allocation.surplus() is None:
+        only = None
+        for blocks in self._tables.values():
+            if not blocks.cleared:
+                if only is not None:
+                    return None
+                only = blocks
+        if only is None or only.space.num_shards > 1 or self._allocation.surplus() is None:
             return None
-        size = tables[0].space.slot_sizes[0]
-        return tables[0] if self._allocation.largest == size and not len(self._allocator.reclaimable(size)) else None
+        size = only.space.slot_sizes[0]
+        return only if self._allocation.largest == size and not len(self._allocator.reclaimable(size)) else None
 
     def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
         """Enough of the oldest blocks of one table; None if there are too few."""
         unmet = self._allocation.unmet()
         if unmet is None:
             return []
-        victims = self._candidates(blocks, unmet.size, unmet.missing, None)
+        victims, _ = _candidates(blocks, unmet.size, unmet.missing, None)
         return [victims] if len(victims.rows) == unmet.missing else None
 
     def chosen(self) -> list[Chain]:
@@ -161,40 +303,9 @@ class _EvictionPlan:
 
     def _oldest_blocks(self, size: int, missing: int, until: int | None) -> list[Chain]:
         """The oldest blocks that provide ``missing`` slots of this class, or all of them; none used after ``until``."""
-        tables = [blocks for blocks in self._tables.values() if size in blocks.space.slot_sizes and not blocks.cleared]
-        queues = [self._candidates(blocks, size, missing, until) for blocks in tables]
-        queues = [queue for queue in queues if len(queue.rows)]
-        if len(queues) < 2:
-            return queues  # `_candidates` has cut it to length
-        gives = [self._slots_given(queue, size).tolist() for queue in queues]
-        taken = [0] * len(queues)
-        for queue, position in oldest_first(queues):
-            if missing <= 0:
-                break
-            missing -= gives[queue][position]
-            taken[queue] += 1
-        return [Chain(queue.blocks, queue.rows[:count]) for queue, count in zip(queues, taken, strict=True) if count]
-
-    def _candidates(self, blocks: SpaceBlocks, size: int, missing: int, until: int | None) -> Chain:
-        """`_oldest_blocks` for one space."""
-        pieces: list[Ints] = []
-        for piece in blocks.policy.candidates():
-            rows = piece[blocks.marks[piece] == 0]
-            if until is not None:
-                rows = rows[blocks.last_used[rows] <= until]
-            if blocks.space.num_shards == 1:
-                rows = rows[:missing]
-                missing -= len(rows)
-            else:
-                gives = self._slots_given(Chain(blocks, rows), size)
-                rows, gives = rows[gives > 0], gives[gives > 0]
-                enough = int(np.searchsorted(gives.cumsum(), missing)) + 1
-                rows = rows[:enough]
-                missing -= int(gives[:enough].sum())
-            pieces.append(rows)
-            if missing <= 0 or (until is not None and len(piece) and blocks.last_used[piece[-1]] > until):
-                break
-        return Chain(blocks, pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces)))
+        budget = self._budget
+        shares = [share for share in self._shares if budget is None or budget.left(share)]
+        return _oldest(shares, size, missing, until, budget)
 
     def _oldest_slab(self, size: int) -> _Choice | None:
         """All blocks of the least recently used slab of another class that can be freed as a whole."""
@@ -205,10 +316,19 @@ class _EvictionPlan:
             slab = candidates[-1]
             if slabs.nbytes[slab] >= size and not self._allocation.is_whole(slab):
                 owners = self._owners(slab)
-                if not _with_mark(REQUESTED, owners):
+                if not _with_mark(REQUESTED, owners) and self._may_go(_with_mark(0, owners)):
                     return _Choice(_with_mark(0, owners), int(slabs.touched[slab]), slab=True)
             candidates.pop()
         return None
+
+    def _may_go(self, chains: Iterable[Chain]) -> bool:
+        """Whether their shares can give all of these blocks."""
+        if self._budget is None:
+            return True
+        nbytes: Counter[Share] = Counter()
+        for chain in chains:
+            nbytes[chain.blocks.space.share] += chain.blocks.bytes_of(chain.rows)
+        return all(self._budget.left(share) >= each for share, each in nbytes.items())
 
     # -- the choice ----------------------------------------------------------------------------------------------
 
@@ -217,6 +337,9 @@ class _EvictionPlan:
         for chain in victims:
             chain.blocks.marks[chain.rows] = mark
             plan(chain.blocks.held_slots(chain.rows))
+            if self._budget is not None:
+                nbytes = chain.blocks.bytes_of(chain.rows)
+                self._budget.take(chain.blocks.space.share, nbytes if mark == VICTIM else -nbytes)
 
     def _take_back_unnecessary(self) -> None:
         """Take back each victim that the needs do not require, newest first. Only a whole slab is of use, so its blocks
@@ -234,18 +357,9 @@ class _EvictionPlan:
         surplus, size = self._allocation.surplus(), self._allocation.largest
         chains = choice.victims
         if surplus is not None:  # only one class is needed: a block with more slots than the surplus is required
-            chains = [Chain(chain.blocks, chain.rows[self._slots_given(chain, size) <= surplus]) for chain in chains]
+            chains = [Chain(chain.blocks, chain.rows[_provided(chain, size) <= surplus]) for chain in chains]
         order = oldest_first(chains)[::-1] if any(len(chain.rows) for chain in chains) else []
         return [[Chain(chains[queue].blocks, chains[queue].rows[at : at + 1])] for queue, at in order]
-
-    def _slots_given(self, chain: Chain, size: int) -> Ints:
-        """Number of slots of this class that each block provides."""
-        blocks = chain.blocks
-        if blocks.space.num_shards == 1:
-            return np.ones(len(chain.rows), np.int64)
-        shards = [shard for shard, slot_size in enumerate(blocks.space.slot_sizes) if slot_size == size]
-        gives: Ints = (blocks.slots[np.array(shards)[:, None], chain.rows] >= 0).sum(axis=0)
-        return gives
 
     def _owners(self, slab: int) -> list[Chain]:
         owners = np.unique(self._allocator.owners(slab))

@@ -42,7 +42,8 @@ TABLE = 1
 SLOT = 2
 """Byte offset in the pool."""
 SIZE = 3
-"""Size class of the slot."""
+"""Size class of the slot in units of `SLOT_ALIGN`; in the high 32 bits the second from which on its block is a miss, or
+0."""
 HASH = 4
 """Block hash, padded with zeros to `HASH_BYTES_MAX`."""
 DIGEST = 12
@@ -149,7 +150,17 @@ class Records:
 
     # -- records ---------------------------------------------------------------------------------------------------
 
-    def seal(self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int) -> None:
+    def seal(
+        self,
+        number: int,
+        shard: int,
+        size: int,
+        slots: Ints,
+        words: Words,
+        places: Slots,
+        tick: int,
+        expires: int = 0,
+    ) -> None:
         """Record that these slots are whole, and were used at ``tick``.
 
         Args:
@@ -157,13 +168,15 @@ class Records:
             size: their size class.
             words: their block hashes, in prefix order.
             places: of their records.
+            expires: second from which on their blocks are misses; 0: never.
         """
         commit = self._next_commit()
         table = number << 32 | shard
         slab_word = _checked(size // SLOT_ALIGN)
+        size_word = size // SLOT_ALIGN | expires << 32
         if len(places) == 1 <= FEW:
             (place,) = as_list(places)
-            packed = _DIGESTED.pack(commit, table, slots.item(), size, words.tobytes())
+            packed = _DIGESTED.pack(commit, table, slots.item(), size_word, words.tobytes())
             digest = sum(map(mul, _FACTORS, _LANES.unpack(packed))) & MASK
             self._slabs[place // self.slots_per_slab] = slab_word
             self._bodies[place] = np.frombuffer(packed[8:] + _TAIL.pack(digest, 0, 0, tick << ORDER_BITS), np.uint64)
@@ -173,7 +186,7 @@ class Records:
         body = np.zeros((len(slots), RECORD_WORDS - 1), np.uint64)
         body[:, TABLE - 1] = table
         body[:, SLOT - 1] = slots
-        body[:, SIZE - 1] = size
+        body[:, SIZE - 1] = size_word
         body[:, HASH - 1 : HASH - 1 + words.shape[1]] = words
         digests = _digest(body[:, : HASH - 1 + words.shape[1]], TABLE)
         body[:, DIGEST - 1] = digests + _digest(np.array([[commit]], np.uint64), COMMIT)

@@ -104,6 +104,11 @@ class SlotAllocator:
         return self._bytes[_RESERVED] + self._bytes[_HELD] + self._bytes[_QUARANTINED]
 
     @property
+    def usable_bytes(self) -> int:
+        """Bytes of the pool that slots can have."""
+        return self.total_bytes - self.wasted_bytes - self._bytes[_QUARANTINED]
+
+    @property
     def largest_slot(self) -> int:
         """Bytes of the largest slot that can be cut."""
         return int(self.slabs.nbytes[0])

@@ -1,4 +1,4 @@
-"""The command line: ``kvsidecar serve | status | top | engines | clear | drain | doctor | demo | bench``.
+"""The command line: ``kvsidecar serve | status | top | engines | clear | pin | drain | doctor | demo | bench``.
 
 Each command imports what it needs when it runs, so that help is fast.
 """
@@ -112,8 +112,8 @@ def _serve(**flags: str | None) -> None:
 
     Every option can also be set by an environment variable (KVSIDECAR_POOL_SIZE) or in the TOML file
     (pool_size = "64GiB"). A flag overrides a variable, a variable overrides the file. SIGHUP reloads the file:
-    log_level, store_chunk, drain_timeout, stuck_after and policy take effect, and the log names changed options that
-    need a restart.
+    log_level, store_chunk, drain_timeout, stuck_after, policy and share take effect, and the log names changed
+    options that need a restart.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket or
     the directory of the pool is in use, 74 a copier did not end although it was killed (its driver does not return), 75
@@ -253,29 +253,112 @@ def engines(as_json: bool, **where: str | None) -> None:
 @main.command()
 @_daemon_options
 @click.option("--namespace", metavar="MODEL", help="Clear the namespace of this model, as `kvsidecar status` shows it.")
+@click.option("--share", metavar="NAME", help="Clear all namespaces of this share.")
 @click.option("--all", "everything", is_flag=True, help="Clear all namespaces. Asks for confirmation.")
 @click.option("--yes", is_flag=True, help="Skip the confirmation.")
-def clear(namespace: str | None, everything: bool, yes: bool, **where: str | None) -> None:
+@click.option(
+    "--hashes", "file", type=click.File(), metavar="FILE|-", help="Only these blocks: hex hashes, one a line."
+)
+@click.option("--group", default=0, show_default=True, metavar="NUMBER", help="KV cache group of the hashes.")
+@click.option(
+    "--unused", default=0, type=click.IntRange(min=0), metavar="SECONDS", help="Only blocks not used for so long."
+)
+def clear(
+    namespace: str | None,
+    share: str | None,
+    everything: bool,
+    yes: bool,
+    file: Any,
+    group: int,
+    unused: int,
+    **where: str | None,
+) -> None:
     """Discard stored blocks, so that lookups no longer hit them.
 
     Use it for KV that must not be reused, for example after weights were changed in place. Copies in flight finish.
-    Engines stay attached and store again.
+    Engines stay attached and store again. Slower tiers forget whole namespaces, also with --hashes and --unused.
 
-    Exit codes: 0, 1 not confirmed or no such namespace, 69 no daemon answers, 77 permission denied.
+    Exit codes: 0, 1 not confirmed, no such namespace, or not a hash, 69 no daemon answers, 77 permission denied.
     """
-    from kvsidecar.cli.operate.commands import clear_question, find_namespace
+    from kvsidecar.cli.operate.commands import clear_question, find_namespace, read_hashes
     from kvsidecar.support.units import count
 
-    if (namespace is None) != everything:
-        raise click.UsageError("give either --namespace MODEL or --all")
+    if (namespace is not None) + (share is not None) + everything != 1:
+        raise click.UsageError("give either --namespace MODEL, --share NAME or --all")
+    if file is not None and (namespace is None or unused):
+        raise click.UsageError("--hashes goes with --namespace, and without --unused")
+    hashes = None if file is None else read_hashes(file)
+    if isinstance(hashes, str):
+        _fail(hashes, 1)
     with _connected(where, "kvsidecar clear") as client:
         chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
         if isinstance(chosen, str):
             _fail(chosen, 1)
-        if chosen is None and not yes:
+        if everything and not yes:
             click.confirm(clear_question(client.status()), abort=True)
-        blocks = client.clear(chosen)
+        groups = None if hashes is None else {group: hashes}
+        blocks = client.clear(chosen, share=share, groups=groups, unused_seconds=unused)
     click.echo(f"{count(blocks, 'block')} cleared.")
+
+
+@main.command()
+@_daemon_options
+@click.argument("name")
+@click.option("--namespace", metavar="MODEL", required=True, help="Namespace of the blocks, as for `kvsidecar clear`.")
+@click.option("--hashes", "file", type=click.File(), required=True, metavar="FILE|-", help="Hex hashes, one a line.")
+@click.option("--group", default=0, show_default=True, metavar="NUMBER", help="KV cache group of the blocks.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=86400.0, show_default=True, help="Until the pin expires."
+)
+def pin(name: str, namespace: str, file: Any, group: int, seconds: float, **where: str | None) -> None:
+    """Keep blocks in the pool, such as those of a common system prompt.
+
+    Those of the hashes that are stored now are kept until they are unpinned, the pin expires or the daemon ends. A pin
+    of the same NAME is replaced. All pins together have at most --pin-max of the daemon.
+
+    Exit codes: 0, 1 no such namespace, or not a hash, 69 no daemon answers or it refuses, 77 permission denied.
+    """
+    from kvsidecar.cli.operate.commands import find_namespace, read_hashes
+    from kvsidecar.support.units import count, format_size
+
+    hashes = read_hashes(file)
+    if isinstance(hashes, str):
+        _fail(hashes, 1)
+    with _connected(where, "kvsidecar pin") as client:
+        chosen = find_namespace(namespace, client.status(everything=True))
+        if isinstance(chosen, str):
+            _fail(chosen, 1)
+        blocks, nbytes = client.pin(name, chosen, {group: hashes}, seconds)
+    click.echo(f"{count(blocks, 'block')} of {len(hashes)} pinned, {format_size(nbytes)}.")
+
+
+@main.command()
+@_daemon_options
+@click.argument("name")
+def unpin(name: str, **where: str | None) -> None:
+    """End a pin: its blocks can be evicted again.
+
+    Exit codes: 0, 1 no such pin, 69 no daemon answers, 77 permission denied.
+    """
+    with _connected(where, "kvsidecar unpin") as client:
+        unpinned = client.unpin(name)
+    if not unpinned:
+        _fail(f"there is no pin {name!r}", 1)
+
+
+@main.command()
+@_daemon_options
+def pins(**where: str | None) -> None:
+    """Show the pins: who has pinned how much, and for how long.
+
+    Exit codes: 0, 69 no daemon answers.
+    """
+    from rich.console import Console
+
+    from kvsidecar.cli.operate.commands import pins_table
+
+    with _connected(where, "kvsidecar pins") as client:
+        Console().print(pins_table(client.status()))
 
 
 @main.command()
@@ -320,10 +403,16 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
 @click.option("--config", metavar="PATH", help="The daemon's configuration file. [default: as for serve]")
 @click.option("--pool-size", metavar="SIZE|PERCENT", help="Pool size to check for. [default: as for serve]")
 @click.option("--pool-dir", metavar="DIRECTORY", help="Directory of the pool to check. [default: as for serve]")
+@click.option("--disk-dir", metavar="DIRECTORY", help="Directory of the disk tier to check. [default: as for serve]")
+@click.option("--disk-size", metavar="SIZE", help="Size of the disk tier to check for. [default: as for serve]")
+@click.option("--disk-speed", is_flag=True, help="Also write and read 256 MiB there, in a file without a name.")
+@click.option("--cluster-master", metavar="HOST:PORT", help="Mooncake master to check. [default: as for serve]")
+@click.option("--shared-dir", metavar="DIRECTORY", help="Directory of the shared tier. [default: as for serve]")
+@click.option("--shared-size", metavar="SIZE", help="Size of the shared tier. [default: as for serve]")
 @click.option("--device", metavar="auto|cuda|host", help="Device to check for. [default: as for serve]")
 @click.option("--pid", type=click.IntRange(min=1), metavar="PID", help="Also check this engine process.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
-def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
+def doctor(pid: int | None, as_json: bool, disk_speed: bool, **flags: str | None) -> None:
     """Check whether this machine can run the daemon, and suggest fixes.
 
     Run it as the daemon's user and inside the daemon's container, before the daemon is installed or while it runs. It
@@ -336,10 +425,11 @@ def doctor(pid: int | None, as_json: bool, **flags: str | None) -> None:
     from rich.console import Console
 
     from kvsidecar.cli.doctor import view
-    from kvsidecar.cli.doctor.checks import Verdict, examine
+    from kvsidecar.cli.doctor.checks import examine
+    from kvsidecar.cli.doctor.findings import Verdict
     from kvsidecar.cli.doctor.gather import gather
 
-    findings = examine(gather(flags, pid))
+    findings = examine(gather(flags, pid, disk_speed=disk_speed))
     if as_json:
         click.echo(json.dumps(view.as_json(findings), indent=2))
     else:

@@ -8,11 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvsidecar.protocol.figures import jobs_now, pool_details, pool_parts, short_device, tier_details, used_of
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 STATE_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
+_POOL_COLORS = {"leased": "cyan", "used": "blue", "reserved": "yellow", "quarantined": "red"}
 BAR_WIDTH = 40
 CELL = 96
 """Maximum length of a client's text in a table cell; --json prints all of it."""
@@ -24,6 +26,8 @@ def render(reply: pb.StatusReply) -> RenderableType:
     """A StatusReply in sections, with the largest namespaces only."""
     pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply.pool)
     parts: list[RenderableType] = [head(reply), pool, *map(tier_bar, reply.tiers)]
+    if reply.shares:
+        parts.append(_shares(reply))
     if reply.namespaces:
         parts.append(_namespaces(reply))
     parts.append(_ranks(reply) if reply.ranks else no_engine(reply))
@@ -36,11 +40,11 @@ def render(reply: pb.StatusReply) -> RenderableType:
     return Group(*parts)
 
 
-def head(reply: pb.StatusReply) -> Text:
-    """State, version, uptime, and the reason if the daemon is not ready."""
+def head(reply: pb.StatusReply, note: str = "") -> Text:
+    """State, version, uptime, and the reason if the daemon is not ready; a note behind the state."""
     state = STATE_FROM_WIRE[reply.readiness.state].value
     text = Text.assemble(
-        "kvsidecar ", (state, f"bold {STATE_COLORS[state]}"),
+        "kvsidecar ", (state, f"bold {STATE_COLORS[state]}"), (note, "yellow"),
         f"  {reply.version} on {reply.backend}, up {format_duration(reply.uptime_seconds)}",
     )  # fmt: skip
     if reply.readiness.reason:
@@ -58,24 +62,10 @@ def head(reply: pb.StatusReply) -> Text:
 
 def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
     """Two lines: a bar of ``width`` columns with the bytes used, and the details."""
-    parts = (
-        (pool.leased_bytes, "cyan"),
-        (pool.used_bytes - pool.leased_bytes, "blue"),
-        (pool.reserved_bytes, "yellow"),
-        (pool.quarantined_bytes, "red"),
-    )
+    parts = [(nbytes, _POOL_COLORS[name]) for name, nbytes in pool_parts(pool).items()]
     bar = _bar("Pool", parts, pool.used_bytes, pool.total_bytes, width)
-    details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
-    details += [f"{format_size(pool.reserved_bytes)} reserved"] if pool.reserved_bytes else []
-    details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
-    details += [f"{pool.page_kind} pages"] if pool.page_kind else []
-    details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []
-    bar.append("\n      " + ", ".join(details), style="dim")
-    if pool.carrier:
-        kept = f"{pool.kept_blocks} blocks of an earlier daemon were kept"
-        kept += f", {pool.dropped_blocks} were not" if pool.dropped_blocks else ""
-        start = f"cold start: {pool.cold_start_reason}" if pool.cold_start_reason else kept
-        bar.append(f"\n      outlives the daemon ({pool.carrier}); {start}", style="dim")
+    for line in pool_details(pool):
+        bar.append(f"\n      {line}", style="dim")
     return bar
 
 
@@ -86,13 +76,7 @@ def tier_bar(tier: pb.TierStatus, width: int = BAR_WIDTH) -> Text:
         text = Text.assemble(f"{title:<6}", ("off: ", "red"), printable(tier.off))
     else:
         text = _bar(title, [(tier.used_bytes, "blue")], tier.used_bytes, tier.capacity_bytes, width)
-    details = [f"{tier.blocks} shards"]
-    details += [f"{tier.kept_blocks} of an earlier run"] if tier.kept_blocks else []
-    details += [f"{format_size(tier.read_bytes)} read", f"{format_size(tier.written_bytes)} written"]
-    details += [f"{tier.failures} failures"] if tier.failures else []
-    if tier.HasField("write_budget_bytes"):
-        details.append(f"{format_size(tier.write_budget_bytes)} may be written now")
-    return text.append("\n      " + ", ".join(details), style="dim")
+    return text.append(f"\n      {tier_details(tier)}", style="dim")
 
 
 def _bar(title: str, parts: Iterable[tuple[int, str]], used: int, total: int, width: int) -> Text:
@@ -103,7 +87,7 @@ def _bar(title: str, parts: Iterable[tuple[int, str]], used: int, total: int, wi
         bar.append("█" * part, style=style)
         filled += part
     bar.append("░" * (width - filled), style="dim")
-    return bar.append(f"  {format_size(used)} of {format_size(total)} used")
+    return bar.append(f"  {used_of(used, total)}")
 
 
 def printable(text: str) -> Text:
@@ -144,15 +128,24 @@ def rank_cells(rank: pb.RankStatus, name_columns: int = CELL) -> dict[str, Text]
     }
 
 
-def short_device(device: str) -> str:
-    """``GPU-1a2b3c4d`` for a GPU UUID: enough to distinguish the GPUs of a machine."""
-    return "-".join(device.split("-")[:2])
-
-
 def _with_rest(table: Table, not_shown: int, command: str) -> RenderableType:
     """The table, and below it the number of entries that it does not show."""
     rest = Text(f"and {not_shown} more: {command} lists all", style="dim")
     return Group(table, rest) if not_shown > 0 else table
+
+
+def _shares(reply: pb.StatusReply) -> RenderableType:
+    table = plain_table("\nShares", "name", "used", "guaranteed", "max", "pinned", "evicted")
+    for each in reply.shares[:SHOWN]:
+        table.add_row(
+            each.name,
+            format_size(each.used_bytes),
+            format_size(each.guaranteed_bytes),
+            format_size(each.max_bytes) if each.HasField("max_bytes") else "-",
+            format_size(each.pinned_bytes),
+            format_size(each.evicted_bytes),
+        )
+    return _with_rest(table, len(reply.shares) - SHOWN, "kvsidecar status --json")
 
 
 def _namespaces(reply: pb.StatusReply) -> RenderableType:
@@ -186,7 +179,7 @@ def _jobs(reply: pb.StatusReply) -> RenderableType:
     text = Text("\n")
     text.append("Jobs  ", style="bold")
     text.append(
-        f"{jobs.running} running, {jobs.queued} queued"
+        jobs_now(jobs)
         + (f", oldest {format_duration(jobs.oldest_inflight_seconds)}" if jobs.oldest_inflight_seconds else "")
         + f"; done: stores {jobs.stores_done} ({format_size(jobs.stored_bytes)}), "
         f"loads {jobs.loads_done} ({format_size(jobs.loaded_bytes)})"

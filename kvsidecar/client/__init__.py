@@ -28,6 +28,7 @@ from kvsidecar.client.types import (
     JobDone,
     LookupResult,
     Readiness,
+    ResidencyChange,
 )
 from kvsidecar.errors import (
     AttachRefused,
@@ -39,7 +40,7 @@ from kvsidecar.errors import (
 )
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
-from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
+from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, Residency, State
 
 __all__ = [
     "BACKPRESSURE",
@@ -77,6 +78,8 @@ __all__ = [
     "Region",
     "RemoteClient",
     "RequestDenied",
+    "Residency",
+    "ResidencyChange",
     "SocketDenied",
     "State",
     "Tls",

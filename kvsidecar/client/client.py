@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final
 
 from kvsidecar.client.buffers import KVBuffers
+from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.ledger import Ledger
 from kvsidecar.client.lookups import LeaseRenewal, Lookups, PendingLookup
-from kvsidecar.client.messages import LookupQuery, Registration
+from kvsidecar.client.messages import LookupQuery, Registration, Watching
 from kvsidecar.client.operator import Operator, OperatorCalls
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.supervisor import Supervisor
-from kvsidecar.client.types import Blocks, JobDone, LookupResult, Readiness
+from kvsidecar.client.types import Blocks, JobDone, LookupResult, Readiness, ResidencyChange
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
@@ -89,6 +90,7 @@ class Client(OperatorCalls):
         self._idle = False
         self._new_supervisor()
         self._closed = False
+        self._inbox: Inbox | None = None
         self._operator = Operator(self.socket, timeout, name)
 
     def _new_supervisor(self) -> None:
@@ -243,6 +245,7 @@ class Client(OperatorCalls):
         after: Completion | Order | None = None,
         timeout: float | Default | None = DEFAULT,
         traceparent: str | None = None,
+        ttl: float | None = None,
     ) -> int:
         """Copy blocks from the device to the pool. Returns the job's number at once.
 
@@ -256,10 +259,12 @@ class Client(OperatorCalls):
             timeout: seconds after which a copy that has not started never starts.
             traceparent: W3C traceparent of the request that the job is for. A daemon with tracing shows the job in that
                 trace, and ignores an invalid one.
+            ttl: seconds after which these blocks are misses, rounded up; None: as the daemon's shares say, or never.
+                Blocks that are present already keep the time that they have.
         """
         if after is Order.DEVICE and self._jobs.events is None:
             raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
-        return self._jobs.submit(Direction.STORE, blocks, after, 0, self._seconds(timeout), traceparent)
+        return self._jobs.submit(Direction.STORE, blocks, after, 0, self._seconds(timeout), traceparent, ttl)
 
     def load(
         self,
@@ -313,6 +318,18 @@ class Client(OperatorCalls):
         """
         return self._jobs.flush(jobs, self._timeout if timeout is None else timeout, cancel=cancel)
 
+    def give_up(self, reason: str) -> None:
+        """End the session with a daemon that hangs, and attach again when one answers. Never waits.
+
+        No copy of it begins any more, whatever the daemon does when it goes on. Each outstanding job ends, as
+        ``daemon_lost``, as soon as its copy is over: at once if it had not begun. A job that has not ended 10 s after
+        its timeout does this by itself.
+
+        Args:
+            reason: for the log.
+        """
+        self._supervisor.give_up(reason)
+
     def set_idle(self, idle: bool, *, soon: bool = False) -> None:
         """Tell the daemon whether this rank's GPU is idle: stores then need not leave room for the engine's own copies.
         Never waits, and costs nothing without a change.
@@ -329,6 +346,30 @@ class Client(OperatorCalls):
                 if not soon:
                     session.send_unsent()
 
+    # -- what the pool holds ---------------------------------------------------------------------------------------
+
+    def watch(self, namespace: Namespace, on_news: Callable[[], object] = lambda: None) -> None:
+        """Be told which blocks of a namespace can be looked up, and what changes, by `take_residency`. Instead of
+        `attach`, and once. Returns at once; it is done in the background whenever a daemon answers.
+
+        Args:
+            on_news: called in another thread when there is something to take, after there was nothing.
+        """
+        if self._supervisor.has_registration or self._closed:
+            raise ClientError("this client was attached or closed before: make a new Client")
+        self._inbox = Inbox(on_news)
+        self._supervisor.start(Watching(namespace, self._inbox))
+
+    @property
+    def has_residency(self) -> bool:
+        """Whether `take_residency` has something to return. Never waits."""
+        return bool(self._inbox)
+
+    def take_residency(self, most_bytes: int = 1 << 20) -> list[ResidencyChange]:
+        """What was told since the last call, in order: of so many bytes, and at least one change if there is any. Never
+        waits. A watcher that takes nothing for long is told less, and everything again later."""
+        return [] if self._inbox is None else self._inbox.take(most_bytes)
+
     # -- lookups and leases ----------------------------------------------------------------------------------------
 
     def lookup(
@@ -340,6 +381,8 @@ class Client(OperatorCalls):
         lease_seconds: float = 0.0,
         fetch_seconds: float = 0.0,
         prefill_rate: float = 0.0,
+        wanted: Mapping[int, Sequence[bool]] | None = None,
+        fetch_tokens: int = 0,
         timeout: float | None = None,
     ) -> LookupResult:
         """Which of these blocks the daemon can load, by KV cache group; none if it does not answer.
@@ -350,13 +393,17 @@ class Client(OperatorCalls):
             fetch_seconds: how long the caller can wait for misses that a slower tier has; 0: nothing is fetched. This
                 call does not wait: look up again while the result says that blocks are coming.
             prefill_rate: tokens a second that the caller computes, to tell what is worth fetching; 0: not known.
+            wanted: in `LookupMode.BITMAP`, which misses to fetch: by group, one flag per hash, as far as there are
+                any; for groups of which a hit does not need every block. The answer says which misses a slower tier
+                holds. None: each group's first misses in a row.
+            fetch_tokens: that the caller need not compute if all that is wanted comes.
             timeout: seconds, instead of ``step_budget``.
 
         Raises:
             ClientError: the daemon refuses the request; the text says what to change.
             ValueError: a time is negative or not a number.
         """
-        query = LookupQuery(namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate)
+        query = LookupQuery(namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate, wanted, fetch_tokens)
         return self._lookups.lookup(query, timeout)
 
     def begin_lookup(
@@ -368,6 +415,8 @@ class Client(OperatorCalls):
         lease_seconds: float = 0.0,
         fetch_seconds: float = 0.0,
         prefill_rate: float = 0.0,
+        wanted: Mapping[int, Sequence[bool]] | None = None,
+        fetch_tokens: int = 0,
     ) -> PendingLookup | None:
         """Send a lookup, and take the answer later: several lookups then share one wait.
 
@@ -376,7 +425,8 @@ class Client(OperatorCalls):
         Returns:
             None: it cannot be sent at once, because the daemon is lost or busy, or there are too many hashes.
         """
-        return self._lookups.begin(LookupQuery(namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate))
+        query = LookupQuery(namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate, wanted, fetch_tokens)
+        return self._lookups.begin(query)
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         """`renew` without waiting for the answer."""

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from kvsidecar.client.unreachable import unreachable
 from kvsidecar.errors import AttachRefused
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
+from kvsidecar.support.fence import Fence
 from kvsidecar.support.peer import recv_fds
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -67,7 +68,7 @@ def _close_all(fds: Iterable[int]) -> None:
 
 
 class LostDaemon:
-    """A daemon that may still have a rank's memory mapped when its client is closed.
+    """A daemon that may still have a rank's memory mapped although the session has ended on this side.
 
     Args:
         process: closed by this object.
@@ -98,6 +99,8 @@ class Connection:
     epoch: int
     local_protocol: bool
     """Whether the daemon accepts the local protocol on it."""
+    fence: Fence | None
+    """None if it was not asked for, or the daemon has none."""
 
     def ended(self) -> bool:
         """Whether the daemon has closed its end, and everything before that was read. Never waits."""
@@ -118,10 +121,13 @@ class Connection:
         self.process.close()
 
 
-def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cancel: int | None = None) -> Connection:
+def connect(
+    path: str, *, fds: Sequence[int], client: str, timeout: float, cancel: int | None = None, fenced: bool = False
+) -> Connection:
     """Connect, and send duplicates of ``fds``.
 
     Args:
+        fenced: ask for a fence.
         timeout: seconds for all of it.
         cancel: a descriptor that becomes readable to give up.
 
@@ -135,7 +141,7 @@ def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cance
     process = DaemonProcess(())
     try:
         _connect(sock, path, deadline, cancel)
-        hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client=client).SerializeToString()
+        hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client=client, fence=fenced).SerializeToString()
         # A daemon that refuses connections has sent its reason, and closed, before it reads.
         with contextlib.suppress(BrokenPipeError):
             socket.send_fds(sock, [frame(hello)], fds)
@@ -143,15 +149,24 @@ def connect(path: str, *, fds: Sequence[int], client: str, timeout: float, cance
         welcome = pb.Welcome.FromString(payload)
         if welcome.error:
             raise AttachRefused(welcome.error)
-        if not len(process.fds) == welcome.num_pidfds > 0:
-            raise ConnectionError(f"it announced {welcome.num_pidfds} pidfds and sent {len(process.fds)}")
+        if not len(process.fds) - welcome.fence == welcome.num_pidfds > 0:
+            fence_too = " and a fence" if welcome.fence else ""
+            raise ConnectionError(
+                f"it announced {welcome.num_pidfds} pidfds{fence_too} and sent {len(process.fds)} descriptors"
+            )
+        fence = None
+        if welcome.fence:
+            *pidfds, last = process.fds
+            fence = Fence(last)
+            process.fds = tuple(pidfds)
+            os.close(last)
     except BaseException as error:
         sock.close()
         process.close()
         if isinstance(error, OSError | DecodeError):
             raise unreachable(path, error) from error
         raise
-    return Connection(sock, process, welcome.token, welcome.epoch, welcome.local_protocol)
+    return Connection(sock, process, welcome.token, welcome.epoch, welcome.local_protocol, fence)
 
 
 def _connect(sock: socket.socket, path: str, deadline: float, cancel: int | None) -> None:

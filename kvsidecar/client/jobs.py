@@ -38,9 +38,12 @@ class Jobs:
         lease: int,
         seconds: float | None,
         traceparent: str | None,
+        ttl: float | None = None,
     ) -> int:
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
+        if ttl is not None and not 0 < ttl < 1 << 32:
+            raise ValueError(f"ttl is {ttl}; it must be a positive number of seconds, or None")
         number = self._ledger.next_number()
         with self._monitor.lock:
             session = self._supervisor.session
@@ -50,6 +53,8 @@ class Jobs:
             job = Job(number, direction, blocks, lease)
             if seconds is not None:
                 job.deadline = time.monotonic() + seconds
+            if ttl is not None:
+                job.ttl_seconds = math.ceil(ttl)
             if traceparent:
                 job.traceparent = traceparent.encode(errors="replace")
             self._ledger.add(job)

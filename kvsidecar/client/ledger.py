@@ -48,6 +48,7 @@ class Job:
     event: int = 0
     """Entry of the event ring, from 1; 0 for none."""
     traceparent: bytes = b""
+    ttl_seconds: int = 0
     phase: Phase = Phase.WAITING
 
 
@@ -94,6 +95,12 @@ class Ledger:
 
     def outstanding(self) -> list[Job]:
         return list(self._outstanding.values())
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether a job is outstanding, other than one that waits for its event, whose deadline is past: a daemon has
+        started it by then, or has said that it never will."""
+        jobs = self._outstanding.values()
+        return any(job.phase is not Phase.WAITING and (job.deadline or now) < now for job in jobs)
 
     def worth_polling(self) -> bool:
         """Whether a job may have ended that was added before the last call. A job that was only just added has not: to

@@ -10,6 +10,7 @@ from itertools import chain, islice
 import grpc
 
 from kvsidecar.client.buffers import KVBuffers
+from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.ledger import Job
 from kvsidecar.client.types import GroupHits, JobDone, LookupResult, Readiness
 from kvsidecar.errors import ClientError
@@ -96,6 +97,19 @@ class Registration:
         return register
 
 
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """What a watcher sends at Attach, the same with every run of the daemon."""
+
+    namespace: Namespace
+    inbox: Inbox
+    fds: tuple[int, ...] = ()
+    event_handles: tuple[bytes, ...] = ()
+
+    def message(self, token: bytes) -> pb.Watch:
+        return pb.Watch(protocol=PROTOCOL, token=token, namespace=namespace_to_wire(self.namespace))
+
+
 def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
     """Write a job into a message. Returns an upper bound of its bytes: ByteSize() takes as long as to serialize it.
 
@@ -109,6 +123,7 @@ def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
     if job.direction is Direction.STORE:
         request = message.store
         request.event = job.event
+        request.ttl_seconds = job.ttl_seconds
     else:
         request = message.load
         request.lease = job.lease
@@ -122,8 +137,8 @@ def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
         nbytes += len(job.traceparent)
     for each in job.blocks:
         hashes, block_ids = pack_hashes(each.hashes), pack_ids(each.block_ids)
-        request.blocks.add(group=each.group, hashes=hashes, block_ids=block_ids)
-        nbytes += len(hashes) + len(block_ids) + FIELDS_BYTES
+        request.blocks.add(group=each.group, hashes=hashes, block_ids=block_ids, notes=each.notes)
+        nbytes += len(hashes) + len(block_ids) + len(each.notes) + FIELDS_BYTES
     return nbytes
 
 
@@ -138,6 +153,9 @@ class LookupQuery:
     lease_seconds: float = 0.0
     fetch_seconds: float = 0.0
     prefill_rate: float = 0.0
+    wanted: Mapping[int, Sequence[bool]] | None = None
+    """By group: which of its misses to fetch. None: the first ones in a row."""
+    fetch_tokens: int = 0
 
     def request(self, token: bytes) -> pb.LocalRequest:
         """The request is in the message's ``lookup``: to nest a message later is to copy it, with all hashes.
@@ -152,11 +170,14 @@ class LookupQuery:
         if self.fetch_seconds:
             message.lookup.fetch_ms = to_milliseconds("fetch_seconds", self.fetch_seconds)
             message.lookup.prefill_rate = self.prefill_rate
+            message.lookup.choose, message.lookup.fetch_tokens = self.wanted is not None, self.fetch_tokens
+        wanted = self.wanted or {}
         add, size = message.lookup.groups.add, len(start)  # message.ByteSize() takes as long as to serialize it
         for group, hashes in self.groups.items():
             packed = pack_hashes(hashes)
-            size += FIELDS_BYTES + len(packed)
-            add(group=group, hashes=packed)
+            bits = _bitmap(wanted[group]) if group in wanted else b""
+            size += FIELDS_BYTES + len(packed) + len(bits)
+            add(group=group, hashes=packed, wanted=bits)
         if size > MAX_REQUEST_BYTES:
             raise ClientError(
                 f"the lookup has {size} bytes and at most {MAX_REQUEST_BYTES} are allowed: look up fewer hashes at once"
@@ -167,7 +188,12 @@ class LookupQuery:
         return LookupResult(
             ready=reply.ready,
             groups={
-                each.group: GroupHits(each.hits, _bits(each.bitmap, self._count(each.group)), each.coming)
+                each.group: GroupHits(
+                    each.hits,
+                    _bits(each.bitmap, self._count(each.group)),
+                    each.coming,
+                    _bits(each.held, self._count(each.group)),
+                )
                 for each in reply.groups
             },
             lease=reply.lease or None,
@@ -222,6 +248,11 @@ _BITS = [tuple(bool(byte >> bit & 1) for bit in range(8)) for byte in range(256)
 
 def _bits(bitmap: bytes, count: int) -> tuple[bool, ...]:
     return tuple(islice(chain.from_iterable(map(_BITS.__getitem__, bitmap)), count)) if bitmap else ()
+
+
+def _bitmap(flags: Sequence[bool]) -> bytes:
+    digits = "".join(["1" if flag else "0" for flag in reversed(flags)])
+    return int(digits or "0", 2).to_bytes(-(-len(flags) // 8), "little")
 
 
 @lru_cache(maxsize=64)

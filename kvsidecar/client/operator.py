@@ -1,10 +1,12 @@
-"""The operator calls: status, clear, drain."""
+"""The operator calls: status, clear, pin, drain."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -48,13 +50,46 @@ class OperatorCalls(ABC):
         reply.more = False
         return reply
 
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """Discard the blocks of one namespace, or of all. Returns how many were discarded."""
-        request = (
-            pb.ClearRequest(all=True) if namespace is None else pb.ClearRequest(namespace=namespace_to_wire(namespace))
-        )
+    def clear(
+        self,
+        namespace: Namespace | None = None,
+        *,
+        share: str | None = None,
+        groups: Mapping[int, bytes | Sequence[bytes]] | None = None,
+        unused_seconds: int = 0,
+    ) -> int:
+        """Discard the blocks of one namespace, of a share, or all. Returns how many were discarded.
+
+        Args:
+            groups: only blocks with these hashes, by group.
+            unused_seconds: only blocks that nobody has used for so long, or since the daemon started; 0: all.
+        """
+        request = pb.ClearRequest(unused_seconds=unused_seconds, share=share or "")
+        if namespace is not None:
+            request.namespace.CopyFrom(namespace_to_wire(namespace))
+        else:
+            request.all = share is None
+        _add_groups(request, groups or {})
         reply: pb.ClearReply = self._call("Clear", request)
         return reply.blocks
+
+    def pin(
+        self, name: str, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], seconds: float
+    ) -> tuple[int, int]:
+        """Keep the readable ones of these blocks in the pool. Returns their number and their bytes.
+
+        Args:
+            groups: block hashes by group; joined in one `bytes`, or apart.
+        """
+        request = pb.PinRequest(name=name, namespace=namespace_to_wire(namespace), seconds=math.ceil(seconds))
+        _add_groups(request, groups)
+        reply: pb.PinReply = self._call("Pin", request)
+        return reply.blocks, reply.bytes
+
+    def unpin(self, name: str) -> bool:
+        """End a pin. False if there is none."""
+        reply: pb.UnpinReply = self._call("Unpin", pb.UnpinRequest(name=name))
+        return reply.unpinned
 
     def drain(self) -> None:
         """Tell the daemon to accept no new work."""
@@ -78,6 +113,11 @@ class OperatorCalls(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _add_groups(request: pb.ClearRequest | pb.PinRequest, groups: Mapping[int, bytes | Sequence[bytes]]) -> None:
+    for group, hashes in groups.items():
+        request.groups.add(group=group, hashes=hashes if isinstance(hashes, bytes) else b"".join(hashes))
 
 
 class Operator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.ledger import Flush, Job, Ledger, Phase
 from kvsidecar.client.messages import TransportError, job_done_from, readiness_from, to_milliseconds
 from kvsidecar.client.ordering import RingSlots
@@ -28,18 +29,23 @@ class Session:
         register: the first message.
         ring_size: entries of the event ring in it.
         wake: called when the stream has ended.
+        inbox: a watcher's.
     """
 
     def __init__(
         self,
         transport: Transport,
-        register: pb.Register,
+        register: pb.Register | pb.Watch,
         ledger: Ledger,
         monitor: Monitor,
         *,
         ring_size: int,
         wake: Callable[[], None],
+        inbox: Inbox | None = None,
     ) -> None:
+        self._inbox = inbox
+        self._ending = False
+        """What arrives is received even if it is not taken."""
         self._ledger = ledger
         self._monitor = monitor
         self._wake = wake
@@ -60,7 +66,10 @@ class Session:
         self._send_queue = SendQueue(ledger)
         self._stream = transport.open_stream(self._send_queue, monitor)
         with monitor.lock:
-            self._put(pb.AttachRequest(register=register))
+            if isinstance(register, pb.Watch):
+                self._put(pb.AttachRequest(watch=register))
+            else:
+                self._put(pb.AttachRequest(register=register))
         self._thread = threading.Thread(target=self._read, name="kvsidecar-read", daemon=True)
         self._thread.start()
 
@@ -71,8 +80,9 @@ class Session:
 
     @property
     def quiesced(self) -> bool:
-        """The daemon has said that the session is over: none of its copies runs, and the memory is unmapped."""
-        return self._stream.quiesced
+        """The daemon has said that the session is over: none of its copies runs, and the memory is unmapped. A watcher
+        has neither."""
+        return self._stream.quiesced or self._inbox is not None
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -125,13 +135,20 @@ class Session:
 
     def half_close(self) -> None:
         """Send nothing more. The daemon finishes the jobs, unmaps the memory and ends the stream."""
+        self._end_waiting()
         with self._monitor.lock:
             self._send_queue.finish()
             self._stream.pump()
 
     def cancel(self) -> None:
         """Break the stream off. The daemon, if it lives, then ends the session."""
+        self._end_waiting()
         self._stream.cancel()
+
+    def _end_waiting(self) -> None:
+        self._ending = True
+        if self._inbox is not None:
+            self._inbox.wake()
 
     def join(self) -> None:
         """Wait for the reading thread: every reply before the end was handled."""
@@ -161,6 +178,8 @@ class Session:
     def _read(self) -> None:
         try:
             while not self._stream.ended:
+                if self._inbox is not None:
+                    self._inbox.wait_for_room(lambda: self._ending)
                 self._stream.wait()
                 with self._receive_lock:
                     for reply in self._stream.receive():
@@ -174,9 +193,14 @@ class Session:
                 self.ended = True
                 self._send_queue.close()
                 self._monitor.changed.notify_all()
+            if self._inbox is not None:
+                self._inbox.lost()
             self._wake()
 
     def _handle(self, reply: pb.AttachReply) -> None:
+        if self._inbox is not None and reply.HasField("residency"):
+            self._inbox.put(reply.residency)
+            return
         with self._monitor.lock:
             match reply.WhichOneof("message"):
                 case "done":

@@ -16,7 +16,8 @@ of the daemon that it connects to::
   up has a transport and no session.)
 - QUIESCING: neither is published any more. Each outstanding job ends when nothing can touch its blocks any more, not
   before: a job that was not sent ends at once; a store, when its daemon has said that it goes down; the others, when
-  there is proof (`quiescing`) that no copy of the session runs.
+  there is proof (`quiescing`) that no copy of the session runs. For a daemon that hangs, and was given up, the fence
+  gives it. There is no new session with that run of the daemon before the memory of the last one is unmapped.
 
 Only the supervisor's thread changes the state. There is no new session before every job of the last one has ended, so
 all outstanding jobs belong to one session.
@@ -75,8 +76,8 @@ from kvsidecar.client.connection import LostDaemon, connect
 from kvsidecar.client.grpc_transport import GrpcTransport
 from kvsidecar.client.ledger import Ledger
 from kvsidecar.client.local_transport import LocalTransport
-from kvsidecar.client.messages import Registration, TransportError
-from kvsidecar.client.quiescing import quiesce
+from kvsidecar.client.messages import Registration, TransportError, Watching
+from kvsidecar.client.quiescing import has_ended, quiesce
 from kvsidecar.client.session import Session
 from kvsidecar.client.transport import Transport
 from kvsidecar.client.types import CLOSED, DAEMON_LOST
@@ -88,6 +89,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = logging.getLogger("kvsidecar.client")
 
+HANG_SECONDS = 10.0
+"""A daemon that has not ended a job so long after its deadline hangs, and is given up."""
+HANG_CHECK_SECONDS = 5.0
 STREAM_END_SECONDS = 1.0
 """How long to wait for the end of a dead daemon's stream, which takes milliseconds; then it is broken off."""
 
@@ -127,14 +131,18 @@ class Supervisor:
         self._monitor = monitor
         self._breaker = breaker
         self._backoff = backoff
-        self._registration: Registration | None = None
+        self._registration: Registration | Watching | None = None
         self._once = False
         self._closing = False
         self._close_at = 0.0
+        self._given_up = ""
+        """Why the daemon of this session is given up; empty if it is not."""
         self._wake = Waker()
         self._cancel = Waker()
         """Stays readable from `close` on."""
         self._thread: threading.Thread | None = None
+        self._lost_session: Session | None = None
+        """The one that `lost_daemon` may still have mapped."""
         self._lost_before = ""
         """How the last daemon was lost, until another one answers: retries are not logged."""
         self._refused_before = ""
@@ -149,11 +157,11 @@ class Supervisor:
         self.error: ClientError | None = None
         """Why there is no connection."""
         self.lost_daemon: LostDaemon | None = None
-        """A daemon that may still have the memory mapped after `close`."""
+        """A daemon that may still have the memory mapped, after `close` or behind a fence."""
 
     # -- for the client ----------------------------------------------------------------------------------------------
 
-    def start(self, registration: Registration, *, once: bool = False) -> None:
+    def start(self, registration: Registration | Watching, *, once: bool = False) -> None:
         """Begin to connect and attach. A connection without a registration is closed first.
 
         Args:
@@ -189,6 +197,15 @@ class Supervisor:
         """Check the breaker again: it has opened."""
         self._wake.set()
 
+    def give_up(self, reason: str) -> None:
+        """End the session with a daemon that hangs: no job is taken from now on. Never waits."""
+        with self._changed:
+            if self.session is not None:
+                self._given_up = reason
+                self.session, self.error = None, DaemonUnreachable(reason)
+                self._changed.notify_all()
+        self._wake.set()
+
     def close(self, timeout: float) -> None:
         """End the session in order, or break it off after ``timeout`` seconds. Joins the thread. Cannot be undone."""
         with self._changed:
@@ -217,8 +234,10 @@ class Supervisor:
                     timeout=self._timeout,
                     cancel=self._cancel.fd,
                     local=self._local,
+                    fenced=isinstance(registration, Registration),
                 )
                 poller = DaemonPoller(self._wake, transport.connection)
+                self._wait_until_unmapped(transport, poller)
                 session = None if registration is None else self._attach(transport, poller, registration)
             except ClientError as error:
                 with self._changed:
@@ -235,9 +254,27 @@ class Supervisor:
             self._withdraw(lost)
             if session is not None and not self._end_session(transport, session, poller, lost):
                 self.lost_daemon = LostDaemon(transport.connection.process.duplicate())
+                self._lost_session = session
             transport.close()
 
-    def _attach(self, transport: Transport, poller: DaemonPoller, registration: Registration) -> Session:
+    def _wait_until_unmapped(self, transport: Transport, poller: DaemonPoller) -> None:
+        """Before this run of the daemon maps the memory again. On DaemonUnreachable the transport is closed."""
+        session = self._lost_session
+        if session is None or session.epoch != transport.connection.epoch:
+            return
+
+        def is_over() -> bool:
+            return self._closing or bool(_how_lost(transport, None))
+
+        delays, wait_until = Backoff(0.02, 1.0), partial(self._wait_until, poller)
+        while not has_ended(transport, session, wait_until=wait_until, is_over=is_over, wake=self._wake.set):
+            if is_over():
+                transport.close()
+                raise DaemonUnreachable(f"the daemon at {self._socket} has not unmapped the memory of the last session")
+            wait_until(is_over, delays.next())
+        self.lost_daemon = self._lost_session = None
+
+    def _attach(self, transport: Transport, poller: DaemonPoller, registration: Registration | Watching) -> Session:
         """Register, and wait for the answer. On DaemonUnreachable and AttachRefused the transport is closed."""
         session = Session(
             transport,
@@ -246,6 +283,7 @@ class Supervisor:
             self._monitor,
             ring_size=len(registration.event_handles),
             wake=self._wake.set,
+            inbox=registration.inbox if isinstance(registration, Watching) else None,
         )
         with self._changed:
             self._changed.wait_for(lambda: session.id or session.ended or self._closing, self._timeout)
@@ -284,7 +322,7 @@ class Supervisor:
             self._lost_before = str(error)
             _log.warning("going on without a daemon, still trying to connect: %s", self._lost_before)
 
-    def _pause(self, registration: Registration | None) -> None:
+    def _pause(self, registration: Registration | Watching | None) -> None:
         """Wait for the next attempt."""
         poller = DaemonPoller(self._wake)
         self._wait_until(poller, lambda: self._closing or self._registration is not registration, self._backoff.next())
@@ -298,6 +336,7 @@ class Supervisor:
             _log.info("the daemon at %s answers (epoch %x)", self._socket, transport.connection.epoch)
         self._lost_before = self._refused_before = ""
         with self._changed:
+            self._given_up = ""
             self.transport, self.session, self.error, self._once = transport, session, None, False
             if session is not None and self.idle:
                 session.set_idle(True)
@@ -306,15 +345,27 @@ class Supervisor:
             self._changed.notify_all()
 
     def _wait_until_lost(
-        self, transport: Transport, session: Session | None, poller: DaemonPoller, registration: Registration | None
+        self,
+        transport: Transport,
+        session: Session | None,
+        poller: DaemonPoller,
+        registration: Registration | Watching | None,
     ) -> str:
         """Returns how the daemon was lost; empty if this client disconnects first."""
         while not self._closing and registration is self._registration:
-            if lost := _how_lost(transport, session):
+            if lost := _how_lost(transport, session) or self._how_hung(session):
                 return lost
             self._probe(transport)
-            poller.wait(self._breaker.probe_in())
+            waits = (self._breaker.probe_in(), None if session is None else HANG_CHECK_SECONDS)
+            poller.wait(min((each for each in waits if each is not None), default=None))
         return ""
+
+    def _how_hung(self, session: Session | None) -> str:
+        """Why the daemon is given up; empty if it is not."""
+        with self._changed:
+            if session is not None and self._ledger.is_overdue(time.monotonic() - HANG_SECONDS):
+                self._given_up = f"it has not ended a job {HANG_SECONDS:g} s after its deadline"
+            return self._given_up
 
     def _probe(self, transport: Transport) -> None:
         """Make a cheap call if the breaker needs a probe."""
@@ -358,17 +409,24 @@ class Supervisor:
             session.half_close()
         self._drain_stream(transport, session, poller, lost)
         self._report(self._ledger.end_unsent, reason, lost)
-        proven = session.quiesced or quiesce(
+
+        def fenced() -> bool:
+            self._report(self._ledger.end_all, reason, lost)
+            return self._closing
+
+        unmapped = session.quiesced or quiesce(
             transport,
             session,
+            given_up=bool(self._given_up),
             wait_until=partial(self._wait_until, poller),
             going_down=lambda: self._report(self._ledger.end_stores, reason, lost),
+            fenced=fenced,
             give_up=self._is_too_late,
             wake=self._wake.set,
         )
-        if proven:
+        if unmapped:
             self._report(self._ledger.end_all, reason, lost)
-        return proven
+        return unmapped
 
     def _report(self, end: Callable[..., None], *args: str) -> None:
         with self._changed:
@@ -380,7 +438,7 @@ class Supervisor:
         process = transport.connection.process
 
         def is_over() -> bool:
-            return session.ended or process.gone() or (bool(lost) and self._is_too_late())
+            return session.ended or process.gone() or bool(self._given_up) or (bool(lost) and self._is_too_late())
 
         self._wait_until(poller, is_over, self._timeout if lost else self._close_at - time.monotonic())
         if process.gone():  # its last replies are still in the socket
@@ -416,7 +474,14 @@ def _how_lost(transport: Transport, session: Session | None) -> str:
 
 
 def open_transport(
-    socket: str, *, fds: Sequence[int], name: str, timeout: float, cancel: int | None = None, local: bool
+    socket: str,
+    *,
+    fds: Sequence[int],
+    name: str,
+    timeout: float,
+    cancel: int | None = None,
+    local: bool,
+    fenced: bool = False,
 ) -> Transport:
     """Connect, and choose the transport. Arguments and errors as those of `connection.connect`.
 
@@ -425,7 +490,7 @@ def open_transport(
         local: use the local protocol if the daemon offers it.
     """
     path = attach_path(socket)
-    connection = connect(path, fds=fds, client=name, timeout=timeout, cancel=cancel)
+    connection = connect(path, fds=fds, client=name, timeout=timeout, cancel=cancel, fenced=fenced)
     if local and connection.local_protocol:
         connect_calls = partial(connect, path, fds=(), client=f"{name} (calls)".lstrip())
         return LocalTransport(connection, socket, connect_calls)

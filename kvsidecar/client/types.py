@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvsidecar.types import Outcome, State
+from kvsidecar.types import Outcome, Residency, State
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +39,8 @@ class Blocks:
     group: int
     hashes: bytes | Sequence[bytes]
     block_ids: bytes | Sequence[int] | npt.NDArray[np.int64]
+    notes: bytes = b""
+    """Stores only: what watchers need to know about each block, as many bytes for each, joined; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,11 @@ class GroupHits:
     found: tuple[bool, ...] = ()
     """`LookupMode.BITMAP` only: one flag per hash."""
     coming: int = 0
-    """Blocks from the first miss on that the daemon fetches from a slower tier. They may still fail to come."""
+    """Blocks from the first miss on, or of those that were wanted, that the daemon fetches from a slower tier. They may
+    still fail to come."""
+    held: tuple[bool, ...] = ()
+    """If the caller chooses what is fetched: one flag per hash, whether it is missing and a slower tier has it; empty
+    for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +112,15 @@ class LookupResult:
     def coming(self) -> bool:
         """Whether another lookup may find more."""
         return self.asking or any(group.coming for group in self.groups.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyChange:
+    """What `Client.watch` was told, in order."""
+
+    kind: Residency
+    group: int = 0
+    hashes: bytes = b""
+    """Joined."""
+    notes: bytes = b""
+    """`Residency.NOTES` only: joined, as many bytes for each hash."""

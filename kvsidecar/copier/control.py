@@ -75,9 +75,14 @@ def source_of(message: dict[str, Any], fds: Sequence[int]) -> MemorySource:
         return CudaIpcSource(bytes.fromhex(message["handle"]))
     if "scratch" in message:
         return ScratchSource(message["scratch"])
-    if message["fd"] >= len(fds):  # the kernel drops those for which the process has no room
+    return MemfdSource(descriptor(fds, message["fd"]))
+
+
+def descriptor(fds: Sequence[int], index: int) -> int:
+    """One of the descriptors of a message. Raises ImportRefused: it did not arrive."""
+    if index >= len(fds):  # the kernel drops those for which the process has no room
         raise ImportRefused("the copier has no file descriptors left: raise its limit (ulimit -n, LimitNOFILE=)")
-    return MemfdSource(fds[message["fd"]])
+    return fds[index]
 
 
 def pack_layouts(layouts: Sequence[GroupLayout]) -> list[list[Any]]:

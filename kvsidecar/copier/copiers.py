@@ -255,9 +255,17 @@ class Copier:
     # -- sessions and copies -------------------------------------------------------------------------------------------
 
     async def open(
-        self, session: int, sources: Sequence[MemorySource], layouts: Sequence[GroupLayout], events: Sequence[bytes]
+        self,
+        session: int,
+        sources: Sequence[MemorySource],
+        layouts: Sequence[GroupLayout],
+        events: Sequence[bytes],
+        fence: int | None = None,
     ) -> tuple[Opened, int]:
         """Import a rank's memory. Waits for a process that starts, not for one that replaces another.
+
+        Args:
+            fence: as in `CopierLink.open`.
 
         Returns:
             What was imported, and the process that has it.
@@ -269,7 +277,7 @@ class Copier:
             await self.working()
         async with self._lock:
             link = self.live()
-            return await link.open(session, sources, layouts, events), link.pid
+            return await link.open(session, sources, layouts, events, fence), link.pid
 
     async def close_session(self, session: int, pid: int) -> None:
         """Give a session's memory back. None of its copies may be under way.

@@ -1,9 +1,9 @@
 """The copies of one direction of one GPU: issued in order, so that the link stays busy. Never waits: `CopyLoop` of
 `kvsidecar.copier.process` drives it.
 
-A copy is planned slice by slice. The calls of a slice, and those of the next copy, are issued while earlier ones run,
-up to `AHEAD_BYTES` in flight. A paced direction has one call in flight, so that an engine's own copies pass between
-two.
+A copy is planned slice by slice, and between two slices another session may have its turn (`turns`). The calls of a
+slice, and those of the next copy, are issued while earlier ones run, up to `AHEAD_BYTES` and `AHEAD_SECONDS` in flight.
+A paced direction has one call in flight, so that an engine's own copies pass between two.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Final
 
 from kvsidecar.copier.messages import Checks
 from kvsidecar.copier.quiesce import after_quiescing
+from kvsidecar.copier.turns import Turns
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints
+from kvsidecar.support.fence import Lane
 from kvsidecar.types import Direction
 
 POLL_SECONDS: Final = 50e-6
@@ -36,6 +38,8 @@ RATE_SAMPLE_BYTES: Final = 16 << 20
 """Smaller calls say more about latency than about the rate."""
 TIMED_CALLS: Final = 8
 """One in this many calls of a paced copy is timed: the two events around it take 5 us, a call of 2 MiB takes 45."""
+AHEAD_SECONDS: Final = 1.25e-3
+"""The most that is in flight on a slow link, in seconds of copying: what another session waits for before its turn."""
 RATE_DECAY: Final = 0.95
 """The best rate seen counts, and decays slowly: a late look makes a sample too low, never too high."""
 
@@ -63,6 +67,8 @@ class QueuedCopy:
         after: the copy starts when this event is done; copies behind it may overtake it meanwhile.
         on_start: called just before the copy is issued: ``after`` is not needed any more.
         checks: not used here.
+        lane: of its session's fence; None for a session without one.
+        session: sessions take turns.
     """
 
     number: int
@@ -70,8 +76,12 @@ class QueuedCopy:
     after: DeviceEvent | None = None
     on_start: Callable[[], None] | None = None
     checks: Checks | None = None
+    lane: Lane | None = None
+    session: int = 0
     submitted: float = field(default_factory=time.monotonic)
     failed: bool = False
+    planned_bytes: int = 0
+    """Of the slices that were taken from its plan."""
     calls: int = 0
     """Issued."""
     timed: list[tuple[CopyMark, int]] = field(default_factory=list)
@@ -80,7 +90,7 @@ class QueuedCopy:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One call in flight; without a mark, the end of its copy."""
+    """One call in flight; without a mark, the end of its copy. A call has entered the copy's lane."""
 
     copy: QueuedCopy
     mark: CopyMark | None
@@ -90,9 +100,10 @@ class _Flight:
 
 
 class CopyQueue:
-    """Copies in the order of submission. Used by one thread, which calls `step` again and again.
+    """Copies in the order of submission, sessions in turns. Used by one thread, which calls `step` again and again.
 
-    One copy at a time is `_issuing`. Its plan is taken slice by slice into `_calls`. The first of these is prepared and
+    One copy at a time is `_issuing`; at another session's turn it is put back. Its plan is taken slice by slice into
+    `_calls`. The first of these is prepared and
     then `_ready`, while earlier calls run. An issued call is a flight. When the plan is used up, a flight without a
     mark follows: the end of the copy. The next copy is issued behind it. Flights end in order; the end of a copy is
     reported.
@@ -117,8 +128,10 @@ class CopyQueue:
         self.pace: int | None = None
         """The most bytes that may be in flight while an engine's own copies in this direction must pass; None while the
         whole link may be used."""
-        self._queue: deque[QueuedCopy] = deque()
+        self._queue: Turns[QueuedCopy] = Turns()
         self._issuing: QueuedCopy | None = None
+        self._had_slice = False
+        """`_issuing` has been given a slice since it was taken from the queue."""
         self._calls: deque[CopyCall] = deque()
         """Calls of `_issuing` that are planned and not prepared."""
         self._ready: tuple[int, PreparedCall] | None = None
@@ -132,32 +145,31 @@ class CopyQueue:
         self._rate = FIRST_RATE
 
     def submit(self, copy: QueuedCopy) -> None:
-        self._queue.append(copy)
+        self._queue.add(copy)
 
     def cancel(self, number: int) -> bool:
         """Forget a queued copy. False: it has started, or is over."""
         self._put_back()
-        for copy in self._queue:
-            if copy.number == number:
-                self._queue.remove(copy)
-                return True
-        return False
+        copy = self._queue.find(number)
+        if copy is None or copy.calls:
+            return False
+        self._queue.remove(copy)
+        return True
 
     def prioritize(self, number: int) -> None:
-        """Make a queued copy the next one; does nothing if it has started or is over."""
+        """Make a queued copy the next one of its session; does nothing if it has started or is over."""
         self._put_back()
-        for copy in self._queue:
-            if copy.number == number:
-                self._queue.remove(copy)
-                self._queue.appendleft(copy)
-                return
+        if (copy := self._queue.find(number)) is not None:
+            self._queue.prioritize(copy)
 
     def _put_back(self) -> None:
         """Let the copy whose first call is prepared, and not issued, be the first one that is queued."""
         copy = self._issuing
         if copy is not None and not copy.calls:
             copy.plan.rewind()
-            self._queue.appendleft(copy)
+            self._queue.charge(copy.session, -copy.planned_bytes)
+            copy.planned_bytes = 0
+            self._queue.put_back(copy)
             self._calls.clear()
             self._issuing = self._ready = None
 
@@ -172,7 +184,7 @@ class CopyQueue:
         # The next call is prepared before it may be issued, so that the link never waits for planning.
         filled = self._fill()
         alone = self._alone or self.pace is not None
-        issued = filled and (not self._ahead if alone else self._ahead < AHEAD_BYTES)
+        issued = filled and (not self._ahead if alone else self._has_room)
         if issued:
             self._issue()
         return self._retire() or issued
@@ -187,8 +199,12 @@ class CopyQueue:
                 return 0.0
             seconds = max(0.0, self._first_end() - SPIN_SECONDS - time.monotonic())
             # A copy that is queued although there is room waits for its event, which does not wake this thread.
-            return min(seconds, POLL_SECONDS) if self._queue and self._ahead < AHEAD_BYTES else seconds
+            return min(seconds, POLL_SECONDS) if self._queue and self._has_room else seconds
         return POLL_SECONDS if self._queue else None
+
+    @property
+    def _has_room(self) -> bool:
+        return self._ahead < min(AHEAD_BYTES, AHEAD_SECONDS * self._rate)
 
     @property
     def in_flight_since(self) -> float:
@@ -208,24 +224,32 @@ class CopyQueue:
                 call = self._calls.popleft()
                 self._ready = call.nbytes, self._stream.prepare(call, self._pool_address)
             elif self._issuing is None:
-                self._issuing = self._next()
+                self._issuing, self._had_slice = self._next(), False
                 if self._issuing is None:
                     return False
+            elif self._had_slice and self._queue.others_first(self._issuing.session):
+                self._queue.put_back(self._issuing)
+                self._issuing = None
             elif calls := self._issuing.plan.take(self.pace):
                 self._calls.extend(calls)
+                self._had_slice = True
+                nbytes = sum([call.nbytes for call in calls])
+                self._issuing.planned_bytes += nbytes
+                self._queue.charge(self._issuing.session, nbytes)
             else:
-                if failpoints.is_set(self._failpoint):
+                if failpoints.is_set(self._failpoint) and self._enter(self._issuing):
                     # In line as a call that nothing is issued behind, so that this thread goes on meanwhile.
                     self._flights.append(_Flight(self._issuing, _Held(self._direction), AHEAD_BYTES, time.monotonic()))
                     self._ahead += AHEAD_BYTES
-                self._flights.append(_Flight(self._issuing, None, 0, 0.0))
-                self._issuing = None
+                if self._issuing is not None:
+                    self._flights.append(_Flight(self._issuing, None, 0, 0.0))
+                    self._issuing = None
                 self._retire()
         return True
 
     def _next(self) -> QueuedCopy | None:
         """Take the first queued copy that may start. A copy whose event cannot be polled is reported."""
-        for copy in tuple(self._queue):
+        for copy in self._queue:
             try:
                 if copy.after is not None and not copy.after.is_done():
                     continue
@@ -234,6 +258,8 @@ class CopyQueue:
                 self._on_end(copy, error)
                 continue
             self._queue.remove(copy)
+            if copy.planned_bytes:
+                return copy
             try:
                 failpoints.hit("copy.device_lost")
             except failpoints.FailpointError as error:
@@ -250,21 +276,35 @@ class CopyQueue:
         nbytes, prepared = self._ready
         self._ready = None
         copy = self._issuing
+        if not self._enter(copy):
+            return
         self._alone = self.pace is not None
         timed = not self._alone or copy.calls % TIMED_CALLS == 0
         copy.calls += 1
         try:
             mark = self._stream.issue(prepared, alone=self._alone, timed=timed)
         except CopyFailed as error:
-            # The rest of this copy is not issued. Its calls in flight, which move nothing any more, stay in line, but
-            # nothing is reported for them.
-            self._calls.clear()
-            self._issuing = None
-            copy.failed = True
-            self._on_end(copy, after_quiescing(self._stream, error))
+            self._fail_issuing(copy, error)
+            _leave(copy)
             return
         self._flights.append(_Flight(copy, mark, nbytes, time.monotonic(), timed))
         self._ahead += nbytes
+
+    def _enter(self, copy: QueuedCopy) -> bool:
+        """Begin a call of the copy that is being issued. False: its engine has shut the fence, and the copy has
+        failed."""
+        if copy.lane is None or copy.lane.enter():
+            return True
+        self._fail_issuing(copy, CopyFailed("the engine has shut its fence", outcome_known=not copy.calls))
+        return False
+
+    def _fail_issuing(self, copy: QueuedCopy, error: CopyFailed) -> None:
+        """Do not issue the rest of this copy. Its calls in flight, which move nothing any more, stay in line, but
+        nothing is reported for them."""
+        self._calls.clear()
+        self._issuing = None
+        copy.failed = True
+        self._on_end(copy, after_quiescing(self._stream, error))
 
     def _retire(self) -> bool:
         """Take away the flights that are over, and report the copies that have ended. Returns whether any was over."""
@@ -283,6 +323,7 @@ class CopyQueue:
             now = time.monotonic()
             if flight.mark is not None:
                 self._ahead -= flight.nbytes
+                _leave(flight.copy)
                 if flight.nbytes >= RATE_SAMPLE_BYTES:
                     seconds = max(1e-6, now - max(self._last_call_end, flight.issued))
                     self._rate = max(RATE_DECAY * self._rate, flight.nbytes / seconds)
@@ -314,6 +355,9 @@ class CopyQueue:
     def _fail_flights(self, error: CopyFailed) -> None:
         """Fail all copies in flight: an asynchronous error does not say which copy caused it."""
         error = after_quiescing(self._stream, error)
+        for flight in self._flights:
+            if flight.mark is not None:
+                _leave(flight.copy)
         copies = dict.fromkeys(flight.copy for flight in self._flights)
         self._flights.clear()
         self._ahead = 0
@@ -321,9 +365,17 @@ class CopyQueue:
             copies[self._issuing] = None
             self._calls.clear()
             self._issuing = self._ready = None
+        for copy in self._queue:
+            if copy in copies:
+                self._queue.remove(copy)
         for copy in copies:
             if not copy.failed:
                 self._on_end(copy, CopyFailed(str(error)))
+
+
+def _leave(copy: QueuedCopy) -> None:
+    if copy.lane is not None:
+        copy.lane.leave()
 
 
 class _Held:

@@ -284,9 +284,17 @@ class CopierLink:
         await self.ask({"do": "unpin", "offset": offset, "nbytes": nbytes})
 
     async def open(
-        self, session: int, sources: Sequence[MemorySource], layouts: Sequence[GroupLayout], events: Sequence[bytes]
+        self,
+        session: int,
+        sources: Sequence[MemorySource],
+        layouts: Sequence[GroupLayout],
+        events: Sequence[bytes],
+        fence: int | None = None,
     ) -> Opened:
         """Import a rank's memory.
+
+        Args:
+            fence: descriptor of its engine's `kvsidecar.support.fence`, if it has one.
 
         Raises:
             ImportRefused, DeviceError: nothing was imported.
@@ -299,7 +307,10 @@ class CopierLink:
             "allocations": [pack_source(each, fds) for each in sources],
             "groups": groups,
             "events": [each.hex() for each in events],
+            "fence": None if fence is None else len(fds),
         }
+        if fence is not None:
+            fds.append(fence)
         try:
             reply = await self.ask(request, fds)
         except OSError as error:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.copier.control import Control, layouts_of, source_of
+from kvsidecar.copier.control import Control, descriptor, layouts_of, source_of
 from kvsidecar.copier.copy_plan import BlockCopies, BoundGroup, bind
 from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
 from kvsidecar.copier.messages import (
@@ -47,6 +47,7 @@ from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.cpu_sleep import NAP_SECONDS
+from kvsidecar.support.fence import Lane, lanes
 from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.support.polling import Sleeper
 from kvsidecar.types import Direction
@@ -70,6 +71,8 @@ class Session:
     memories: list[DeviceMemory]
     groups: dict[int, BoundGroup]
     events: list[DeviceEvent] = field(default_factory=list)
+    lanes: Mapping[Direction, Lane] = field(default_factory=dict)
+    """Of its engine's fence, if it has one."""
 
 
 class Sessions:
@@ -96,6 +99,8 @@ class Sessions:
             bases = [memory.address for memory in session.memories]
             session.groups = {each.group: bind(each, bases) for each in layouts_of(request["groups"])}
             refused = self._open_events(session, request["events"])
+            if (fence := request["fence"]) is not None:
+                session.lanes = lanes(descriptor(fds, fence))
         except BaseException:
             self._give_back(session)
             raise
@@ -234,7 +239,9 @@ class CopyLoop:
             self._sender.send(Done(copy.number, Ended.FAILED, error=f"{type(error).__name__}: {error}").pack())
             return
         started = None if after is None else partial(self._sender.send, pack_number(Kind.STARTED, copy.number))
-        queued = QueuedCopy(copy.number, plan, after, started, copy.checks)
+        queued = QueuedCopy(
+            copy.number, plan, after, started, copy.checks, session.lanes.get(self._direction), copy.session
+        )
         if copy.checks is not None and self._direction is Direction.LOAD:
             self._checking.append((SlotCheck(self._pool, copy.checks), queued, None))
         else:

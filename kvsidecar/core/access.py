@@ -9,8 +9,8 @@ from __future__ import annotations
 import grp
 import pwd
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -44,7 +44,7 @@ class Grant:
     admin: bool = False
 
     def may_use(self, namespace: Namespace) -> bool:
-        return EVERYTHING in self.namespaces or _fits(self.namespaces, namespace)
+        return covers(self.namespaces, namespace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,11 @@ class Access:
         return Caller(None, Grant((EVERYTHING,), admin=self.private))
 
 
+def covers(patterns: tuple[str, ...], namespace: Namespace) -> bool:
+    """Whether one of these patterns is of the namespace."""
+    return EVERYTHING in patterns or _fits(patterns, namespace)
+
+
 @lru_cache(maxsize=4096)
 def _fits(patterns: tuple[str, ...], namespace: Namespace) -> bool:
     full = str(namespace)
@@ -139,14 +144,28 @@ def parse(value: object) -> Policy | None:
     """
     if value is None or isinstance(value, Policy):
         return value
+    return Policy(tuple(_rule(f"rule {number}", each) for number, each in enumerate(read_tables("policy", value), 1)))
+
+
+def read_tables(option: str, value: object) -> list[dict[str, Any]]:
+    """The tables of an option, from the file or as TOML text. Raises ValueError, as `parse`."""
     if isinstance(value, str):
         try:
-            value = tomllib.loads(f"policy = {value}")["policy"]
+            value = tomllib.loads(f"{option} = {value}")[option]
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"is not a TOML array of tables: {error}") from None
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise ValueError("must be tables: [[policy]]")
-    return Policy(tuple(_rule(f"rule {number}", each) for number, each in enumerate(value, 1)))
+        raise ValueError(f"must be tables: [[{option}]]")
+    return value
+
+
+def read_owners(name: str, table: Mapping[str, Any]) -> Rule:
+    """The users, groups and certificates of a table, as a rule that gives nothing. Raises ValueError, as `parse`."""
+    return Rule(
+        uids=_ids(name, "uids", table.get("uids", []), lambda user: pwd.getpwnam(user).pw_uid),
+        gids=_ids(name, "gids", table.get("gids", []), lambda group: grp.getgrnam(group).gr_gid),
+        certificates=read_texts(name, "certificates", table),
+    )
 
 
 def _rule(name: str, table: Mapping[str, Any]) -> Rule:
@@ -156,13 +175,7 @@ def _rule(name: str, table: Mapping[str, Any]) -> Rule:
     admin = table.get("admin", False)
     if not isinstance(admin, bool):
         raise ValueError(f"has a {name} whose admin is {admin!r}; it must be true or false")  # noqa: TRY004
-    rule = Rule(
-        uids=_ids(name, "uids", table.get("uids", []), lambda user: pwd.getpwnam(user).pw_uid),
-        gids=_ids(name, "gids", table.get("gids", []), lambda group: grp.getgrnam(group).gr_gid),
-        certificates=tuple(_texts(name, "certificates", table.get("certificates", []))),
-        namespaces=tuple(_texts(name, "namespaces", table.get("namespaces", []))),
-        admin=admin,
-    )
+    rule = replace(read_owners(name, table), namespaces=read_texts(name, "namespaces", table), admin=admin)
     if not (rule.uids or rule.gids or rule.certificates):
         raise ValueError(f"has a {name} that matches no client: give uids, gids or certificates")
     if not (rule.namespaces or rule.admin):
@@ -170,10 +183,12 @@ def _rule(name: str, table: Mapping[str, Any]) -> Rule:
     return rule
 
 
-def _texts(name: str, key: str, value: object) -> Iterable[str]:
+def read_texts(name: str, key: str, table: Mapping[str, Any]) -> tuple[str, ...]:
+    """A list of texts of a table. Raises ValueError, as `parse`."""
+    value = table.get(key, [])
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
         raise ValueError(f"has a {name} whose {key} is {value!r}; it must be a list of texts")
-    return value
+    return tuple(value)
 
 
 def _ids(name: str, key: str, value: object, number_of: Callable[[str], int]) -> frozenset[int]:

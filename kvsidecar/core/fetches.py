@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Final
 
+import numpy as np
+
 from kvsidecar.cache.block import Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.core.hashes import as_keys
 from kvsidecar.errors import Refusal, TierFailed
 from kvsidecar.tiers.engine import ReadEnd, ShardSpace
+from kvsidecar.tiers.key_filter import first_words
 from kvsidecar.tiers.messages import MAX_BLOCKS
 from kvsidecar.tiers.policy import Estimate, FetchRefusal
 from kvsidecar.tiers.tier import Tier
@@ -29,6 +33,9 @@ MAX_WAITING: Final = 16 * MAX_BLOCKS
 """Blocks that may wait to be fetched, of all requests."""
 INTEREST_SECONDS: Final = 1.0
 """A fetch for which nobody has asked for so long is given up."""
+TRIAL_SECONDS: Final = 10.0
+"""When nothing has been read for so long, a little is read even if that seems slower than to compute it: the tier may
+be faster than when it was last measured, or than was guessed."""
 ABSENT_SECONDS: Final = 1.0
 """How long a tier is not asked again for a block that it does not have, or that is not worth a fetch."""
 MAX_ABSENT: Final = 4096
@@ -48,6 +55,41 @@ class Coming:
 NOTHING: Final = Coming()
 
 
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a fetch of blocks of several groups is for, none of which is of use without the others."""
+
+    nbytes: int
+    """Of all of them."""
+    tokens: int
+    """That need not be computed then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Which misses of a lookup a tier has."""
+
+    places: Sequence[int] = ()
+    """Of their hashes in the lookup, ascending."""
+    asking: bool = False
+    """It is being asked: there may be more."""
+
+
+NOT_HELD: Final = Held()
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Which of some hashes a tier has."""
+
+    asked: int
+    """Blocks."""
+    until: float
+    """When the answer is outdated."""
+    held: frozenset[bytes] | None = None
+    """The answer; None until there is one."""
+
+
 @dataclass(slots=True, eq=False)
 class Fetch:
     """The blocks of one prefix that a lookup has missed."""
@@ -61,6 +103,8 @@ class Fetch:
     """Tokens a second that it computes; 0 if it does not say."""
     asked: float
     """When somebody last asked for it."""
+    gain: Gain | None = None
+    """None: the blocks of this fetch are of use by themselves."""
     found: int = 0
     """How many of them are fetched."""
     issued: int = 0
@@ -117,13 +161,24 @@ class Fetches:
         """Those with blocks that wait, by namespace; namespaces take turns."""
         self._absent: dict[tuple[Space, bytes], float] = {}
         """First misses for which there is nothing to fetch, and until when; the oldest first."""
+        self._questions: dict[tuple[Space, bytes], _Question] = {}
+        """By the last hash of a lookup, which stands for the others before it; the oldest first."""
+        self._asked_blocks = 0
+        """Of these questions."""
         self._digests: dict[Space, bytes] = {}
+        self._next_trial = clock() + TRIAL_SECONDS
         self.waiting_blocks = 0
         """That have been found, and not handed to the tier yet."""
         self.reading_bytes = 0
 
     def coming(
-        self, space: Space, hashes: Sequence[bytes], hits: int, seconds: float, prefill_rate: float = 0.0
+        self,
+        space: Space,
+        hashes: Sequence[bytes],
+        hits: int,
+        seconds: float,
+        prefill_rate: float = 0.0,
+        gain: Gain | None = None,
     ) -> Coming:
         """What may follow the hits of a lookup. Begins to fetch it, if that is worth it.
 
@@ -132,6 +187,7 @@ class Fetches:
             hits: how many of the first ones are readable; there are others.
             seconds: how long the caller can wait.
             prefill_rate: tokens a second that it computes; 0 if it does not say.
+            gain: what the blocks are for, together with others; None: they are of use by themselves.
         """
         first = hashes[hits]
         if not self._tier.may_have(self._digest(space), first):  # first of all: nearly every miss ends here
@@ -143,15 +199,16 @@ class Fetches:
             fetch, at = known
             fetch.asked = now
             return Coming(max(0, fetch.found - at), fetch.finding)
-        if self._absent.get((space, first), now) > now or not space.users or None in space.shard_bytes:
-            return NOTHING
-        if self._may_be_cleared(space.namespace):
-            self._refused(FetchRefusal.OFF, 1)
+        if self._absent.get((space, first), now) > now or not self._may_be_fetched(space):
             return NOTHING
         if self.waiting_blocks > MAX_WAITING:
             self._refused(FetchRefusal.BUSY, 1)
             return NOTHING
-        fetch = Fetch(space, list(hashes[hits : hits + MAX_BLOCKS]), seconds, prefill_rate, now)
+        fetch = Fetch(space, list(hashes[hits : hits + MAX_BLOCKS]), seconds, prefill_rate, now, gain)
+        # Here: no other fetch of the gain waits before it yet.
+        if gain is not None and not self._worth_it(fetch, gain) and not self._may_try(gain.nbytes, seconds):
+            self._end(fetch, FetchRefusal.SLOWER, len(fetch.hashes))
+            return NOTHING
         by_hash = self._by_hash.setdefault(space, {})
         for at, each in enumerate(fetch.hashes):
             by_hash.setdefault(each, (fetch, at))
@@ -161,6 +218,92 @@ class Fetches:
         except TierFailed:
             self._end(fetch, FetchRefusal.OFF)
         return Coming(0, fetch.finding)
+
+    def held(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> Held:
+        """Which of the misses of a lookup the tier has; of the first `MAX_BLOCKS` that it may have. Fetches nothing.
+
+        Args:
+            hashes: of the lookup, in prefix order.
+            hits: for each of them, whether it is readable; not all are.
+        """
+        now, key = self._clock(), (space, hashes[-1])
+        places = self._perhaps(space, hashes, hits)
+        question = self._questions.get(key)
+        if question is None or (question.held is not None and question.until < now):
+            question = self._ask(key, [hashes[each] for each in places], now)
+        if question is None or question.held is None:
+            return NOT_HELD if question is None else Held(asking=True)
+        held = question.held
+        return Held([each for each in places if hashes[each] in held]) if held else NOT_HELD
+
+    def _perhaps(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> list[int]:
+        """Places of the first `MAX_BLOCKS` misses that the tier may have."""
+        if self._tier.off:
+            return []
+        keys = as_keys(hashes)
+        packed = keys if isinstance(keys, bytes) else b"".join(keys)
+        missing = np.flatnonzero(~np.array(hits, np.bool_))
+        words = first_words(packed, len(packed) // len(hashes))[missing]
+        some: list[int] = missing[self._tier.may_have_each(self._digest(space), words)][:MAX_BLOCKS].tolist()
+        return some
+
+    def _ask(self, key: tuple[Space, bytes], some: Sequence[bytes], now: float) -> _Question | None:
+        """Ask the tier which of these it has. None: it is not asked."""
+        space = key[0]
+        if not some:
+            if self._tier.off:
+                self._refused(FetchRefusal.OFF, 1)
+            return None
+        if not self._may_be_fetched(space):
+            return None
+        self._drop_questions(now, len(some))
+        if self._asked_blocks + len(some) > MAX_WAITING:
+            self._refused(FetchRefusal.BUSY, 1)
+            return None
+        question = _Question(len(some), now + ABSENT_SECONDS)
+
+        def answered(flags: Sequence[bool]) -> None:
+            question.held = frozenset([each for each, flag in zip(some, flags, strict=False) if flag])
+
+        try:
+            self._tier.find(shard_space(space, 0), b"".join(some), answered)
+        except TierFailed:
+            self._refused(FetchRefusal.OFF, 1)
+            return None
+        self._questions[key] = question
+        self._asked_blocks += question.asked
+        return question
+
+    def _drop_questions(self, now: float, room: int) -> None:
+        """Forget those that are outdated, and others that have been answered until there is room for so many blocks."""
+        for key, question in tuple(self._questions.items()):
+            if question.until >= now and self._asked_blocks + room <= MAX_WAITING:
+                return
+            if question.held is not None:
+                del self._questions[key]
+                self._asked_blocks -= question.asked
+
+    def _may_be_fetched(self, space: Space) -> bool:
+        if not space.users or None in space.shard_bytes:
+            return False
+        if self._may_be_cleared(space.namespace):
+            self._refused(FetchRefusal.OFF, 1)
+            return False
+        return True
+
+    def _worth_it(self, fetch: Fetch, gain: Gain) -> bool:
+        estimate = Estimate(
+            gain.nbytes,
+            self.waiting_blocks * fetch.space.block_bytes + self.reading_bytes,
+            self._tier.read_rate,
+            gain.tokens,
+            fetch.prefill_rate,
+        )
+        return estimate.worth_it and estimate.seconds <= fetch.seconds
+
+    def _may_try(self, nbytes: int, seconds: float) -> bool:
+        """Whether to read so much that does not seem worth it, to learn how fast the tier is."""
+        return self._clock() >= self._next_trial and nbytes / self._tier.read_rate <= seconds
 
     def _digest(self, space: Space) -> bytes:
         """Of its first shard. Of a space without ranks something else: a lookup there takes as long as any other."""
@@ -179,6 +322,10 @@ class Fetches:
             if namespace is None or space.namespace == namespace:
                 for fetch, _ in tuple(by_hash.values()):
                     self._end(fetch)
+        for key, question in tuple(self._questions.items()):
+            if namespace is None or key[0].namespace == namespace:
+                del self._questions[key]
+                self._asked_blocks -= question.asked
 
     def _found(self, fetch: Fetch, flags: Sequence[bool]) -> None:
         """The tier has answered what it has."""
@@ -188,16 +335,15 @@ class Fetches:
             self._end(fetch)
             return
         space = fetch.space
-        estimate = Estimate(
-            found * space.block_bytes,
-            self.waiting_blocks * space.block_bytes + self.reading_bytes,
-            self._tier.read_rate,
-            found * space.namespace.block_size,
-            fetch.prefill_rate,
-        )
-        if not estimate.worth_it or estimate.seconds > fetch.seconds:
-            self._end(fetch, FetchRefusal.SLOWER, found)
-            return
+        gain = Gain(found * space.block_bytes, found * space.namespace.block_size)
+        if fetch.gain is None and not self._worth_it(fetch, gain):
+            tried = min(found, max(1, self._chunk_bytes // space.block_bytes))
+            if not self._may_try(tried * space.block_bytes, fetch.seconds):
+                self._end(fetch, FetchRefusal.SLOWER, found)
+                return
+            if found > tried:
+                self._refused(FetchRefusal.SLOWER, found - tried)
+            found = tried
         fetch.found = found
         self.waiting_blocks += found
         self._queues.setdefault(space.namespace, deque()).append(fetch)
@@ -230,6 +376,7 @@ class Fetches:
             self._end(fetch, FetchRefusal.POOL_FULL, fetch.waiting)
             return
         chunk = _Chunk(fetch, grant, sum([len(part.index) * part.slot_size for part in grant.parts]))
+        self._next_trial = self._clock() + TRIAL_SECONDS
         fetch.issued += count
         fetch.chunks += 1
         self.waiting_blocks -= count

@@ -63,13 +63,14 @@ class Job:
         number: chosen by the client; unique among the jobs of its rank that are not over.
         lease: the lease that a load names, if it names one.
         order: what a store waits for on the device; None if the client has waited.
+        ttl: seconds after which the blocks of a store expire; 0: when their share's do.
         traceparent: as the client sent it; empty for none.
         on_done: called once, with the result.
     """
 
     __slots__ = (
         "_copying", "_over", "direction", "ended", "grant", "lease", "num_blocks", "number", "on_done", "order",
-        "parts", "result", "stopped", "taken", "timer", "traceparent",
+        "parts", "result", "stopped", "taken", "timer", "traceparent", "ttl",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +81,7 @@ class Job:
         *,
         lease: int | None = None,
         order: StoreOrder | None = None,
+        ttl: float = 0.0,
         traceparent: bytes = b"",
         on_done: Callable[[JobResult], None] = lambda _: None,
     ) -> None:
@@ -89,6 +91,7 @@ class Job:
         self.num_blocks = sum([len(part.block_ids) for part in parts])
         self.lease = lease
         self.order = order
+        self.ttl = ttl
         self.traceparent = traceparent
         self.on_done = on_done
         self.taken = 0.0

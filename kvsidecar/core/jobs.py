@@ -20,7 +20,7 @@ from kvsidecar.core.layout import check_block_ids
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import RankSession, SessionGroup
-from kvsidecar.core.writes import Writes
+from kvsidecar.core.tiering import Tiering
 from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest, Refusal
 from kvsidecar.support import failpoints
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
@@ -40,7 +40,7 @@ class JobRunner:
         checksums: of the slots; None for no checksums.
         guard: kept awake when a job begins and when it ends.
         on_ended: called with each job when its answer is on its way.
-        writes: blocks that are worth it go to a slower tier; None: there is none.
+        tiering: blocks that are worth it go to slower tiers; None: there are none.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class JobRunner:
         checksums: Checksums | None = None,
         guard: SleepGuard = NO_GUARD,
         on_ended: Callable[[RankSession, Job], None] | None = None,
-        writes: Writes | None = None,
+        tiering: Tiering | None = None,
     ) -> None:
         self._cache = cache
         self._copiers = copiers
@@ -64,7 +64,7 @@ class JobRunner:
         self._checksums = checksums
         self._guard = guard
         self._on_ended = on_ended
-        self._writes = writes
+        self._tiering = tiering
         self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
         self._running: dict[Direction, dict[Job, None]] = {direction: {} for direction in Direction}
         """Jobs that are not over, in the order in which they were taken."""
@@ -142,7 +142,7 @@ class JobRunner:
         groups = _groups(session, job.parts)
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
-        grant = self._cache.begin_store(_shard_parts(groups, job.parts), session.copier.numa_node)
+        grant = self._cache.begin_store(_shard_parts(groups, job.parts), session.copier.numa_node, job.ttl)
         if isinstance(grant, Refusal):
             return _declined(grant)
         job.grant = grant
@@ -193,8 +193,8 @@ class JobRunner:
                 for index in done.values:
                     self._cache.mark_corrupt(grant, *places[index])
                 return _declined(Refusal.CHECKSUM)
-            if self._writes is not None:
-                self._writes.used(grant)
+            if self._tiering is not None:
+                self._tiering.used(grant)
             return _done(job.num_blocks, 0, done)
 
         self._copy(session, job, parts, checks, copied)
@@ -261,8 +261,8 @@ class JobRunner:
         if isinstance(grant, StoreGrant):
             if stored:
                 self._cache.seal_all(grant)
-                if self._writes is not None:
-                    self._writes.stored(grant)
+                if self._tiering is not None:
+                    self._tiering.stored(grant)
             else:
                 self._cache.abort_all(grant)
         elif grant is not None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache, Part
-from kvsidecar.core.fetches import NOTHING
+from kvsidecar.core.fetches import NOTHING, Gain
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.pins import Pin, Pins
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.tiering import Tiering
-from kvsidecar.errors import Refusal
+from kvsidecar.errors import Refusal, Unavailable
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
+from kvsidecar.tiers.messages import MAX_BLOCKS
 from kvsidecar.types import LookupMode, Namespace
 
 MAX_LEASES = 16384
@@ -31,7 +34,9 @@ class GroupAnswer:
     found: Sequence[bool] = ()
     """One flag per hash in `LookupMode.BITMAP`; empty in `LookupMode.PREFIX`."""
     coming: int = 0
-    """Blocks from the first miss on that are being fetched from a slower tier."""
+    """Blocks from the first miss on, or of those that were wanted, that are being fetched from a slower tier."""
+    held: Sequence[bool] = ()
+    """If the caller chooses: one flag per hash, whether it is missing and a slower tier has it; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,16 @@ class LookupAnswer:
     """A slower tier is being asked: more may be coming."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the caller of a lookup wants to be fetched."""
+
+    wanted: Sequence[Sequence[int]]
+    """By group, in the order of the lookup: 0 or 1 per hash; what is beyond these is not wanted."""
+    tokens: int
+    """That the caller need not compute if all of it comes."""
+
+
 class LookupService:
     """Answers at once, whatever the state of the pool. Used from the event loop.
 
@@ -54,6 +69,8 @@ class LookupService:
         guard: kept awake by each lookup: loads follow.
         owners_of: the tokens of all clients of one user, by one of them.
         tiering: what a lookup misses is fetched from there; None: there is no slower tier.
+        pins: None: none can be made.
+        on_clear: called with a namespace of which blocks are cleared; None: all of all.
     """
 
     def __init__(
@@ -67,8 +84,12 @@ class LookupService:
         guard: SleepGuard = NO_GUARD,
         owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner],
         tiering: Tiering | None = None,
+        pins: Pins | None = None,
+        on_clear: Callable[[Namespace | None], None] = lambda _: None,
     ) -> None:
         self._tiering = tiering
+        self._on_clear = on_clear
+        self._pins = Pins(cache, clock, 0) if pins is None else pins
         self._guard = guard
         self._owners_of = owners_of
         self._cache = cache
@@ -92,15 +113,18 @@ class LookupService:
         owner: bytes | None = None,
         fetch_seconds: float = 0.0,
         prefill_rate: float = 0.0,
+        choice: Choice | None = None,
     ) -> LookupAnswer:
         """Which of these blocks are readable.
 
         Args:
             groups: (group, block hashes) pairs.
-            lease_seconds: length of the lease on the hits; 0 for no lease. A user with too many leases gets none.
+            lease_seconds: length of the lease on the hits; 0 for no lease. None is granted to a user with too many, or
+                if it would pin what is guaranteed to other shares.
             owner: token of the client; the lease ends when the client disconnects.
             fetch_seconds: how long the caller can wait for misses that are fetched; 0: nothing is fetched.
             prefill_rate: tokens a second that the caller computes; 0 if it does not say.
+            choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
         """
         self._guard.keep_awake()
         if (refusal := self._readiness.read_refusal) is not None:
@@ -122,9 +146,12 @@ class LookupService:
         hits = sum([each.hits for each in result])
         self._hits.inc(hits)
         self._misses.inc(sum([len(hashes) for _, hashes in groups]) - hits)
+        if lease_seconds > 0 and lease is None and hits:
+            self._metrics.refuse(Refusal.QUOTA)
         asking = False
         if self._tiering is not None and fetch_seconds > 0:
-            result, asking = self._fetch(self._tiering, parts, groups, found, result, fetch_seconds, prefill_rate)
+            fetch = self._fetch if choice is None else partial(self._fetch_chosen, choice)
+            result, asking = fetch(self._tiering, parts, groups, found, result, fetch_seconds, prefill_rate)
         return LookupAnswer(True, result, lease.id if lease else None, lease_seconds if lease else 0.0, asking)
 
     def _fetch(
@@ -141,10 +168,43 @@ class LookupService:
         result, asking = list(answers), False
         for i, hits in enumerate(found):
             if False in hits:
-                coming = tiering.fetches.coming(parts[i][0], groups[i][1], hits.index(False), seconds, prefill_rate)
+                coming = tiering.coming(parts[i][0], groups[i][1], hits.index(False), seconds, prefill_rate)
                 if coming is not NOTHING:
                     asking |= coming.asking
                     result[i] = replace(result[i], coming=coming.blocks)
+        return tuple(result), asking
+
+    @staticmethod
+    def _fetch_chosen(
+        choice: Choice,
+        tiering: Tiering,
+        parts: Sequence[Part],
+        groups: Sequence[tuple[int, Sequence[bytes]]],
+        found: Sequence[list[bool]],
+        answers: Sequence[GroupAnswer],
+        seconds: float,
+        prefill_rate: float,
+    ) -> tuple[tuple[GroupAnswer, ...], bool]:
+        """As `_fetch`, of what the caller has chosen, with what it may choose."""
+        result, asking, chosen, nbytes = list(answers), False, [], 0
+        for i, hits in enumerate(found):
+            space, hashes = parts[i][0], groups[i][1]
+            if False in hits:
+                held = tiering.held(space, hashes, hits)
+                asking |= held.asking
+                flags = [False] * len(hits)
+                for place in held.places:
+                    flags[place] = True
+                result[i] = replace(result[i], held=flags if held.places else ())
+            wanted = [place for place, want in enumerate(choice.wanted[i][: len(hits)]) if want and not hits[place]]
+            chosen.append([hashes[place] for place in wanted[:MAX_BLOCKS]])
+            nbytes += len(chosen[i]) * space.block_bytes
+        gain = Gain(nbytes, choice.tokens)
+        for i, hashes in enumerate(chosen):
+            if hashes:
+                coming = tiering.coming(parts[i][0], hashes, 0, seconds, prefill_rate, gain)
+                asking |= coming.asking
+                result[i] = replace(result[i], coming=coming.blocks)
         return tuple(result), asking
 
     def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:
@@ -172,13 +232,66 @@ class LookupService:
     def expire(self) -> None:
         """End the leases whose time is over."""
         if expired := self._cache.expire(self._clock()):
-            self._metrics.refuse(Refusal.LEASE_EXPIRED, len(expired))
+            self._metrics.refuse(Refusal.LEASE_EXPIRED, len(expired) - self._pins.expired(expired))
+
+    def pin(
+        self, name: str, owner: str, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]], seconds: float
+    ) -> Pin:
+        """Keep the readable ones of these blocks: see `Pins.pin`.
+
+        Raises:
+            Unavailable: the daemon is not ready.
+        """
+        if (refusal := self._readiness.read_refusal) is not None:
+            self._metrics.refuse(refusal)
+            raise Unavailable("the daemon has no blocks to pin yet, or no more", refusal=refusal)
+        self.expire()
+        parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
+        return self._pins.pin(name, owner, namespace, parts, seconds)
+
+    def unpin(self, name: str) -> bool:
+        """End a pin. False if there is none."""
+        return self._pins.unpin(name)
 
     def clear(self, namespace: Namespace | None) -> int:
         """Forget the blocks of one namespace, or of all. Returns how many can no longer be looked up."""
         if self._tiering is not None:
             self._tiering.forget(namespace)
+        self._on_clear(namespace)
+        self._pins.clear(namespace)
         return self._cache.clear(namespace)
+
+    def clear_share(self, name: str) -> int | None:
+        """`clear` all namespaces of a share; None if there is no such share."""
+        if name not in [share.name for share in self._cache.shares]:
+            return None
+        return sum([self.clear(namespace) for namespace in self._namespaces(lambda space: space.share.name == name)])
+
+    def clear_blocks(self, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]]) -> int:
+        """Forget these blocks. A slower tier forgets the whole namespace: it has no order for less."""
+        if self._tiering is not None:
+            self._tiering.forget(namespace)
+        self._on_clear(namespace)
+        found = [(self._cache.find_space(namespace, group), as_keys(hashes)) for group, hashes in groups]
+        return sum([self._cache.clear_blocks(space, hashes) for space, hashes in found if space is not None])
+
+    def clear_unused(self, namespace: Namespace | None, share: str, seconds: float) -> int:
+        """Forget the blocks of a namespace, a share or all that nobody has used for so long; in slower tiers, all of
+        these namespaces."""
+        self.expire()
+        chosen = self._namespaces(
+            lambda space: namespace in (None, space.namespace) and share in ("", space.share.name)
+        )
+        for each in chosen:
+            if self._tiering is not None:
+                self._tiering.forget(each)
+            self._on_clear(each)
+        return sum(
+            [self._cache.clear_unused(space, seconds) for space in self._cache.spaces if space.namespace in chosen]
+        )
+
+    def _namespaces(self, chosen: Callable[[Space], bool]) -> dict[Namespace, None]:
+        return dict.fromkeys(space.namespace for space in self._cache.spaces if chosen(space))
 
 
 def _hits(group: int, found: list[bool], mode: LookupMode) -> GroupAnswer:

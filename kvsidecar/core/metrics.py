@@ -22,13 +22,15 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvsidecar import __version__
-from kvsidecar.cache.block_cache import CacheStats
+from kvsidecar.cache.shares import Share
+from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.readiness import Snapshot, WarmStart
+from kvsidecar.core.shares import REST
 from kvsidecar.errors import Refusal
 from kvsidecar.support import log
 from kvsidecar.tiers.engine import EngineStats
 from kvsidecar.tiers.tier import TierCounts
-from kvsidecar.types import Direction, Outcome, State
+from kvsidecar.types import Direction, Outcome, Residency, State
 
 COPY_SECONDS_BUCKETS = (
     *(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3),
@@ -40,6 +42,10 @@ COPY_BYTES_BUCKETS = tuple(float(4**k) for k in range(7, 18))
 """16 KiB to 16 GiB."""
 
 
+SHARES_SHOWN = 32
+"""Shares with a label of their own in the metrics: those with the most bytes."""
+
+
 class SpanFate(StrEnum):
     """The fate of a span of a traced job, or of the spans that a job did not get."""
 
@@ -48,6 +54,17 @@ class SpanFate(StrEnum):
     """The collector refused the spans, or did not answer."""
     QUEUE_FULL = "queue_full"
     """A job got no spans, because the export queue was full."""
+
+
+class ResetReason(StrEnum):
+    """Why a watcher gets a snapshot."""
+
+    NEW = "new"
+    """It has just begun to watch."""
+    UNREAD = "unread"
+    """It did not read what it was sent."""
+    FLOOD = "flood"
+    """More has changed at once than is kept to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +90,15 @@ class Gauges:
     readiness: Snapshot
     cache: CacheStats
     attached_ranks: int
+    watchers: int = 0
+    notes_bytes: int = 0
     jobs_queued: Mapping[Direction, int] = field(default_factory=dict)
     jobs_running: Mapping[Direction, int] = field(default_factory=dict)
     oldest_inflight_seconds: Mapping[Direction, float] = field(default_factory=dict)
     imported_bytes: Mapping[str, int] = field(default_factory=dict)
     tiers: Sequence[TierGauges] = ()
+    shares: Sequence[Share] = ()
+    """The last one is that of the namespaces that no other covers."""
 
 
 class Metrics:
@@ -166,6 +187,19 @@ class Metrics:
             "Blocks that were to be written to a slower tier and were not, by reason.",
             ["tier", "reason"],
         )
+        self.residency_messages = counter(
+            "kvsidecar_residency_messages",
+            "Messages to watchers of what the pool holds, such as engines with KV events.",
+        )
+        self.residency_blocks = counter(
+            "kvsidecar_residency_blocks", "Blocks in messages to watchers, by what they were told.", ["change"]
+        )
+        self.residency_resets = counter(
+            "kvsidecar_residency_resets",
+            "Snapshots that watchers were sent, by reason: new (it has begun to watch), unread (it did not read), "
+            "flood (more has changed at once than is kept to be sent).",
+            ["reason"],
+        )
         self.loop_lag_seconds = histogram(
             "kvsidecar_event_loop_lag_seconds",
             "Delay between the time a timer was due and the time the event loop ran it.",
@@ -182,6 +216,11 @@ class Metrics:
                 self.jobs.labels(direction.value, outcome.value)
         for fate in SpanFate:
             self.spans.labels(fate.value)
+        for kind in Residency:
+            if kind.is_change:
+                self.residency_blocks.labels(kind.value)
+        for reset in ResetReason:
+            self.residency_resets.labels(reset.value)
         for result in ("hit", "miss"):
             self.lookup_blocks.labels(result)
         self.warm_started(WarmStart())
@@ -255,11 +294,14 @@ class Metrics:
             ("blocks", "Readable blocks: all shards are sealed.", cache.readable_blocks),
             ("leases", "Active leases.", cache.leases),
             ("attached_ranks", "Attached engine ranks.", now.attached_ranks),
+            ("watchers", "Clients that are told what the pool holds.", now.watchers),
+            ("residency_notes_bytes", "Engines' notes on blocks, kept for watchers to come.", now.notes_bytes),
         ):
             yield GaugeMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, value in (
-            ("evicted_blocks", "Blocks evicted to make room.", cache.evicted_blocks),
+            ("evicted_blocks", "Blocks evicted, to make room or because they had expired.", cache.evicted_blocks),
             ("evicted_bytes", "Bytes of the slots freed by eviction.", cache.evicted_bytes),
+            ("expired_blocks", "Evicted blocks that had expired.", cache.expired_blocks),
         ):
             yield CounterMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, values in (
@@ -278,6 +320,47 @@ class Metrics:
             imported.add_metric([device], nbytes)
         yield imported
         yield from _tier_metrics(now.tiers)
+        yield from _share_metrics(now.shares)
+
+
+def _share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:
+    """Nothing without shares. Only the largest have a label of their own."""
+    if len(shares) < 2:
+        return
+    ordered = sorted(shares, key=lambda share: -share.used)
+    labels = [(share.name, [share]) for share in ordered[:SHARES_SHOWN]]
+    if rest := ordered[SHARES_SHOWN:]:
+        labels.append((REST, rest))
+    values: tuple[tuple[str, str, Callable[[Share], float]], ...] = (
+        (
+            "used_bytes",
+            "Bytes of the pool that the share has.",
+            lambda share: share.used,
+        ),
+        ("pinned_bytes", "Used bytes that cannot be evicted now.", lambda share: share.busy),
+        ("guaranteed_bytes", "Bytes that no other share can take.", lambda share: share.guaranteed),
+        ("borrowed_bytes", "Used bytes beyond the guarantee.", lambda share: max(0, share.used - share.guaranteed)),
+    )
+    for name, text, value in values:
+        family = GaugeMetricFamily(f"kvsidecar_share_{name}", text, labels=["share"])
+        for label, members in labels:
+            family.add_metric([label], sum(map(value, members)))
+        yield family
+    most = GaugeMetricFamily(
+        "kvsidecar_share_max_bytes",
+        "The most bytes that the share may have. Absent for the whole pool.",
+        labels=["share"],
+    )
+    for share in ordered[:SHARES_SHOWN]:
+        if share.most is not None:
+            most.add_metric([share.name], share.most)
+    yield most
+    evicted = CounterMetricFamily(
+        "kvsidecar_share_evicted_bytes", "Bytes of the share's blocks that were evicted.", labels=["share"]
+    )
+    for label, members in labels:
+        evicted.add_metric([label], sum([share.evicted for share in members]))
+    yield evicted
 
 
 def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:

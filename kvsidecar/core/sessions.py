@@ -43,6 +43,8 @@ ID_BITS = 48
 """Sessions, leases and epochs are random numbers that survive a trip through JSON (2**53)."""
 MAX_RANKS = 256
 """Ranks that one user may attach."""
+MAX_WATCHES = 256
+"""Streams on which one user may watch what the pool holds. An engine has one."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ class Peer:
     """Its identity and grant. The grant is decided when it connects, and again when the policy changes."""
     copiers: frozenset[int] = frozenset()
     """Processes whose death its client can see. Ranks may attach to these only."""
+    fence: int | None = None
+    """Descriptor of its `kvsidecar.support.fence`, if it asked for one; owned by this peer."""
     registering: int = 0
     """Registrations under way: a driver call in a thread may be using the descriptors."""
     gone: bool = False
@@ -72,6 +76,9 @@ class Peer:
             for fd in self.fds:
                 os.close(fd)
             self.fds = ()
+            if self.fence is not None:
+                os.close(self.fence)
+                self.fence = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,7 @@ class Instances:
         self._sessions: dict[int, RankSession] = {}
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
+        self.watches_of = Quota(MAX_WATCHES, "watches")
         self.turns = RoundRobin()
         """Shares the event loop among registrations that take long to check."""
 
@@ -198,15 +206,18 @@ class Instances:
         fds: tuple[int, ...],
         groups: frozenset[int] = frozenset(),
         copiers: frozenset[int] = frozenset(),
+        fence: int | None = None,
     ) -> Peer:
-        """A process has connected to the attach socket. Takes ownership of ``fds``.
+        """A process has connected to the attach socket. Takes ownership of ``fds`` and ``fence``.
 
         Args:
             groups: supplementary groups.
             copiers: the processes of copiers whose pidfds it was sent.
         """
         token, identity = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
-        peer = Peer(token, pid, uid, gid, client, fds, Caller(identity, self._access.grant(identity), token), copiers)
+        peer = Peer(
+            token, pid, uid, gid, client, fds, Caller(identity, self._access.grant(identity), token), copiers, fence
+        )
         self._peers[peer.token] = peer
         self._tokens_of.setdefault(uid, {})[peer.token] = None
         return peer
@@ -297,6 +308,8 @@ class Instances:
         await self.turns.run(registration.checking())
         peer = self.peer(registration.token)
         permit(peer.caller, registration.namespace)
+        if peer.fence is not None and (peer.registering or any(each.peer is peer for each in self._sessions.values())):
+            raise InvalidRequest("a connection with a fence takes one rank: this one has one, or has not ended it yet")
         self._ranks_of.take(peer.uid)
         peer.registering += 1
         try:
@@ -317,7 +330,9 @@ class Instances:
         opened: Opened | None = None
         process = 0
         try:
-            opened, process = await copier.open(session_id, sources, registration.groups, registration.event_handles)
+            opened, process = await copier.open(
+                session_id, sources, registration.groups, registration.event_handles, peer.fence
+            )
             if process not in peer.copiers:
                 raise Unavailable("the device's copier has been replaced: connect again", refusal=Refusal.DEVICE_LOST)
             for memory, allocation in zip(opened.memories, registration.allocations, strict=True):

@@ -1,79 +1,161 @@
-"""The slower tier behind the pool: what it is told, and what it brings."""
+"""The slower tiers behind the pool, the fastest first: what they are told, and what they bring."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.core.fetches import Fetches
+from kvsidecar.core.fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held
 from kvsidecar.core.metrics import Metrics, TierGauges
-from kvsidecar.core.writes import Writes
+from kvsidecar.core.writes import Writes, queue_share
 from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Namespace
 
-BIT = 1
-"""Of the tier, in `SpaceBlocks.tiers`."""
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """A tier, and what it is given."""
+
+    tier: Tier
+    admission: Admission = Admission.SECOND_USE
+    write_bytes_per_day: int | None = None
+    """None for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    tier: Tier
+    writes: Writes
+    fetches: Fetches
 
 
 class Tiering:
     """Used from the event loop.
 
     Args:
-        write_bytes_per_day: None for no limit.
+        plans: the fastest tier first; at most eight.
         clock: monotonic seconds.
+        chunk_bytes: of one call of an engine, about.
+        queue_bytes: that may wait to be written to all tiers, or are being written; None for a share of the pool.
+        soon: makes a call a little later, see `Writes`; None: behind the answers that the event loop has to send.
     """
 
     def __init__(
         self,
         cache: BlockCache,
-        tier: Tier,
+        plans: Sequence[TierPlan],
         metrics: Metrics,
         clock: Callable[[], float],
         *,
-        admission: Admission = Admission.SECOND_USE,
-        write_bytes_per_day: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        queue_bytes: int | None = None,
+        soon: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
-        self.tier = tier
-        # 0 from the start: an alert sees the first one. Found once: each lookup may count one.
-        unfetched = {reason: metrics.unfetched.labels(tier.name, reason.value) for reason in FetchRefusal}
-        unwritten = {reason: metrics.unwritten.labels(tier.name, reason.value) for reason in WriteRefusal}
-        self.writes = Writes(
-            cache,
-            tier,
-            BIT,
-            admission,
-            WriteBudget(write_bytes_per_day, clock()),
-            clock,
-            lambda reason, blocks: unwritten[reason].inc(blocks),
-            soon=_behind_the_answers,
-        )
-        self.fetches = Fetches(
-            cache,
-            tier,
-            BIT,
-            clock,
-            lambda reason, blocks: unfetched[reason].inc(blocks),
-            may_be_cleared=self.writes.may_bring_back,
-        )
+        all_bytes = queue_share(cache.stats().total_bytes) if queue_bytes is None else queue_bytes
 
-    def gauges(self) -> TierGauges:
-        tier = self.tier
-        return TierGauges(
-            tier.name,
-            tier.off,
-            tier.stats,
-            tier.counts,
-            self.fetches.reading_bytes,
-            self.writes.writing_bytes,
-            self.writes.budget_left,
-        )
+        def behind(plan: TierPlan, bit: int) -> _Behind:
+            tier = plan.tier
+            # 0 from the start: an alert sees the first one. Found once: each lookup may count one.
+            unfetched = {reason: metrics.unfetched.labels(tier.name, reason.value) for reason in FetchRefusal}
+            unwritten = {reason: metrics.unwritten.labels(tier.name, reason.value) for reason in WriteRefusal}
+            writes = Writes(
+                cache,
+                tier,
+                bit,
+                plan.admission,
+                WriteBudget(plan.write_bytes_per_day, clock()),
+                clock,
+                lambda reason, blocks: unwritten[reason].inc(blocks),
+                chunk_bytes=chunk_bytes,
+                queue_bytes=all_bytes // len(plans),
+                soon=soon or _behind_the_answers,
+            )
+            fetches = Fetches(
+                cache,
+                tier,
+                bit,
+                clock,
+                lambda reason, blocks: unfetched[reason].inc(blocks),
+                may_be_cleared=writes.may_bring_back,
+                chunk_bytes=chunk_bytes,
+            )
+            return _Behind(tier, writes, fetches)
+
+        self._tiers = [behind(plan, 1 << number) for number, plan in enumerate(plans)]
+
+    def gauges(self) -> list[TierGauges]:
+        return [
+            TierGauges(
+                each.tier.name,
+                each.tier.off,
+                each.tier.stats,
+                each.tier.counts,
+                each.fetches.reading_bytes,
+                each.writes.writing_bytes,
+                each.writes.budget_left,
+            )
+            for each in self._tiers
+        ]
+
+    def off(self) -> dict[str, str]:
+        """By name, why a tier is not used at present; empty while it is."""
+        return {each.tier.name: each.tier.off for each in self._tiers}
+
+    def stored(self, grant: StoreGrant) -> None:
+        """As `Writes.stored`."""
+        for each in self._tiers:
+            each.writes.stored(grant)
+
+    def used(self, grant: LoadGrant) -> None:
+        """As `Writes.used`."""
+        for each in self._tiers:
+            each.writes.used(grant)
+
+    def coming(
+        self,
+        space: Space,
+        hashes: Sequence[bytes],
+        hits: int,
+        seconds: float,
+        prefill_rate: float,
+        gain: Gain | None = None,
+    ) -> Coming:
+        """As `Fetches.coming`. A run of blocks comes from the first tier that has its first block, and what follows it
+        from another one at the same time: one run of each tier."""
+        first, asking = hits, False
+        for _ in self._tiers:
+            for each in self._tiers:
+                piece = each.fetches.coming(space, hashes, first, seconds, prefill_rate, gain)
+                if piece.blocks or piece.asking:
+                    break
+            else:
+                break
+            first, asking = first + piece.blocks, piece.asking
+            if asking or first >= len(hashes):
+                break
+        return Coming(first - hits, asking) if asking or first > hits else NOTHING
+
+    def held(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> Held:
+        """As `Fetches.held`. A tier is asked for what those before it do not have."""
+        there, places = list(hits), list[int]()
+        for each in self._tiers:
+            held = each.fetches.held(space, hashes, there)
+            places += held.places
+            for place in held.places:
+                there[place] = True
+            if held.asking or False not in there:
+                break
+        return Held(sorted(places), held.asking)
 
     def forget(self, namespace: Namespace | None) -> None:
         """A namespace is cleared, or all."""
-        self.fetches.forget(namespace)
-        self.writes.forget(namespace)
+        for each in self._tiers:
+            each.fetches.forget(namespace)
+            each.writes.forget(namespace)
 
 
 def _behind_the_answers(call: Callable[[], object]) -> None:

@@ -16,22 +16,32 @@ import numpy as np
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import Chain, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.core.fetches import shard_space
+from kvsidecar.core.fetches import CHUNK_BYTES, shard_space
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.engine import WriteEnd
 from kvsidecar.tiers.policy import Admission, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Namespace
 
-CHUNK_BYTES: Final = 16 << 20
+CHUNKS: Final = 8
+"""That are handed to the tier at a time: what waits there for others is soon late, and would be taken for a failure."""
 QUEUE_SHARE: Final = 16
 """At most one byte in so many of the pool waits to be written, or is being written: it cannot be evicted meanwhile."""
 SMALL_QUEUE: Final = 64 << 20
 """Unless that is less than this; but never more than half of the pool."""
 
 
+AHEAD_BYTES: Final = 8 << 30
+"""At most so much of the pool, and half of the queue, is evicted before a store needs it (`Admission.ON_EVICT`)."""
+AHEAD_CHUNKS: Final = 32
+"""That are begun in one step."""
 MAX_NAMES: Final = 1 << 16
 """Blocks that wait unpinned, by name: 4 MiB of the longest hashes."""
+
+
+def queue_share(pool_bytes: int) -> int:
+    """Bytes that may wait to be written to all tiers together."""
+    return max(pool_bytes // QUEUE_SHARE, min(pool_bytes // 2, SMALL_QUEUE))
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +51,7 @@ class _Write:
     kept: np.ndarray[tuple[int], np.dtype[np.bool_]]
     """Which blocks the tier has."""
     calls: int = 1
-    """That have not ended; one more while they are handed over."""
+    """That have not ended; one more until they are handed over."""
     failed: WriteRefusal | None = None
 
 
@@ -74,15 +84,20 @@ class Writes:
         self._chunk_bytes, self._soon = chunk_bytes, soon
         self._cache, self._tier, self._bit, self._admission = cache, tier, bit, admission
         self._budget, self._clock, self._refused = budget, clock, refused
-        total = cache.stats().total_bytes
-        share = max(total // QUEUE_SHARE, min(total // 2, SMALL_QUEUE))
-        self._most_bytes = share if queue_bytes is None else queue_bytes
+        self._most_bytes = queue_share(cache.stats().total_bytes) if queue_bytes is None else queue_bytes
         self._under_way: set[_Write] = set()
+        self._waiting: deque[_Write] = deque()
+        """Those that the tier has not been handed yet."""
+        self._handing_over = False
         self._then_forget: dict[Namespace | None, set[_Write]] = {}
         """What was cleared, and the writes that may bring it back: the tier is told once more when they have ended."""
         self._names: deque[tuple[Space, bytes]] = deque()
         """Spaces and block hashes, joined, of what did not fit the queue."""
         self._num_names = 0
+        self._ahead: tuple[Space, ...] = ()
+        """Those of the last use, which the next stores are expected to need room for."""
+        self._evicted_unkept = cache.evicted_unkept
+        """That have been counted."""
         self.writing_bytes = 0
 
     @property
@@ -95,10 +110,14 @@ class Writes:
         if self._admission is Admission.ALL:
             for part in grant.parts:
                 self._write(Chain(part.blocks, part.rows))
+        elif self._admission is Admission.ON_EVICT:
+            self._write_ahead(tuple([part.blocks.space for part in grant.parts]))
 
     def used(self, grant: LoadGrant) -> None:
         """The blocks of a load, which are pinned, are used again."""
-        if self._admission is not Admission.NONE:
+        if self._admission is Admission.ON_EVICT:
+            self._write_ahead(tuple([chain.blocks.space for chain in grant.chains]))
+        elif self._admission is not Admission.NONE:
             for chain in grant.chains:
                 self._write(chain)
 
@@ -124,13 +143,37 @@ class Writes:
         if self._tier.off:
             self._refused(WriteRefusal.OFF, len(rows))
             return
-        room = max(0, self._most_bytes - self.writing_bytes) // space.block_bytes
+        room = min(max(0, self._most_bytes - self.writing_bytes), self._cache.pin_room(space)) // space.block_bytes
         rows, rest = rows[:room], rows[room:]  # the beginning of a prefix first: without it the rest is of no use
         spent = not self._write_rows(chain.blocks, rows)
         if len(rest) and spent:
             self._refused(WriteRefusal.BUDGET, len(rest))
         elif len(rest):
             self._keep_names(Chain(chain.blocks, rest))
+
+    def _write_ahead(self, spaces: tuple[Space, ...]) -> None:
+        """Write what the next stores to these spaces would evict, so that they find room whose blocks are kept."""
+        self._ahead = spaces
+        left = self._budget.left(self._clock())
+        if lost := self._cache.evicted_unkept - self._evicted_unkept:
+            self._evicted_unkept += lost
+            spent = left is not None and left < max([space.block_bytes for space in spaces], default=0)
+            reason = WriteRefusal.BUDGET if spent else WriteRefusal.QUEUE
+            self._refused(WriteRefusal.OFF if self._tier.off else reason, lost)
+        if self._tier.off:
+            return
+        sizes = {size for space in spaces for size in space.slot_sizes if size}
+        wanted = min(AHEAD_BYTES, self._most_bytes // 2) - self.writing_bytes
+        needs = {size: count for size in sizes if (count := wanted // len(sizes) // size) > 0}
+        room = min(wanted, self._chunk_bytes * AHEAD_CHUNKS, wanted if left is None else left)
+        for chain in self._cache.evict_ahead(needs, self._bit, spaces[0]) if needs else ():
+            space = chain.blocks.space
+            rows = self._cache.unwritten(chain, self._bit)[
+                : min(room, self._cache.pin_room(space)) // space.block_bytes
+            ]
+            if len(rows) and None not in space.shard_bytes:
+                room -= len(rows) * space.block_bytes
+                self._write_rows(chain.blocks, rows)
 
     def _write_rows(self, blocks: SpaceBlocks, rows: Ints) -> bool:
         """False: the budget is used up; the rest of them is counted."""
@@ -176,8 +219,18 @@ class Writes:
     def _begin(self, grant: WriteGrant, nbytes: int) -> None:
         write = _Write(grant, nbytes, np.ones(len(grant.chain.rows), np.bool_))
         self._under_way.add(write)
+        self._waiting.append(write)
         self.writing_bytes += nbytes
-        self._soon(partial(self._hand_over, write))
+        self._soon(self._hand_over_some)
+
+    def _hand_over_some(self) -> None:
+        """As many as the tier is given at a time. The end of one that fails at once must not begin another round."""
+        if self._handing_over:
+            return
+        self._handing_over = True
+        while self._waiting and len(self._under_way) - len(self._waiting) < CHUNKS:
+            self._hand_over(self._waiting.popleft())
+        self._handing_over = False
 
     def _hand_over(self, write: _Write) -> None:
         grant, space = write.grant, write.grant.chain.blocks.space
@@ -216,11 +269,14 @@ class Writes:
         if write.failed is not None:
             self._refused(write.failed, int(np.count_nonzero(~write.kept)))
         self.writing_bytes -= write.nbytes
-        self._cache.end_write(write.grant, write.kept)
+        self._cache.end_write(write.grant, write.kept, evict=self._admission is Admission.ON_EVICT)
         self._under_way.remove(write)
         for namespace, writes in tuple(self._then_forget.items()):
             writes.discard(write)
             if not writes:
                 del self._then_forget[namespace]
                 self._tier.forget(namespace)
+        self._hand_over_some()
         self._write_named()
+        if self._ahead:
+            self._write_ahead(self._ahead)

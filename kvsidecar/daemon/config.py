@@ -13,22 +13,37 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvsidecar.core import access as policy
-from kvsidecar.core.access import Policy
+from kvsidecar.daemon.option_types import (
+    Address,
+    ChunkSize,
+    Devices,
+    DiskSize,
+    File,
+    Master,
+    PolicyRules,
+    PoolSize,
+    Seconds,
+    ShareRules,
+    Shown,
+    SizeOrOff,
+    SlabSize,
+    SocketPath,
+    StoreChunk,
+    default_prefault_threads,
+)
 from kvsidecar.errors import ConfigError
-from kvsidecar.protocol.paths import default_socket_path, socket_path_problem
+from kvsidecar.protocol.paths import default_socket_path
 from kvsidecar.support.memory_limits import HugePages
-from kvsidecar.support.units import GiB, MiB, Size, TiB, format_size, parse_size
+from kvsidecar.support.units import GiB, MiB, Size, format_size
 from kvsidecar.tiers.policy import Admission
 from kvsidecar.types import Verify
 
@@ -39,14 +54,6 @@ CLIENT_VARIABLES = tuple(f"KVSIDECAR_CONNECT{suffix}" for suffix in ("", "_CA", 
 """Variables that the operator commands read."""
 RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS", *CLIENT_VARIABLES})
 """Variables with our prefix that are not settings."""
-MAX_POOL_BYTES = 64 * TiB
-"""More than any node has. With a typo beyond it the daemon would prepare slabs for minutes, until the memory check
-refused it."""
-PAGE_BYTES = 4096
-"""Smallest unit of slabs and chunks, on every machine."""
-MAX_CHUNK_BYTES = 512 * GiB
-"""One registration of this size or more fails in current drivers."""
-
 # Kubernetes gives every container variables about every Service of its namespace. For a Service named "kvsidecar" or
 # "kvsidecar-metrics" they have our prefix, and must not stop the daemon.
 _SERVICE_LINK = re.compile(
@@ -56,117 +63,12 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
 """Value of ``<SERVICE>_PORT``: a Service "kvsidecar-http" sets KVSIDECAR_HTTP_PORT, a setting's own name, to one."""
 
 
-def _size(value: str | int | Size) -> Size:
-    size = value if isinstance(value, Size) else Size.parse(value)
-    if size.nbytes is not None and size.nbytes < PAGE_BYTES:
-        raise ValueError(f"is less than one memory page ({format_size(PAGE_BYTES)})")
-    if size.nbytes is not None and size.nbytes > MAX_POOL_BYTES:
-        raise ValueError(f"is more than {format_size(MAX_POOL_BYTES)}, the most that a pool may be")
-    return size
-
-
-def _whole_pages(value: str | int) -> int:
-    nbytes = parse_size(value)
-    if nbytes == 0 or nbytes % PAGE_BYTES:
-        raise ValueError(f"is not a multiple of the page size ({format_size(PAGE_BYTES)})")
-    return nbytes
-
-
-def _chunk_size(value: str | int) -> int:
-    nbytes = _whole_pages(value)
-    if nbytes >= MAX_CHUNK_BYTES:
-        raise ValueError(
-            f"must be less than {format_size(MAX_CHUNK_BYTES)}: drivers fail to register that much in one call"
-        )
-    return nbytes
-
-
-def _store_chunk(value: str | int) -> int | None:
-    # Also called with the default; in a file, off may be a string or false.
-    return None if value in ("off", None, False) else _whole_pages(value)
-
-
-def _disk_size(value: str | int | None) -> int | None:
-    return None if value is None else _whole_pages(value)
-
-
-def _size_or_off(value: str | int | None) -> int | None:
-    return None if value in ("off", None, False) else _whole_pages(value)
-
-
-def _slab_size(value: str | int) -> int | Literal["auto"]:
-    return "auto" if value == "auto" else _whole_pages(value)
-
-
-def _devices(value: str | Sequence[str]) -> tuple[str, ...]:
-    listed = value.split(",") if isinstance(value, str) else value
-    devices = tuple(each.strip() for each in listed)
-    if devices == ("all",):
-        return ()
-    if "" in devices and devices:
-        raise ValueError("has an empty entry; list UUIDs or indices, such as 0,1, or say all")
-    if len(set(devices)) < len(devices):
-        raise ValueError("names a device twice")
-    return devices
-
-
-def _socket_path(value: str) -> str:
-    if problem := socket_path_problem(value):
-        raise ValueError(problem)
-    return value
-
-
-def _address(value: str | None) -> str | None:
-    if value is None:
-        return None
-    host, _, port = value.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError("is not HOST:PORT, such as 0.0.0.0:9465 or [::]:9465")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError("has an IPv6 address without brackets, such as [::]:9465")
-    return value
-
-
-def _master(value: str | None) -> str | None:
-    group, separator, address = (value or "").rpartition("://")
-    _address(address if separator else value)
-    if separator and not group:
-        raise ValueError("has no kind of the group before ://, such as etcd://")
-    return value
-
-
-def _default_prefault_threads() -> int:
-    # Not all cores: an engine that starts at the same time needs some to load its weights.
-    return max(1, min(16, len(os.sched_getaffinity(0)) // 2))
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """How an option appears in ``--help``, where that does not follow from its type and default."""
-
-    metavar: str | None = None
-    default: str | None = None
-
-
-_PoolSize = Annotated[Size, BeforeValidator(_size), Shown("SIZE|PERCENT")]
-_SlabSize = Annotated[int | Literal["auto"], BeforeValidator(_slab_size), Shown("auto|SIZE")]
-_StoreChunk = Annotated[int | None, BeforeValidator(_store_chunk), Shown("SIZE|off", "4 MiB")]
-_Policy = Annotated[Policy | None, BeforeValidator(policy.parse), Shown("TOML", "none")]
-_ChunkSize = Annotated[int, BeforeValidator(_chunk_size), Shown("SIZE", "1 GiB")]
-_File = Annotated[str | None, Field(min_length=1), Shown("PATH", "none")]
-_Seconds = Annotated[float, Field(allow_inf_nan=False), Shown("SECONDS")]
-
-
 class Settings(BaseModel):
     """The daemon's settings. Build it with `load_settings`, which merges the sources and words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    socket: Annotated[
-        str,
-        AfterValidator(_socket_path),
-        Shown("PATH", "/run/kvsidecar/kvsidecar.sock for root, a per-user path for others"),
-    ] = Field(
+    socket: SocketPath = Field(
         default_factory=default_socket_path,
         description="Path of the Unix socket that serves gRPC. The attach socket is created beside it, with the suffix "
         ".attach.",
@@ -185,27 +87,33 @@ class Settings(BaseModel):
         description="Unix group of administrators. Its members, root and the daemon's user may clear and drain, and "
         "see the namespaces and engines of all users.",
     )
-    policy: _Policy = Field(
+    policy: PolicyRules = Field(
         None,
         description="Access policy: which users, groups and certificates may use which namespaces, as [[policy]] "
         "tables of the file (docs/security.md). Without a policy, anyone who can connect to the socket may use every "
         "namespace.",
+    )
+    share: ShareRules = Field(
+        (),
+        description="Shares of the pool for tenants: which namespaces or users, how many bytes are guaranteed to them, "
+        "and how many they may have, as [[share]] tables of the file (docs/sharing.md). Without shares, whoever stores "
+        "most has most.",
     )
     local_protocol: Annotated[bool, Shown("on|off", "on")] = Field(
         True,
         description="Offer the local protocol to clients on this host: the same messages as gRPC, framed on the attach "
         "socket, at a fifth of the latency.",
     )
-    tcp_listen: Annotated[str | None, AfterValidator(_address), Shown("HOST:PORT", "off")] = Field(
+    tcp_listen: Address = Field(
         None,
         description="Also serve gRPC over TCP at this address, for lookups and admin commands from other hosts. "
         "Requires mTLS and a policy that names client certificates. Engines always attach over the Unix socket.",
     )
-    tls_certificate: _File = Field(None, description="Server certificate chain for --tcp-listen, as a PEM file.")
-    tls_key: _File = Field(
+    tls_certificate: File = Field(None, description="Server certificate chain for --tcp-listen, as a PEM file.")
+    tls_key: File = Field(
         None, description="Private key of --tls-certificate, as a PEM file. Its mode must be 0640 or stricter."
     )
-    tls_client_ca: _File = Field(
+    tls_client_ca: File = Field(
         None, description="CA bundle that client certificates are verified against, as a PEM file."
     )
     http_host: Annotated[str, Shown("ADDRESS")] = Field(
@@ -217,30 +125,35 @@ class Settings(BaseModel):
     http_port: Annotated[int, Shown("PORT")] = Field(
         9464, ge=0, le=65535, description="TCP port of the HTTP endpoints. 0 picks a free port."
     )
+    http_page: Annotated[bool, Shown("on|off", "on")] = Field(
+        True,
+        description="Serve a page for people at /: state, pool, rates, hits, engines, tiers and GPUs, live, read-only. "
+        "It shows no more than /metrics and /status do.",
+    )
     device: Literal["auto", "cuda", "host"] = Field(
         "auto",
         description="Device whose KV cache is offloaded. cuda: NVIDIA GPUs. host: host memory stands in for a GPU, for "
         "tests and development. auto: cuda if a GPU is visible, otherwise host.",
     )
-    devices: Annotated[tuple[str, ...], BeforeValidator(_devices), Shown("LIST|all", "all")] = Field(
+    devices: Devices = Field(
         (),
         description="Devices to serve, separated by commas: GPU UUIDs, or indices in the driver's order. Each gets a "
         "copier process with a CUDA context of its own. all: every visible GPU.",
     )
     # 8 GiB: 64 Ki tokens of Llama-3.1-8B (128 KiB each), enough to see hits on the first day; pinned in a few seconds,
     # and every machine with a data-centre GPU can spare it.
-    pool_size: _PoolSize = Field(
+    pool_size: PoolSize = Field(
         Size(nbytes=8 * GiB),
         description="Host memory to pin, as a size or as a percentage of the machine's memory or the container's "
         "memory limit, whichever is less. Rounded down to whole memory pages. The default suits a first trial. Set "
         "this in production.",
     )
-    slab_size: _SlabSize = Field(
+    slab_size: SlabSize = Field(
         "auto",
         description="Size of a slab. The pool is divided into slabs, and each slab holds slots of one size. A slab "
         "must hold the largest shard of a block. auto: about an eighth of the pool, at most 64 MiB.",
     )
-    chunk_size: _ChunkSize = Field(
+    chunk_size: ChunkSize = Field(
         GiB,
         description="Memory pinned by one driver call. Must be a multiple of the slab size. Smaller chunks keep "
         "/health responsive while the pool is being pinned.",
@@ -266,7 +179,7 @@ class Settings(BaseModel):
         description="Forget what an earlier daemon has left: free its memory and start with an empty cache.",
     )
     prefault_threads: Annotated[int, Shown("COUNT", "one per two cores, at most 16")] = Field(
-        default_factory=_default_prefault_threads,
+        default_factory=default_prefault_threads,
         ge=1,
         le=1024,
         description="Threads that prefault the pool before it is pinned. More threads pin faster but take CPU from "
@@ -292,35 +205,34 @@ class Settings(BaseModel):
         description="Directory on a local disk for blocks that are used again, which outlive the pool and a reboot. "
         "Made if only its last part is missing.",
     )
-    disk_size: Annotated[int | None, BeforeValidator(_disk_size), Shown("SIZE", "none")] = Field(
-        None, description="Bytes of --disk-dir to use. They are allocated at the first start."
-    )
+    disk_size: DiskSize = Field(None, description="Bytes of --disk-dir to use. They are allocated at the first start.")
     disk_admission: Admission = Field(
         Admission.SECOND_USE,
         description="Which blocks are written to --disk-dir. second_use: those that are loaded after they were stored. "
-        "all: every block. none: no more; what is there is read.",
+        "all: every block. on_evict: every block that the pool is about to evict. none: no more; what is there is "
+        "read.",
     )
-    disk_writes_per_day: Annotated[int | None, BeforeValidator(_size_or_off), Shown("SIZE|off", "off")] = Field(
+    disk_writes_per_day: SizeOrOff = Field(
         None,
         description="Most bytes that are written to --disk-dir in a day, for the life of a flash disk. off: no limit.",
     )
-    disk_deadline: _Seconds = Field(
+    disk_deadline: Seconds = Field(
         2.0,
         gt=0,
         description="Seconds after which a read of --disk-dir is late: its blocks are a miss. After three late or "
         "failed calls the disk is not used until it works again.",
     )
-    cluster_master: Annotated[str | None, AfterValidator(_master), Shown("HOST:PORT", "none")] = Field(
+    cluster_master: Master = Field(
         None,
-        description="Master of a Mooncake Store for blocks that are used again, which other nodes share. A group of "
-        "masters: etcd://HOST:PORT. Requires kvsidecar[mooncake]. Not together with --disk-dir.",
+        description="Master of a Mooncake Store for blocks that other nodes share. A group of "
+        "masters: etcd://HOST:PORT. Requires kvsidecar[mooncake].",
     )
     cluster_hostname: Annotated[str | None, Field(min_length=1), Shown("ADDRESS", "auto")] = Field(
         None,
         description="Address by which the cluster's other nodes reach this one. auto: the one from which this node "
         "reaches --cluster-master.",
     )
-    cluster_segment: Annotated[int | None, BeforeValidator(_size_or_off), Shown("SIZE|off", "off")] = Field(
+    cluster_segment: SizeOrOff = Field(
         None,
         description="Memory beside the pool that this node gives to the cluster. What is in it is lost when the "
         "daemon ends. off: none; others give it.",
@@ -332,26 +244,47 @@ class Settings(BaseModel):
     cluster_replicas: Annotated[int, Shown("COUNT")] = Field(
         1, ge=1, le=16, description="Nodes that get a copy of each block that this one writes."
     )
-    cluster_soft_pin: _Seconds = Field(
+    cluster_soft_pin: Seconds = Field(
         0.0, ge=0, description="How long the blocks that this node writes are evicted after others only. 0: not at all."
     )
     cluster_tenant: Annotated[str, Field(min_length=1), Shown("NAME")] = Field(
         "default", description="Mooncake's tenant. Tenants have quotas, and do not see each other's blocks."
     )
     cluster_admission: Admission = Field(
-        Admission.SECOND_USE,
-        description="Which blocks are written to the cluster. second_use: those that are loaded after they were "
-        "stored. all: every block. none: no more; what others have written is read.",
+        Admission.ALL,
+        description="Which blocks are written to the cluster. all: every block. on_evict: every block that the pool is "
+        "about to evict. second_use: those that are loaded after they were stored. none: no more; what others have "
+        "written is read.",
     )
-    cluster_deadline: _Seconds = Field(
+    cluster_deadline: Seconds = Field(
         2.0,
         gt=0,
         description="Seconds after which a read of the cluster is late: its blocks are a miss. After three late or "
         "failed calls the cluster is not used until it works again.",
     )
+    shared_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
+        None,
+        description="Directory of a file system that several nodes mount, for blocks that are used again, which they "
+        "share. Made if only its last part is missing.",
+    )
+    shared_size: DiskSize = Field(
+        None,
+        description="Bytes that the files of all nodes in --shared-dir have together, about. The same on each node.",
+    )
+    shared_admission: Admission = Field(
+        Admission.SECOND_USE,
+        description="Which blocks are written to --shared-dir. second_use: those that are loaded after they were "
+        "stored. all: every block. none: no more; what is there is read.",
+    )
+    shared_deadline: Seconds = Field(
+        2.0,
+        gt=0,
+        description="Seconds after which a read of --shared-dir is late: its blocks are a miss. After three late or "
+        "failed calls the directory is not used until it works again.",
+    )
     # The curve is in docs/benchmarks.md, "Pacing": with 4 MiB a sampled token's copy takes about 50 µs (99 %: below
     # 100) while stores go at two thirds of the link; without a bound they have all of it and the token waits 500 µs.
-    store_chunk: _StoreChunk = Field(
+    store_chunk: StoreChunk = Field(
         4 * MiB,
         description="Store pacing: the most bytes of stores in flight on a GPU while an engine is busy there. Keeps "
         "the engine's own small copies, such as sampled tokens, fast. Smaller values cost store bandwidth. off: stores "
@@ -363,19 +296,23 @@ class Settings(BaseModel):
         "one block in 16. always: every block. A mismatch is a miss, and the slot is quarantined. Checksums "
         "outlive the daemon with their blocks; blocks that were stored while it was off have none.",
     )
-    lease_max: _Seconds = Field(
+    lease_max: Seconds = Field(
         60.0,
         gt=0,
         description="Longest lease that a client can get, in seconds. Leased blocks are not evicted, so lower it if "
         "leases keep the pool full.",
     )
-    drain_timeout: _Seconds = Field(
+    pin_max: PoolSize = Field(
+        Size(percent=10.0),
+        description="Most bytes that kvsidecar pin may keep in the pool, as a size or as a percentage of the pool.",
+    )
+    drain_timeout: Seconds = Field(
         10.0,
         ge=0,
         description="Longest wait for running copies at shutdown, in seconds. Must be shorter than the grace period of "
         "systemd or Kubernetes.",
     )
-    light_sleep: _Seconds = Field(
+    light_sleep: Seconds = Field(
         0.001,
         ge=0,
         le=10,
@@ -384,13 +321,13 @@ class Settings(BaseModel):
         "fewer than four cores.",
     )
     # Longer than the drain_timeout of the daemon that ends, which finishes its copies and unpins before it gives way.
-    lock_wait: _Seconds = Field(
+    lock_wait: Seconds = Field(
         15.0,
         ge=0,
         description="How long a starting daemon waits for another daemon on the same socket to exit, in seconds. "
         "Should exceed that daemon's --drain-timeout. 0: do not wait.",
     )
-    stuck_after: _Seconds = Field(
+    stuck_after: Seconds = Field(
         60.0,
         gt=0,
         description="Longest time that a copier may make no progress, in seconds: a copy in flight, a driver call, or "
@@ -435,18 +372,14 @@ class Settings(BaseModel):
             for option, path in files.items():
                 if path:
                     self._blame(option, "has no effect without tcp_listen")
-        if self.disk_dir and not self.disk_size:
-            self._blame("disk_dir", "needs disk_size: how many bytes of it to use")
-        if not self.disk_dir:
-            for option in ("disk_size", "disk_admission", "disk_writes_per_day", "disk_deadline"):
-                if option in self.model_fields_set:
-                    self._blame(option, "has no effect without disk_dir")
-        if self.cluster_master and self.disk_dir:
-            self._blame("cluster_master", "cannot be used together with disk_dir: a daemon has one tier")
-        if not self.cluster_master:
-            for option in self.model_fields_set:
-                if option.startswith("cluster_") and option != "cluster_master":
-                    self._blame(option, "has no effect without cluster_master")
+        for tier in ("disk", "shared"):
+            if getattr(self, f"{tier}_dir") and not getattr(self, f"{tier}_size"):
+                self._blame(f"{tier}_dir", f"needs {tier}_size: how many bytes of it to use")
+        for tier, main in ("disk", "disk_dir"), ("cluster", "cluster_master"), ("shared", "shared_dir"):
+            if not getattr(self, main):
+                for option in self.model_fields_set:
+                    if option.startswith(f"{tier}_") and option != main:
+                        self._blame(option, f"has no effect without {main}")
         if self.table_dir and not self.pool_dir:
             self._blame("table_dir", "has no effect without pool_dir")
         if self.socket_group and self.socket_mode == "0600":

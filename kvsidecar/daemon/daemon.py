@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,12 @@ from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.pins import Pins
 from kvsidecar.core.readiness import WarmStart
+from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
-from kvsidecar.core.tiering import Tiering
+from kvsidecar.core.shares import resolve
+from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
@@ -47,6 +50,7 @@ from kvsidecar.server.grpc_server import RpcServer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.http import Sources
 from kvsidecar.server.local_protocol import LocalConnection
+from kvsidecar.server.overview import Overview
 from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.server.report import Report
 from kvsidecar.server.service import Service
@@ -54,7 +58,6 @@ from kvsidecar.server.socket_files import group_id
 from kvsidecar.support import log
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Direction, GroupLayout, Region, Verify
 
 if TYPE_CHECKING:
@@ -85,13 +88,13 @@ class Daemon:
         pool: not pinned yet; it is pinned in the copiers.
         guard: keeps the loop awake around jobs.
         kept: takes over the pool of an earlier daemon; None: the pool ends with this one.
-        tier: a slower tier behind the pool; None: there is none.
+        tiers: slower memory behind the pool, the fastest first.
         life: the process's signals, lock and probes, already open.
         read_settings: reads the settings again, for a reload; None: reload is not supported.
         open_tracing: creates the tracing of jobs; None for no tracing.
 
     Raises:
-        ConfigError: from ``open_tracing``, or for a group or certificates that cannot be used.
+        ConfigError: from ``open_tracing``, or for a group, certificates or shares that cannot be used.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Daemon:
         life: Lifecycle,
         guard: SleepGuard,
         kept: KeptPool | None = None,
-        tier: Tier | None = None,
+        tiers: Sequence[TierPlan] = (),
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
@@ -135,24 +138,19 @@ class Daemon:
                 next_id=lambda: secrets.randbits(ID_BITS) | 1,
                 seed=secrets.randbits(64),
                 records=records,
+                wall=time.time() - time.monotonic(),
             )
 
         self._cache = make_cache(None) if kept is None else kept.fill(make_cache)
+        self._cache.set_shares(resolve(settings.share, settings.policy, pool.nbytes))
         if kept is not None:
             self._started_with(kept.found)
         self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, self._cache)
-        self._tier, tiering = tier, None
-        if tier is not None:
+        self._tiers = [plan.tier for plan in tiers]
+        for tier in self._tiers:
             tier.on_change = lambda _: self._own()
-            tiering = Tiering(
-                self._cache,
-                tier,
-                self._metrics,
-                clock,
-                admission=settings.cluster_admission if settings.cluster_master else settings.disk_admission,
-                write_bytes_per_day=settings.disk_writes_per_day,
-            )
+        tiering = Tiering(self._cache, tiers, self._metrics, clock) if tiers else None
         self._runner = JobRunner(
             self._cache,
             copiers,
@@ -162,8 +160,15 @@ class Daemon:
             checksums=checksums,
             guard=self._guard,
             on_ended=None if self._tracing is None else self._tracing.record,
-            writes=None if tiering is None else tiering.writes,
+            tiering=tiering,
         )
+        self._watches = Watches(
+            self._cache,
+            self._metrics,
+            lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
+            lambda: self._cache.readable_below is None and self.readiness.read_refusal is None,
+        )
+        pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes))
         self._lookups = LookupService(
             self._cache,
             self.readiness,
@@ -173,6 +178,8 @@ class Daemon:
             guard=self._guard,
             owners_of=self._instances.tokens_of,
             tiering=tiering,
+            pins=pins,
+            on_clear=self._watches.forget,
         )
         self._report = Report(
             epoch=self.epoch,
@@ -184,7 +191,9 @@ class Daemon:
             readiness=self.readiness,
             metrics=self._metrics,
             clock=clock,
-            tiers=[] if tiering is None else [tiering],
+            tiering=tiering,
+            watches=self._watches,
+            pins=pins,
         )
         self._metrics.read_gauges_from(self._report.gauges)
         endpoint = life.endpoint
@@ -197,6 +206,7 @@ class Daemon:
             metrics=self._metrics,
             tasks=self._tasks,
             status=self._report.reply,
+            watches=self._watches,
         )
         self._attach = AttachSocket(
             endpoint.attach_path,
@@ -214,7 +224,10 @@ class Daemon:
         )
         self._rpc = RpcServer(endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse)
         self._remote = self._remote_server(settings)
-        life.probes.answer_from(Sources(self._metrics, self._stuck, self._report.json, self._report.tiers))
+        overview = Overview(self._report.overview, self._report.devices, clock)
+        life.probes.answer_from(
+            Sources(self._metrics, self._stuck, self._report.json, self._report.tiers, overview.body)
+        )
 
     async def run(self) -> int:
         """Start, serve until told to stop, shut down. Returns the exit code.
@@ -323,8 +336,8 @@ class Daemon:
             # Otherwise the daemon would stay in "pinning" for ever without a reason.
             self._fail(f"the start failed unexpectedly: {type(error).__name__}: {error}")
             raise
-        if self._tier is not None:
-            self._tasks.spawn(self._tier.run(), name="tier")  # nobody waits for it
+        for tier in self._tiers:
+            self._tasks.spawn(tier.run(), name=f"tier-{tier.name}")  # nobody waits for it
         self._cache.readable_below = None
         self.readiness.become_ready()
         if self._kept is not None:
@@ -342,8 +355,8 @@ class Daemon:
     def _own(self) -> None:
         """Name the processes that may write to the pool."""
         if self._kept is not None:
-            tiers = [] if self._tier is None else [self._tier.pid]
-            self._kept.set_owners([os.getpid(), *(copier.pid for copier in self._copiers), *tiers])
+            children = [*self._copiers, *self._tiers]
+            self._kept.set_owners([os.getpid(), *(child.pid for child in children)])
 
     @property
     def _has_kept(self) -> bool:
@@ -420,8 +433,8 @@ class Daemon:
             self._metrics.loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
             self._lookups.expire()
             self._copiers.check(self._settings.stuck_after)
-            if self._tier is not None:
-                self._tier.check(self._settings.stuck_after)
+            for tier in self._tiers:
+                tier.check(self._settings.stuck_after)
 
     async def _sweep(self) -> None:
         """Free cleared blocks, a few at a time."""
@@ -434,6 +447,7 @@ class Daemon:
         return self._copiers.unkillable(COPIER_END_SECONDS) or None
 
     def _peer_gone(self, peer: Peer) -> None:
+        self._handler.end_watches(peer)
         for session in self._instances.remove_peer(peer):
             self._tasks.spawn(self._handler.drop(session), name="end-session-of-gone-peer")
 
@@ -457,13 +471,15 @@ class Daemon:
             await self._life.notifier.reloading(reloader.reload)
 
     def _apply(self, settings: Settings) -> None:
+        self._cache.set_shares(resolve(settings.share, settings.policy, self._pool.nbytes))  # may raise
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
         self._copiers.set_log_level(settings.log_level)
-        if self._tier is not None:
-            self._tier.set_log_level(settings.log_level)
+        for tier in self._tiers:
+            tier.set_log_level(settings.log_level)
         self._copiers.store_chunk = settings.store_chunk
         self._instances.access = replace(self._instances.access, policy=settings.policy)
+        self._handler.permit_watches()
 
     # -- stop ------------------------------------------------------------------------------------------------------
 
@@ -490,8 +506,8 @@ class Daemon:
         try:
             async with asyncio.timeout(COPIER_END_SECONDS):
                 await self._copiers.close()
-                if self._tier is not None:
-                    await self._tier.close()
+                for tier in self._tiers:
+                    await tier.close()
         except TimeoutError:
             _log.error("processes have not ended though they were killed", exit_code=EXIT_COPIERS_LEFT)
             exit_at_once(EXIT_COPIERS_LEFT)

@@ -43,7 +43,7 @@ class Lifecycle:
         self.notifier = notifier
         self.readiness = DaemonReadiness(pool_bytes)
         self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
-        self.probes = Probes(self.readiness)
+        self.probes = Probes(self.readiness, page=settings.http_page)
         self.stop = asyncio.Event()
         """Set when the daemon must end."""
         self.hung_up = asyncio.Event()

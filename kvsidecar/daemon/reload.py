@@ -11,8 +11,8 @@ from kvsidecar.daemon.config import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import log
 
-RELOADABLE: Final = frozenset({"log_level", "store_chunk", "drain_timeout", "stuck_after", "policy"})
-"""Settings that are read at each use, and the policy. The others are built into sockets, the pool or the cache."""
+RELOADABLE: Final = frozenset({"log_level", "store_chunk", "drain_timeout", "stuck_after", "policy", "share"})
+"""Settings that are read at each use, the policy and the shares. The others are built into sockets, pool or cache."""
 
 _log = log.get("reload")
 
@@ -42,7 +42,8 @@ class Reloader:
     Args:
         settings: the settings at the start.
         read: reads the same flags, file and environment as at the start.
-        apply: applies settings, in the event loop.
+        apply: applies settings, in the event loop. Raises ConfigError, with nothing changed, if they do not fit the
+            pool.
     """
 
     def __init__(self, settings: Settings, read: Callable[[], Settings], apply: Callable[[Settings], None]) -> None:
@@ -53,13 +54,12 @@ class Reloader:
     async def reload(self) -> str:
         """Returns the result in a few words. A file with a mistake changes nothing."""
         try:
-            read = await asyncio.to_thread(self._read)
+            result = change(self._settings, await asyncio.to_thread(self._read))
+            self._apply(result.settings)
         except ConfigError as error:
             _log.error("settings not reloaded", reason=str(error))
             return f"settings not reloaded: {error}"
-        result = change(self._settings, read)
         self._settings = result.settings
-        self._apply(result.settings)
         _log.info("settings reloaded", changed=list(result.taken))
         if result.left:
             _log.warning("some settings need a restart", options=list(result.left))

@@ -35,11 +35,11 @@ from kvsidecar.types import State
 
 if TYPE_CHECKING:
     from kvsidecar.core.metrics import Metrics
+    from kvsidecar.core.tiering import TierPlan
     from kvsidecar.daemon.daemon import Daemon
     from kvsidecar.daemon.tracing import Tracing
     from kvsidecar.pool.host_pool import HostPool
     from kvsidecar.pool.kept_files import Carrier
-    from kvsidecar.tiers.tier import Tier
 
     MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
 
@@ -182,7 +182,7 @@ def _load(
         if carrier is not None:
             kept = KeptPool(carrier, pool, geometry.slab_bytes, settings)
             await kept.open()
-        tier = _tier(settings, pool, options.kept)
+        tiers = _tiers(settings, pool, options.kept)
         return Daemon(
             settings,
             copiers,
@@ -191,7 +191,7 @@ def _load(
             life=life,
             guard=guard,
             kept=kept,
-            tier=tier,
+            tiers=tiers,
             read_settings=read_settings,
             open_tracing=tracing,
         )
@@ -199,20 +199,23 @@ def _load(
     return make
 
 
-def _tier(settings: Settings, pool: HostPool, kept: tuple[int, ...]) -> Tier | None:
-    """The tier behind the pool, if there is one.
+def _tiers(settings: Settings, pool: HostPool, kept: tuple[int, ...]) -> list[TierPlan]:
+    """The tiers behind the pool, the fastest first.
 
     Args:
-        kept: descriptors that stay open in its processes.
+        kept: descriptors that stay open in their processes.
     """
+    from kvsidecar.core.tiering import TierPlan
     from kvsidecar.tiers.link import TierOptions
     from kvsidecar.tiers.tier import Tier
 
+    plans = []
     start = partial(TierOptions, kept=kept, log_format=settings.log_format, log_level=settings.log_level)
     if settings.disk_dir is not None:
         size = settings.disk_size or 0
         disk = start("disk", {"directory": settings.disk_dir, "capacity_bytes": size}, capacity_bytes=size)
-        return Tier("disk", disk, pool, deadline=settings.disk_deadline)
+        tier = Tier("disk", disk, pool, deadline=settings.disk_deadline)
+        plans.append(TierPlan(tier, settings.disk_admission, settings.disk_writes_per_day))
     if settings.cluster_master is not None:
         cluster = {
             "master": settings.cluster_master,
@@ -224,8 +227,16 @@ def _tier(settings: Settings, pool: HostPool, kept: tuple[int, ...]) -> Tier | N
             "soft_pin_seconds": settings.cluster_soft_pin,
             "tenant": settings.cluster_tenant,
         }
-        return Tier("cluster", start("cluster", cluster, capacity_bytes=0), pool, deadline=settings.cluster_deadline)
-    return None
+        tier = Tier("cluster", start("cluster", cluster, capacity_bytes=0), pool, deadline=settings.cluster_deadline)
+        plans.append(TierPlan(tier, settings.cluster_admission))
+    if settings.shared_dir is not None:
+        files = start(
+            "files", {"directory": settings.shared_dir, "capacity_bytes": settings.shared_size or 0}, capacity_bytes=0
+        )
+        plans.append(
+            TierPlan(Tier("shared", files, pool, deadline=settings.shared_deadline), settings.shared_admission)
+        )
+    return plans
 
 
 def _raise_descriptor_limit() -> None:

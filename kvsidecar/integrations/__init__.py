@@ -1,5 +1,6 @@
-"""Connectors that run inside engines, on the public client: `vllm`. Beside it stand the engine-independent parts:
-`weights` identifies weights by their content, `weights_version` separates blocks after weights change in place.
+"""What runs inside engines, on the public client: `vllm` and `sglang`. Beside them stand the engine-independent parts:
+`options` reads an integration's options, `checkpoint` and `weights` identify weights by their content,
+`weights_version` separates blocks after weights change in place, `stored_filter` remembers which blocks are stored.
 
-Imports `client`, `types` and `errors` only. Begin with ``vllm/connector.py``.
+Imports `client`, `types` and `errors` only. Begin with ``vllm/connector.py`` or ``sglang/linker.py``.
 """

@@ -9,7 +9,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, State
+from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, Residency, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ STATE_FROM_WIRE = {wire: state for state, wire in STATE_TO_WIRE.items()}
 OUTCOME_TO_WIRE = {outcome: getattr(pb.JobDone, f"OUTCOME_{outcome.name}") for outcome in Outcome}
 OUTCOME_FROM_WIRE = {wire: outcome for outcome, wire in OUTCOME_TO_WIRE.items()}
 MODE_TO_WIRE = {mode: getattr(pb.LookupRequest, f"MODE_{mode.name}") for mode in LookupMode}
+RESIDENCY_TO_WIRE = {kind: getattr(pb.ResidencyChange, f"KIND_{kind.name}") for kind in Residency if kind.is_change}
+RESIDENCY_FROM_WIRE = {wire: kind for kind, wire in RESIDENCY_TO_WIRE.items()}
 MODE_FROM_WIRE = {wire: mode for mode, wire in MODE_TO_WIRE.items()}
 
 # These types and their messages have the same fields.

@@ -21,7 +21,7 @@ from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refu
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.handler import REASONS, check_protocol
 from kvsidecar.server.local_protocol import LocalConnection
-from kvsidecar.support import log
+from kvsidecar.support import fence, log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -151,18 +151,33 @@ class AttachSocket:
                 return
             groups = peers.groups(connection)
             pidfds = self._pidfds()
+            try:
+                shared = fence.create() if hello.fence else None
+            except OSError:
+                _close_all(fds)
+                raise
             peer = self._instances.add_peer(
-                **who._asdict(), client=hello.client, fds=fds, groups=groups, copiers=frozenset(pidfds)
+                **who._asdict(),
+                client=hello.client,
+                fds=fds,
+                groups=groups,
+                copiers=frozenset(pidfds),
+                fence=shared,
             )
             _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=len(fds))
             local = self._local_connection(peer) if self._local_connection is not None else None
             welcome = pb.Welcome(
-                token=peer.token, epoch=self._epoch, local_protocol=local is not None, num_pidfds=1 + len(pidfds)
+                token=peer.token,
+                epoch=self._epoch,
+                local_protocol=local is not None,
+                num_pidfds=1 + len(pidfds),
+                fence=hello.fence,
             )
             own = os.pidfd_open(os.getpid())
             try:
                 # In one call, which never waits: nothing was sent on this connection before.
-                socket.send_fds(connection, [frame(welcome.SerializeToString())], [own, *pidfds.values()])
+                sent = [own, *pidfds.values(), *(() if shared is None else (shared,))]
+                socket.send_fds(connection, [frame(welcome.SerializeToString())], sent)
             finally:
                 os.close(own)
             if local is not None:

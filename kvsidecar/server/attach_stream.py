@@ -9,6 +9,7 @@ from functools import partial
 from kvsidecar.core.job import Job, JobResult, StoreOrder
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.server import convert
@@ -36,8 +37,16 @@ class AttachStream:
     """The stream from registration to `close`: starts the requested jobs, and sends results and readiness changes."""
 
     def __init__(
-        self, session: RankSession, send: Send, *, instances: Instances, readiness: DaemonReadiness, runner: JobRunner
+        self,
+        session: RankSession,
+        send: Send,
+        *,
+        instances: Instances,
+        readiness: DaemonReadiness,
+        runner: JobRunner,
+        watches: Watches | None = None,
     ) -> None:
+        self._watches = watches
         self._session = session
         self._send = send
         self._instances = instances
@@ -67,7 +76,7 @@ class AttachStream:
                 self._session.tasks.spawn(self._flush(message.flush), name="flush")
             case "idle":
                 self._instances.set_idle(self._session, message.idle.idle)
-            case "register":
+            case "register" | "watch":
                 raise InvalidRequest("a stream can register only once")
             case _:
                 # From a newer client. The protocol number refuses incompatible clients; unknown extras are ignored.
@@ -103,9 +112,13 @@ class AttachStream:
 
     def _job(self, message: pb.Store | pb.Load, direction: Direction) -> Job:
         parts = convert.blocks_from(message.blocks, self._session.registration.namespace.hash_bytes)
-        order = lease = None
+        order, lease, ttl = None, None, 0.0
         if isinstance(message, pb.Store):
+            ttl = message.ttl_seconds
             order = self._order(message.event) if message.event else None
+            for each in message.blocks:
+                if each.notes and self._watches is not None:
+                    self._watches.note(self._session.registration.namespace, each.group, each.hashes, each.notes)
         elif message.lease:
             mine = self._instances.may_use_lease(message.lease, self._session.peer.uid)
             lease = message.lease if mine else NO_LEASE
@@ -115,6 +128,7 @@ class AttachStream:
             parts,
             lease=lease,
             order=order,
+            ttl=ttl,
             traceparent=message.traceparent,
             on_done=partial(self._done, message.job),
         )

@@ -10,12 +10,15 @@ import numpy.typing as npt
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.job import JobBlocks, JobResult
 from kvsidecar.core.layout import MAX_REGIONS, STEP
+from kvsidecar.core.lookups import Choice
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.core.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, RankRegistration
+from kvsidecar.core.residency import Update
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import (
     MODE_FROM_WIRE,
     OUTCOME_TO_WIRE,
+    RESIDENCY_TO_WIRE,
     STATE_TO_WIRE,
     namespace_from_wire,
     region_from_wire,
@@ -101,6 +104,19 @@ def mode_from(mode: int) -> LookupMode:
         raise InvalidRequest(f"lookup mode {mode} is unknown: use MODE_PREFIX or MODE_BITMAP") from None
 
 
+def choice_from(request: pb.LookupRequest, hash_bytes: int) -> Choice:
+    """What the caller of a lookup wants to be fetched.
+
+    Args:
+        hash_bytes: width of a block hash. Bits beyond the hashes are not looked at.
+    """
+    wanted = []
+    for group in request.groups:
+        bits = np.frombuffer(group.wanted, np.uint8)[: -(-len(group.hashes) // (8 * hash_bytes))]
+        wanted.append(np.unpackbits(bits, bitorder="little").tolist())
+    return Choice(wanted, request.fetch_tokens)
+
+
 def bitmap_to(found: Sequence[bool]) -> bytes:
     """One bit per entry, least significant bit first."""
     return np.packbits(np.frombuffer(bytes(found), np.uint8), bitorder="little").tobytes()
@@ -130,3 +146,11 @@ def job_done_to(job: int, result: JobResult) -> pb.JobDone:
         copy_seconds=result.copy_seconds,
         queue_seconds=result.queue_seconds,
     )
+
+
+def residency_to(update: Update) -> pb.Residency:
+    changes = [
+        pb.ResidencyChange(kind=RESIDENCY_TO_WIRE[each.kind], group=each.group, hashes=each.hashes, notes=each.notes)
+        for each in update.changes
+    ]
+    return pb.Residency(sequence=update.sequence, reset=update.reset, complete=update.complete, changes=changes)

@@ -16,7 +16,8 @@ from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import MAX_GROUPS
-from kvsidecar.core.sessions import Instances, RankSession, permit, unidentified
+from kvsidecar.core.residency import Watches
+from kvsidecar.core.sessions import Instances, Peer, RankSession, permit, unidentified
 from kvsidecar.errors import (
     InvalidRequest,
     KVSidecarError,
@@ -31,6 +32,7 @@ from kvsidecar.errors import (
 from kvsidecar.protocol.wire import namespace_from_wire
 from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import AttachStream, Send
+from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
@@ -56,6 +58,7 @@ class Handler:
     Args:
         tasks: owns work that must outlive the connection, such as ending sessions.
         status: builds the reply to Status for this caller, or a page of it.
+        watches: of what the pool holds; None: nobody may watch.
     """
 
     def __init__(
@@ -69,8 +72,11 @@ class Handler:
         metrics: Metrics,
         tasks: TaskSet,
         status: Callable[[Caller, pb.StatusPage | None], pb.StatusReply],
+        watches: Watches | None = None,
     ) -> None:
         self._epoch = epoch
+        self._watches = watches
+        self._watching: set[WatchStream] = set()
         self._instances = instances
         self._runner = runner
         self._lookups = lookups
@@ -131,7 +137,59 @@ class Handler:
         send(pb.AttachReply(registered=registered))
         if session.lost:  # since it was registered, when nobody could be told yet
             on_lost(_lost(session))
-        return AttachStream(session, send, instances=self._instances, readiness=self._readiness, runner=self._runner)
+        return AttachStream(
+            session,
+            send,
+            instances=self._instances,
+            readiness=self._readiness,
+            runner=self._runner,
+            watches=self._watches,
+        )
+
+    def watch(
+        self,
+        first: pb.Watch,
+        send: Send,
+        unread_bytes: Callable[[], int],
+        on_lost: Callable[[KVSidecarError], object],
+    ) -> WatchStream:
+        """Send the reply to the first message of a watcher's stream, and return the stream.
+
+        Args:
+            unread_bytes: of what was sent, the bytes that the client has not taken yet.
+            on_lost: as in `open`.
+
+        Raises:
+            KVSidecarError: the watcher is refused.
+        """
+        check_protocol(first.protocol)
+        if self._watches is None:
+            raise InvalidRequest("this daemon has no watchers")
+        peer, namespace = self._instances.peer(first.token), namespace_from_wire(first.namespace)
+        if problem := namespace.problem():
+            raise InvalidRequest(problem)
+        permit(peer.caller, namespace)
+        stream = WatchStream(
+            peer, namespace, send, unread_bytes, on_lost, self._instances.watches_of, self._watches, self._readiness
+        )
+        self._watching.add(stream)
+        stream.on_close = self._watching.discard
+        stream.begin(self._epoch)
+        return stream
+
+    def end_watches(self, peer: Peer) -> None:
+        """The process of a client is gone."""
+        for stream in tuple(self._watching):
+            if stream.peer is peer:
+                stream.lost(UnknownPeer("the connection to the attach socket whose token this watch named has ended"))
+
+    def permit_watches(self) -> None:
+        """The policy has changed: end the streams of those who may not watch any more."""
+        for stream in tuple(self._watching):
+            try:
+                permit(stream.peer.caller, stream.namespace)
+            except KVSidecarError as error:
+                stream.lost(error)
 
     async def end(self, session: RankSession, *, gone: bool) -> None:
         """End a session, see `Instances.end`. Returns when its memory is unmapped."""
@@ -205,6 +263,9 @@ class Handler:
             owner=owner,
             fetch_seconds=request.fetch_ms / 1000,
             prefill_rate=request.prefill_rate,
+            choice=convert.choice_from(request, namespace.hash_bytes)
+            if request.choose and mode is LookupMode.BITMAP
+            else None,
         )
         reply = pb.LookupReply(ready=result.ready, epoch=self._epoch, asking=result.asking)
         if result.lease:
@@ -213,6 +274,8 @@ class Handler:
             hits = reply.groups.add(group=group.group, hits=group.hits, coming=group.coming)
             if mode is LookupMode.BITMAP:
                 hits.bitmap = convert.bitmap_to(group.found)
+            if group.held:
+                hits.held = convert.bitmap_to(group.held)
         return reply
 
     def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseReply:
@@ -239,15 +302,50 @@ class Handler:
         return reply
 
     def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearReply:
-        if request.HasField("namespace") == request.all:
-            raise InvalidRequest("clear takes either a namespace or `all`")
-        namespace = None if request.all else namespace_from_wire(request.namespace)
+        if request.HasField("namespace") + request.all + bool(request.share) != 1:
+            raise InvalidRequest("clear takes either a namespace, a share or `all`")
+        namespace = namespace_from_wire(request.namespace) if request.HasField("namespace") else None
         if namespace is not None and (problem := namespace.problem()):
             raise InvalidRequest(problem)
+        if request.groups and (namespace is None or request.unused_seconds or len(request.groups) > MAX_GROUPS):
+            raise InvalidRequest(f"blocks to clear need a namespace, no time, and at most {MAX_GROUPS} groups")
         self._permit_clear(namespace, caller)
-        blocks = self._lookups.clear(namespace)
-        _log.info("cleared", namespace=str(namespace) if namespace else "all", blocks=blocks)
+        blocks = self._clear(request, namespace)
+        what = str(namespace) if namespace else request.share or "all"
+        _log.info("cleared", namespace=what, unused_seconds=request.unused_seconds, blocks=blocks)
         return pb.ClearReply(blocks=blocks)
+
+    def _clear(self, request: pb.ClearRequest, namespace: Namespace | None) -> int:
+        if request.groups and namespace is not None:
+            packed = [(group.group, PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups]
+            return self._lookups.clear_blocks(namespace, packed)
+        if request.unused_seconds:
+            return self._lookups.clear_unused(namespace, request.share, request.unused_seconds)
+        if not request.share:
+            return self._lookups.clear(namespace)
+        blocks = self._lookups.clear_share(request.share)
+        if blocks is None:
+            raise InvalidRequest(f"there is no share {request.share!r}")
+        return blocks
+
+    def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
+        if not caller.grant.admin:
+            raise _not_admin(caller, "pin blocks")
+        namespace = _namespace(request.namespace)
+        if len(request.groups) > MAX_GROUPS:
+            raise InvalidRequest(f"a pin in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
+        groups = [(group.group, PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups]
+        owner = str(caller.identity or "anonymous")
+        pin = self._lookups.pin(request.name, owner, namespace, groups, request.seconds)
+        _log.info("pinned", name=pin.name, by=owner, namespace=str(namespace), blocks=pin.blocks, bytes=pin.nbytes)
+        return pb.PinReply(blocks=pin.blocks, bytes=pin.nbytes)
+
+    def unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
+        if not caller.grant.admin:
+            raise _not_admin(caller, "unpin blocks")
+        if unpinned := self._lookups.unpin(request.name):
+            _log.info("unpinned", name=request.name, by=str(caller.identity or "anonymous"))
+        return pb.UnpinReply(unpinned=unpinned)
 
     def drain(self, _request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
         if not caller.grant.admin:

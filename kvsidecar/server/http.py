@@ -1,4 +1,4 @@
-"""The HTTP server for /health, /ready, /metrics and /status.
+"""The HTTP server for /health, /ready, /metrics, /status, and a page to look at.
 
 It answers before the rest of the daemon is imported, so this module imports little of it.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsidecar.core.readiness import DaemonReadiness
@@ -34,12 +35,28 @@ class Sources:
     """The JSON of /status."""
     tiers: Callable[[], Mapping[str, str]]
     """By name, why a slower tier is off; empty while it is on."""
+    overview: Callable[[], bytes]
+    """The JSON that the page shows."""
+
+
+PAGE = Path(__file__).with_name("page")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 
 
 class Probes:
-    """An HTTP server on the daemon's own event loop, so that /health hangs if the loop does."""
+    """An HTTP server on the daemon's own event loop, so that /health hangs if the loop does.
 
-    def __init__(self, readiness: DaemonReadiness) -> None:
+    Args:
+        page: serve the page.
+    """
+
+    def __init__(self, readiness: DaemonReadiness, *, page: bool = False) -> None:
         self._readiness = readiness
         self._sources: Sources | None = None
         """None until the daemon is built."""
@@ -50,6 +67,14 @@ class Probes:
         application.router.add_get("/ready", self._ready)
         application.router.add_get("/metrics", self._scrape)
         application.router.add_get("/status", self._show_status)
+        if page:
+            application.router.add_get("/page.json", self._overview)
+            for path, name, kind in (
+                ("/", "index.html", "text/html"),
+                ("/page.css", "page.css", "text/css"),
+                ("/page.js", "page.js", "text/javascript"),
+            ):
+                application.router.add_get(path, _file(name, kind))
         self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
         self._connections = Connections(self._refuse)
         self._listener: asyncio.Server | None = None
@@ -118,11 +143,26 @@ class Probes:
             return _json({"reason": self._readiness.now.reason}, 503)
         return _json(self._sources.status(), 200)
 
+    async def _overview(self, _request: web.Request) -> web.Response:
+        if self._sources is None:
+            return _json({"reason": self._readiness.now.reason}, 503)
+        return web.Response(body=self._sources.overview(), content_type="application/json", headers=PAGE_HEADERS)
+
     def _refuse(self, reason: Refusal) -> None:
         if self._sources is None:
             self._refused[reason] += 1
         else:
             self._sources.metrics.refuse(reason)
+
+
+def _file(name: str, kind: str) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
+    """Answers with a file of the page."""
+
+    async def answer(_request: web.Request) -> web.Response:
+        text = (PAGE / name).read_text()  # a few KiB, from the page cache
+        return web.Response(text=text, content_type=kind, headers=PAGE_HEADERS)
+
+    return answer
 
 
 def _json(body: dict[str, Any], status: int) -> web.Response:

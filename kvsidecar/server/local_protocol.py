@@ -19,6 +19,7 @@ from kvsidecar.server.attach_stream import AttachStream
 from kvsidecar.server.handler import INTERNAL, Handler
 from kvsidecar.server.partial_messages import PartialMessage, PartialMessages
 from kvsidecar.server.status_codes import code_of
+from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -56,7 +57,7 @@ class LocalConnection(asyncio.Protocol):
         """Messages that arrived during the registration."""
         self._early_bytes = 0
         self._session: RankSession | None = None
-        self._stream: AttachStream | None = None
+        self._stream: AttachStream | WatchStream | None = None
         """None unless the Attach stream accepts messages."""
         self._register_refused: KVSidecarError | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -179,6 +180,8 @@ class LocalConnection(asyncio.Protocol):
             return  # after the end of the stream
         if self._stream is not None:
             self._take_attach(self._stream, message)
+        elif self._registering is None and message.HasField("watch"):
+            self._registering = self._handler.tasks.spawn(self._watch(message.watch), name="local-watch")
         elif self._registering is None:
             self._registering = self._handler.tasks.spawn(self._register(message), name="local-register")
         else:
@@ -187,7 +190,24 @@ class LocalConnection(asyncio.Protocol):
             if self._early_bytes > MAX_EARLY_BYTES:
                 self._refuse(LimitExceeded(f"{self._early_bytes} bytes arrived before the reply to the registration"))
 
-    def _take_attach(self, stream: AttachStream, message: pb.AttachRequest) -> None:
+    async def _watch(self, first: pb.Watch) -> None:
+        if self._transport.is_closing():
+            return
+        try:
+            if first.token != self._peer.token:
+                raise UnknownPeer("the token is not this connection's: watch with the token of its Welcome")
+            self._stream = self._handler.watch(
+                first,
+                lambda reply: self._send(pb.LocalReply(attach=reply)),
+                self._transport.get_write_buffer_size,
+                self._break_stream,
+            )
+        except KVSidecarError as error:
+            self._handler.count_refusal(error)
+            self._register_refused = error
+            self._end_stream(error)
+
+    def _take_attach(self, stream: AttachStream | WatchStream, message: pb.AttachRequest) -> None:
         try:
             stream.handle(message)
         except KVSidecarError as error:

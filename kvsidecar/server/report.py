@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -13,15 +13,19 @@ from google.protobuf.message import Message
 from kvsidecar import __version__
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.shares import Share
 from kvsidecar.copier.copiers import Copiers
-from kvsidecar.core.access import Caller
+from kvsidecar.core.access import EVERYTHING, Caller, Grant
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
+from kvsidecar.core.pins import Pin
 from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.core.tiering import Tiering
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
+from kvsidecar.server.overview import Device
 from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -55,9 +59,13 @@ class Report:
         readiness: DaemonReadiness,
         metrics: Metrics,
         clock: Callable[[], float],
-        tiers: Sequence[Tiering] = (),
+        tiering: Tiering | None = None,
+        watches: Watches | None = None,
+        pins: Iterable[Pin] = (),
     ) -> None:
-        self._tiers = tiers
+        self._tiering = tiering
+        self._watches = watches
+        self._pins = pins
         self._epoch = epoch
         self._backend = backend
         self._cache = cache
@@ -88,12 +96,15 @@ class Report:
             jobs_running=running,
             oldest_inflight_seconds={direction: self._runner.oldest_seconds(direction) for direction in Direction},
             imported_bytes=self._instances.imported_bytes(),
-            tiers=[each.gauges() for each in self._tiers],
+            watchers=0 if self._watches is None else len(self._watches),
+            notes_bytes=0 if self._watches is None else self._watches.notes_bytes,
+            tiers=[] if self._tiering is None else self._tiering.gauges(),
+            shares=self._cache.shares,
         )
 
     def tiers(self) -> dict[str, str]:
         """For /ready: by name, why a tier is off."""
-        return {each.tier.name: each.tier.off for each in self._tiers}
+        return {} if self._tiering is None else self._tiering.off()
 
     def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> pb.StatusReply:
         """For the Status RPC: all of it for an admin, what is the caller's own for others.
@@ -183,6 +194,9 @@ class Report:
             )
         )
         reply.tiers.extend(map(_tier, gauges.tiers))
+        reply.pins.extend([self._pin(pin) for pin in self._pins])
+        if len(gauges.shares) > 1:
+            reply.shares.extend(map(_share, sorted(gauges.shares, key=lambda share: -share.used)))
         reply.refusals.update(self._metrics.refusal_counts())
 
     def _rank(self, session: RankSession) -> pb.RankStatus:
@@ -201,6 +215,27 @@ class Report:
             idle=session.idle,
             stored_bytes=session.copied_bytes[Direction.STORE],
             loaded_bytes=session.copied_bytes[Direction.LOAD],
+        )
+
+    def overview(self) -> tuple[pb.StatusReply, bool]:
+        """For the page: all of it, and whether clients that nobody identified may see whose it is.
+
+        Without names it has no more than /metrics.
+        """
+        return self.reply(Caller(None, Grant((EVERYTHING,), admin=True))), self._instances.access.anonymous.grant.admin
+
+    def devices(self) -> list[Device]:
+        """For the page."""
+        return [Device(copier.uuid, copier.down, copier.deaths) for copier in self._copiers]
+
+    def _pin(self, pin: Pin) -> pb.PinStatus:
+        return pb.PinStatus(
+            name=pin.name,
+            owner=pin.owner,
+            namespace=namespace_to_wire(pin.namespace),
+            blocks=pin.blocks,
+            bytes=pin.nbytes,
+            seconds_left=max(0.0, pin.expires_at - self._clock()),
         )
 
     def json(self) -> dict[str, Any]:
@@ -222,6 +257,17 @@ def _tier(tier: TierGauges) -> pb.TierStatus:
         status.capacity_bytes, status.used_bytes, status.blocks = stats.capacity_bytes, stats.used_bytes, stats.blocks
         status.kept_blocks, status.evicted_blocks = stats.kept_blocks, stats.evicted_blocks
     return status
+
+
+def _share(share: Share) -> pb.ShareStatus:
+    return pb.ShareStatus(
+        name=share.name,
+        used_bytes=share.used,
+        guaranteed_bytes=share.guaranteed,
+        max_bytes=share.most,
+        pinned_bytes=share.busy,
+        evicted_bytes=share.evicted,
+    )
 
 
 def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, pb.NamespaceStatus]:

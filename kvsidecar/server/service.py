@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Hashable
 from typing import Any, NoReturn
 
@@ -75,6 +76,8 @@ class Service(pb_grpc.SidecarServicer):
     Renew = _unary("renew")
     Status = _unary("status", for_admins=True)
     Clear = _unary("clear", for_admins=True)
+    Pin = _unary("pin", for_admins=True)
+    Unpin = _unary("unpin", for_admins=True)
     Drain = _unary("drain", for_admins=True)
     CancelDrain = _unary("cancel_drain", for_admins=True)
 
@@ -99,6 +102,9 @@ class Service(pb_grpc.SidecarServicer):
         except TimeoutError:
             silent = LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once")
             await self._refuse(context, silent)
+        if isinstance(first, pb.AttachRequest) and first.HasField("watch"):
+            await self._watch(first.watch, context)
+            return
         registering = self._handler.start_registration(first)
         try:
             session = await asyncio.shield(registering)
@@ -109,11 +115,72 @@ class Service(pb_grpc.SidecarServicer):
             await abort(context, session)
         await _Attached(self._handler, session, context).serve()
 
+    async def _watch(self, first: pb.Watch, context: Context) -> None:
+        """Serve a watcher's stream until it ends."""
+        outbox = Outbox(context)
+        task = asyncio.current_task()
+        assert task is not None
+        lost: list[KVSidecarError] = []
+
+        def end(error: KVSidecarError) -> None:
+            if not lost:
+                task.cancel()
+            lost.append(error)
+
+        try:
+            stream = self._handler.watch(first, outbox.put, outbox.unread_bytes, end)
+        except KVSidecarError as error:
+            await self._refuse(context, error)
+        writer = self._handler.tasks.spawn(outbox.write(), name="watch-writer")
+        try:
+            if await context.read() is not grpc.aio.EOF:
+                lost.append(InvalidRequest("a watcher sends nothing after its first message"))
+        except asyncio.CancelledError:
+            if not lost or task.uncancel():  # gRPC also reports that the client has gone
+                raise
+        finally:
+            stream.close()
+            writer.cancel()
+        if lost:
+            await self._refuse(context, lost[0])
+
     def _end_orphan(self, registering: asyncio.Task[RankSession | KVSidecarError]) -> None:
         if not registering.cancelled() and registering.exception() is None:
             session = registering.result()
             if isinstance(session, RankSession):
                 self._handler.tasks.spawn(self._handler.end(session, gone=True), name="end-orphan")
+
+
+class Outbox:
+    """What waits to be written to a watcher."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._waiting: deque[pb.AttachReply] = deque()
+        self._bytes = 0
+        self._more = asyncio.Event()
+
+    def put(self, reply: pb.AttachReply) -> None:
+        """The caller may change the message afterwards."""
+        kept = pb.AttachReply()
+        kept.CopyFrom(reply)
+        self._waiting.append(kept)
+        self._bytes += reply.ByteSize()
+        self._more.set()
+
+    def unread_bytes(self) -> int:
+        return self._bytes
+
+    async def write(self) -> None:
+        try:
+            while True:
+                await self._more.wait()
+                self._more.clear()
+                while self._waiting:
+                    await self._context.write(self._waiting[0])
+                    self._bytes -= self._waiting.popleft().ByteSize()
+        except grpc.aio.BaseError as error:
+            _log.debug("a reply was not written", error=str(error))
 
 
 class _Attached:

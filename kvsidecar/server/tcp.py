@@ -1,4 +1,5 @@
-"""gRPC over TCP with mTLS, for other hosts: only lookups, Status, Clear, Drain, CancelDrain and health.
+"""gRPC over TCP with mTLS, for other hosts: only lookups, Status, Clear, Pin, Unpin, Drain, CancelDrain and
+health.
 
 Attach needs the same host: CUDA IPC and memfds do, and so does the attach socket, which identifies clients and detects
 their death. Lookups take no leases, because a lease could not be ended with its client.

@@ -344,7 +344,7 @@ def check_fits(
     beside = bookkeeping + HEADROOM_BYTES
     # Explicit huge pages are no longer part of available memory; a cgroup's memory limit counts them only if cgroup2
     # is mounted with memory_hugetlb_accounting (commit 8cba9576df60, Linux 6.6).
-    options = [options for _, fstype, options in _mounts(root) if fstype == "cgroup2"]
+    options = [options for _, fstype, options in mounts(root) if fstype == "cgroup2"]
     counted = not hugetlb or any("memory_hugetlb_accounting" in each for each in options)
     in_cgroup = nbytes if counted else 0
     for limit in memory_cgroups(root):
@@ -391,7 +391,7 @@ def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
         number, controllers, own = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
             continue
-        for fields, fstype, options in _mounts(root):
+        for fields, fstype, options in mounts(root):
             if fstype != ("cgroup2" if number == "0" else "cgroup"):
                 continue
             if number != "0" and controller not in options.split(","):
@@ -407,7 +407,7 @@ def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
             break
 
 
-def _mounts(root: Path) -> Iterator[tuple[list[str], str, str]]:
+def mounts(root: Path) -> Iterator[tuple[list[str], str, str]]:
     """(fields, file system type, file system options) of each line of mountinfo (proc_pid_mountinfo(5))."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")

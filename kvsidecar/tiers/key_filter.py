@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import Words
+from kvsidecar.cache.arrays import Bools, Words
 
 BITS_PER_BLOCK: Final = 16
 BLOCK_BYTES: Final = 256 << 10
@@ -51,6 +51,16 @@ class KeyFilter:
             if not self._memory[bit >> 3] >> (bit & 7) & 1:
                 return False
         return True
+
+    def may_have_each(self, digest: bytes, keys: Words) -> Bools:
+        """`may_have` of many at once. Args: keys: as for `add`."""
+        keys = keys ^ np.frombuffer(digest[:8], np.uint64)
+        found = np.ones(len(keys), np.bool_)
+        for mix in _MIX:
+            bits = keys * np.uint64(mix) >> np.uint64(self._shift)
+            byte, bit = (bits >> np.uint64(3)).astype(np.int64), (bits & np.uint64(7)).astype(np.uint8)
+            found &= self._bytes[byte] >> bit & 1 != 0
+        return found
 
     def add(self, digest: bytes, keys: Words) -> None:
         """Args: keys: the first eight bytes of each block hash, little endian."""

@@ -13,7 +13,6 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import xxhash
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
 from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
+from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
 from kvsidecar.types import Namespace
 
 BATCH: Final = 32
@@ -36,9 +36,6 @@ CONNECT_SECONDS: Final = 5.0
 PREFIX: Final = "kvs1-"
 """Of all keys. Its number changes with the format of the trailer."""
 PROBE_PREFIX: Final = "kvsprobe-"
-TRAILER: Final = struct.Struct("<8s16s32sQ")
-"""Magic, digest of the shard space, start of the block hash, checksum of the bytes."""
-MAGIC: Final = b"kvshard1"
 
 _MISSES: Final = {-703, -704, -712}
 """Being written, not there, and gone."""
@@ -94,7 +91,7 @@ class MooncakeEngine:
 
     def __init__(self, pool: memoryview, options: ClusterOptions) -> None:
         store_class, config_class, pin = _library()
-        reached_from = _reach(options.master)
+        reached_from = reach(options.master)
         hostname = options.hostname or reached_from or socket.gethostname()
         self._store: Any = store_class()
         code = self._store.setup(
@@ -116,7 +113,7 @@ class MooncakeEngine:
             self._config.soft_pin_ttl_ms = int(options.soft_pin_seconds * 1000)
         self._trailers: SimpleQueue[memoryview] = SimpleQueue()
         """Of calls that are not under way, room for one trailer a shard."""
-        size = BATCH * TRAILER.size
+        size = BATCH * TRAILER_BYTES
         area = memoryview(mmap.mmap(-1, CALLS * size))
         for at in range(0, len(area), size):
             self._trailers.put(area[at : at + size])
@@ -142,7 +139,7 @@ class MooncakeEngine:
         keys = _keys(space, hashes)
         with self._room(len(hashes)) as trailers:
             for trailer in trailers:
-                trailer[:] = bytes(TRAILER.size)  # that of an earlier shard must not pass for this one's
+                trailer[:] = bytes(TRAILER_BYTES)  # that of an earlier shard must not pass for this one's
             codes = self._store.batch_get_into_multi_buffers(keys, *_pieces(memory, trailers))
             _check("a read failed", codes, _MISSES | {-600})
             ends = []
@@ -150,8 +147,8 @@ class MooncakeEngine:
                 if code in _MISSES:
                     ends.append(ReadEnd.MISS)
                     continue
-                whole = code == space.shard_bytes + TRAILER.size
-                right = whole and trailer == _trailer(space, block_hash, xxhash.xxh3_64_intdigest(shard))
+                whole = code == space.shard_bytes + TRAILER_BYTES
+                right = whole and trailer == trailer_of(space, block_hash, xxhash.xxh3_64_intdigest(shard))
                 ends.append(ReadEnd.DONE if right else ReadEnd.CORRUPT)
         if wrong := [key for key, end in zip(keys, ends, strict=True) if end is ReadEnd.CORRUPT]:
             # Forced: the read itself has taken a lease.
@@ -171,7 +168,7 @@ class MooncakeEngine:
                 for i, trailer in zip(which, trailers, strict=True):
                     known = checksums[i]
                     checksum = xxhash.xxh3_64_intdigest(memory[i]) if known is None else known
-                    trailer[:] = _trailer(space, hashes[i], checksum)
+                    trailer[:] = trailer_of(space, hashes[i], checksum)
                 keys = _keys(space, [hashes[i] for i in which])
                 codes = self._store.batch_put_from_multi_buffers(keys, *_pieces(shards, trailers), self._config)
             _check("a write failed", codes, _FULL | _PRESENT)
@@ -218,7 +215,7 @@ class MooncakeEngine:
         """Memory for as many trailers, for one call of the client."""
         area = self._trailers.get()
         try:
-            yield [area[at : at + TRAILER.size] for at in range(0, count * TRAILER.size, TRAILER.size)]
+            yield [area[at : at + TRAILER_BYTES] for at in range(0, count * TRAILER_BYTES, TRAILER_BYTES)]
         finally:
             self._trailers.put(area)
 
@@ -243,7 +240,7 @@ def _library() -> tuple[Any, Any, Any]:
     return MooncakeDistributedStore, ReplicateConfig, SoftPinAction
 
 
-def _reach(master: str) -> str:
+def reach(master: str) -> str:
     """The address of this node from which the master is reached; empty for a group of masters."""
     if "://" in master:
         return ""
@@ -258,10 +255,6 @@ def _reach(master: str) -> str:
 def _keys(space: ShardSpace, hashes: Sequence[bytes]) -> list[str]:
     first = f"{PREFIX}{namespace_digest(space.namespace)}-{space.digest.hex()}-"
     return [first + each.hex() for each in hashes]
-
-
-def _trailer(space: ShardSpace, block_hash: bytes, checksum: int) -> bytes:
-    return TRAILER.pack(MAGIC, space.digest, block_hash, checksum)
 
 
 def _pieces(shards: Sequence[memoryview], trailers: Sequence[memoryview]) -> tuple[list[list[int]], list[list[int]]]:

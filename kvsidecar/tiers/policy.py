@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 DAY_SECONDS: Final = 86400.0
+GUESSED_RATE: Final = 1e9
+"""Bytes a second that a tier is expected to read before it has read anything."""
+OLD_READS: Final = 0.8
+"""What earlier reads weigh beside the newest one."""
 GUESSED_PREFILL: Final = 20_000.0
 """Tokens a second that an engine is taken to compute if it does not say: an 8B model on one large GPU."""
 
@@ -18,6 +23,8 @@ class Admission(StrEnum):
     """Those that are used again after they were stored: most of what is stored never is."""
     ALL = "all"
     """Every block, when it has been stored."""
+    ON_EVICT = "on_evict"
+    """Every block that the pool is about to evict."""
     NONE = "none"
     """None. What is there can be fetched."""
 
@@ -45,7 +52,7 @@ class WriteRefusal(StrEnum):
 
     OFF = "off"
     QUEUE = "queue"
-    """Too many bytes wait to be written."""
+    """Too many bytes wait to be written; or the block was evicted before its turn."""
     BUDGET = "budget"
     """The day's budget of bytes is used up."""
     FULL = "full"
@@ -75,6 +82,25 @@ class Estimate:
     def worth_it(self) -> bool:
         """Whether it is expected to beat the computation."""
         return self.seconds < self.tokens / (self.prefill_rate or GUESSED_PREFILL)
+
+
+class ReadRate:
+    """How fast a tier reads: all calls together, of which several run at a time."""
+
+    def __init__(self) -> None:
+        self._nbytes = self._seconds = 0.0
+        self._ended = -math.inf
+
+    @property
+    def value(self) -> float:
+        """Bytes a second, of the last reads mostly."""
+        return self._nbytes / self._seconds if self._seconds else GUESSED_RATE
+
+    def ended(self, nbytes: int, began: float, now: float) -> None:
+        """A call has read so many bytes. What others took of its time is theirs."""
+        self._nbytes = OLD_READS * self._nbytes + nbytes
+        self._seconds = OLD_READS * self._seconds + now - max(began, self._ended)
+        self._ended = now
 
 
 class WriteBudget:

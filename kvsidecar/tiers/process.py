@@ -35,6 +35,7 @@ from kvsidecar.tiers.messages import MAX_FRAME, Do, Reply, Request, namespace_of
 ENGINES: Final = {
     "cluster": "kvsidecar.tiers.mooncake:open_engine",
     "disk": "kvsidecar.tiers.disk.engine:open_engine",
+    "files": "kvsidecar.tiers.files.engine:open_engine",
 }
 """By name: the function that opens the engine with the options of its tier, as keyword arguments, and the pool if it
 has an argument of this name."""

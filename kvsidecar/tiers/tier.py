@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from kvsidecar.cache.arrays import Ints, Words
+from kvsidecar.cache.arrays import Bools, Ints, Words
 from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.support import log
 from kvsidecar.support.breaker import Backoff, CircuitBreaker
@@ -25,6 +25,7 @@ from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
 from kvsidecar.tiers.link import PoolMemory, TierLink, TierOptions
 from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
+from kvsidecar.tiers.policy import ReadRate
 from kvsidecar.types import Namespace
 
 FAILURES: Final = 3
@@ -32,14 +33,10 @@ FAILURES: Final = 3
 FIRST_PAUSE_SECONDS: Final = 0.5
 LONGEST_PAUSE_SECONDS: Final = 30.0
 """Between probes of a tier that is off, and between attempts to start its process; doubled each time."""
-RATE_WEIGHT: Final = 0.2
-"""Of the newest read in the moving average of the rate."""
 STATS_SECONDS: Final = 1.0
 """Between questions for its gauges."""
 MAX_TO_FORGET: Final = 1024
 """Namespaces that wait to be forgotten."""
-GUESSED_RATE: Final = 1e9
-"""Bytes a second that a tier is expected to read before it has read anything."""
 
 _log = log.get("tier")
 
@@ -85,8 +82,7 @@ class Tier:
         """As of the last time that it was asked; None before it has opened."""
         self.down = "it has not started yet"
         """Why it has no process that works; empty while it has one."""
-        self.read_rate = GUESSED_RATE
-        """Bytes a second that one call reads."""
+        self._read_rate = ReadRate()
         self._options, self._pool = options, pool
         self.on_change: Callable[[Tier], object] = lambda _: None
         """Called when its process works, before it is asked for anything, and when it does not any more."""
@@ -112,6 +108,11 @@ class Tier:
         if self._to_forget:
             return self.down or "it has not forgotten yet what was cleared"
         return self.down or ("" if self._breaker.allows else self._last_failure)
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes a second that it reads."""
+        return self._read_rate.value
 
     @property
     def pid(self) -> int:
@@ -205,6 +206,14 @@ class Tier:
         """
         return self._filter.may_have(digest, block_hash) and not self.off
 
+    def may_have_each(self, digest: bytes, words: Words) -> Bools:
+        """`may_have` of many at once.
+
+        Args:
+            words: the first eight bytes of each block hash, little endian.
+        """
+        return self._filter.may_have_each(digest, words) & (not self.off)
+
     def find(self, space: ShardSpace, hashes: bytes, on_end: Callable[[list[bool]], None]) -> None:
         """Which of these are there: none, if it fails or is late.
 
@@ -244,6 +253,8 @@ class Tier:
             TierFailed: it is off.
         """
 
+        began = self._clock()
+
         def ended(answer: Reply | None) -> None:
             if answer is None:
                 on_end([])
@@ -253,8 +264,8 @@ class Tier:
             nbytes = done * space.shard_bytes
             self.counts.count("read", done, nbytes, answer.seconds)
             self.counts.corrupt_blocks += ends.count(ReadEnd.CORRUPT)
-            if nbytes and answer.seconds > 0:
-                self.read_rate += RATE_WEIGHT * (nbytes / answer.seconds - self.read_rate)
+            if nbytes:
+                self._read_rate.ended(nbytes, began, self._clock())
             on_end(ends)
 
         self._ask(Do.READ, space, hashes, ended, on_late, slots)

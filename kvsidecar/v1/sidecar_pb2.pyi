@@ -142,28 +142,32 @@ class Readiness(_message.Message):
     def __init__(self, state: _Optional[_Union[Readiness.State, str]] = ..., pool_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pin_bytes_per_second: _Optional[float] = ..., eta_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., serves_kept: bool = ...) -> None: ...
 
 class Blocks(_message.Message):
-    __slots__ = ("group", "hashes", "block_ids")
+    __slots__ = ("group", "hashes", "block_ids", "notes")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     group: int
     hashes: bytes
     block_ids: bytes
-    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ...) -> None: ...
+    notes: bytes
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., notes: _Optional[bytes] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent")
+    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds")
     JOB_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     job: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
     event: int
     deadline_ms: int
     traceparent: bytes
-    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ...) -> None: ...
+    ttl_seconds: int
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("job", "lease", "blocks", "deadline_ms", "traceparent")
@@ -205,19 +209,31 @@ class Idle(_message.Message):
     idle: bool
     def __init__(self, idle: bool = ...) -> None: ...
 
+class Watch(_message.Message):
+    __slots__ = ("protocol", "token", "namespace")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    token: bytes
+    namespace: Namespace
+    def __init__(self, protocol: _Optional[int] = ..., token: _Optional[bytes] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
+
 class AttachRequest(_message.Message):
-    __slots__ = ("register", "store", "load", "flush", "idle")
+    __slots__ = ("register", "store", "load", "flush", "idle", "watch")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
     register: Register
     store: Store
     load: Load
     flush: Flush
     idle: Idle
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., flush: _Optional[_Union[Flush, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ...) -> None: ...
+    watch: Watch
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., flush: _Optional[_Union[Flush, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., watch: _Optional[_Union[Watch, _Mapping]] = ...) -> None: ...
 
 class JobDone(_message.Message):
     __slots__ = ("job", "outcome", "reason", "error", "copied_blocks", "skipped_blocks", "bytes", "copy_seconds", "queue_seconds")
@@ -265,30 +281,70 @@ class WaitIssued(_message.Message):
     event: int
     def __init__(self, event: _Optional[int] = ...) -> None: ...
 
+class Residency(_message.Message):
+    __slots__ = ("sequence", "reset", "changes", "complete")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    reset: bool
+    changes: _containers.RepeatedCompositeFieldContainer[ResidencyChange]
+    complete: bool
+    def __init__(self, sequence: _Optional[int] = ..., reset: bool = ..., changes: _Optional[_Iterable[_Union[ResidencyChange, _Mapping]]] = ..., complete: bool = ...) -> None: ...
+
+class ResidencyChange(_message.Message):
+    __slots__ = ("kind", "group", "hashes", "notes")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[ResidencyChange.Kind]
+        KIND_STORED: _ClassVar[ResidencyChange.Kind]
+        KIND_REMOVED: _ClassVar[ResidencyChange.Kind]
+        KIND_CLEARED: _ClassVar[ResidencyChange.Kind]
+        KIND_NOTES: _ClassVar[ResidencyChange.Kind]
+    KIND_UNSPECIFIED: ResidencyChange.Kind
+    KIND_STORED: ResidencyChange.Kind
+    KIND_REMOVED: ResidencyChange.Kind
+    KIND_CLEARED: ResidencyChange.Kind
+    KIND_NOTES: ResidencyChange.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    kind: ResidencyChange.Kind
+    group: int
+    hashes: bytes
+    notes: bytes
+    def __init__(self, kind: _Optional[_Union[ResidencyChange.Kind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., notes: _Optional[bytes] = ...) -> None: ...
+
 class AttachReply(_message.Message):
-    __slots__ = ("registered", "done", "flushed", "readiness", "wait_issued")
+    __slots__ = ("registered", "done", "flushed", "readiness", "wait_issued", "residency")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FLUSHED_FIELD_NUMBER: _ClassVar[int]
     READINESS_FIELD_NUMBER: _ClassVar[int]
     WAIT_ISSUED_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     done: JobDone
     flushed: Flushed
     readiness: Readiness
     wait_issued: WaitIssued
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., done: _Optional[_Union[JobDone, _Mapping]] = ..., flushed: _Optional[_Union[Flushed, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., wait_issued: _Optional[_Union[WaitIssued, _Mapping]] = ...) -> None: ...
+    residency: Residency
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., done: _Optional[_Union[JobDone, _Mapping]] = ..., flushed: _Optional[_Union[Flushed, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., wait_issued: _Optional[_Union[WaitIssued, _Mapping]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ...) -> None: ...
 
 class LookupGroup(_message.Message):
-    __slots__ = ("group", "hashes")
+    __slots__ = ("group", "hashes", "wanted")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     group: int
     hashes: bytes
-    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    wanted: bytes
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate")
+    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODE_UNSPECIFIED: _ClassVar[LookupRequest.Mode]
@@ -304,6 +360,8 @@ class LookupRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FETCH_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_RATE_FIELD_NUMBER: _ClassVar[int]
+    CHOOSE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     groups: _containers.RepeatedCompositeFieldContainer[LookupGroup]
     mode: LookupRequest.Mode
@@ -311,7 +369,9 @@ class LookupRequest(_message.Message):
     token: bytes
     fetch_ms: int
     prefill_rate: float
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ...) -> None: ...
+    choose: bool
+    fetch_tokens: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ..., choose: bool = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("ready", "epoch", "lease", "lease_ms", "groups", "asking")
@@ -330,16 +390,18 @@ class LookupReply(_message.Message):
     def __init__(self, ready: bool = ..., epoch: _Optional[int] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHits, _Mapping]]] = ..., asking: bool = ...) -> None: ...
 
 class GroupHits(_message.Message):
-    __slots__ = ("group", "hits", "bitmap", "coming")
+    __slots__ = ("group", "hits", "bitmap", "coming", "held")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     BITMAP_FIELD_NUMBER: _ClassVar[int]
     COMING_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     group: int
     hits: int
     bitmap: bytes
     coming: int
-    def __init__(self, group: _Optional[int] = ..., hits: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., coming: _Optional[int] = ...) -> None: ...
+    held: bytes
+    def __init__(self, group: _Optional[int] = ..., hits: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., coming: _Optional[int] = ..., held: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease",)
@@ -386,7 +448,7 @@ class StatusPage(_message.Message):
     def __init__(self, after_namespace: _Optional[_Union[Namespace, _Mapping]] = ..., after_session: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups", "partial", "session_ended", "totals", "more", "tiers")
+    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups", "partial", "session_ended", "totals", "more", "tiers", "pins", "shares")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -410,6 +472,8 @@ class StatusReply(_message.Message):
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: str
     uptime_seconds: float
@@ -426,7 +490,25 @@ class StatusReply(_message.Message):
     totals: StatusTotals
     more: bool
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ..., partial: bool = ..., session_ended: bool = ..., totals: _Optional[_Union[StatusTotals, _Mapping]] = ..., more: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ...) -> None: ...
+    pins: _containers.RepeatedCompositeFieldContainer[PinStatus]
+    shares: _containers.RepeatedCompositeFieldContainer[ShareStatus]
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ..., partial: bool = ..., session_ended: bool = ..., totals: _Optional[_Union[StatusTotals, _Mapping]] = ..., more: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[PinStatus, _Mapping]]] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ...) -> None: ...
+
+class ShareStatus(_message.Message):
+    __slots__ = ("name", "used_bytes", "guaranteed_bytes", "max_bytes", "pinned_bytes", "evicted_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    used_bytes: int
+    guaranteed_bytes: int
+    max_bytes: int
+    pinned_bytes: int
+    evicted_bytes: int
+    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., evicted_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "off", "capacity_bytes", "used_bytes", "blocks", "kept_blocks", "read_bytes", "written_bytes", "failures", "write_budget_bytes", "evicted_blocks")
@@ -453,6 +535,22 @@ class TierStatus(_message.Message):
     write_budget_bytes: int
     evicted_blocks: int
     def __init__(self, name: _Optional[str] = ..., off: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., failures: _Optional[int] = ..., write_budget_bytes: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
+
+class PinStatus(_message.Message):
+    __slots__ = ("name", "owner", "namespace", "blocks", "bytes", "seconds_left")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    owner: str
+    namespace: Namespace
+    blocks: int
+    bytes: int
+    seconds_left: float
+    def __init__(self, name: _Optional[str] = ..., owner: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds_left: _Optional[float] = ...) -> None: ...
 
 class StatusTotals(_message.Message):
     __slots__ = ("namespaces", "blocks", "bytes", "ranks", "jobs_running")
@@ -575,18 +673,56 @@ class LookupsStatus(_message.Message):
     def __init__(self, hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
-    __slots__ = ("namespace", "all")
+    __slots__ = ("namespace", "all", "share", "groups", "unused_seconds")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     all: bool
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., all: bool = ...) -> None: ...
+    share: str
+    groups: _containers.RepeatedCompositeFieldContainer[LookupGroup]
+    unused_seconds: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., all: bool = ..., share: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., unused_seconds: _Optional[int] = ...) -> None: ...
 
 class ClearReply(_message.Message):
     __slots__ = ("blocks",)
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("name", "namespace", "groups", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    namespace: Namespace
+    groups: _containers.RepeatedCompositeFieldContainer[LookupGroup]
+    seconds: int
+    def __init__(self, name: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., seconds: _Optional[int] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("blocks", "bytes")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    bytes: int
+    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ("unpinned",)
+    UNPINNED_FIELD_NUMBER: _ClassVar[int]
+    unpinned: bool
+    def __init__(self, unpinned: bool = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()
@@ -607,28 +743,32 @@ class CancelDrainReply(_message.Message):
     def __init__(self, cancelled: bool = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "num_fds", "client")
+    __slots__ = ("protocol", "num_fds", "client", "fence")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NUM_FDS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     num_fds: int
     client: str
-    def __init__(self, protocol: _Optional[int] = ..., num_fds: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
+    fence: bool
+    def __init__(self, protocol: _Optional[int] = ..., num_fds: _Optional[int] = ..., client: _Optional[str] = ..., fence: bool = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("token", "epoch", "error", "local_protocol", "num_pidfds")
+    __slots__ = ("token", "epoch", "error", "local_protocol", "num_pidfds", "fence")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NUM_PIDFDS_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     epoch: int
     error: str
     local_protocol: bool
     num_pidfds: int
-    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ..., local_protocol: bool = ..., num_pidfds: _Optional[int] = ...) -> None: ...
+    fence: bool
+    def __init__(self, token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ..., local_protocol: bool = ..., num_pidfds: _Optional[int] = ..., fence: bool = ...) -> None: ...
 
 class LocalRequest(_message.Message):
     __slots__ = ("call", "attach", "detach", "lookup", "release", "renew")

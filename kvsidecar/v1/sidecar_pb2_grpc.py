@@ -64,6 +64,16 @@ class SidecarStub(object):
                 request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.ClearRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.ClearReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvsidecar.v1.Sidecar/Pin',
+                request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/kvsidecar.v1.Sidecar/Unpin',
+                request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.UnpinReply.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvsidecar.v1.Sidecar/Drain',
                 request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.DrainRequest.SerializeToString,
@@ -85,6 +95,9 @@ class SidecarServicer(object):
         signal: when it ends, the rank is gone, its copies are drained and its memory is unmapped. The stream ends with
         UNAUTHENTICATED when the attach-socket connection that issued the rank's token closes. After a half-close, the
         daemon ends the stream once it has unmapped the rank's memory, so the client may free the memory then.
+
+        The first message may be `watch` instead: then no memory is registered, and the daemon sends registered, readiness
+        and residency until either side ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +133,21 @@ class SidecarServicer(object):
 
     def Clear(self, request, context):
         """For operators: discards the blocks of one namespace, which its users may do too, or of all, for admins only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """For admins: keeps blocks in the pool until Unpin, their expiry or a restart, within the limit of the daemon's option
+        pin_max. A pin of the same name is replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """For admins: ends a pin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,6 +199,16 @@ def add_SidecarServicer_to_server(servicer, server):
                     servicer.Clear,
                     request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.ClearRequest.FromString,
                     response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.ClearReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.PinRequest.FromString,
+                    response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.PinReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.UnpinRequest.FromString,
+                    response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.UnpinReply.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -345,6 +383,60 @@ class Sidecar(object):
             '/kvsidecar.v1.Sidecar/Clear',
             kvsidecar_dot_v1_dot_sidecar__pb2.ClearRequest.SerializeToString,
             kvsidecar_dot_v1_dot_sidecar__pb2.ClearReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.v1.Sidecar/Pin',
+            kvsidecar_dot_v1_dot_sidecar__pb2.PinRequest.SerializeToString,
+            kvsidecar_dot_v1_dot_sidecar__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.v1.Sidecar/Unpin',
+            kvsidecar_dot_v1_dot_sidecar__pb2.UnpinRequest.SerializeToString,
+            kvsidecar_dot_v1_dot_sidecar__pb2.UnpinReply.FromString,
             options,
             channel_credentials,
             insecure,

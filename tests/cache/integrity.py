@@ -10,6 +10,7 @@ from kvsidecar.cache.block import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.leases import RELEASED, LeaseTable
+from kvsidecar.cache.shares import Share
 from kvsidecar.cache.slabs import LEVELS
 from kvsidecar.cache.slots import NO_OWNER, SlotAllocator, SlotState
 from tests.cache.inside import rows_in, state_of
@@ -40,6 +41,7 @@ def check_integrity(cache: BlockCache) -> None:
         assert (space.namespace, space.group) == (namespace, group), f"the space of {namespace} is filed elsewhere"
         _check_space(space, table.tables)
     _check_gauges(cache, leased)
+    _check_shares(cache)
 
 
 # -- slots ---------------------------------------------------------------------------------------------------------
@@ -239,6 +241,46 @@ def check_leases(table: LeaseTable) -> None:
     for lease_id, lease in table._leases.items():
         assert lease.id == lease_id, f"lease {lease.id} is filed as {lease_id}"
         assert (lease.expires_at, lease_id) in entries, f"lease {lease_id} would never expire"
+
+
+# -- shares --------------------------------------------------------------------------------------------------------
+
+
+def _check_shares(cache: BlockCache) -> None:
+    table, shares = cache._table, cache._table.shares
+    used: Counter[Share] = Counter()
+    evictable: Counter[Share] = Counter()
+    states: Counter[SlotState] = Counter()
+    for blocks in table.tables.values():
+        share = blocks.space.share
+        assert share is shares.of(blocks.space.namespace), f"table {blocks.number} is paid for by {share.name}"
+        before = (used[share], evictable[share])
+        for slab in range(len(table.slots.slabs)):
+            size, first = int(table.slots.slabs.size[slab]), int(table.slots.slabs.first[slab])
+            for at in range(first, first + int(table.slots.slabs.capacity[slab])) if size else ():
+                state = SlotState(int(table.slots._states[at]))
+                if int(table.slots._owners[at]) >> 32 == blocks.number and state is not SlotState.FREE:
+                    states[state] += size
+                    if state is SlotState.EVICTABLE and blocks.cleared:
+                        continue  # nobody pays for it
+                    used[share] += size
+                    evictable[share] += size * (state is SlotState.EVICTABLE)
+        counted = (used[share] - before[0], evictable[share] - before[1])
+        assert counted == (blocks.used_bytes, blocks.evictable_bytes), f"table {blocks.number} miscounts its bytes"
+        listed = [entry[2] for entry in share.order._heap]
+        assert listed.count(blocks) == 1 or not blocks.evictable_bytes, f"table {blocks.number} would not be evicted"
+    for share in shares if shares.limited else ():
+        assert (share.used, share.evictable) == (used[share], evictable[share]), f"the share {share.name} miscounts"
+        assert {entry[1] for entry in share.order._heap} == share.order._listed, "tables are listed twice or lost"
+        for tick, _, blocks in share.order._heap:
+            oldest = blocks.oldest_use()
+            assert oldest is None or tick <= oldest, f"table {blocks.number} would be looked at too late"
+    for state in (SlotState.RESERVED, SlotState.HELD, SlotState.EVICTABLE):
+        assert table.slots.bytes_in(state) == states[state], f"{state.name} slots belong to nobody"
+    if not shares.limited:
+        return
+    committed = sum(max(share.guaranteed, share.busy) for share in shares)
+    assert shares.committed == committed, f"{committed} bytes are guaranteed or busy, not {shares.committed}"
 
 
 # -- gauges --------------------------------------------------------------------------------------------------------

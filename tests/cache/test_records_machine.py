@@ -157,17 +157,21 @@ def test_thousands_of_cuts_were_made() -> None:
 class CommitFirst(Records):
     """The state is written before the record."""
 
-    def seal(self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int) -> None:
+    def seal(
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, expires: int = 0
+    ) -> None:
         self._commits[places] = self._last_commit + 2
-        super().seal(number, shard, size, slots, words, places, tick)
+        super().seal(number, shard, size, slots, words, places, tick, expires)
 
 
 class HashLast(Records):
     """The hash is written after the state."""
 
-    def seal(self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int) -> None:
+    def seal(
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, expires: int = 0
+    ) -> None:
         hashes = self._records[places, 4:8].copy()
-        super().seal(number, shard, size, slots, words, places, tick)
+        super().seal(number, shard, size, slots, words, places, tick, expires)
         written = self._records[places, 4:8].copy()
         np.asarray(self._records)[places, 4:8] = hashes
         cast(CutMemory, self._records).on_write()
@@ -180,10 +184,12 @@ class UnsealLate(Records):
     def unseal(self, places: Slots) -> None:
         self.late = [*getattr(self, "late", ()), *places]
 
-    def seal(self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int) -> None:
+    def seal(
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, expires: int = 0
+    ) -> None:
         self._commits[getattr(self, "late", [])] = 0
         self.late = []
-        super().seal(number, shard, size, slots, words, places, tick)
+        super().seal(number, shard, size, slots, words, places, tick, expires)
 
 
 class ClearLater(Records):

@@ -70,6 +70,8 @@ def test_a_bad_setting_stops_the_start_with_one_sentence(
     flags = ["--device", "host", "--socket", socket]
     if "--pool-size" not in arguments:
         flags += ["--pool-size", "1MiB"]
+    if "--http-port" not in arguments:
+        flags += ["--http-port", "0"]
     refused = run("serve", *flags, *arguments, **variables)
     assert refused.returncode == 78
     assert sentence in refused.stderr

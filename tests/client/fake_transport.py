@@ -13,6 +13,7 @@ from kvsidecar.client.messages import TransportError
 from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.transport import AttachStream, OnAnswer, Transport
 from kvsidecar.client.waiting import Monitor
+from kvsidecar.support.fence import Fence
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import SECONDS
 
@@ -84,7 +85,7 @@ class FakeTransport(Transport):
 
     is_local = False
 
-    def __init__(self, *, epoch: int = 7, session: int = 11) -> None:
+    def __init__(self, *, epoch: int = 7, session: int = 11, fence: Fence | None = None) -> None:
         near, self.far = socket.socketpair()
         self.epoch, self.session = epoch, session
         self.gone = threading.Event()
@@ -94,7 +95,7 @@ class FakeTransport(Transport):
         process: Any = SimpleNamespace(fds=(), gone=self.gone.is_set, close=lambda: None)
         process.duplicate = lambda: process
         self.connection: Any = SimpleNamespace(
-            sock=near, process=process, token=b"t", epoch=epoch, ended=lambda: self.far.fileno() < 0
+            sock=near, process=process, token=b"t", epoch=epoch, fence=fence, ended=lambda: self.far.fileno() < 0
         )
 
     @property

@@ -177,12 +177,12 @@ def test_the_end_of_the_daemon_is_no_proof_while_a_copier_of_it_lives(short_dir:
             return is_done()
 
         transport: Any = SimpleNamespace(
-            connection=SimpleNamespace(process=process), going_down=lambda: True, query=query
+            connection=SimpleNamespace(process=process, fence=None), going_down=lambda: True, query=query
         )  # fmt: skip
         session: Any = SimpleNamespace(id=11, epoch=3)
         proven = quiesce(
-            transport, session, wait_until=wait_until, going_down=lambda: None, give_up=lambda: False,
-            wake=lambda: None,
+            transport, session, given_up=False, wait_until=wait_until, going_down=lambda: None, fenced=lambda: False,
+            give_up=lambda: False, wake=lambda: None,
         )  # fmt: skip
         assert proven
         assert not left, "a process still lives"
@@ -216,6 +216,11 @@ GOOD = pb.Welcome(token=b"t", epoch=3, num_pidfds=2)
 WRONG: dict[str, tuple[type[ClientError], str, dict[str, Any]]] = {
     "fewer than announced": (DaemonUnreachable, "announced 2 pidfds and sent 1", {"pidfds": 1}),
     "more than announced": (DaemonUnreachable, "announced 2 pidfds and sent 3", {"pidfds": 3}),
+    "a fence that does not come": (
+        DaemonUnreachable,
+        "announced 2 pidfds and a fence and sent 2",
+        {"message": pb.Welcome(token=b"t", num_pidfds=2, fence=True)},
+    ),
     "none": (DaemonUnreachable, "announced 0 pidfds and sent 0", {"message": pb.Welcome(token=b"t"), "pidfds": 0}),
     "a refusal": (AttachRefused, "not you", {"message": pb.Welcome(error="not you")}),
     "a frame that is too long": (DaemonUnreachable, "not kvsidecar's", {"payload": b"\xff" * 4}),

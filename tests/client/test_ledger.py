@@ -172,3 +172,15 @@ def test_a_flush_that_cancels_ends_here_what_was_not_sent(ledger: Ledger) -> Non
     flush = Flush(ledger, (), cancel=True)
     assert ends(ledger) == {1: "cancelled", 2: "cancelled"}
     assert (flush.pending(), flush.take_unrequested()) == ({3}, [3])
+
+
+def test_a_job_is_overdue_once_it_could_be_sent_and_its_deadline_is_past() -> None:
+    ledger = Ledger(10)
+    job = Job(1, Direction.LOAD, [], deadline=5.0)
+    ledger.add(job)
+    ledger.add(Job(2, Direction.LOAD, [], phase=Phase.SENT))
+    assert not ledger.is_overdue(6.0), "it waits for its event, and the other one has no deadline"
+    for job.phase in (Phase.QUEUED, Phase.SENT):
+        assert (ledger.is_overdue(5.0), ledger.is_overdue(5.1)) == (False, True)
+    ledger.finish(JobDone(1, Outcome.DONE))
+    assert not ledger.is_overdue(6.0)

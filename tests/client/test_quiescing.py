@@ -10,7 +10,10 @@ import grpc
 
 from kvsidecar.client.connection import LostDaemon
 from kvsidecar.client.messages import TransportError
-from kvsidecar.client.quiescing import quiesce
+from kvsidecar.client.quiescing import LOOKS, quiesce
+from kvsidecar.support import fence as fences
+from kvsidecar.support.fence import Fence
+from kvsidecar.types import Direction
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 EPOCH, SESSION = 7, 11
@@ -25,8 +28,12 @@ def asked(
     *answers: pb.StatusReply | None,
     dies_after: int | None = None,
     link_ended: bool = False,
+    given_up: bool = False,
+    fence: Fence | None = None,
+    fenced: Callable[[], bool] = lambda: False,
 ) -> tuple[bool, int]:
-    """Whether there was a proof, and how many questions it took; gives up when there is no answer left."""
+    """Whether there was a proof of unmapped memory, and how many questions it took; gives up when there is no answer
+    left."""
     left = list(answers)
     questions = 0
 
@@ -39,14 +46,14 @@ def asked(
 
     process = SimpleNamespace(gone=lambda: dies_after == questions)
     transport: Any = SimpleNamespace(
-        connection=SimpleNamespace(process=process), going_down=lambda: link_ended, query=query
+        connection=SimpleNamespace(process=process, fence=fence), going_down=lambda: link_ended, query=query
     )  # fmt: skip
     session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH)
-    proven = quiesce(
-        transport, session, wait_until=lambda is_done, _: is_done(), going_down=lambda: None,
-        give_up=lambda: not left, wake=lambda: None,
+    unmapped = quiesce(
+        transport, session, given_up=given_up, wait_until=lambda is_done, _: is_done(), going_down=lambda: None,
+        fenced=fenced, give_up=lambda: not left, wake=lambda: None,
     )  # fmt: skip
-    return proven, questions
+    return unmapped, questions
 
 
 def test_the_end_of_the_process_is_a_proof() -> None:
@@ -85,3 +92,67 @@ def test_a_closed_attach_socket_proves_nothing() -> None:
 
 def test_another_epoch_proves_nothing() -> None:
     assert asked(status(EPOCH + 1), None) == (False, 2)
+
+
+def test_a_daemon_that_was_given_up_is_fenced_off_without_a_question() -> None:
+    fd = fences.create()
+    lanes, said = fences.lanes(fd), list[str]()
+    assert asked(given_up=True, fence=Fence(fd), fenced=lambda: said.append("quiet") or False) == (False, 0)
+    assert said == ["quiet"]
+    assert not lanes[Direction.STORE].enter(), "it is shut for the copier, too"
+
+
+def test_a_fence_is_shut_when_a_question_is_not_answered_and_not_before() -> None:
+    fence = Fence(fences.create())
+    hidden = status(EPOCH, SESSION)
+    seen: list[int] = []
+    assert asked(hidden, None, fence=fence, fenced=lambda: seen.append(1) or False) == (False, 1)
+    assert seen == [1], "after an answer that is none"
+    fence = Fence(fences.create())
+    assert asked(status(EPOCH), fence=fence) == (True, 1)
+    assert not fence.is_shut
+
+
+def test_a_call_under_way_behind_the_fence_is_waited_for() -> None:
+    fd = fences.create()
+    lane, fence, said = fences.lanes(fd)[Direction.LOAD], Fence(fd), list[int]()
+    assert lane.enter()
+    assert asked(None, None, given_up=True, fence=fence, fenced=lambda: said.append(1) or False) == (False, 2)
+    assert not said
+    lane.leave()
+    assert asked(None, given_up=True, fence=fence, fenced=lambda: said.append(1) or False) == (False, 0)
+    assert said == [1]
+
+
+def test_who_needs_the_memory_unmapped_waits_on_behind_the_fence() -> None:
+    said: list[str] = []
+
+    def fenced() -> bool:
+        said.append("quiet")
+        return True
+
+    answers = (None, status(EPOCH, SESSION), status(EPOCH), None)
+    assert asked(*answers, given_up=True, fence=Fence(fences.create()), fenced=fenced) == (True, 3)
+    assert said == ["quiet"]
+
+
+def test_a_fence_is_looked_at_again_and_again_during_a_question() -> None:
+    fd = fences.create()
+    lane, fence, looks = fences.lanes(fd)[Direction.STORE], Fence(fd), 0
+    assert lane.enter()
+
+    def wait_until(is_done: Callable[[], bool], _: float) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == LOOKS - 1:
+            lane.leave()
+        return is_done()
+
+    connection = SimpleNamespace(process=SimpleNamespace(gone=lambda: False), fence=fence)
+    silent: Any = SimpleNamespace(connection=connection, going_down=lambda: False, query=lambda *_: lambda: None)
+    session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH)
+    quiesce(
+        silent, session, given_up=True, wait_until=wait_until, going_down=lambda: None, fenced=lambda: False,
+        give_up=lambda: looks > 2 * LOOKS, wake=lambda: None,
+    )  # fmt: skip
+    assert looks <= LOOKS

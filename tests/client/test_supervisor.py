@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,11 +20,13 @@ from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable
+from kvsidecar.support import fence as fences
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
+from kvsidecar.support.fence import Fence
 from kvsidecar.types import Direction, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_transport import FakeTransport
-from tests.harness import NAMESPACE, SECONDS, hashes
+from tests.harness import NAMESPACE, SECONDS, eventually, hashes
 
 REGISTRATION = Registration("test", NAMESPACE, KVBuffers("host", ()), (), 0, 1)
 NOBODY = DaemonUnreachable("nobody is there")
@@ -55,17 +58,17 @@ class Node:
         with self.monitor.changed:
             assert self.monitor.changed.wait_for(is_done, SECONDS)
 
-    def attached(self) -> FakeTransport:
+    def attached(self, fence: Fence | None = None) -> FakeTransport:
         """Attach to a new daemon."""
-        daemon = FakeTransport()
+        daemon = FakeTransport(fence=fence)
         self.daemons.put(daemon)
         self.supervisor.start(REGISTRATION)
         self.until(lambda: self.supervisor.session)
         assert daemon.stream.next().HasField("register")
         return daemon
 
-    def submit(self, number: int, direction: Direction = Direction.STORE) -> Job:
-        job = Job(number, direction, [Blocks(0, hashes(number), [number])])
+    def submit(self, number: int, direction: Direction = Direction.STORE, deadline: float | None = None) -> Job:
+        job = Job(number, direction, [Blocks(0, hashes(number), [number])], deadline=deadline)
         with self.monitor.lock:
             self.ledger.add(job)
             assert self.supervisor.session is not None
@@ -176,6 +179,82 @@ def test_the_next_session_begins_when_every_job_of_the_last_has_ended(node: Node
     node.until(lambda: node.supervisor.session)
     assert node.supervisor.transport is successor
     assert node.ended() == {1: (Outcome.FAILED, "daemon_lost")}
+
+
+def test_the_jobs_of_a_daemon_that_is_given_up_end_behind_the_fence(node: Node) -> None:
+    fd = fences.create()
+    fence, lane = Fence(fd), fences.lanes(fd)[Direction.LOAD]
+    daemon = node.attached(fence)
+    node.submit(1, Direction.LOAD)
+    assert lane.enter()
+    node.supervisor.give_up("it is silent")
+    assert node.supervisor.session is None, "no job is taken from now on"
+    eventually(lambda: fence.is_shut, "the fence is shut")
+    assert daemon.stream.cancelled
+    daemon.asked()
+    assert node.ledger.is_outstanding(1), "its copy is under way"
+    lane.leave()
+    node.until(lambda: not node.ledger.count)
+    assert node.ended() == {1: (Outcome.FAILED, "daemon_lost")}
+    assert daemon.closed.wait(SECONDS)
+    assert node.supervisor.lost_daemon is not None, "the memory is still mapped"
+
+
+def test_nothing_is_registered_again_before_the_memory_of_the_fenced_session_is_unmapped(node: Node) -> None:
+    node.attached(Fence(fences.create()))
+    node.supervisor.give_up("it is silent")
+    again = FakeTransport(session=12)
+    node.daemons.put(again)
+    question, answer = again.asked()
+    assert question == pb.StatusRequest(session=11)
+    answer(pb.StatusReply(epoch=7, session_ended=False))
+    _, answer = again.asked()
+    assert (node.supervisor.session, again.streams) == (None, [])
+    answer(pb.StatusReply(epoch=7, session_ended=True))
+    node.until(lambda: node.supervisor.session)
+    assert node.supervisor.lost_daemon is None
+
+
+def test_another_run_of_the_daemon_is_not_asked_about_the_fenced_session(node: Node) -> None:
+    lost = node.attached(Fence(fences.create()))
+    node.supervisor.give_up("it is silent")
+    successor = FakeTransport(epoch=8)
+    node.daemons.put(successor)
+    node.until(lambda: node.supervisor.session and node.supervisor.transport is successor)
+    assert node.supervisor.lost_daemon is not None
+    assert not node.supervisor.lost_daemon.gone()
+    lost.gone.set()
+    assert node.supervisor.lost_daemon.gone()
+
+
+def test_a_client_that_leaves_while_the_memory_is_mapped_behind_a_fence_knows_it(node: Node) -> None:
+    node.attached(Fence(fences.create()))
+    node.supervisor.give_up("it is silent")
+    again = FakeTransport(session=12)
+    node.daemons.put(again)
+    again.asked()
+    node.supervisor.close(0.0)
+    assert node.supervisor.lost_daemon is not None
+    assert again.closed.is_set()
+
+
+def test_a_daemon_that_does_not_end_a_job_long_after_its_deadline_is_given_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HANG_CHECK_SECONDS", 1e-3)
+    fence = Fence(fences.create())
+    node.attached(fence)
+    now = time.monotonic()
+    node.submit(1, deadline=now - module.HANG_SECONDS + SECONDS)
+    node.submit(2)
+    attempts = node.supervisor.attempts
+    node.supervisor.wake()
+    assert (node.supervisor.session is not None, fence.is_shut) == (True, False), "it may still be on time"
+    node.submit(3, deadline=now + SECONDS).deadline = now - module.HANG_SECONDS - 1
+    node.until(lambda: not node.ledger.count)
+    assert fence.is_quiet()
+    assert node.supervisor.attempts == attempts
+    assert set(node.ended()) == {1, 2, 3}
 
 
 def test_the_last_words_of_a_dead_daemon_are_heard(node: Node) -> None:

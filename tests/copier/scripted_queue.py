@@ -11,6 +11,7 @@ import numpy as np
 from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
 from kvsidecar.device.base import COPY, CopyCall, CopyMark, CopyPlan, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed
+from kvsidecar.support.fence import Lane
 from kvsidecar.types import Direction
 from tests.plans import CopyList
 
@@ -150,10 +151,17 @@ class Bench:
         self.log.append(f"end {copy.number}")
 
     def submit(
-        self, plan: CopyPlan, after: DeviceEvent | None = None, on_start: Callable[[], None] | None = None
+        self,
+        plan: CopyPlan,
+        after: DeviceEvent | None = None,
+        on_start: Callable[[], None] | None = None,
+        lane: Lane | None = None,
+        session: int = 0,
     ) -> int:
         number = next(self._numbers)
-        self.queue.submit(QueuedCopy(number, plan, after, on_start, submitted=self.clock.now))
+        self.queue.submit(
+            QueuedCopy(number, plan, after, on_start, lane=lane, session=session, submitted=self.clock.now)
+        )
         return number
 
     def run(self) -> None:

@@ -24,6 +24,8 @@ from kvsidecar.copier.copy_queue import (
 from kvsidecar.copier.quiesce import QUIESCE_SECONDS
 from kvsidecar.device.base import COPY
 from kvsidecar.errors import CopyFailed, DeviceLost
+from kvsidecar.support import fence as fences
+from kvsidecar.support.fence import Fence
 from kvsidecar.types import Direction
 from tests import failpoints
 from tests.copier.scripted_queue import CHUNK, POOL, TOOK, Bench, Calls, Clock, Event, plan
@@ -477,3 +479,82 @@ def test_how_long_to_sleep_follows_the_best_rate_seen(unpaced: Bench) -> None:
     unpaced.submit(plan(nbytes))
     unpaced.run()
     assert unpaced.queue.wait() == pytest.approx(seconds - SPIN_SECONDS)
+
+
+def test_a_copy_behind_a_shut_fence_fails_and_those_of_other_engines_go_on(unpaced: Bench) -> None:
+    fd = fences.create()
+    fence, lane = Fence(fd), fences.lanes(fd)[Direction.STORE]
+    fence.shut()
+    fenced, other = unpaced.submit(plan(1), lane=lane), unpaced.submit(plan(2))
+    unpaced.run()
+    assert "issue 1" not in unpaced.log
+    assert isinstance(unpaced.ended[fenced], CopyFailed)
+    assert isinstance(unpaced.ended[other], CopyResult)
+    assert fence.is_quiet()
+
+
+def test_a_fence_that_is_shut_between_two_calls_of_a_copy_ends_it_when_the_first_is_over(unpaced: Bench) -> None:
+    fd = fences.create()
+    fence, lane = Fence(fd), fences.lanes(fd)[Direction.STORE]
+    unpaced.stream.held = {1}
+    number = unpaced.submit(Calls(1, 2), lane=lane)
+    unpaced.queue.step()
+    assert unpaced.log == ["issue 1"]
+    fence.shut()
+    assert not fence.is_quiet()
+    unpaced.queue.step()
+    assert unpaced.log == ["issue 1", "quiesced", f"end {number}"]
+    assert isinstance(unpaced.ended[number], CopyFailed)
+    unpaced.release(1)
+    assert fence.is_quiet()
+    assert unpaced.issued == [1]
+
+
+@pytest.mark.parametrize("how", ["over", "refused", "asynchronous"])
+def test_nothing_is_under_way_when_a_copy_has_ended_however(unpaced: Bench, how: str) -> None:
+    fd = fences.create()
+    fence, lane = Fence(fd), fences.lanes(fd)[Direction.STORE]
+    errors = {"refused": unpaced.stream.issue_errors, "asynchronous": unpaced.stream.mark_errors}
+    if how in errors:
+        errors[how][2] = CopyFailed("planned")
+    number = unpaced.submit(Calls(1, 2), lane=lane)
+    unpaced.run()
+    assert number in unpaced.ended
+    fence.shut()
+    assert fence.is_quiet()
+
+
+def test_another_session_s_copy_goes_between_two_slices(unpaced: Bench) -> None:
+    unpaced.stream.held = {1}
+    large = unpaced.submit(Calls(1, 2, 4), session=1)
+    unpaced.queue.step()
+    small = unpaced.submit(Calls(8), session=2)
+    unpaced.run()
+    assert unpaced.issued == [1, 8, 2, 4]
+    assert not unpaced.queue.cancel(large), "it has started"
+    unpaced.release(1)
+    assert unpaced.copied == {large: 7, small: 8}
+
+
+def test_a_copy_that_waits_for_its_next_turn_fails_with_its_calls_in_flight(unpaced: Bench) -> None:
+    unpaced.stream.held = {1, 8}
+    unpaced.stream.mark_errors[1] = CopyFailed("planned")
+    large = unpaced.submit(Calls(1, 2), session=1)
+    unpaced.queue.step()
+    small = unpaced.submit(Calls(8, 16), session=2)
+    unpaced.queue.step()
+    assert unpaced.issued == [1, 8]
+    unpaced.release(1)
+    assert unpaced.issued == [1, 8, 2], "the rest of the other one, which waited for its turn"
+    assert unpaced.failed == {large: "planned", small: "planned"}
+
+
+def test_a_copy_that_waits_for_its_event_lets_the_one_that_runs_go_on(unpaced: Bench) -> None:
+    event = Event()
+    unpaced.submit(Calls(1, 2, 4), session=1)
+    unpaced.submit(Calls(8), event, session=2)
+    unpaced.run()
+    assert unpaced.issued == [1, 2, 4]
+    event.done = True
+    unpaced.run()
+    assert unpaced.issued == [1, 2, 4, 8]

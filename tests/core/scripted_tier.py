@@ -31,9 +31,8 @@ class ScriptedTier:
         memory: the contents of the pool, by slot.
     """
 
-    name = "scripted"
-
-    def __init__(self, memory: dict[int, Any]) -> None:
+    def __init__(self, memory: dict[int, Any], name: str = "scripted") -> None:
+        self.name = name
         self.off = ""
         self.read_rate = 1e12
         self.memory = memory
@@ -51,6 +50,9 @@ class ScriptedTier:
 
     def may_have(self, digest: bytes, block_hash: bytes) -> bool:
         return not self.off
+
+    def may_have_each(self, digest: bytes, words: Any) -> Any:
+        return np.full(len(words), not self.off)
 
     def find(self, space: ShardSpace, hashes: bytes, on_end: Callable[[list[bool]], None]) -> None:
         self.finds.append(Call(space, self._split(space, hashes), on_end))

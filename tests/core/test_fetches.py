@@ -7,7 +7,19 @@ from typing import cast
 import pytest
 
 from kvsidecar.cache.block import Space, StoreGrant
-from kvsidecar.core.fetches import ABSENT_SECONDS, INTEREST_SECONDS, NOTHING, Coming, Fetches, shard_space
+from kvsidecar.core import fetches
+from kvsidecar.core.fetches import (
+    ABSENT_SECONDS,
+    INTEREST_SECONDS,
+    NOT_HELD,
+    NOTHING,
+    TRIAL_SECONDS,
+    Coming,
+    Fetches,
+    Gain,
+    Held,
+    shard_space,
+)
 from kvsidecar.tiers.policy import FetchRefusal
 from kvsidecar.tiers.tier import Tier
 from tests.cache.support import PAGE, keys, new_cache, open_space, readable, store
@@ -101,6 +113,26 @@ def test_what_is_slower_than_to_compute_it_is_not_fetched(bench: Bench) -> None:
     bench.ask(1, rate=16 / 2.1)
     bench.find()
     assert bench.tier.reads
+
+
+def test_a_little_is_read_when_nothing_has_shown_for_long_how_fast_the_tier_is(bench: Bench) -> None:
+    bench.keep(1, 2, 3)
+    bench.tier.read_rate = PAGE / 2.0
+    bench.now += TRIAL_SECONDS
+    bench.ask(1, 2, 3, rate=16.0)
+    bench.find()
+    assert bench.refused == [(FetchRefusal.SLOWER, 1)]
+    assert [call.hashes for call in bench.tier.reads] == [keys(1, 2)]
+    bench.read()
+    assert readable(bench.cache, bench.space, 1, 2, 3) == [True, True, False]
+    bench.now += TRIAL_SECONDS - 1
+    bench.ask(3, rate=16.0)
+    bench.find()
+    assert bench.refused == [(FetchRefusal.SLOWER, 1)] * 2
+    bench.now += ABSENT_SECONDS + 1
+    bench.ask(3, seconds=1.9, rate=16.0)
+    bench.find()
+    assert bench.refused == [(FetchRefusal.SLOWER, 1)] * 3, "the engine does not wait as long as that takes"
 
 
 def test_what_takes_longer_than_the_engine_waits_is_not_fetched(bench: Bench) -> None:
@@ -203,3 +235,89 @@ def test_what_is_cleared_is_not_fetched_any_more(bench: Bench) -> None:
     bench.find()
     assert not bench.tier.reads
     assert not bench.fetches.waiting_blocks
+
+
+# -- callers that choose ---------------------------------------------------------------------------------------------
+
+
+def held(bench: Bench, *names: int, hits: tuple[int, ...] = ()) -> Held:
+    return bench.fetches.held(bench.space, keys(*names), [name in hits for name in names])
+
+
+def test_a_caller_that_chooses_is_told_what_there_is_and_nothing_is_fetched(bench: Bench) -> None:
+    bench.keep(2, 3)
+    assert held(bench, 1, 2, 3, 4, hits=(2,)) == Held(asking=True)
+    assert held(bench, 1, 2, 3, 4, hits=(2,)) == Held(asking=True)
+    (find,) = bench.tier.finds
+    assert find.hashes == keys(1, 3, 4), "only what is missing is asked for, and once"
+    bench.find()
+    assert held(bench, 1, 2, 3, 4, hits=(2,)) == Held([2])
+    assert held(bench, 2, 3, 4, hits=(2,)) == Held([1]), "of a prefix that the GPU has since"
+    assert not held(bench, 1, 2, 3, 4, hits=(2, 3)).places, "it has come meanwhile"
+    assert not bench.tier.finds
+    assert not bench.tier.reads
+    bench.now += ABSENT_SECONDS + 0.1
+    assert held(bench, 1, 2, 3, 4).asking, "the answer was outdated"
+
+
+def test_no_more_is_asked_at_a_time_than_one_question_has_room_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetches, "MAX_BLOCKS", 2)
+    bench.keep(1, 2, 3, 4)
+    held(bench, 1, 2, 3, 4, hits=(1,))
+    (find,) = bench.tier.finds
+    assert find.hashes == keys(2, 3)
+    bench.find()
+    assert held(bench, 1, 2, 3, 4, hits=(1,)) == Held([1, 2])
+
+
+def test_a_tier_that_has_none_of_it_or_does_not_answer_holds_nothing(bench: Bench) -> None:
+    held(bench, 1)
+    bench.find()
+    assert held(bench, 1) == NOT_HELD
+    held(bench, 2)
+    bench.tier.end_find(bench.tier.finds[0], ok=False)
+    assert held(bench, 2) == NOT_HELD
+    bench.tier.off = "out of order"
+    assert held(bench, 3) == NOT_HELD
+    assert bench.refused == [(FetchRefusal.OFF, 1)]
+
+
+def test_questions_have_a_limit_and_what_was_answered_makes_room(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "MAX_WAITING", 4)
+    assert held(bench, 1, 2).asking
+    assert held(bench, 3, 4).asking
+    assert held(bench, 5) == NOT_HELD
+    assert bench.refused == [(FetchRefusal.BUSY, 1)]
+    bench.find()
+    assert held(bench, 5).asking
+    bench.fetches.forget(None)
+    assert not bench.fetches._questions
+    assert bench.fetches._asked_blocks == 0
+
+
+def test_what_is_cleared_is_asked_for_again(bench: Bench) -> None:
+    bench.keep(1)
+    held(bench, 1)
+    bench.find()
+    bench.fetches.forget(bench.space.namespace)
+    assert held(bench, 1).asking
+
+
+def test_what_is_worth_it_together_is_fetched_though_one_group_alone_would_not_be(bench: Bench) -> None:
+    bench.keep(1, 2)
+    bench.tier.read_rate = PAGE / 2.0  # two seconds a block of 16 tokens
+    state = keys(1)
+    alone = bench.fetches.coming(bench.space, state, 0, 10.0, 16 / 1.9)
+    assert alone.asking
+    bench.find()
+    assert bench.refused == [(FetchRefusal.SLOWER, 1)]
+    bench.now += ABSENT_SECONDS + 0.1
+    assert bench.fetches.coming(bench.space, state, 0, 10.0, 16 / 1.9, Gain(3 * PAGE, 160)).asking
+    bench.find()
+    assert bench.tier.reads
+    too_slow = bench.fetches.coming(bench.space, keys(2), 0, 10.0, 16 / 1.9, Gain(3 * PAGE, 16))
+    assert too_slow == NOTHING
+    assert bench.refused == [(FetchRefusal.SLOWER, 1)] * 2
+    assert not bench.tier.finds, "it was not even asked"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvsidecar.cache.block_cache import CacheStats
+from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import Refusal

@@ -22,6 +22,7 @@ from kvsidecar.device.base import DeviceMemory
 from kvsidecar.errors import AccessDenied, DeviceError, DeviceLost, InvalidRequest, Refusal, Unavailable
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire
 from kvsidecar.server.convert import registration_from
+from kvsidecar.support import fence
 from kvsidecar.support.tasks import RoundRobin
 from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -51,6 +52,11 @@ class World:
     def peer(self, buffer: HostBuffer, *, uid: int) -> Peer:
         known = frozenset({self.copier.pid})
         return self.instances.add_peer(pid=1, uid=uid, gid=1, client="", fds=(buffer.fd,), copiers=known)
+
+    def fenced_peer(self, buffer: HostBuffer) -> Peer:
+        peer = self.peer(buffer, uid=1)
+        peer.fence = fence.create()
+        return peer
 
     def nothing_is_left(self) -> None:
         assert (len(self.instances), self.instances.imported_bytes(), self.copier.sessions) == (0, {}, set())
@@ -361,3 +367,19 @@ async def test_a_computation_that_fails_lets_the_others_have_their_turns() -> No
     await asyncio.sleep(0)
     cancelled.cancel()
     assert await turns.run(goes_on()) == 7
+
+
+async def test_a_connection_with_a_fence_takes_one_rank_at_a_time(buffer: HostBuffer) -> None:
+    """The next rank's copier would write its numbers over those of the last one."""
+    world = World()
+    peer = world.fenced_peer(buffer)
+    first, second = await asyncio.gather(world.attach(peer), world.attach(peer), return_exceptions=True)
+    assert isinstance(first, RankSession)
+    assert isinstance(second, InvalidRequest)
+    with pytest.raises(InvalidRequest, match="one rank"):
+        await world.attach(peer)
+    await world.instances.end(first, gone=False)
+    await world.instances.end(await world.attach(peer), gone=False)
+    peer.fds = ()  # the fixture's
+    world.instances.remove_peer(peer)
+    assert peer.fence is None

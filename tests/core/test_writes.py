@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvsidecar.cache.block import LoadGrant
+from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.core import writes
 from kvsidecar.core.fetches import NOTHING, Fetches
 from kvsidecar.core.writes import Writes
 from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
+from kvsidecar.types import LookupMode
 from tests.cache.support import PAGE, begin, keys, new_cache, open_space, refused
 from tests.core.scripted_tier import ScriptedTier
 
@@ -20,7 +23,7 @@ BIT = 1
 
 
 class Bench:
-    """A pool of 4 pages; two blocks a call, and all of the pool in the queue."""
+    """A pool of 4 pages; two blocks a call, and all of the pool in the queue. A test may say otherwise."""
 
     def __init__(
         self,
@@ -29,11 +32,12 @@ class Bench:
         shards: tuple[int, ...] = (1,),
         per_day: int | None = None,
         queue: int = 4,
+        pages: int = 4,
         soon: Callable[[Callable[[], object]], object] = lambda call: call(),
     ) -> None:
-        self.cache = new_cache(4)
+        self.cache = new_cache(pages)
         self.space = open_space(self.cache, shards=shards)
-        self.tier = ScriptedTier(dict.fromkeys(range(0, 4 * PAGE, PAGE), "bytes"))
+        self.tier = ScriptedTier(dict.fromkeys(range(0, pages * PAGE, PAGE), "bytes"))
         self.refused: list[tuple[WriteRefusal, int]] = []
         self.writes = Writes(
             self.cache,
@@ -53,6 +57,9 @@ class Bench:
             grant = begin(self.cache, self.space, keys(*names), shard)
             self.cache.seal_all(grant)
             self.writes.stored(grant)
+
+    def in_pool(self, *names: int) -> list[bool]:
+        return self.cache.lookup(self.space, keys(*names), LookupMode.BITMAP)
 
     def load(self, *names: int) -> None:
         grant = self.cache.begin_load([(self.space, 0, keys(*names))], None, 0.0)
@@ -117,6 +124,29 @@ def test_the_tier_is_asked_behind_the_answer_and_the_blocks_wait_for_it() -> Non
     assert bench.written == [keys(1, 2), keys(3, 4)]
     bench.end()
     assert not bench.tier.kept
+    assert not bench.writes.writing_bytes
+
+
+def test_some_calls_are_handed_over_at_a_time_and_the_others_when_these_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writes, "CHUNKS", 1)
+    bench = Bench(Admission.ALL)
+    bench.store(1, 2, 3, 4)
+    assert bench.written == [keys(1, 2)]
+    assert bench.writes.writing_bytes == 4 * PAGE
+    bench.tier.end_write(bench.tier.writes[0])
+    assert bench.written == [keys(3, 4)]
+    bench.end()
+    assert not bench.writes.writing_bytes
+
+
+def test_any_number_of_calls_that_wait_ends_when_the_tier_is_off() -> None:
+    bench = Bench(Admission.ALL, pages=2048, queue=2048)
+    bench.store(*range(2048))
+    bench.tier.off = "out of order"
+    bench.end(ok=False)
+    counted = {reason: sum(blocks for each, blocks in bench.refused if each is reason) for reason, _ in bench.refused}
+    handed_over = 2 * writes.CHUNKS
+    assert counted == {WriteRefusal.FAILED: handed_over, WriteRefusal.OFF: 2048 - handed_over}
     assert not bench.writes.writing_bytes
 
 
@@ -231,3 +261,109 @@ def test_nothing_is_fetched_while_a_write_may_bring_back_what_was_cleared() -> N
     bench.end()
     assert not bench.tier.kept
     assert fetches.coming(bench.space, keys(1, 2), 0, 1e9).asking
+
+
+def test_what_the_next_store_would_evict_is_written_and_then_evicted() -> None:
+    """Half of the queue of 4 pages is kept free."""
+    bench = Bench(Admission.ON_EVICT)
+    bench.store(1)
+    bench.store(2)
+    assert not bench.written
+    bench.store(3)
+    assert bench.written == [keys(1)]
+    assert bench.in_pool(1, 2, 3) == [True] * 3
+    bench.end()
+    assert bench.in_pool(1, 2, 3) == [False, True, True]
+    assert not bench.refused
+
+
+def test_the_deepest_block_of_a_prefix_is_written_and_evicted_first() -> None:
+    bench = Bench(Admission.ON_EVICT)
+    bench.store(1, 2, 3)
+    assert bench.written == [keys(3)]
+
+
+@pytest.mark.parametrize("use", ["load", "store"])
+def test_what_is_used_while_it_is_written_ahead_stays(use: str) -> None:
+    bench = Bench(Admission.ON_EVICT)
+    for name in (1, 2, 3):
+        bench.store(name)
+    getattr(bench, use)(1)
+    bench.end()
+    assert bench.in_pool(1, 2, 3) == [True, False, True]
+    bench.end()
+    assert bench.in_pool(1) == [True]
+
+
+def test_what_the_tier_has_is_evicted_ahead_and_not_written_again() -> None:
+    bench = Bench(Admission.ON_EVICT)
+    for name in (1, 2, 3):
+        bench.store(name)
+    bench.load(1)
+    bench.end()
+    bench.load(3)
+    bench.store(4)
+    bench.end()
+    assert bench.in_pool(1, 3, 4) == [False, True, True]
+    assert [each for _, each in bench.tier.kept] == keys(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("off", "per_day", "reason"),
+    [("", None, WriteRefusal.QUEUE), ("out of order", None, WriteRefusal.OFF), ("", PAGE // 2, WriteRefusal.BUDGET)],
+)
+def test_what_is_evicted_before_it_was_written_is_counted(off: str, per_day: int | None, reason: WriteRefusal) -> None:
+    bench = Bench(Admission.ON_EVICT, per_day=per_day)
+    bench.tier.off = off
+    bench.store(1, 2)
+    bench.store(3, 4, 5)
+    assert bench.refused == [(reason, 1)]
+    assert bench.in_pool(1, 2) == [True, False]
+
+
+def test_what_could_not_be_written_is_counted_once_and_evicted() -> None:
+    bench = Bench(Admission.ON_EVICT)
+    bench.store(1, 2, 3)
+    bench.end(ok=False)
+    assert bench.in_pool(1, 2, 3) == [True, True, False]
+    assert bench.refused == [(WriteRefusal.FAILED, 1)]
+
+
+def test_only_some_writes_are_begun_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writes, "AHEAD_CHUNKS", 1)
+    bench = Bench(Admission.ON_EVICT, queue=6)
+    bench.store(1, 2, 3, 4)
+    assert bench.written == [keys(4, 3)]
+    bench.tier.end_write(bench.tier.writes[0])
+    assert bench.written == [keys(2)]
+
+
+@given(st.lists(st.one_of(st.integers(1, 4), st.sampled_from(["end", "load"])), max_size=30))
+def test_every_block_is_in_the_pool_or_in_the_tier_or_counted(steps: list[int | str]) -> None:
+    bench, stored = Bench(Admission.ON_EVICT), 0
+    for step in (*steps, "end", 1):
+        if step == "end":
+            bench.end()
+        elif step == "load":
+            bench.load(*[name for name in range(stored) if bench.in_pool(name) == [True]][:1])
+        else:
+            names = range(stored, stored + int(step))
+            grant = bench.cache.begin_store([(bench.space, 0, keys(*names))])
+            if isinstance(grant, StoreGrant):
+                bench.cache.seal_all(grant)
+                bench.writes.stored(grant)
+                stored += int(step)
+    bench.end()
+    kept = {each for _, each in bench.tier.kept}
+    lost = [name for name in range(stored) if bench.in_pool(name) == [False] and keys(name)[0] not in kept]
+    assert len(lost) == sum(blocks for _, blocks in bench.refused)
+
+
+def test_what_is_being_loaded_when_its_write_ends_stays() -> None:
+    bench = Bench(Admission.ON_EVICT)
+    bench.store(1, 2, 3)
+    load = bench.cache.begin_load([(bench.space, 0, keys(3))], None, 0.0)
+    assert isinstance(load, LoadGrant)
+    bench.tier.end_write(bench.tier.writes[0])
+    assert bench.in_pool(1, 2, 3) == [True] * 3
+    bench.cache.end_load(load)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.core.access import Policy, Rule
+from kvsidecar.core.shares import ShareRule
 from kvsidecar.daemon.config import (
     Settings,
     click_options,
@@ -41,6 +42,10 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         "[{uids=[7], namespaces=['m*']}]",
         Policy((Rule(uids=frozenset({7}), namespaces=("m*",)),)),
     ),
+    "share": (
+        "[{name='chat', namespaces=['m*'], guaranteed='25%'}]",
+        (ShareRule("chat", ("m*",), guaranteed=Size(percent=25.0)),),
+    ),
     "local_protocol": ("off", False),
     "tcp_listen": ("[::]:9465", "[::]:9465"),
     "tls_certificate": ("/etc/x/tls.crt", "/etc/x/tls.crt"),
@@ -48,8 +53,10 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "tls_client_ca": ("/etc/x/ca.crt", "/etc/x/ca.crt"),
     "http_host": ("0.0.0.0", "0.0.0.0"),
     "http_port": ("0", 0),
+    "http_page": ("off", False),
     "device": ("host", "host"),
     "devices": ("host-1, host", ("host-1", "host")),
+    "pin_max": ("5%", Size(percent=5.0)),
     "pool_size": ("75%", Size(percent=75.0)),
     "slab_size": ("16MiB", 16 * MiB),
     "chunk_size": ("256MiB", 256 * MiB),
@@ -75,8 +82,12 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "cluster_replicas": ("2", 2),
     "cluster_soft_pin": ("60", 60.0),
     "cluster_tenant": ("blue", "blue"),
-    "cluster_admission": ("all", Admission.ALL),
+    "cluster_admission": ("on_evict", Admission.ON_EVICT),
     "cluster_deadline": ("0.5", 0.5),
+    "shared_dir": ("/mnt/kv", "/mnt/kv"),
+    "shared_size": ("9TiB", 9 << 40),
+    "shared_admission": ("all", Admission.ALL),
+    "shared_deadline": ("0.5", 0.5),
     "on_pin_failure": ("exit", "exit"),
     "memory_check": ("off", False),
     "lease_max": ("12.5", 12.5),
@@ -147,6 +158,9 @@ def companions(option: str) -> dict[str, str | None]:
     disk: dict[str, str | None] = {"disk_dir": "/var/cache/kv", "disk_size": "1TiB"}
     if option.startswith("disk_"):
         return {name: text for name, text in disk.items() if name != option}
+    shared: dict[str, str | None] = {"shared_dir": "/mnt/kv", "shared_size": "9TiB"}
+    if option.startswith("shared_"):
+        return {name: text for name, text in shared.items() if name != option}
     if option.startswith("cluster_"):
         return {} if option == "cluster_master" else {"cluster_master": "kv-master:50051"}
     needs: dict[str, dict[str, str | None]] = {
@@ -227,11 +241,11 @@ def test_a_bad_value_is_named_as_it_was_given(tmp_path: Path) -> None:
     assert str(raised.value) == f"pool_size='lots' in {file} {NOT_A_SIZE}"
 
 
-def test_a_daemon_has_one_tier() -> None:
-    both = {"disk_dir": "/var/cache/kv", "disk_size": "1TiB", "cluster_master": "kv-master:50051"}
-    assert refusal(both) == (
-        "--cluster-master='kv-master:50051' cannot be used together with disk_dir: a daemon has one tier"
-    )
+def test_a_daemon_may_have_all_tiers() -> None:
+    disk, shared = {"disk_dir": "/var/cache/kv", "disk_size": "1TiB"}, {"shared_dir": "/mnt/kv", "shared_size": "9TiB"}
+    all_of_them = load({**disk, **shared, "cluster_master": "kv-master:50051"})
+    found = (all_of_them.disk_dir, all_of_them.cluster_master, all_of_them.shared_dir)
+    assert found == ("/var/cache/kv", "kv-master:50051", "/mnt/kv")
 
 
 def test_the_value_that_counts_is_the_one_blamed() -> None:
@@ -251,6 +265,8 @@ def test_the_value_that_counts_is_the_one_blamed() -> None:
         ("disk_size", "1TiB", "has no effect without disk_dir"),
         ("cluster_master", "kv-master", "is not HOST:PORT, such as 0.0.0.0:9465 or [::]:9465"),
         ("cluster_replicas", "2", "has no effect without cluster_master"),
+        ("shared_dir", "/mnt/kv", "needs shared_size: how many bytes of it to use"),
+        ("shared_size", "1TiB", "has no effect without shared_dir"),
         ("http_host", "", "must have at least 1 character"),
         ("http_port", "65536", "must be less than or equal to 65535"),
         ("http_port", "-1", "must be greater than or equal to 0"),

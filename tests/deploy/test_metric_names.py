@@ -21,6 +21,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_ready": "the state says it",
     "kvsidecar_copy_size_bytes": "for a question that a panel raises",
     "kvsidecar_evicted_blocks": "its bytes are on a panel",
+    "kvsidecar_expired_blocks": "for a question that a panel raises",
     "kvsidecar_pin_register_seconds": "for a question that a panel raises",
     "kvsidecar_warm_start_blocks": "of a start, which its log line and status say",
     "kvsidecar_warm_start_seconds": "of a start, which its log line says",
@@ -34,6 +35,13 @@ NOT_ON_A_PANEL = {
     "kvsidecar_tier_reading_bytes": "for a question that a panel raises",
     "kvsidecar_tier_writing_bytes": "the queue that is full is on a panel",
     "kvsidecar_tier_write_budget_bytes": "status says it, and what it refuses is on a panel",
+    "kvsidecar_watchers": "of engines with KV events alone",
+    "kvsidecar_residency_messages": "of engines with KV events alone",
+    "kvsidecar_residency_blocks": "of engines with KV events alone",
+    "kvsidecar_residency_resets": "of engines with KV events alone; operating.md says when to look at it",
+    "kvsidecar_residency_notes_bytes": "of engines with KV events alone",
+    "kvsidecar_share_pinned_bytes": "status says it",
+    "kvsidecar_share_borrowed_bytes": "used and guaranteed bytes are on a panel",
     "kvsidecar_spans": "of the tracing, which is off by default",
 }
 
@@ -42,7 +50,9 @@ NOT_ON_A_PANEL = {
 def known() -> Exported:
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
         disk = ("--disk-dir", f"{directory}/disk", "--disk-size", "1MiB", "--disk-writes-per-day", "1MiB")
-        with DaemonProcess(Path(directory), *disk) as daemon:
+        config = Path(directory, "shares.toml")
+        config.write_text('[[share]]\nname = "a"\nnamespaces = ["*"]\nguaranteed = "256KiB"\nmax = "512KiB"\n')
+        with DaemonProcess(Path(directory), "--config", str(config), *disk) as daemon:
             return exported(scrape(daemon))
 
 

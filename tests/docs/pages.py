@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "deploy/**/*.md", "benchmarks/**/*.md")
+    for pattern in ("*.md", "docs/*.md", "deploy/**/*.md", "benchmarks/**/*.md", "examples/*.md", "client/*.md")
     for path in ROOT.glob(pattern)
 )
 

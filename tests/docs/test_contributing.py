@@ -31,7 +31,7 @@ def recipe(*targets: str) -> list[str]:
 def test_ci_runs_the_commands_of_the_readme_and_every_test_once() -> None:
     commands = re.findall(r"^make (.+)$", CI, re.MULTILINE)
     targets = [word for command in commands for word in command.split() if re.fullmatch(r"(?:check|test).*", word)]
-    assert targets == ["check", "test", "test-vllm"]
+    assert targets == ["check", "test", "test-vllm", "test-sglang"]
     assert all(f"`make {target}`" in text("README.md") for target in targets)
     runs = [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
     named = [word for run in runs if run[3:5] != ["-m", "alone"] for word in run if word.startswith("tests/")]

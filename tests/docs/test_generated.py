@@ -47,6 +47,8 @@ def test_the_line_of_the_file_is_accepted_and_gives_the_default(name: str, tmp_p
     disk = {"disk_dir": "/var/cache/kvsidecar", "disk_size": "1TiB"}
     beside = disk if name.startswith("disk_") else beside
     beside = {"cluster_master": "kv-master:50051"} if name.startswith("cluster_") else beside
+    shared = {"shared_dir": "/mnt/kv/kvsidecar", "shared_size": "10TiB"}
+    beside = shared if name.startswith("shared_") else beside
     others = "".join(f'{other} = "{value}"\n' for other, value in beside.items() if other != name)
     file.write_text(others + line + "\n")
     assert name in tomllib.loads(line)

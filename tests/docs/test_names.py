@@ -10,17 +10,27 @@ import pytest
 
 from kvsidecar.cli.main import main
 from kvsidecar.daemon.config import RESERVED, Settings, click_options, variable_of
+from kvsidecar.integrations.sglang.counters import HELP
 from kvsidecar.integrations.vllm.counters import COUNTED
 from tests.docs.pages import PAGES, commands, spans, text
 
 metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' generators need the extra docs")
 
 OF_OTHERS = {
+    "--disable-radix-cache": "SGLang",
+    "--enable-hierarchical-cache": "SGLang",
+    "--enable-memory-saver": "SGLang",
+    "--enable-metrics": "SGLang",
+    "--lora-paths": "SGLang",
+    "--unified-cache-external-linker-config": "SGLang",
+    "--weight-version": "SGLang",
     "--blocks": "benchmarks.warm_restart",
     "--compare": "benchmarks.daemon.show",
     "--disable-hybrid-kv-cache-manager": "vLLM",
+    "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",
     "--layouts": "benchmarks.peers",
+    "--shares": "benchmarks.lookup_timing",
     "--limit": "benchmarks.warm_restart",
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",
@@ -83,7 +93,8 @@ def test_variables_exist(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_metrics_exist(page: str) -> None:
     assert set(re.findall(r"\bvllm:kvsidecar_([a-z_]+)_total\b", text(page))) <= set(COUNTED)
-    named = set(re.findall(r"(?<!vllm:)\bkvsidecar_[a-z_]+\b", text(page)))
+    assert set(re.findall(r"\bsglang:kvsidecar_([a-z_]+)_total\b", text(page))) <= set(HELP)
+    named = set(re.findall(r"(?<!vllm:)(?<!sglang:)\bkvsidecar_[a-z_]+\b", text(page)))
     exported = {sample.name for family in metrics.families() for sample in family.samples}
     histograms = {family.name for family in metrics.families() if family.type == "histogram"}
     assert named - exported - histograms == set()

@@ -63,3 +63,25 @@ def test_a_daemon_serves_without_its_cluster_and_takes_it_when_it_is_there(
         own_cluster.start_master()
         eventually(lambda: is_up(daemon))
         rank.close()
+
+
+def test_a_prefix_comes_from_the_disk_and_from_the_cluster(short_dir: Path, own_cluster: Cluster) -> None:
+    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", f"{256 * SHARD_BYTES >> 10}KiB")
+    with (
+        cluster_daemon(short_dir / "1", own_cluster, "--cluster-admission=all") as one,
+        cluster_daemon(short_dir / "2", own_cluster, "--cluster-admission=none", "--disk-admission=all", *disk) as two,
+    ):
+        writer, reader = Rank(one.wait_ready()), Rank(two.wait_ready())
+        eventually(lambda: is_up(one) and is_up(two) and tier_metric(two, "up") == 1)
+        done(writer.store("a", "b", "c"))
+        eventually(lambda: tier_metric(one, "copied_blocks_total", "cluster", direction="write") == 3)
+        done(reader.store("a"))
+        eventually(lambda: tier_metric(two, "copied_blocks_total", direction="write") == 1)
+        done(reader.store(*(f"other {each}" for each in range(POOL_BLOCKS))))
+        assert fetched(reader, "a", "b", "c").groups[0].hits == 3
+        done(reader.load("a", "b", "c", at=[0, 1, 2]))
+        assert all(reader.holds(at, name) for at, name in enumerate(("a", "b", "c")))
+        assert tier_metric(two, "copied_blocks_total", direction="read") == 1
+        assert tier_metric(two, "copied_blocks_total", "cluster", direction="read") == 2
+        writer.close()
+        reader.close()

@@ -199,9 +199,10 @@ def test_a_daemon_killed_mid_load_costs_its_jobs_and_nothing_else(
 
 
 def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_of_the_stream(
-    short_dir: Path, local: bool
+    short_dir: Path, gate: Gate, local: bool
 ) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="load.before_copy=delay(3600)", local=local) as daemon:
+    """Its copy is under way. What has not begun is over behind the fence: `tests.e2e.test_fence`."""
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}", local=local) as daemon:
         relay = Relay(daemon.wait_ready(), short_dir)
         began = time.monotonic()
         Rank(daemon, client=quick(relay.socket, local)).close()
@@ -213,6 +214,7 @@ def test_a_load_is_not_over_while_a_hung_daemon_may_still_write_whatever_became_
         load = rank.client.load([Blocks(0, hashes("a"), [5])], timeout=patience)
         with rank.client._changed:  # it is on its way: from now on a copy of it may run
             assert rank.client._changed.wait_for(lambda: rank.client._ledger.outstanding()[0].phase == 2, SECONDS)
+        daemon.wait_log("failpoint")
         pause(daemon)
         relay.cut(rank.client)
         with rank.client._changed:

@@ -7,7 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from kvsidecar.client import LookupResult
+from kvsidecar.client import LookupMode, LookupResult
 from kvsidecar.tiers.disk.directory import EXTENTS
 from tests.e2e.test_warm_restart import owners_in
 from tests.harness import SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes
@@ -71,6 +71,56 @@ def test_a_block_that_was_evicted_comes_back_from_disk(short_dir: Path) -> None:
         evict_all(rank)
         assert rank.hits("a", "b", "c") == 0
         assert fetched(rank, "a", "b", "c", "d").groups[0].hits == 3
+        done(rank.load("a", "b", "c", at=[0, 1, 2]))
+        assert all(rank.holds(at, name) for at, name in enumerate(("a", "b", "c")))
+        rank.close()
+
+
+def test_of_a_window_only_the_blocks_that_are_wanted_come_back(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a", "b", "d")
+        evict_all(rank)
+        names, held = hashes("a", "b", "c", "d", "e"), (True, True, False, True, False)
+        wanted: tuple[bool, ...] = ()
+
+        def look_up() -> LookupResult:
+            return rank.client.lookup(
+                rank.namespace,
+                {0: names},
+                mode=LookupMode.BITMAP,
+                fetch_seconds=60.0,
+                wanted={0: wanted},
+                fetch_tokens=1 << 20,
+            )
+
+        eventually(lambda: look_up().groups[0].held == held)
+        assert tier_metric(daemon, "copied_blocks_total", direction="read") == 0
+        wanted = (False, True, True, True)
+        eventually(lambda: look_up().groups[0].found == (False, True, False, False, False))
+        assert not eventually(lambda: not look_up().coming and look_up()).groups[0].coming, "the disk has no c before d"
+        wanted = (False, False, False, True)
+        eventually(lambda: look_up().groups[0].found == (False, True, False, True, False))
+        assert look_up().groups[0].held == (True, False, False, False, False)
+        assert tier_metric(daemon, "copied_blocks_total", direction="read") == 2
+        done(rank.load("b", "d", at=[0, 1]))
+        assert rank.holds(0, "b")
+        assert rank.holds(1, "d")
+        rank.close()
+
+
+def test_a_block_is_written_before_it_is_evicted(short_dir: Path) -> None:
+    with disk_daemon(short_dir, "--disk-admission=on_evict") as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        done(rank.store("a", "b", "c"))
+        assert written(daemon) == 0
+        for stored in range(4, 4 + POOL_BLOCKS):
+            done(rank.store(f"other {stored}"))
+            eventually(lambda: written(daemon) >= stored - (POOL_BLOCKS - 2))  # noqa: B023  # called at once
+        assert rank.hits("a", "b", "c") == 0
+        assert tier_metric(daemon, "unwritten_blocks_total", reason="queue") == 0
+        assert fetched(rank, "a", "b", "c").groups[0].hits == 3
         done(rank.load("a", "b", "c", at=[0, 1, 2]))
         assert all(rank.holds(at, name) for at, name in enumerate(("a", "b", "c")))
         rank.close()
@@ -200,6 +250,22 @@ def test_a_warm_restart_waits_for_the_tiers_process_too(short_dir: Path, pool_di
         eventually(lambda: tier_metric(daemon, "up") == 1)
         tier = tier_pid(daemon)
         assert tier in [owner.pid for owner in owners_in(pool_dir)]
+
+
+def test_a_cluster_that_is_not_there_does_not_stop_the_disk(short_dir: Path) -> None:
+    with disk_daemon(short_dir, "--cluster-master", "127.0.0.1:1") as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a")
+        evict_all(rank)
+        assert fetched(rank, "a", "b").groups[0].hits == 1
+        done(rank.load("a", at=[0]))
+        assert rank.holds(0, "a")
+        eventually(lambda: daemon.get("/status")[1]["tiers"][1]["off"] not in ("", "it has not started yet"))
+        disk, cluster = daemon.get("/status")[1]["tiers"]
+        assert (disk["name"], disk["off"], cluster["name"]) == ("disk", "", "cluster")
+        ready = daemon.get("/ready")[1]["tiers"]
+        assert (ready["disk"], ready["cluster"][:5]) == ("on", "off: ")
+        rank.close()
 
 
 # -- what fails ------------------------------------------------------------------------------------------------------

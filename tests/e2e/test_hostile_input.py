@@ -82,7 +82,7 @@ class Attacker:
         for method, good in (
             ("Attach", pb.AttachRequest(register=self._register(b"", 1))),
             *(("Attach", request) for request in self._jobs(1)[:3]),
-            *((name, self._good(name)) for name in ("Lookup", "Release", "Renew", "Clear")),
+            *((name, self._good(name)) for name in ("Lookup", "Release", "Renew", "Clear", "Pin", "Unpin")),
         ):
             for message in extremes(good):
                 self.number += 1
@@ -124,14 +124,18 @@ class Attacker:
         return replies
 
     def _unary(self) -> None:
-        name = self.rng.choice(("Lookup", "Release", "Renew", "Status", "Clear", "CancelDrain"))
+        name = self.rng.choice(("Lookup", "Release", "Renew", "Status", "Clear", "Pin", "Unpin", "CancelDrain"))
         self.call(name, [self._bytes(self._good(name))])
 
     def _huge(self) -> None:
         """Around the limit of a message, and far over it."""
         size = self.rng.choice(((4 << 20) - 300, 4 << 20, (4 << 20) + 1, 16 << 20))
         request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_BITMAP)
-        request.groups.add(group=0, hashes=bytes(size // 32 * 32))
+        if self.rng.random() < 0.3:
+            request.fetch_ms, request.choose = 1000, True
+            request.groups.add(group=0, hashes=bytes(32), wanted=b"\xff" * size)
+        else:
+            request.groups.add(group=0, hashes=bytes(size // 32 * 32))
         self.call("Lookup", [request.SerializeToString()])
 
     def _attach(self) -> None:
@@ -256,11 +260,16 @@ class Attacker:
         lease = self.rng.choice((0, 1, 2**48 - 1, 2**64 - 1))
         match name:
             case "Lookup":
-                groups = [pb.LookupGroup(group=0, hashes=b"".join(hashes("a", "b")))]
+                choose = self.rng.random() < 0.5
+                wanted = self.rng.randbytes(self.rng.choice((0, 1, 9)))
+                groups = [pb.LookupGroup(group=0, hashes=b"".join(hashes("a", "b")), wanted=wanted)]
                 return pb.LookupRequest(
                     namespace=namespace_to_wire(NAMESPACE),
-                    mode=pb.LookupRequest.MODE_PREFIX,
+                    mode=pb.LookupRequest.MODE_BITMAP if choose else pb.LookupRequest.MODE_PREFIX,
                     groups=groups,
+                    fetch_ms=self.rng.choice((0, 100)),
+                    choose=choose,
+                    fetch_tokens=self.rng.choice((0, 32, 1 << 31)),
                     lease_ms=self.rng.choice((0, 100)),
                     token=self.rng.choice((b"", *self.tokens[-2:])),
                 )
@@ -270,6 +279,12 @@ class Attacker:
                 return pb.RenewRequest(lease=lease, lease_ms=100)
             case "Clear":
                 return pb.ClearRequest(namespace=namespace_to_wire(NAMESPACE))
+            case "Pin":
+                groups = [pb.LookupGroup(group=0, hashes=b"".join(hashes("a", "b")))]
+                namespace = namespace_to_wire(NAMESPACE)
+                return pb.PinRequest(name=self.rng.choice("ab"), namespace=namespace, groups=groups, seconds=1)
+            case "Unpin":
+                return pb.UnpinRequest(name="a")
             case "CancelDrain":
                 return pb.CancelDrainRequest()
             case _:
@@ -364,6 +379,12 @@ def store_and_load(rank: Rank, number: int) -> None:
     assert not rank.kv[:, 4:].any(), f"blocks that nobody named were written before request {number}"
 
 
+def end_pins(rank: Rank) -> None:
+    """Those that the attacker, who is an admin here, has made: only they, their expiry or a restart would end them."""
+    for pin in rank.client.status().pins:
+        assert rank.client.unpin(pin.name)
+
+
 @pytest.mark.timeout(0)
 def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
     seconds = float(os.environ.get("KVSIDECAR_HOSTILE_SECONDS", "10"))
@@ -378,6 +399,7 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
         store_and_load(rank, 0)
         attacker.close()
         eventually(lambda: daemon.metric("kvsidecar_attached_ranks") == 1)
+        end_pins(rank)
         before = Holdings(daemon)
         attacker = Attacker(daemon, seed + 1)
         end = time.monotonic() + seconds
@@ -388,6 +410,7 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
         store_and_load(rank, attacker.number + 1)
         attacker.close()
         print(f"{attacker.number} requests:", *sorted(attacker.codes.items()), sep="\n  ")
+        end_pins(rank)
         eventually(lambda: not Holdings(daemon).more_than(before), lambda: Holdings(daemon).more_than(before))
         after = Holdings(daemon)
         assert after.rss < before.rss + RSS_GROWTH, (

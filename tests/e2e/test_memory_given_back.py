@@ -80,9 +80,9 @@ def test_behind_its_copiers_death_the_memory_of_the_gpu_is_free(short_dir: Path,
         daemon.wait_log("failpoint")
         victim.kill()
         victim.wait()
-        assert before - context.memory_info()[0] > 2 << 30, "the copier has it no more: this test would pass anyway"
-        (copier,) = daemon.copiers()
-        os.kill(copier, signal.SIGKILL)
+        assert before - context.memory_info()[0] >= 2 << 30, "the copier has it no more: this test would pass anyway"
+        for copier in daemon.copiers():  # of other GPUs too
+            os.kill(copier, signal.SIGKILL)
         killed = time.monotonic()
         eventually(lambda: before - context.memory_info()[0] < 1 << 30)
         print(f"released {time.monotonic() - killed:.3f} s after the copier's death")

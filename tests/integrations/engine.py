@@ -206,6 +206,11 @@ class TinyDaemon:
         """Whether a slower tier is being asked."""
         self.coming = 0
         """Blocks of group 0 that come from there."""
+        self.disk: set[tuple[int, bytes]] = set()
+        """What a slower tier has, by group and hash: the caller chooses, and has it with its next question."""
+        self.fetched: list[tuple[int, bytes]] = []
+        self.fails = False
+        """Whether what is fetched fails to come."""
         self.asked: list[Mapping[int, Any]] = []
         self.closed = False
         self.taken = 0
@@ -222,6 +227,8 @@ class TinyDaemon:
         lease_seconds: float = 0.0,
         fetch_seconds: float = 0.0,
         prefill_rate: float = 0.0,
+        wanted: Mapping[int, Sequence[bool]] | None = None,
+        fetch_tokens: int = 0,
         timeout: float | None = None,
     ) -> LookupResult:
         assert fetch_seconds > 0, "a slower tier may have what is missed"
@@ -245,9 +252,26 @@ class TinyDaemon:
             self.taken += 1
             lease = self.taken
             self.leases[lease] = hits
+        if wanted is not None:
+            assert bool(wanted) == (fetch_tokens > 0) or not self.disk
+            for index, packed in groups.items():
+                assert isinstance(packed, bytes)
+                answers[index] = self._choose(index, packed, answers[index], wanted.get(index, ()))
         if self.coming and 0 in answers:
             answers[0] = replace(answers[0], coming=self.coming)
         return LookupResult(True, answers, lease, lease_seconds, asking=self.asking)
+
+    def _choose(self, index: int, packed: bytes, answer: GroupHits, wanted: Sequence[bool]) -> GroupHits:
+        """The answer for a group with what is held, and what comes with the next lookup."""
+        names = [(index, packed[i : i + 32]) for i in range(0, len(packed), 32)]
+        held = tuple(each in self.disk and not flag for each, flag in zip(names, answer.found, strict=True))
+        coming = [each for each, flag, want in zip(names, answer.found, wanted, strict=False) if want and not flag]
+        if self.fails:
+            return replace(answer, held=held)
+        assert self.disk.issuperset(coming), "what is not there is asked for"
+        self.fetched += coming
+        self.blocks.update({each: each[1] for each in coming})
+        return replace(answer, held=held, coming=len(coming))
 
     def begin_lookup(
         self,
@@ -256,7 +280,7 @@ class TinyDaemon:
         *,
         mode: LookupMode = LookupMode.PREFIX,
         lease_seconds: float = 0.0,
-        **fetch: float,
+        **fetch: Any,
     ) -> TinyQuestion | None:
         if self.reason:
             return None

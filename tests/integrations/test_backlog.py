@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from kvsidecar.integrations.vllm.stored_filter import tags_of
 from tests.integrations.engine import (
     EPOCH,
     Block,

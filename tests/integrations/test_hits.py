@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range
+from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range, needed
 from tests.integrations.engine import full, group
 
 
@@ -64,6 +64,23 @@ def test_the_hit_is_the_longest_that_brute_force_finds(
     groups, found, local, most = case
 
     assert longest_hit(groups, found, local, most) == brute_force(groups, found, local, most)
+
+
+@given(cases())
+def test_what_a_hit_needs_is_enough_for_it_and_no_block_is_too_much(
+    case: tuple[list[Group], dict[int, list[bool]], int, int],
+) -> None:
+    groups, found, local, most = case
+    hit = longest_hit(groups, {index: [True] * len(each) for index, each in found.items()}, local, most)
+    flags = {index: each[: len(found[index])] for index, each in needed(groups, hit, local, most).items()}
+    if not hit:
+        assert not any(any(each) for each in flags.values())
+        return
+    assert all(can_go_on(each, flags[each.index], local, hit) for each in groups)
+    for each in groups:
+        for i in [i for i, flag in enumerate(flags[each.index]) if flag]:
+            without = [flag and at != i for at, flag in enumerate(flags[each.index])]
+            assert not can_go_on(each, without, local, hit)
 
 
 def test_the_last_token_is_always_computed() -> None:

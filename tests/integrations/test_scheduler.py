@@ -174,6 +174,52 @@ def test_what_is_there_when_the_patience_ends_is_loaded() -> None:
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
 
 
+HYBRID = (full(0), group(1, Kind.SLIDING_WINDOW, 4, window=5), group(2, Kind.STATE, 4))
+
+
+def hybrid_on_disk(request: Request, window: int, state: int) -> TinyDaemon:
+    """A daemon with the first of four blocks in its pool; on disk the other blocks of full attention, of the window
+    those up to this block, and of the state this one."""
+    daemon = TinyDaemon()
+    names = request.block_hashes
+    daemon.put(0, names[:1])
+    daemon.disk = {(0, each) for each in names[1:4]} | {(1, each) for each in names[:window]} | {(2, names[state])}
+    return daemon
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("window", "state", "hit"), [(4, 3, 16), (4, 2, 12), (3, 2, 12), (3, 3, 0)])
+def test_of_windows_and_states_that_is_fetched_which_the_longest_hit_needs(
+    window: int, state: int, hit: int, early: bool
+) -> None:
+    request = Request("r", list(range(17)))
+    names = request.block_hashes
+    daemon, clock = hybrid_on_disk(request, window, state), Clock()
+    made = attached(HYBRID, daemon=daemon, clock=clock)
+    if early:
+        made.on_new_request(request)
+    if hit:
+        for _ in range(2):  # what there is, and what comes of it
+            assert made.get_num_new_matched_tokens(request, 0) == (None, False)
+            clock.now += AGAIN_SECONDS
+    assert made.get_num_new_matched_tokens(request, 0) == (hit, hit > 0)
+    last = hit // 4
+    needs = {(0, each) for each in names[1:last]} | {(1, names[last - 1]), (2, names[last - 1])}
+    assert set(daemon.fetched) == (needs if hit else set())
+    assert made.counters.fetch_waits == (hit > 0)
+    assert len(daemon.leases) == (hit > 0)
+
+
+def test_what_fails_to_come_is_not_waited_for() -> None:
+    request = Request("r", list(range(17)))
+    daemon, clock = hybrid_on_disk(request, 4, 3), Clock()
+    daemon.fails = True
+    made = attached(HYBRID, daemon=daemon, clock=clock)
+    assert made.get_num_new_matched_tokens(request, 0) == (None, False)
+    clock.now += AGAIN_SECONDS
+    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
 @pytest.mark.parametrize("reason", [DAEMON_LOST, BREAKER_OPEN])
 def test_a_lost_daemon_is_not_waited_for(reason: str) -> None:
     daemon = TinyDaemon()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.selection import (
     Candidates,
@@ -15,7 +16,6 @@ from kvsidecar.integrations.vllm.selection import (
     keys_reader,
     walk,
 )
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 from tests.integrations.engine import TinyPool, chain, full, group
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter, Tags, tags_of
+from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
 
 
 def tags(*numbers: int, group: int = 0, width: int = 32) -> Tags:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.vllm import events as vllm_events
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
@@ -336,6 +338,70 @@ def test_events_say_what_is_stored_with_the_medium_and_what_a_lookup_found_gone(
     assert [(type(each).__name__, each.medium) for each in engine.side.take_events()] == [("BlockRemoved", "CPU")] * 2
 
 
+def load(engine: Engine, request: Any) -> int:
+    """Begin to load what the daemon has of a request. Returns the number of the job."""
+    blocks, local = engine.local(request)
+    external, _ = engine.side.get_num_new_matched_tokens(request, local)
+    engine.manager.new_step_starts()
+    allocated = engine.manager.allocate_slots(
+        request,
+        0,
+        num_new_computed_tokens=local,
+        new_computed_blocks=blocks,
+        num_external_computed_tokens=external,
+        delay_cache_blocks=True,
+    )
+    assert allocated is not None
+    engine.side.update_state_after_alloc(request, engine.manager.get_blocks(request.request_id), external)
+    (job,) = engine.step({}).loads
+    return int(job.number)
+
+
+def told(engine: Engine) -> list[tuple[str, str, list[int], Any]]:
+    return [
+        (type(each).__name__, each.medium, getattr(each, "token_ids", []), getattr(each, "parent_block_hash", None))
+        for each in engine.side.take_events()
+    ]
+
+
+@pytest.mark.parametrize("who", ["the engine that has stored it", "another engine"])
+def test_what_came_back_from_a_slower_tier_is_told_when_it_was_loaded(who: str) -> None:
+    daemon = TinyDaemon()
+    first = Engine(MODELS["full"], daemon, events=True)
+    tokens = list(range(40))
+    first.compute(first.request("a", tokens), 1000)
+    before = told(first)
+    engine = Engine(MODELS["full"], daemon, events=True)
+    if who != "another engine":
+        engine = first
+        assert engine.manager.reset_prefix_cache()
+        kept, daemon.blocks = daemon.blocks, {}
+        engine.side.get_num_new_matched_tokens(engine.request("b", tokens), 0)
+        assert [each[:2] for each in told(engine)] == [("BlockRemoved", "CPU")] * 2
+        daemon.blocks = kept
+    numbers = [load(engine, engine.request(name, tokens)) for name in ("c", "d")]
+    assert told(engine) == [], "they may still fail"
+    engine.side.take_report(RankReport(loaded=dict.fromkeys(numbers, 1)))
+    assert told(engine) == before
+    engine.side.take_report(RankReport(loaded={load(engine, engine.request("e", [*tokens[:32], *tokens])): 1}))
+    assert told(engine) == [], "the router knows"
+
+
+@pytest.mark.parametrize("fate", ["failed", "restart", "reset"])
+def test_what_was_not_loaded_or_is_lost_meanwhile_is_not_told(fate: str) -> None:
+    daemon = TinyDaemon()
+    first, engine = (Engine(MODELS["full"], daemon, events=True) for _ in range(2))
+    first.compute(first.request("a", list(range(40))), 1000)
+    number = load(engine, engine.request("b", list(range(40))))
+    if fate == "restart":
+        daemon.epoch += 1
+        engine.side.take_report(RankReport(attached={0: daemon.epoch}))
+    elif fate == "reset":
+        assert engine.side.reset_cache() is False
+    engine.side.take_report(RankReport(loaded={number: 1}, not_loaded=frozenset([number] if fate == "failed" else [])))
+    assert told(engine) == []
+
+
 def test_salted_requests_do_not_share() -> None:
     daemon = TinyDaemon()
     engine = Engine(MODELS["full"], daemon)
@@ -420,3 +486,82 @@ def test_only_so_many_announced_blocks_are_remembered_and_those_before_them_are_
     stored = [block for each in told if hasattr(each, "token_ids") for block in each.block_hashes]
     removed = [block for each in told if not hasattr(each, "token_ids") for block in each.block_hashes]
     assert sorted(removed) == sorted(stored[:2])
+
+
+class Watched:
+    """A daemon that tells what the test says."""
+
+    def __init__(self) -> None:
+        self.news: list[ResidencyChange] = []
+
+    @property
+    def has_residency(self) -> bool:
+        return bool(self.news)
+
+    def take_residency(self, _most_bytes: int) -> list[ResidencyChange]:
+        taken, self.news = self.news, []
+        return taken
+
+    def tell(self, kind: Residency, hashes: Sequence[bytes] = ()) -> None:
+        self.news.append(ResidencyChange(kind, 0, b"".join(hashes)))
+
+
+def followed() -> tuple[Watched, Events, list[bytes]]:
+    """Events of an engine that has planned to store a request's three blocks, while the daemon tells everything."""
+    watched, engine = Watched(), Engine(MODELS["full"], TinyDaemon())
+    events = Events(engine.groups, 32, watched)
+    request = engine.request("a", list(range(48)))
+    for index, each in enumerate(request.block_hashes):
+        events.note(request, engine.groups[0], index, each)
+    watched.tell(Residency.RESET)
+    watched.tell(Residency.COMPLETE)
+    assert events.take() == []
+    return watched, events, request.block_hashes
+
+
+def kinds(events: Events) -> list[tuple[str, int]]:
+    return [(type(each).__name__, len(each.block_hashes)) for each in events.take()]
+
+
+def test_what_this_engine_has_stored_is_announced_once_whoever_says_it_first() -> None:
+    watched, events, hashes = followed()
+    events.stored(0, hashes[:1])
+    assert kinds(events) == [("BlockStored", 1)]
+    watched.tell(Residency.STORED, hashes)
+    assert kinds(events) == [("BlockStored", 1)] * 2
+    events.stored(0, hashes)
+    assert kinds(events) == []
+
+
+def test_a_store_that_is_reported_after_its_blocks_were_evicted_is_not_announced() -> None:
+    watched, events, hashes = followed()
+    watched.tell(Residency.STORED, hashes)
+    watched.tell(Residency.REMOVED, hashes[2:])
+    assert kinds(events) == [("BlockStored", 1)] * 3 + [("BlockRemoved", 1)]
+    events.stored(0, hashes)
+    assert kinds(events) == []
+
+
+def test_a_lookup_takes_back_only_what_the_daemon_does_not_say_it_holds() -> None:
+    watched, events, hashes = followed()
+    watched.tell(Residency.STORED, hashes[:1])
+    events.stored(0, hashes)
+    kinds(events)
+    events.removed(0, hashes)
+    assert kinds(events) == [("BlockRemoved", 1)] * 2
+
+
+def test_another_daemon_run_takes_nothing_back_that_the_daemon_tells_of() -> None:
+    watched, events, hashes = followed()
+    watched.tell(Residency.STORED, hashes)
+    kinds(events)
+    events.all_removed()  # the ranks have attached to the run of which it tells
+    assert kinds(events) == []
+    watched.tell(Residency.LOST)
+    assert kinds(events) == [("BlockRemoved", 3)]
+    watched.tell(Residency.RESET)
+    watched.tell(Residency.STORED, hashes[:2])
+    watched.tell(Residency.COMPLETE)
+    assert kinds(events) == [("BlockStored", 1)] * 2
+    events.reset()
+    assert kinds(events) == [("BlockRemoved", 2)]

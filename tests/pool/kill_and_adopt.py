@@ -130,6 +130,7 @@ def kill_at_random(words: Words, pool: Bytes, progress: memoryview, rng: random.
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, required=True)
+    parser.add_argument("--until-wrong", action="store_true", help="no more kills than it takes to find wrong bytes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--never-unseal", action="store_true", help="a bug: a slot is filled while its old record is sealed"
@@ -150,6 +151,8 @@ def main() -> None:
         kill_at_random(words, pool, progress, rng)
         more, bad = compare(words, pool)
         found, wrong = found + more, wrong + bad
+        if wrong and options.until_wrong:
+            break
     print(json.dumps({"found": found, "wrong": wrong, "clears": progress[1]}))
 
 

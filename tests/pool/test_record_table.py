@@ -69,7 +69,7 @@ def test_a_table_of_another_pool_is_refused_and_stays_as_it_is(file: int, now: T
     [
         (0, 0, "no header"),
         (0, 1, "no header"),
-        (1, 2, "format 2; this daemon reads 1"),
+        (1, 1, "format 1; this daemon reads 2"),
         (2, 5, "damaged"),
         (3, 1 << 60, "damaged"),
         (5, 7, "damaged"),
@@ -189,4 +189,5 @@ def test_after_each_of_200_kills_every_block_that_is_found_has_the_bytes_that_we
 
 
 def test_the_same_kills_find_wrong_bytes_if_records_are_never_unsealed() -> None:
-    assert kills(60, "--never-unseal")["wrong"] > 0
+    # Luck decides which of them hit a slot that is being filled: usually one of ten, fewer on a machine without pause.
+    assert kills(5000, "--never-unseal", "--until-wrong")["wrong"] > 0

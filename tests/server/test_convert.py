@@ -11,7 +11,7 @@ from kvsidecar.client.messages import LookupQuery
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import pack_hashes, pack_ids
-from kvsidecar.server.convert import bitmap_to, blocks_from, ids_from
+from kvsidecar.server.convert import bitmap_to, blocks_from, choice_from, ids_from
 from kvsidecar.types import LookupMode
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE, hashes
@@ -79,3 +79,11 @@ def test_a_bitmap_means_the_same_on_both_sides(count: int) -> None:
     reply = pb.LookupReply(groups=[pb.GroupHits(group=2, hits=sum(found), bitmap=bitmap_to(found))])
     query = LookupQuery(NAMESPACE, {2: bytes(32 * count)}, LookupMode.BITMAP)
     assert query.result(reply).groups[2].found == tuple(found)
+
+
+def test_what_is_wanted_beyond_the_hashes_takes_no_memory() -> None:
+    hashes, more = bytes(9 * 32), b"\xff" * (1 << 20)
+    groups = [pb.LookupGroup(hashes=hashes, wanted=b"\x05\x01" + more), pb.LookupGroup(hashes=hashes), pb.LookupGroup()]
+    choice = choice_from(pb.LookupRequest(groups=groups, fetch_tokens=7), 32)
+    assert choice.wanted == [[1, 0, 1, 0, 0, 0, 0, 0, 1, *[0] * 7], [], []]
+    assert choice.tokens == 7

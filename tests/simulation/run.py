@@ -81,6 +81,8 @@ class _Run:
         """Of a step of a copy: it fails, or its copier dies."""
         self.death_rate = self.rng.choice((0.0, 0.0, 0.002, 0.02))
         """Of any step: a copier dies."""
+        self.shared = self.rng.random() < 0.5
+        """Shares are reloaded now and then."""
         self.kill_rate = self.rng.choice((0.0, 0.02, 0.08))
 
     def play(self) -> None:
@@ -196,6 +198,8 @@ class _Run:
             engine.renew()
         elif choice < 0.985:
             engine.clear()
+        elif choice < 0.99 and self.shared:
+            self.world.reload_shares()
 
     def _load(self, engine: Engine, rank: Rank) -> None:
         lease: Lease | None = self.rng.choice(engine.leases) if engine.leases else None

@@ -18,6 +18,7 @@ import grpc
 import structlog
 
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.copiers import Copier
 from kvsidecar.core.access import Access
@@ -37,7 +38,7 @@ from tests.simulation.copiers import SimCopiers
 from tests.simulation.kills import Kills
 from tests.simulation.loop import SimLoop
 from tests.simulation.machine import Machine, Violation
-from tests.simulation.shapes import PAGE
+from tests.simulation.shapes import PAGE, SHAPES
 
 SLAB = 4 * PAGE
 DEVICES = ("gpu-0", "gpu-1")
@@ -48,6 +49,10 @@ LEASE_MAX = 20.0
 def _metrics() -> Metrics:
     """One for all worlds of a process: they decide nothing, and take longer to build than a world to run."""
     return Metrics("simulation")
+
+
+def _is_of(model: str, namespace: Namespace) -> bool:
+    return namespace.model == model
 
 
 @contextmanager
@@ -148,6 +153,9 @@ class World:
             next_id=itertools.count(1).__next__,
             records=self.kills and self.kills.records,
         )
+        self._committed = 0
+        if rng.random() < 0.5:
+            self.reload_shares()
         self.instances = Instances(
             self.cache, self.copiers, loop.time, self._task_failed, Access(None, owner=0, private=True)
         )
@@ -217,6 +225,23 @@ class World:
             raise Violation(f"it does not end: {task}")
         task.result()
 
+    def reload_shares(self) -> None:
+        """SIGHUP: the pool is divided anew, or not at all."""
+        pages = self.cache.stats().total_bytes // PAGE
+        names, left, limits = [shape.namespace.model for shape in SHAPES], pages, []
+        for name in self.rng.sample(names, self.rng.randint(0, len(names))):
+            guaranteed = self.rng.randint(0, left)
+            most = self.rng.choice((None, None, self.rng.randint(max(1, guaranteed), pages)))
+            left -= guaranteed
+            covers = functools.partial(_is_of, name)
+            ttl, idle_ttl = self.rng.choice((None, None, 1.0, 20.0)), self.rng.choice((None, None, 1.0, 20.0))
+            limits.append(
+                ShareLimits(name, covers, guaranteed * PAGE, None if most is None else most * PAGE, ttl, idle_ttl)
+            )
+        self.cache.set_shares(limits)
+        self._committed = self.cache._table.shares.committed
+        self.note(f"shares: {[(each.name, each.guaranteed, each.most) for each in limits]}")
+
     # -- what must hold --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -227,6 +252,10 @@ class World:
         now = (self.cache._tick, self.cache.stats())
         if now != self._checked:
             check_integrity(self.cache)
+            shares = self.cache._table.shares
+            if shares.limited and shares.committed > max(now[1].total_bytes, self._committed):
+                raise Violation("bytes that are guaranteed to a share are pinned by another")
+            self._committed = shares.committed
             if self.kills is not None:
                 self.kills.check(self.cache)
             self._checked = now

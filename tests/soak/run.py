@@ -110,7 +110,7 @@ class Soak:
         self._result.counts["daemons"] += 1
         sizes = ("--pool-size", POOL, "--slab-size", "1MiB", "--lease-max", "2")
         disk = ("--disk-dir", str(self._directory / "disk"), "--disk-size", DISK, "--disk-deadline", "0.5")
-        admission = ("--disk-admission", self._rng.choice(("all", "second_use")))
+        admission = ("--disk-admission", self._rng.choice(("all", "on_evict", "second_use")))
         pool: tuple[str, ...] = ()
         if self._kills_daemon:
             pool = ("--pool-dir", str(self._pool_dir), "--lock-wait", str(SECONDS))

@@ -79,7 +79,8 @@ def test_a_terminal_that_was_stopped_holds_up_nothing(short_dir: Path) -> None:
     gate = Gate(short_dir)  # the pool becomes ready only when nothing can be drawn any more
     rules = f"pool.pin_chunk@7={gate}"
     with contextlib.closing(gate), serve(short_dir, 200, KVSIDECAR_FAILPOINTS=rules) as terminal:
-        (url,) = re.findall(r"http=(http://[\d.:]+)", terminal.until("pinning "))
+        # Not until the bar: it is drawn below the first of the lines that wait, and this one may be the next.
+        (url,) = re.findall(r"http=(http://[\d.:]+)", terminal.until(" tcp_port="))
         terminal.press(b"\x13")  # Ctrl-S
         gate.let_pass()
         state = ""

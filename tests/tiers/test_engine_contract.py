@@ -16,6 +16,7 @@ import xxhash
 
 from kvsidecar.tiers.disk.engine import DiskEngine
 from kvsidecar.tiers.engine import Engine, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.files.engine import FilesEngine
 from kvsidecar.tiers.messages import split
 from tests.mooncake_cluster import OwnMemory
 from tests.tiers.support import EMPTY, PAGE, content, key, memory, read, space, there, write
@@ -23,8 +24,9 @@ from tests.tiers.support import EMPTY, PAGE, content, key, memory, read, space, 
 CAPACITY = 64 * PAGE
 Make = Callable[[Path], Engine]
 LOCAL: dict[str, Make] = {"disk": lambda path: DiskEngine(path / "tier", CAPACITY, slab_bytes=16 * PAGE)}
+SHARED: dict[str, Make] = {"files": lambda path: FilesEngine(path / "tier", CAPACITY)}
 CLUSTER = "cluster"
-ENGINES = [*LOCAL, CLUSTER]
+ENGINES = [*LOCAL, *SHARED, CLUSTER]
 SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 7]
 
 
@@ -53,7 +55,10 @@ def local(make: Make, place: Path) -> Iterator[Engine]:
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, place: Path) -> Iterator[Engine]:
     opened: Engine
-    opened = OwnMemory(request.getfixturevalue("cluster")) if request.param == CLUSTER else LOCAL[request.param](place)
+    if request.param == CLUSTER:
+        opened = OwnMemory(request.getfixturevalue("cluster"))
+    else:
+        opened = (LOCAL | SHARED)[request.param](place)
     yield opened
     opened.close()
 

@@ -30,6 +30,15 @@ def test_what_one_process_adds_the_other_sees(fd: int) -> None:
     assert all(reader.may_have(ONE, key(name)) for name in names)
 
 
+def test_many_at_once_are_told_as_one_by_one(fd: int) -> None:
+    keys = KeyFilter(fd)
+    keys.add(ONE, first_words(random.Random(1).randbytes(32 * MIN_BITS // 16), 32))
+    names = [key(name) for name in range(5000)]
+    together = keys.may_have_each(ONE, first_words(b"".join(names), 32))
+    assert together.tolist() == [keys.may_have(ONE, name) for name in names]
+    assert 0 < together.sum() < 5000
+
+
 def test_few_others_may_be_there(fd: int) -> None:
     keys = KeyFilter(fd)
     keys.add(ONE, first_words(random.Random(1).randbytes(32 * MIN_BITS // 16), 32))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvsidecar.tiers.policy import DAY_SECONDS, GUESSED_PREFILL, Estimate, WriteBudget
+import pytest
+
+from kvsidecar.tiers.policy import DAY_SECONDS, GUESSED_PREFILL, GUESSED_RATE, Estimate, ReadRate, WriteBudget
 
 
 def test_a_budget_is_spent_and_grows_again_within_a_day() -> None:
@@ -29,3 +31,28 @@ def test_a_fetch_is_worth_it_if_it_beats_the_computation_with_what_waits_before_
     assert not worth_it(0, 101.0)
     assert not worth_it(100, 99.0)
     assert Estimate(1, 0, 1e9, int(GUESSED_PREFILL), 0.0).worth_it, "an engine that does not say is guessed"
+
+
+def test_the_rate_is_guessed_until_something_was_read() -> None:
+    rate = ReadRate()
+    assert rate.value == GUESSED_RATE
+    rate.ended(100, began=1.0, now=3.0)
+    assert rate.value == 50.0
+
+
+@pytest.mark.parametrize("together", [1, 8])
+def test_the_rate_is_that_of_all_calls_that_run_at_a_time(together: int) -> None:
+    """Each call ends a second after the one before it, and began when ``together`` calls were left to end."""
+    rate = ReadRate()
+    for end in range(10, 60):
+        rate.ended(100, began=end - together, now=end)
+    assert rate.value == pytest.approx(100.0, rel=0.01)
+
+
+def test_time_in_which_nothing_was_read_does_not_count_and_old_reads_count_little() -> None:
+    rate = ReadRate()
+    for end in range(1, 50):
+        rate.ended(100, began=end - 1, now=end)
+    for end in range(1000, 1050):
+        rate.ended(100, began=end - 0.5, now=end - 0.25)
+    assert rate.value == pytest.approx(400.0, rel=0.01)

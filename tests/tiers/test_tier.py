@@ -21,6 +21,7 @@ from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.tiers import tier as tier_module
 from kvsidecar.tiers.engine import ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.link import TierOptions
+from kvsidecar.tiers.policy import GUESSED_RATE
 from kvsidecar.tiers.tier import FAILURES, Tier
 from tests.harness import NAMESPACE, SECONDS, Gate, eventually_in_loop
 from tests.tiers import memory_engine
@@ -106,6 +107,16 @@ async def test_what_was_written_is_found_and_read_back() -> None:
         assert [int(each.slot(number)[0]) for number in (1, 2, 3)] == [1, 2, 0]
         copied = each.tier.counts.copied
         assert (copied["write", "blocks"], copied["read", "blocks"], copied["read", "bytes"]) == (2, 2, 2 * SHARD)
+
+
+async def test_the_rate_is_guessed_until_something_was_read() -> None:
+    async with bench() as each:
+        await each.on()
+        await each.write(1)
+        assert await each.read(2) == [ReadEnd.MISS]
+        assert each.tier.read_rate == GUESSED_RATE
+        assert await each.read(1) == [ReadEnd.DONE]
+        assert each.tier.read_rate != GUESSED_RATE
 
 
 async def test_spaces_do_not_see_each_others_blocks() -> None:

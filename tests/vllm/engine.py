@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -137,6 +137,10 @@ class Engine:
 
         gc.freeze()
         chosen = {**defaults(), **options}
+        if isinstance(events := chosen.get("kv_events_config"), dict):
+            from vllm.config import KVEventsConfig
+
+            chosen["kv_events_config"] = KVEventsConfig(**events)
         with _kept_frozen():
             self.llm = LLM(model=model, kv_transfer_config=transfer, disable_log_stats=False, **chosen)
         self.engine = self.llm.llm_engine
@@ -296,25 +300,30 @@ class EngineProcess:
 
     Args:
         variables: environment variables, such as ``VLLM_ENABLE_V1_MULTIPROCESSING``.
+        stderr: a file for what it logs.
         others: as for `Engine`.
     """
 
     module = "tests.vllm.engine"
+    environment: ClassVar[dict[str, str]] = ENVIRONMENT
+    python: ClassVar[str] = sys.executable
 
     def __init__(
         self,
         model: str,
         transfer: dict[str, Any] | None = None,
         variables: dict[str, str] | None = None,
+        stderr: Any = None,
         **options: Any,
     ) -> None:
-        command = [sys.executable, "-m", self.module, json.dumps([model, transfer, options])]
+        command = [self.python, "-m", self.module, json.dumps([model, transfer, options])]
         self.process = child_process.start(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
-            env=environment(**{**ENVIRONMENT, **(variables or {})}),
+            env=environment(**{**self.environment, **(variables or {})}),
             start_new_session=True,
         )
         self._replies: SimpleQueue[str | None] = SimpleQueue()
@@ -420,7 +429,7 @@ def serve(new: Callable[..., Any]) -> None:
 
     model, transfer, options = json.loads(sys.argv[1])
     engine = new(model, transfer, **options)
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1":
         _step_aside()
     reply("started")
     for line in sys.stdin:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.test_disk import written
+from tests.e2e.test_disk import tier_metric, written
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, rejoin, running
+from tests.vllm.models import BLOCK, WINDOW
 
 LONG = prompt("long", 700)
 WHOLE = 672
@@ -57,3 +58,27 @@ def test_an_engine_hits_what_the_pool_has_evicted_and_what_another_daemon_has_wr
             assert blocks(second) == 0
             rejoin(engine, second)
             loads_the_whole_prompt(engine, truth)
+
+
+def test_of_sliding_windows_the_last_blocks_come_back_from_disk(hybrid: str, short_dir: Path) -> None:
+    with running(hybrid, enable_prefix_caching=False) as engine:
+        right = engine.generate(LONG)[0].tokens
+    with running(hybrid, kvsidecar(str(short_dir / "kvs.sock"), fetch_patience=SECONDS)) as engine:
+        with started(short_dir) as first:
+            join(engine, first)
+            (answer,) = engine.generate(LONG)
+            assert (answer.cached, answer.tokens) == (0, right)
+            engine.drain()
+            eventually(lambda: written(first) >= blocks(first) > 0)
+            first.process.kill()
+            first.process.wait(SECONDS)
+        with started(short_dir) as second:
+            rejoin(engine, second)
+            groups = engine.scheduler.kv_cache_config.kv_cache_groups
+            before = tier_metric(second, "copied_blocks_total", direction="read")
+            assert engine.reset()
+            (answer,) = engine.generate(LONG)
+            assert (answer.cached, answer.tokens) == (WHOLE, right)
+            full, window = WHOLE // BLOCK, WINDOW // BLOCK
+            read = tier_metric(second, "copied_blocks_total", direction="read") - before
+            assert read == full + (len(groups) - 1) * window, "one group of full attention, the others of windows"

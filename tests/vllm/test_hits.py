@@ -217,7 +217,9 @@ def test_routers_are_told_of_blocks_in_the_daemon_by_their_medium(
     from vllm.config import KVEventsConfig
 
     events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    with running(model, kvsidecar(daemon.socket), kv_events_config=events_config) as engine:
+    # What the daemon itself tells is left to test_events.py: here a lookup must notice.
+    transfer = kvsidecar(daemon.socket, residency=False)
+    with running(model, transfer, kv_events_config=events_config) as engine:
         join(engine, daemon)
         told: list[Any] = []
         monkeypatch.setattr(

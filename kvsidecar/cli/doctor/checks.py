@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterable
 
 from kvsidecar.cli.doctor.facts import Facts, Gpu
+from kvsidecar.cli.doctor.findings import Check, Finding, Result, Verdict
+from kvsidecar.cli.doctor.tier_checks import cluster, disk, shared
 from kvsidecar.support import memory_limits
 from kvsidecar.support.units import count, format_size
 from kvsidecar.types import State
@@ -19,26 +19,6 @@ _IPC_INIT_INODE = 0xEFFFFFFF
 _EXCLUSIVE, _PROHIBITED = 3, 2
 
 
-class Verdict(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    """It works, but slowly or with fewer features."""
-    PROBLEM = "problem"
-    """The daemon or this engine's offload will not work."""
-    NOT_CHECKED = "not checked"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    check: str
-    verdict: Verdict
-    text: str
-    fix: str = ""
-    """One sentence; empty if there is nothing to fix."""
-
-
-Result = tuple[Verdict, str] | tuple[Verdict, str, str]
-Check = Callable[[Facts], Iterable[Result]]
 _OK, _WARNING, _PROBLEM, _NOT_CHECKED = Verdict
 
 
@@ -69,6 +49,23 @@ def _kernel(facts: Facts) -> Iterable[Result]:
         yield _WARNING, f"Linux {kernel.release} cannot watch processes in other PID namespaces: no SO_PEERPIDFD", fix
     else:
         yield _OK, f"Linux {kernel.release}: pidfd, memfd, SO_PEERPIDFD"
+
+
+def _host(facts: Facts) -> Iterable[Result]:
+    host, on_gpus = facts.host, facts.config.device != "host" and (facts.driver.installed or bool(facts.nvidia_nodes))
+    named = f"cgroup v{host.cgroup}" if host.cgroup else "no cgroups"
+    if host.gvisor:
+        text = "gVisor, which shares neither memory nor CUDA IPC: engines in other containers cannot attach"
+        yield _PROBLEM, text, "Run the daemon and its engines with another runtime (runc), or all in one container."
+    elif host.wsl and on_gpus:
+        text = "WSL2: its CUDA driver has no IPC, and pins part of the memory only; engines on GPUs cannot attach"
+        yield _PROBLEM, text, "Use Linux on the machine itself, or --device host for development."
+    elif host.confidential:
+        text = f"a confidential virtual machine ({host.confidential}): devices cannot read its memory"
+        fix = "Expect slower copies, through the driver's bounce buffers, if the GPU takes a pool at all: see GPU."
+        yield (_WARNING if on_gpus else _OK), text, (fix if on_gpus else "")
+    else:
+        yield _OK, named
 
 
 def _driver(facts: Facts) -> Iterable[Result]:
@@ -165,6 +162,9 @@ def _gpus(facts: Facts) -> Iterable[Result]:
 def _gpu_trouble(gpu: Gpu, named: str, *, mps: bool) -> Result | None:
     if gpu.uuid.startswith("MIG-"):
         return _PROBLEM, f"{named} is a MIG device, which CUDA IPC does not support", "Turn MIG off and use whole GPUs."
+    if not gpu.registers_host_memory:
+        text = f"{named} registers no host memory (confidential computing): no pool can be pinned for it"
+        return _PROBLEM, text, "Turn confidential computing off for this GPU, or run the engines without offload."
     if gpu.compute_mode == _PROHIBITED or (gpu.compute_mode == _EXCLUSIVE and not mps):
         mode = "PROHIBITED" if gpu.compute_mode == _PROHIBITED else "EXCLUSIVE_PROCESS"
         text = f"{named} has compute mode {mode}: the daemon and an engine cannot both use it"
@@ -416,6 +416,7 @@ def _engine_isolation(facts: Facts) -> Iterable[Result]:
 CHECKS: dict[str, Check] = {
     "settings": _settings,
     "kernel": _kernel,
+    "host": _host,
     "driver": _driver,
     "CUDA calls": _calls,
     "CUDA bindings": _bindings,
@@ -426,6 +427,9 @@ CHECKS: dict[str, Check] = {
     "memlock": _memlock,
     "memory": _memory,
     "kept pool": _kept_pool,
+    "disk": disk,
+    "cluster": cluster,
+    "shared": shared,
     "IPC namespace": _ipc,
     "/dev/shm": _shm,
     "socket": _socket,

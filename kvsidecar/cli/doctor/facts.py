@@ -27,6 +27,22 @@ class Gpu:
     memory_bytes: int
     compute_mode: int
     """CUcomputemode: 0 default, 2 prohibited, 3 exclusive process."""
+    registers_host_memory: bool = True
+    """False in confidential computing: the GPU may not read the memory of the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What kind of machine this is."""
+
+    wsl: bool = False
+    """A virtual machine of the Windows Subsystem for Linux."""
+    gvisor: bool = False
+    """Not Linux, but a sandbox that answers its calls."""
+    confidential: str = ""
+    """``Intel TDX`` or ``AMD SEV``, whose memory devices cannot read; empty if it is not such a guest."""
+    cgroup: int = 2
+    """Version of the hierarchy that has the memory limits; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +120,53 @@ class KeptPool:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskTier:
+    """The directory of a tier. Sizes in bytes."""
+
+    directory: str = ""
+    """``--disk-dir``; empty if it is not set."""
+    capacity: int = 0
+    problem: str = ""
+    """Why it cannot be looked at; the other fields are then unknown."""
+    exists: bool = True
+    """False: the daemon makes it; ``owner``, ``mode`` and ``writable`` are then of the directory above."""
+    owner: str = ""
+    owned: bool = True
+    """By this user."""
+    mode: int = 0o700
+    writable: bool = True
+    file_system: str = ""
+    """As in mountinfo; empty: unknown."""
+    in_use: bool = False
+    """A process has it."""
+    held: int = 0
+    """Of the files of an earlier run."""
+    room: int = 0
+    """With what they take."""
+    need: int = 0
+    """With the index."""
+    direct: bool | None = None
+    """Whether a page can be written past the page cache; None: it was not tried."""
+    speed: tuple[float, float] | None = None
+    """Bytes a second that were written and read; None: not measured."""
+    speed_problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    master: str = ""
+    """``--cluster-master``; empty if it is not set."""
+    package: str = ""
+    """Version of Mooncake's client; empty if it is not installed."""
+    problem: str = ""
+    """Why the client cannot be loaded."""
+    unreached: str = ""
+    """Why the master is not reached; empty if it is, or was not tried."""
+    tried: bool = True
+    """False: the address is that of a group of masters."""
+
+
+@dataclass(frozen=True, slots=True)
 class SocketFacts:
     directory_owner: int | None
     """uid; None: the directory does not exist."""
@@ -131,6 +194,8 @@ class Daemon:
     ranks: int = 0
     carrier: str = ""
     """Who holds its pool when it ends: ``systemd``, ``directory``, or nobody."""
+    tiers: Mapping[str, str] = field(default_factory=dict)
+    """By name, why a slower tier is off; empty while it is used. Only those that this user may see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +230,7 @@ class Facts:
     uid: int
     version: str
     kernel: Kernel
+    host: Host
     config: DaemonConfig
     driver: Driver
     nvidia_nodes: tuple[str, ...]
@@ -173,6 +239,10 @@ class Facts:
     """Those of ``nvidia_nodes`` that this user may not open."""
     memory: Memory
     kept_pool: KeptPool
+    disk: DiskTier
+    cluster: Cluster
+    shared: DiskTier
+    """The directory of the shared tier; nothing of it is measured or locked."""
     socket: SocketFacts
     daemon: Daemon
     isolation: Isolation

@@ -26,12 +26,14 @@ from kvsidecar.cli.doctor.facts import (
     Engine,
     Facts,
     Gpu,
+    Host,
     Isolation,
     KeptPool,
     Kernel,
     Memory,
     SocketFacts,
 )
+from kvsidecar.cli.doctor.gather_tiers import cluster, disk_tier, existing, name_of, shared_tier
 from kvsidecar.client import Client
 from kvsidecar.daemon.config import Settings, load_settings
 from kvsidecar.daemon.pool_geometry import pool_geometry
@@ -45,15 +47,18 @@ from kvsidecar.support import memory_limits, peer
 
 PROBE_SECONDS = 20.0
 """A driver without persistence mode takes seconds to initialise."""
+GVISOR_BUILD = "#1 SMP Sun Jan 10 15:06:54 PST 2016"
+"""What gVisor says of the kernel that it stands in for."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
+def gather(flags: Mapping[str, str | None], pid: int | None, *, disk_speed: bool = False) -> Facts:
     """All facts for a daemon that this user starts with these flags.
 
     Args:
         flags: as for `load_settings`.
         pid: of an engine.
+        disk_speed: write and read a file in the directory of the disk tier.
     """
     settings: Settings | None = None
     try:
@@ -75,16 +80,20 @@ def gather(flags: Mapping[str, str | None], pid: int | None) -> Facts:
     daemon = _daemon(config.socket)
     nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*") if not path.is_dir()))
     return Facts(
-        user=_name_of(os.geteuid()),
+        user=name_of(os.geteuid()),
         uid=os.geteuid(),
         version=__version__,
         kernel=_kernel(),
+        host=host(),
         config=config,
         driver=driver,
         nvidia_nodes=nodes,
         closed_nvidia_nodes=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
         memory=_memory(settings, driver),
         kept_pool=_kept_pool(settings),
+        disk=disk_tier(settings, speed=disk_speed),
+        cluster=cluster(settings),
+        shared=shared_tier(settings),
         socket=_socket(config.socket),
         daemon=daemon,
         isolation=(_isolation(daemon.pid) if daemon.pid else None) or _isolation("self") or Isolation(None, None, None),
@@ -101,6 +110,20 @@ def _kernel() -> Kernel:
         os.close(os.memfd_create("kvsidecar-doctor"))
         memfd = True
     return Kernel(os.uname().release, pidfd, memfd, _peer_pidfd())
+
+
+def host(root: Path = Path("/")) -> Host:
+    """What kind of machine this is, by the files below ``root``."""
+    version = _read(root / "proc/version")
+    dev = root / "dev"
+    confidential = "Intel TDX" if (dev / "tdx_guest").exists() else "AMD SEV" if (dev / "sev-guest").exists() else ""
+    groups = root / "sys/fs/cgroup"
+    return Host(
+        wsl="microsoft" in version.lower() or (dev / "dxg").exists(),
+        gvisor="gvisor" in version.lower() or GVISOR_BUILD in version,
+        confidential=confidential,
+        cgroup=2 if (groups / "cgroup.controllers").exists() else 1 if (groups / "memory").is_dir() else 0,
+    )
 
 
 def _peer_pidfd() -> bool:
@@ -180,9 +203,9 @@ def _kept_pool(settings: Settings | None) -> KeptPool:
     if settings is None or settings.pool_dir is None:
         return KeptPool()
     directory, table_dir = Path(settings.pool_dir), settings.table_dir
-    place = _existing(directory)
+    place = existing(directory)
     try:
-        opened = PoolDirectory(place, None if table_dir is None else _existing(Path(table_dir)))
+        opened = PoolDirectory(place, None if table_dir is None else existing(Path(table_dir)))
         opened.close()
         status, limit = place.stat(), os.statvfs(place)
     except (ConfigError, OSError) as error:
@@ -194,17 +217,12 @@ def _kept_pool(settings: Settings | None) -> KeptPool:
     return KeptPool(
         directory=str(directory),
         file_system="hugetlbfs" if opened.huge_page_bytes else "tmpfs",
-        owner=_name_of(status.st_uid),
+        owner=name_of(status.st_uid),
         writable=os.access(place, os.W_OK | os.X_OK),
         room=limit.f_bavail * limit.f_frsize + in_use if limit.f_blocks else None,
         pool_bytes=pool.st_size if pool else None,
-        pool_owner=_name_of(pool.st_uid) if pool else "",
+        pool_owner=name_of(pool.st_uid) if pool else "",
     )
-
-
-def _existing(directory: Path) -> Path:
-    """It, or the one in which the daemon would make it: the doctor makes nothing."""
-    return directory if os.path.lexists(directory) else directory.parent.resolve()
 
 
 def _socket(path: str) -> SocketFacts:
@@ -227,7 +245,7 @@ def _socket(path: str) -> SocketFacts:
         primary = [user.pw_name for user in pwd.getpwall() if user.pw_gid == found.st_gid]
         group, members = entry.gr_name, tuple(dict.fromkeys([*primary, *entry.gr_mem]))
     mode = stat.S_IMODE(found.st_mode)
-    return SocketFacts(owner, usable, stat.S_ISSOCK(found.st_mode), mode, _name_of(found.st_uid), group, members)
+    return SocketFacts(owner, usable, stat.S_ISSOCK(found.st_mode), mode, name_of(found.st_uid), group, members)
 
 
 def _daemon(path: str) -> Daemon:
@@ -251,7 +269,9 @@ def _daemon(path: str) -> Daemon:
     finally:
         client.close()
     state = STATE_FROM_WIRE[reply.readiness.state]
-    return Daemon(state, reply.readiness.reason, False, reply.version, pid, reply.totals.ranks, reply.pool.carrier)
+    tiers = {tier.name: tier.off for tier in reply.tiers}
+    ranks, carrier = reply.totals.ranks, reply.pool.carrier
+    return Daemon(state, reply.readiness.reason, False, reply.version, pid, ranks, carrier, tiers)
 
 
 def _isolation(process: int | str) -> Isolation | None:
@@ -282,13 +302,6 @@ def _engine(pid: int) -> Engine:
         environ = {name: value for name, _, value in pairs if name in ALLOCATOR_VARIABLES}
     command = tuple(part for part in _read(root / "cmdline").split("\0") if part)
     return Engine(pid, True, uid, environ, command, _isolation(pid))
-
-
-def _name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
 
 
 def _read(path: str | Path) -> str:

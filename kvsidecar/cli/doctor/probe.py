@@ -18,6 +18,8 @@ NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE"""
 _COMPUTE_MODE = 20
 """CU_DEVICE_ATTRIBUTE_COMPUTE_MODE"""
+_HOST_REGISTER_SUPPORTED = 99
+"""CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED"""
 
 
 def probe() -> dict[str, Any]:
@@ -58,6 +60,7 @@ def _gpu(ordinal: int) -> dict[str, Any]:
         "bus_id": cuda_driver.device_bus_id(ordinal),
         "memory_bytes": cuda_driver.device_memory(ordinal),
         "compute_mode": cuda_driver.device_attribute(ordinal, _COMPUTE_MODE),
+        "registers_host_memory": bool(cuda_driver.device_attribute(ordinal, _HOST_REGISTER_SUPPORTED)),
     }
 
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.doctor.checks import Finding, Verdict
+from kvsidecar.cli.doctor.findings import Finding, Verdict
 from kvsidecar.cli.status_view import printable
 from kvsidecar.support.units import count
 

@@ -1,9 +1,10 @@
-"""`kvsidecar engines`, `clear` and `drain`."""
+"""`kvsidecar engines`, `clear`, `pins` and `drain`."""
 
 from __future__ import annotations
 
 import socket as sockets
 import time
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 
@@ -70,6 +71,32 @@ def clear_question(reply: pb.StatusReply) -> str:
         f"Clear all {totals.blocks} blocks ({format_size(totals.bytes)}) in {totals.namespaces} namespaces? "
         "Engines will recompute them."
     )
+
+
+# -- pins --------------------------------------------------------------------------------------------------------
+
+
+def read_hashes(file: TextIO) -> list[bytes] | str:
+    """The block hashes in a file, one a line in hexadecimal; or an error message."""
+    hashes = []
+    for number, line in enumerate(file, 1):
+        try:
+            hashes += [bytes.fromhex(line)] if line.strip() else []
+        except ValueError:
+            return f"line {number} is not a hash in hexadecimal"
+    if len({len(each) for each in hashes}) > 1:
+        return "the hashes have different lengths"
+    return hashes or "there are no hashes"
+
+
+def pins_table(reply: pb.StatusReply) -> RenderableType:
+    """The pins, one per line."""
+    table = plain_table(None, "name", "by", "model", "blocks", "size", "ends in")
+    for each in sorted(reply.pins, key=lambda pin: pin.name):
+        left = format_duration(each.seconds_left)
+        model = brief(each.namespace.model)
+        table.add_row(each.name, printable(each.owner), model, str(each.blocks), format_size(each.bytes), left)
+    return table if reply.pins else "There are no pins."
 
 
 # -- drain -------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.live import Live
 
-from kvsidecar.cli.operate.rates import Rates, Sample, rates_between
 from kvsidecar.cli.operate.top_view import Screen, render
 from kvsidecar.client import Client, RemoteClient
 from kvsidecar.errors import ClientError
+from kvsidecar.protocol.figures import Rates, Sample, rates_between
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 ANSWER_SECONDS = 1.0

@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.operate.rates import Rates
-from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, short_device, tier_bar
+from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, tier_bar
+from kvsidecar.protocol.figures import Rates, busiest, copied_so_far, hits_so_far, jobs_now, short_device
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
-from kvsidecar.support.units import format_duration, format_rate, format_size
+from kvsidecar.support.units import format_duration, format_rate
 from kvsidecar.types import State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -90,9 +90,8 @@ def _lost(screen: Screen) -> list[Text]:
 
 
 def _head(screen: Screen, reply: pb.StatusReply) -> Text:
-    text = head(reply).split("\n")[0]
-    if screen.restarts:
-        text.append(f"  restarted {screen.restarts}x since top started", style="yellow")
+    restarted = f"  restarted {screen.restarts}x since top started" if screen.restarts else ""
+    text = head(reply, note=restarted).split("\n")[0]
     reason = reply.readiness.reason
     if reason and STATE_FROM_WIRE[reply.readiness.state] is not State.PINNING:
         text.append(f"  {reason}", style="yellow")
@@ -124,7 +123,7 @@ def _flow(screen: Screen, reply: pb.StatusReply, width: int) -> list[Text]:
         line.append(f"{'-' if rate is None else format_rate(rate):>{_RATE_COLUMNS}}")
         if columns >= _SPARKLINE_COLUMNS:
             line.append("  " + _sparkline([each[index] for each in screen.history], columns), style="cyan")
-        line.append(f"  {format_size(total)} in {done:,} {'job' if done == 1 else 'jobs'}", style="dim")
+        line.append(f"  {copied_so_far(total, done)}", style="dim")
         lines.append(line)
     lines += [_hits(reply, rates), _jobs(jobs)]
     return lines
@@ -146,10 +145,7 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
     line.append(f"{'-' if now is None else f'{now:.0%}':>{_RATE_COLUMNS}}")
     if rates is not None and now is not None:
         line.append(f"  of {rates.hits + rates.misses:,.0f} blocks/s")
-    total = reply.lookups.hits + reply.lookups.misses
-    line.append(
-        f"  {reply.lookups.hits / total:.0%} of {total:,} so far" if total else "  no lookup so far", style="dim"
-    )
+    line.append(f"  {hits_so_far(reply.lookups)}", style="dim")
     if rates is not None and rates.evicted_bytes:
         line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")
     return line
@@ -157,7 +153,7 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
 
 def _jobs(jobs: pb.JobsStatus) -> Text:
     line = _label("Jobs")
-    line.append(f"{jobs.running} running, {jobs.queued} queued".rjust(_RATE_COLUMNS))
+    line.append(jobs_now(jobs).rjust(_RATE_COLUMNS))
     if jobs.oldest_inflight_seconds:
         old = jobs.oldest_inflight_seconds
         line.append(f", oldest {format_duration(old)}", style="yellow" if old > 1 else "")
@@ -187,16 +183,8 @@ def _engines(reply: pb.StatusReply, rates: Rates | None, width: int, lines: int)
     room = max(width // 3, width - _CELL_COLUMNS * (len(names) - 1))
     by_rank = {} if rates is None else rates.ranks
 
-    def traffic(rank: pb.RankStatus) -> float:
-        return sum(by_rank.get(rank.session, (0.0, 0.0)))
-
-    ranks = sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank))
-    left_out = max(len(ranks), reply.totals.ranks) - min(len(ranks), lines)
-    if len(ranks) > lines:
-        busiest = sorted(ranks, key=lambda rank: (-traffic(rank), -rank.jobs_running))[:lines]
-        kept = {rank.session for rank in busiest}
-        ranks = [rank for rank in ranks if rank.session in kept]
-    for rank in ranks:
+    left_out = max(len(reply.ranks), reply.totals.ranks) - min(len(reply.ranks), lines)
+    for rank in busiest(reply, rates, lines):
         stored, loaded = by_rank.get(rank.session, (None, None))
         cells = rank_cells(rank, room) | {
             "store": Text("-" if stored is None else format_rate(stored)),

@@ -78,7 +78,10 @@ class CudaPlatform:
         # the device uses the same address, so there is no need for cuMemHostGetDevicePointer.
         (status,) = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)
         if status != OK:
-            raise PinFailed(f"cuMemHostRegister of {nbytes} bytes: {describe(status)}")
+            # In confidential computing the GPU may not read the host's memory, in WSL2 not much of it.
+            refused = status.name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMITTED")
+            why = "; this driver registers no host memory here: see kvsidecar doctor" if refused else ""
+            raise PinFailed(f"cuMemHostRegister of {nbytes} bytes: {describe(status)}{why}")
 
     def unpin(self, address: int, nbytes: int) -> None:
         self._make_current()

@@ -41,6 +41,7 @@ from kvsidecar.integrations.vllm.namespace import hash_bytes_of, namespace_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
+from kvsidecar.integrations.vllm.waking import waker
 from kvsidecar.integrations.vllm.worker import WorkerSide
 
 try:
@@ -126,15 +127,19 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "kvsidecar: this engine's block hashes use a random seed: neither other engines nor this one after a "
                 "restart can hit its blocks; set PYTHONHASHSEED to the same number for all engines"
             )
-        events = self._vllm_config.kv_events_config
-        wants_events = events is not None and events.enable_kv_cache_events
+        config, hash_bytes = self._vllm_config.kv_events_config, hash_bytes_of(self._vllm_config)
+        wants_events = config is not None and config.enable_kv_cache_events
+        # A client of its own: nothing that the watch waits for delays a lookup.
+        watch = self._client(f"{self._instance} events") if wants_events and self._options.residency else None
         return SchedulerSide(
             self._options,
-            hash_bytes_of(self._vllm_config),
+            hash_bytes,
             self._groups,
             self._vllm_config.parallel_config.world_size,
             self._client(f"{self._instance} scheduler"),
-            events=Events(self._groups) if wants_events else None,
+            events=Events(self._groups, hash_bytes, watch) if wants_events else None,
+            watch=watch,
+            on_news=waker(),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
         )

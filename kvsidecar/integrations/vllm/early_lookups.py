@@ -46,6 +46,8 @@ class EarlyLookups:
     ) -> None:
         self._hash_bytes, self._groups, self._client = hash_bytes, groups, client
         self._lease_seconds, self._clock = lease_seconds, clock
+        self._wanted: Mapping[int, Sequence[bool]] | None = {} if hits.chooses(groups) else None
+        """Nothing yet: what the tier holds decides it."""
         self._lookups: dict[str, _EarlyLookup] = {}
         """By request, the oldest first."""
 
@@ -62,7 +64,9 @@ class EarlyLookups:
             return
         try:
             # A bitmap has an answer for each block, wherever the GPU's own prefix will end.
-            pending = self._client.begin_lookup(packed, mode=LookupMode.BITMAP, lease_seconds=self._lease_seconds)
+            pending = self._client.begin_lookup(
+                packed, mode=LookupMode.BITMAP, lease_seconds=self._lease_seconds, wanted=self._wanted
+            )
         except ClientError:
             return  # the request's step looks it up again, and logs the error
         if pending is not None:
@@ -93,7 +97,8 @@ class EarlyLookups:
         def result(timeout: float) -> LookupResult:
             result = early.pending.result(timeout)
             groups = {
-                index: GroupHits(0, each.found[first[index] :], each.coming) for index, each in result.groups.items()
+                index: GroupHits(0, each.found[first[index] :], each.coming, each.held[first[index] :])
+                for index, each in result.groups.items()
             }
             return replace(result, groups=groups)
 

@@ -1,17 +1,21 @@
 """vLLM's KV cache events for blocks in the host memory of this node, for routers that subscribe to them.
 
-A block is announced when every rank has stored it. It is retracted when a lookup no longer finds it, because the daemon
-does not report evictions, and when all blocks are lost: another daemon run has the socket, or the cache was reset.
+A block is announced when every rank has stored it, or loaded it without that, and retracted when a lookup no longer
+finds it. While the daemon tells what it holds (`residents`), a block is also announced that another engine has stored,
+as soon as its tokens are known, and retracted when the daemon has evicted it. Everything is retracted when all is lost:
+the daemon, or the cache is reset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.known_blocks import UNKNOWN, BlockInfo, KnownBlocks
+from kvsidecar.integrations.vllm.residents import Residents, Watch
 
 _SPEC_KINDS = {
     Kind.FULL: "full_attention",
@@ -28,22 +32,18 @@ RETRACTED_PER_STEP = 1024
 """Most blocks of one group that one step retracts when all are lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockInfo:
-    tokens: list[int]
-    parent: bytes | None
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: Any
-
-
-_UNKNOWN = _BlockInfo([], None, None, None, None)
+Loaded = dict[bytes, BlockInfo]
+"""By hash, what an event says about a block that is being loaded."""
 
 
 class Events:
-    """Collects events until vLLM takes them. Imports vLLM."""
+    """Collects events until vLLM takes them. Imports vLLM.
 
-    def __init__(self, groups: Iterable[Group]) -> None:
+    Args:
+        watch: tells what the daemon holds; None: nobody does.
+    """
+
+    def __init__(self, groups: Iterable[Group], hash_bytes: int = 32, watch: Watch | None = None) -> None:
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
         from vllm.v1.core import kv_cache_utils
 
@@ -53,7 +53,17 @@ class Events:
         self._extra_keys = kv_cache_utils.generate_block_hash_extra_keys
         # Since 0.32 vLLM tags the keys that it hashes, and removes the tags for events.
         self._event_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
-        self._infos: dict[tuple[int, bytes], _BlockInfo] = {}
+        self._known = KnownBlocks(self._groups.values(), hash_bytes)
+        self.keys: Callable[[bytes], bytes] = lambda hashes: hashes
+        """Converts between joined hashes and the daemon's keys, in both directions."""
+        self._residents = (
+            None
+            if watch is None
+            else Residents(
+                self._groups.values(), hash_bytes, watch, self._known, self, lambda hashes: self.keys(hashes)
+            )
+        )
+        self._doubted: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
         self._most = max(1, MAX_ANNOUNCED // len(self._groups))
         # By group, in the order of their announcement.
         self._announced: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
@@ -66,12 +76,36 @@ class Events:
         Args:
             index: of the block in the request's table.
         """
+        self._known.add(group.index, block_hash, self._describe(request, group, index))
+        if self._follows is not None:
+            self._follows.announce(group.index, block_hash)
+
+    @property
+    def _follows(self) -> Residents | None:
+        """What decides on announcements, if the daemon tells what it holds."""
+        return self._residents if self._residents is not None and self._residents.live else None
+
+    def notes(self, index: int, hashes: Iterable[bytes]) -> bytes:
+        """What other engines need to know about blocks that are going to be stored; empty if the daemon does not tell
+        engines what it holds."""
+        return b"" if self._residents is None else self._known.notes(index, hashes)
+
+    def unannounced(self, request: Any, group: Group, blocks: Mapping[bytes, int]) -> Loaded:
+        """What `loaded` needs to know about blocks that are going to be loaded: those that were not announced.
+
+        Args:
+            blocks: hashes, and the blocks' indices in the request's table.
+        """
+        announced = self._announced[group.index]
+        return {each: self._describe(request, group, at) for each, at in blocks.items() if each not in announced}
+
+    def _describe(self, request: Any, group: Group, index: int) -> BlockInfo:
         lora = request.lora_request
         start, end = index * group.block_tokens, (index + 1) * group.block_tokens
         parent = group.hashes(request.block_hashes, index - 1, index)[0] if index else None
         extra, _ = self._extra_keys(request, start, end, 0)
-        self._infos[group.index, block_hash] = _BlockInfo(
-            list(request.all_token_ids[start:end]),
+        return BlockInfo(
+            array("i", request.all_token_ids[start:end]).tobytes(),
             parent,
             lora.adapter_id if lora else None,
             lora.name if lora else None,
@@ -79,28 +113,69 @@ class Events:
         )
 
     def stored(self, index: int, hashes: Iterable[bytes]) -> None:
-        """Announce blocks of the group with this index."""
-        group, announced, lost = self._groups[index], self._announced[index], self._to_retract[index]
+        """Announce blocks of the group with this index, without waiting until the daemon tells that it holds them."""
+        follows = self._follows
+        if follows is not None:
+            hashes = [each for each in hashes if not follows.was_removed(index, each)]
+        taken = self._known.pop if self._residents is None else self._known.get
         for each in hashes:
-            announced[each] = None
-            lost.pop(each, None)
-            info = self._infos.pop((index, each), _UNKNOWN)
-            self._events.append(
-                self._stored(
-                    block_hashes=[self._external(each)],
-                    parent_block_hash=self._external(info.parent) if info.parent else None,
-                    token_ids=info.tokens,
-                    block_size=group.block_tokens,
-                    lora_id=info.lora_id,
-                    medium=self._medium,
-                    lora_name=info.lora_name,
-                    extra_keys=info.extra_keys,
-                    group_idx=group.index,
-                    kv_cache_spec_kind=_SPEC_KINDS[group.kind],
-                    kv_cache_spec_sliding_window=group.window if group.kind is Kind.SLIDING_WINDOW else None,
-                    locality="LOCAL",
-                )
+            if self._residents is None or not self.is_announced(index, each):
+                self.announce(index, each, taken(index, each) or UNKNOWN)
+
+    def loaded(self, index: int, blocks: Loaded) -> None:
+        """Announce blocks that were loaded, unless they have been announced meanwhile."""
+        for each, info in blocks.items():
+            if self._residents is not None:
+                self._known.add(index, each, info)
+            if self._follows is not None:
+                self._follows.announce(index, each)
+            elif each not in self._announced[index]:
+                self.announce(index, each, info)
+
+    # -- what is announced ---------------------------------------------------------------------------------------
+
+    def is_announced(self, index: int, block_hash: bytes) -> bool:
+        return block_hash in self._announced[index]
+
+    def confirm(self, index: int, block_hash: bytes) -> bool:
+        if block_hash not in self._doubted[index]:
+            return False
+        del self._doubted[index][block_hash]
+        self._announced[index][block_hash] = None
+        return True
+
+    def doubt(self) -> None:
+        for index, announced in self._announced.items():
+            self._doubted[index] |= announced
+            self._announced[index] = {}
+
+    def doubt_no_more(self) -> None:
+        for index, doubted in self._doubted.items():
+            self._to_retract[index] |= doubted
+            self._doubted[index] = {}
+
+    def announce(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
+        group, announced, lost = self._groups[index], self._announced[index], self._to_retract[index]
+        if self.confirm(index, block_hash):
+            return
+        announced[block_hash] = None
+        lost.pop(block_hash, None)
+        self._events.append(
+            self._stored(
+                block_hashes=[self._external(block_hash)],
+                parent_block_hash=self._external(info.parent) if info.parent else None,
+                token_ids=info.tokens,
+                block_size=group.block_tokens,
+                lora_id=info.lora_id,
+                medium=self._medium,
+                lora_name=info.lora_name,
+                extra_keys=info.extra_keys,
+                group_idx=group.index,
+                kv_cache_spec_kind=_SPEC_KINDS[group.kind],
+                kv_cache_spec_sliding_window=group.window if group.kind is Kind.SLIDING_WINDOW else None,
+                locality="LOCAL",
             )
+        )
         if len(announced) > self._most:
             # Many at once: each deletion at the front of a dict makes finding its first entry slower.
             for each in list(islice(announced, len(announced) - self._most + self._most // 64)):
@@ -108,29 +183,50 @@ class Events:
                 lost[each] = None
 
     def not_stored(self, index: int, hashes: Iterable[bytes]) -> None:
-        for each in hashes:
-            self._infos.pop((index, each), None)
+        for each in hashes if self._residents is None else ():
+            self._known.pop(index, each)
 
     def removed(self, index: int, hashes: Iterable[bytes]) -> None:
-        """Retract these, if they were announced."""
-        announced = self._announced[index]
+        """A lookup has not found these: retract those that were announced. The lookup may be older than what the daemon
+        has told."""
+        follows = self._follows
         for each in hashes:
-            if each in announced:
-                del announced[each]
-                self._retract(index, [each])
+            if follows is None or not follows.is_held(index, each):
+                self.retract(index, [each])
+
+    def retract(self, index: int, hashes: Iterable[bytes]) -> None:
+        announced, doubted = self._announced[index], self._doubted[index]
+        gone = [each for each in hashes if each in announced or each in doubted]
+        for each in gone:
+            announced.pop(each, None)
+            doubted.pop(each, None)
+        if gone:
+            self._retract(index, gone)
+
+    def retract_all(self, index: int) -> None:
+        """Over the next steps."""
+        self._to_retract[index] |= self._announced[index] | self._doubted[index]
+        self._announced[index], self._doubted[index] = {}, {}
 
     def all_removed(self) -> None:
-        """Retract everything, over the next steps."""
-        for index, announced in self._announced.items():
-            announced |= self._to_retract[index]
-            self._to_retract[index], self._announced[index] = announced, {}
+        """The ranks are attached to another daemon run, which may have none of the blocks: retract everything, over the
+        next steps. If the daemon tells what it holds, that is known already."""
+        if self._follows is None:
+            self.reset()
+
+    def reset(self) -> None:
+        """The weights may have changed: retract everything, over the next steps."""
+        for index in self._groups:
+            self.retract_all(index)
 
     @property
     def pending(self) -> bool:
-        """Whether there is more to retract."""
-        return any(self._to_retract.values())
+        """Whether there is more to tell."""
+        return any(self._to_retract.values()) or (self._residents is not None and self._residents.pending)
 
     def take(self) -> list[Any]:
+        if self._residents is not None and self._residents.pending:
+            self._residents.step()
         for index, lost in self._to_retract.items():
             if lost:
                 self._retract(index, [lost.popitem()[0] for _ in range(min(len(lost), RETRACTED_PER_STEP))])

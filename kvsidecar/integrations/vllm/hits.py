@@ -29,6 +29,11 @@ def hashes(groups: Sequence[Group], block_hashes: Sequence[bytes], local: int, m
     return {group.index: group.hashes(block_hashes, each.start, each.stop) for group, each in blocks.items()}
 
 
+def chooses(groups: Sequence[Group]) -> bool:
+    """Whether a hit does not need every block of each group, so that what is fetched from a tier is to be chosen."""
+    return any(group.kind is not Kind.FULL for group in groups)
+
+
 def packed(hashes: Mapping[int, Sequence[bytes]]) -> dict[int, bytes]:
     """Join the hashes of each group."""
     return {index: b"".join(each) for index, each in hashes.items()}
@@ -65,6 +70,19 @@ def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], lo
     while best > 0 and not all(_supports(group, runs[group.index], local, best) for group in others):
         best -= alignment
     return best
+
+
+def needed(groups: Sequence[Group], hit: int, local: int, most: int) -> dict[int, list[bool]]:
+    """By group: for each block of `lookup_range`, whether a hit of ``hit`` tokens after ``local`` needs it."""
+    flags = {}
+    for group in groups:
+        blocks = lookup_range(group, local, most)
+        last = (local + hit) // group.block_tokens - 1
+        first = group.first_needed(local + hit)
+        if group.eagle:
+            last += 1
+        flags[group.index] = [hit > 0 and first <= each <= last for each in blocks]
+    return flags
 
 
 def _supports(group: Group, starts: Sequence[int], local: int, hit: int) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvsidecar.client import LeaseRenewal, pack_ids
+from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
 from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.events import Events, Loaded
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import Lookups, Offer
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class _Load:
     """Ranks that have not reported yet."""
     lease: LeaseRenewal | None
     failed: bool = False
+    unannounced: dict[int, Loaded] = field(default_factory=dict)
+    """By group: for KV events."""
 
 
 class Loads:
@@ -43,7 +46,9 @@ class Loads:
         stored_filter: StoredFilter,
         counters: Counters,
         numbers: Iterator[int],
+        events: Events | None = None,
     ) -> None:
+        self._events = events
         self._groups, self._world_size = tuple(groups), world_size
         self._unknown_hash = bytes(hash_bytes)
         self._lookups, self._stored_filter, self._counters, self._numbers = lookups, stored_filter, counters, numbers
@@ -75,10 +80,29 @@ class Loads:
         number = next(self._numbers)
         lease = self._lookups.renew_lease(offer)
         load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
+        if self._events is not None:
+            load.unannounced = self._unannounced(self._events, request, load.blocks, offer.local)
         self.planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))
         self._counters.loads += 1
         self._counters.loaded_tokens += external
         return sum(map(len, packed))
+
+    def _unannounced(
+        self, events: Events, request: Any, blocks: Sequence[GroupBlocks], local: int
+    ) -> dict[int, Loaded]:
+        groups, found = {group.index: group for group in self._groups}, {}
+        for each in blocks:
+            group, hashes = groups[each.group], set(each.split())
+            first = local // group.block_tokens
+            known = group.hashes(request.block_hashes, first, len(request.block_hashes))
+            places = {name: first + i for i, name in enumerate(known) if name in hashes}
+            found[each.group] = events.unannounced(request, group, places)
+        return found
+
+    def forget_events(self) -> None:
+        """What is being loaded is not announced: the daemon may not have it any more, or not for these weights."""
+        for load in self._running.values():
+            load.unannounced = {}
 
     def _release(self, load: _Load) -> None:
         if load.lease is None:
@@ -140,6 +164,9 @@ class Loads:
             if load.failed:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)
+            elif self._events is not None:
+                for index, blocks in load.unannounced.items():
+                    self._events.loaded(index, blocks)
             for each in load.blocks:
                 # Before vLLM runs the request: loaded blocks need not be stored, those of a failed load must be.
                 tags = tags_of(each.group, each.hashes, len(each))

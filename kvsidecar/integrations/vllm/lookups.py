@@ -10,14 +10,14 @@ from typing import Any
 from kvsidecar.client import LeaseRenewal
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
+from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.early_lookups import EarlyLookups
 from kvsidecar.integrations.vllm.events import Events
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 from kvsidecar.types import LookupMode
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -50,6 +50,8 @@ class Offer:
     """Since when the request waits for blocks that the daemon fetches."""
     coming: bool = False
     """It still does."""
+    aim: int = 0
+    """Tokens of the hit whose blocks the daemon was last asked to fetch, if that is to be chosen."""
     lease: int | None = None
     """Protects the blocks from eviction until they are allocated."""
 
@@ -76,7 +78,8 @@ class Lookups:
     ) -> None:
         self._options, self._groups, self._client = options, groups, client
         self._stored_filter, self._counters, self._events, self._clock = stored_filter, counters, events, clock
-        self._mode = LookupMode.PREFIX if all(g.kind is Kind.FULL for g in groups) else LookupMode.BITMAP
+        self._chooses = hits.chooses(groups)
+        self._mode = LookupMode.BITMAP if self._chooses else LookupMode.PREFIX
         self._offers: dict[str, Offer] = {}
         self._leased: dict[str, float] = {}
         """Requests with a leased offer, and when the lease was taken; the oldest first."""
@@ -153,7 +156,7 @@ class Lookups:
             result = self._within_budget(wait)
         else:
             mode, packed = self._mode, hits.packed(hashes)
-            result = self._lookup(packed, mode, OFFER_SECONDS)
+            result = self._lookup(packed, mode, OFFER_SECONDS, **self._choice(offer, local, most))
         if result.reason == NO_ANSWER:
             if offer.waiting_since is None:
                 offer.waiting_since = now
@@ -168,12 +171,24 @@ class Lookups:
             offer.lease, self._leased[request.request_id] = result.lease, offer.answered
             if not offer.tokens:
                 self._release_lease(request.request_id)
-        offer.coming = self._waits_for_more(offer, result)
+        offer.coming = self._waits_for_more(offer, result, local, most)
         return None if offer.coming else offer.tokens
 
-    def _waits_for_more(self, offer: Offer, result: LookupResult) -> bool:
-        """Whether the request waits for blocks that a slower tier brings."""
-        if not result.coming:
+    def _choice(self, offer: Offer, local: int, most: int) -> dict[str, Any]:
+        """What the lookup of a request asks to be fetched."""
+        if not self._chooses:
+            return {}
+        wanted = hits.needed(self._groups, offer.aim, local, most) if offer.aim else {}
+        return {"wanted": wanted, "fetch_tokens": max(0, offer.aim - offer.tokens)}
+
+    def _waits_for_more(self, offer: Offer, result: LookupResult, local: int, most: int) -> bool:
+        """Whether the request waits for blocks that a slower tier brings, or may bring."""
+        more = result.coming
+        if not more and self._chooses and not result.reason:
+            there = {index: _either(each.found, each.held) for index, each in result.groups.items()}
+            aim = hits.longest_hit(self._groups, there, local, most)
+            more, offer.aim = aim > offer.tokens and aim != offer.aim, aim  # the same again: it has failed to come
+        if not more:
             return False
         assert offer.answered is not None
         if offer.fetched_since is None:
@@ -217,9 +232,11 @@ class Lookups:
         """Connect: a client that never attaches connects with its first call."""
         self._lookup({}, LookupMode.PREFIX, 0.0)
 
-    def _lookup(self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float) -> LookupResult:
+    def _lookup(
+        self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float, **choice: Any
+    ) -> LookupResult:
         def lookup(timeout: float) -> LookupResult:
-            return self._client.lookup(packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout)
+            return self._client.lookup(packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout, **choice)
 
         return self._within_budget(lookup)
 
@@ -241,3 +258,8 @@ class Lookups:
         if result.reason in (NO_ANSWER, BREAKER_OPEN, DAEMON_LOST):
             self._counters.unanswered_lookups += 1
         return result
+
+
+def _either(found: Sequence[bool], held: Sequence[bool]) -> Sequence[bool]:
+    """For each block, whether it can be loaded now, or after a fetch."""
+    return [one or other for one, other in zip(found, held, strict=True)] if held else found

@@ -18,6 +18,8 @@ class GroupBlocks:
     group: int
     hashes: bytes
     block_ids: bytes
+    notes: bytes = b""
+    """Stores only: what other engines need to know about each block, joined; see `known_blocks`."""
 
     def __len__(self) -> int:
         return len(self.block_ids) // ID_BYTES

@@ -11,12 +11,10 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from kvsidecar.integrations.checkpoint import Checkpoint, checkpoint_of, plain
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.weights import digest_of, hub_snapshot
 from kvsidecar.types import Namespace
 
 HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
@@ -66,7 +64,7 @@ def namespace_of(
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     hash_bytes = hash_bytes_of(vllm_config)
     seed = environment.get("PYTHONHASHSEED", fixed_seed)
-    load_format = _plain(getattr(getattr(vllm_config, "load_config", None), "load_format", None))
+    load_format = plain(getattr(getattr(vllm_config, "load_config", None), "load_format", None))
     weights = checkpoint_of(model.model, model.hf_config)
     model_name = name or weights.name
     everything = {
@@ -80,7 +78,7 @@ def namespace_of(
         ],
         "facts": list(facts),
         "config": {
-            part: {name: _plain(getattr(getattr(vllm_config, part, None), name, None)) for name in names}
+            part: {name: plain(getattr(getattr(vllm_config, part, None), name, None)) for name in names}
             for part, names in FIELDS.items()
         },
         "variables": {name: environment.get(name) for name in VARIABLES},
@@ -106,41 +104,6 @@ def hash_bytes_of(vllm_config: Any) -> int:
     return HASH_BYTES[algorithm]
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The weights that a model's name or path refers to."""
-
-    name: str
-    """For people; equal for equal weights."""
-    identity: str
-
-
-def checkpoint_of(model: str, hf_config: Any) -> Checkpoint:
-    """Identify a hub's model, or its directory in the hub's cache, by name and commit; other files and directories by
-    their content, wherever they are; and weights from elsewhere by the model's name.
-
-    Raises:
-        ValueError: the files cannot be read.
-    """
-    try:
-        if (snapshot := hub_snapshot(model)) is not None:
-            return Checkpoint(snapshot[0], repr(snapshot))
-        if os.path.exists(model):  # False, not an error, for names that cannot be paths
-            if (digest := digest_of(model)) is not None:
-                kind = (getattr(hf_config, "architectures", None) or ["model"])[0]
-                return Checkpoint(f"{kind}-{digest[:12]}", digest)
-            return Checkpoint(model, _listing_of(model))
-    except OSError as error:
-        raise ValueError(f"the weights of {model} cannot be identified: {error}") from error
-    return Checkpoint(model, repr((model, getattr(hf_config, "_commit_hash", None))))
-
-
-def _listing_of(model: str) -> str:
-    """The listing of a directory without weights."""
-    found = [(each.name, each.stat()) for each in Path(model).iterdir() if each.is_file()]
-    return repr((model, sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)))
-
-
 def _draft_of(vllm_config: Any, weights: Checkpoint) -> str | None:
     """The identity of the draft model, which also has layers of the KV cache."""
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -150,18 +113,3 @@ def _draft_of(vllm_config: Any, weights: Checkpoint) -> str | None:
     if draft.model == vllm_config.model_config.model:
         return weights.identity
     return checkpoint_of(draft.model, draft.hf_config).identity
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value that is the same in every process."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(each) for each in value)
-    if callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    return str(value)  # enums and dtypes

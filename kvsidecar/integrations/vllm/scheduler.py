@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvsidecar.client import Client
+from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
@@ -22,7 +23,6 @@ from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankRep
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.integrations.vllm.selection import Pool
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
 from kvsidecar.integrations.weights_version import WeightsVersion, read_name
 from kvsidecar.types import Namespace
@@ -41,6 +41,8 @@ class SchedulerSide:
         world_size: number of ranks.
         client: never attaches; closed by `shutdown`.
         events: collects KV cache events, if vLLM publishes them.
+        watch: tells the events what the daemon holds; closed by `shutdown`. None: nobody does.
+        on_news: called in another thread when it has something to tell.
         step_tokens: most tokens that one step computes (``max_num_batched_tokens``).
         longest_blocks: most blocks that one request needs; stores leave it as many.
         clock: seconds, monotonic.
@@ -55,6 +57,8 @@ class SchedulerSide:
         client: Client,
         *,
         events: Events | None = None,
+        watch: Client | None = None,
+        on_news: Callable[[], object] = lambda: None,
         step_tokens: int = 8192,
         longest_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -67,11 +71,16 @@ class SchedulerSide:
         self._client = SchedulerClient(client, self._weights_version, options.fetch_patience, options.prefill_rate)
         self._alignment = groups[0].alignment
         self._stored_filter, self._events = StoredFilter(), events
+        self._watch, self._on_news = watch, on_news
+        if watch is not None and events is not None:
+            events.keys = self._weights_version.keys
         numbers = itertools.count(1)
         self._lookups = Lookups(
             options, hash_bytes, groups, self._client, self._stored_filter, self.counters, events, clock
         )
-        self._loads = Loads(groups, hash_bytes, world_size, self._lookups, self._stored_filter, self.counters, numbers)
+        self._loads = Loads(
+            groups, hash_bytes, world_size, self._lookups, self._stored_filter, self.counters, numbers, events
+        )
         self._stores = Stores(
             options,
             groups,
@@ -82,6 +91,7 @@ class SchedulerSide:
             numbers,
             step_tokens,
             longest_blocks,
+            noted=watch is not None,
         )
         self._counts = False
         """Whether counters may have changed since `take_counts`."""
@@ -171,6 +181,8 @@ class SchedulerSide:
         if self._client.namespace is None:
             self._client.namespace = namespace
             _log.info("kvsidecar: namespace %s", namespace)
+            if self._watch is not None:
+                self._watch.watch(namespace, self._on_news)
         elif namespace != self._client.namespace:
             _log.error("kvsidecar: no offload: ranks hold KV of %s and of %s", self._client.namespace, namespace)
             return False
@@ -204,6 +216,7 @@ class SchedulerSide:
         self._stores.new_run()
         if self._events is not None:
             self._events.all_removed()
+            self._loads.forget_events()
         for progress in self._requests.values():
             progress.done = 0
         self._lookups.connect()
@@ -268,7 +281,8 @@ class SchedulerSide:
         self._requests.clear()
         self._stores.reset()
         if self._events is not None:
-            self._events.all_removed()
+            self._events.reset()
+            self._loads.forget_events()
         if self._jobs_outstanding or not self._stores.gpu_is_empty():
             self.counters.refused_resets += 1
             if not self._reset_refused:
@@ -305,3 +319,5 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Close the client, whose leases end with its connection."""
         self._client.close()
+        if self._watch is not None:
+            self._watch.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvsidecar.client import BreakerState, Client, LeaseRenewal, LookupMode, LookupResult, Namespace, PendingLookup
 from kvsidecar.client.types import NO_ANSWER
@@ -20,7 +21,7 @@ class SchedulerClient:
         self, client: Client, weights_version: WeightsVersion, fetch_seconds: float = 0.0, prefill_rate: float = 0.0
     ) -> None:
         self._client, self._weights_version = client, weights_version
-        self._fetch: dict[str, float] = {"fetch_seconds": fetch_seconds, "prefill_rate": prefill_rate}
+        self._fetch: dict[str, Any] = {"fetch_seconds": fetch_seconds, "prefill_rate": prefill_rate}
         self.namespace: Namespace | None = None
 
     @property
@@ -37,23 +38,44 @@ class SchedulerClient:
         self._client.renew(0, 1.0, timeout=timeout)
 
     def lookup(
-        self, groups: Mapping[int, bytes], *, mode: LookupMode, lease_seconds: float, timeout: float
+        self,
+        groups: Mapping[int, bytes],
+        *,
+        mode: LookupMode,
+        lease_seconds: float,
+        timeout: float,
+        wanted: Mapping[int, Sequence[bool]] | None = None,
+        fetch_tokens: int = 0,
     ) -> LookupResult:
         if self.namespace is None:
             return LookupResult(False, reason=NO_ANSWER)
         keys = self._keys(groups)
         return self._client.lookup(
-            self.namespace, keys, mode=mode, lease_seconds=lease_seconds, timeout=timeout, **self._fetch
+            self.namespace,
+            keys,
+            mode=mode,
+            lease_seconds=lease_seconds,
+            timeout=timeout,
+            wanted=wanted,
+            fetch_tokens=fetch_tokens,
+            **self._fetch,
         )
 
     def begin_lookup(
-        self, groups: Mapping[int, bytes], *, mode: LookupMode, lease_seconds: float
+        self,
+        groups: Mapping[int, bytes],
+        *,
+        mode: LookupMode,
+        lease_seconds: float,
+        wanted: Mapping[int, Sequence[bool]] | None = None,
     ) -> PendingLookup | None:
         """Send a lookup. None: it cannot be sent at once."""
         if self.namespace is None:
             return None
         keys = self._keys(groups)
-        return self._client.begin_lookup(self.namespace, keys, mode=mode, lease_seconds=lease_seconds, **self._fetch)
+        return self._client.begin_lookup(
+            self.namespace, keys, mode=mode, lease_seconds=lease_seconds, wanted=wanted, **self._fetch
+        )
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         return self._client.renew_nowait(lease, lease_seconds)

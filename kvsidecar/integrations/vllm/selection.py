@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvsidecar.client import pack_ids
+from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter, Tags, tags_of
 
 KeysOf = Callable[[Sequence[Any]], bytes]
 """Returns the joined keys of blocks of the pool."""

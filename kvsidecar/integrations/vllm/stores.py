@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
@@ -25,7 +26,6 @@ from kvsidecar.integrations.vllm.selection import (
     keys_reader,
     walk,
 )
-from kvsidecar.integrations.vllm.stored_filter import StoredFilter, tags_of
 
 STEP_BLOCKS = 2048
 """Most blocks that one step plans to store, which bounds its cost."""
@@ -86,6 +86,7 @@ class Stores:
         numbers: source of the job numbers.
         step_tokens: most tokens that one step computes.
         longest_blocks: most blocks that one request needs.
+        noted: whether other engines are told the blocks' tokens.
     """
 
     def __init__(
@@ -99,7 +100,10 @@ class Stores:
         numbers: Iterator[int],
         step_tokens: int,
         longest_blocks: int = 0,
+        *,
+        noted: bool = False,
     ) -> None:
+        self._noted = noted
         self._groups, self._by_index = tuple(groups), {group.index: group for group in groups}
         self._world_size, self._stored_filter, self._numbers = world_size, stored_filter, numbers
         self._counters, self._events = counters, events
@@ -414,6 +418,9 @@ class Stores:
             return ()
         planned, self._planned = self._planned, Selection()
         number, blocks = next(self._numbers), planned.packed()
+        if self._noted and self._events is not None:
+            events = self._events
+            blocks = tuple(replace(each, notes=events.notes(each.group, each.split())) for each in blocks)
         self._running[number] = _Store(planned, blocks, self._world_size, (self._now, self._step))
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)

@@ -216,7 +216,11 @@ class WorkerSide:
             else:
                 order = self._order
                 after = None if order is None else order.mark() if order.ring is None else DEVICE
-                blocks = [_blocks(each) for each in mine]
+                # One rank's notes are enough. Its shard is sealed after they have arrived, and so the whole block.
+                noted = self._place.rank == 0
+                blocks = [
+                    Blocks(each.group, each.hashes, each.block_ids, each.notes if noted else b"") for each in mine
+                ]
                 self._stores[client.store(blocks, after=after, traceparent=store.traceparent)] = store
 
     def submit_rest(self) -> None:

@@ -174,15 +174,20 @@ class DiskDirectory:
     def _check_room(self, facts: TableFacts) -> None:
         """Refuse early: where the file system cannot preallocate, to try it takes long."""
         free = os.fstatvfs(self._fd)
-        room, index = free.f_bavail * free.f_frsize, RecordTable.file_bytes(facts) - _records_bytes(facts)
-        if room < file_bytes(facts) + index:
+        room, need = free.f_bavail * free.f_frsize, needs(facts)
+        if room < need:
             raise TierFailed(
-                f"the disk tier needs {format_size(file_bytes(facts) + index)} in {self.path}, where "
+                f"the disk tier needs {format_size(need)} in {self.path}, where "
                 f"{format_size(room)} are free: lower its capacity, or make room"
             )
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def needs(facts: TableFacts) -> int:
+    """Bytes of the disk that new files take."""
+    return file_bytes(facts) + RecordTable.file_bytes(facts) - _records_bytes(facts)
 
 
 def file_bytes(facts: TableFacts) -> int:

@@ -42,6 +42,11 @@ MAX_SPACES: Final = 1000
 _log = log.get("disk tier")
 
 
+def facts_of(capacity_bytes: int, slab_bytes: int = SLAB_BYTES) -> TableFacts:
+    """What the files of a tier of this capacity depend on."""
+    return TableFacts(capacity_bytes, min(slab_bytes, capacity_bytes), KIND, "")
+
+
 class DiskEngine:
     """Keeps shards in a directory on a local disk. Implements `kvsidecar.tiers.engine.Engine`.
 
@@ -61,7 +66,7 @@ class DiskEngine:
         capacity = capacity_bytes // SLOT_ALIGN * SLOT_ALIGN
         if capacity <= 0:
             raise TierFailed(f"the disk tier's capacity is {capacity_bytes} bytes; it must be at least {SLOT_ALIGN}")
-        facts = TableFacts(capacity, min(slab_bytes, capacity), KIND, "")
+        facts = facts_of(capacity, slab_bytes)
         self._lock = threading.Lock()
         """For all that follows but the file of extents."""
         self._directory = DiskDirectory(path, lock_seconds)

@@ -7,20 +7,24 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.cli.doctor.checks import CHECKS, Finding, Verdict, examine, expandable
+from kvsidecar.cli.doctor.checks import CHECKS, examine, expandable
 from kvsidecar.cli.doctor.facts import (
+    Cluster,
     Daemon,
     DaemonConfig,
+    DiskTier,
     Driver,
     Engine,
     Facts,
     Gpu,
+    Host,
     Isolation,
     KeptPool,
     Kernel,
     Memory,
     SocketFacts,
 )
+from kvsidecar.cli.doctor.findings import Finding, Verdict
 from kvsidecar.cli.doctor.view import as_json, summary
 from kvsidecar.support.memory_limits import CgroupLimit, NumaNode
 from kvsidecar.support.units import GiB, MiB
@@ -43,20 +47,30 @@ MEMORY = Memory(
     page_kind="thp",
 )
 KEPT = KeptPool("/dev/shm/kvs", file_system="tmpfs", owner="kv", writable=True, room=250 * GiB)
+DISK = DiskTier(
+    "/var/cache/kv", GiB, owner="kv", file_system="xfs", room=9 * GiB, need=GiB + MiB, direct=True, speed=(2e9, 5e9)
+)
+CLUSTER = Cluster("kv-master:50051", package="0.3.13")
+SHARED = DiskTier("/mnt/kv", GiB, owner="kv", file_system="lustre", room=9 * GiB)
+USED = {"disk": "", "cluster": "", "shared": ""}
 SOCKET = "/run/kvsidecar/kvsidecar.sock"
 GOOD = Facts(
     user="kv",
     uid=990,
     version="1.0",
     kernel=Kernel("6.8.0", pidfd=True, memfd=True, peer_pidfd=True),
+    host=Host(),
     config=DaemonConfig(pool_bytes=200 * GiB, socket=SOCKET, socket_mode=0o660, socket_group="llm"),
     driver=DRIVER,
     nvidia_nodes=("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"),
     closed_nvidia_nodes=(),
     memory=MEMORY,
     kept_pool=KEPT,
+    disk=DISK,
+    cluster=CLUSTER,
+    shared=SHARED,
     socket=SocketFacts(0, True, True, 0o660, "kv", "llm", ("alice", "bob")),
-    daemon=Daemon(State.READY, "", False, "1.0", 4242, 2, "directory"),
+    daemon=Daemon(State.READY, "", False, "1.0", 4242, 2, "directory", USED),
     isolation=HERE,
     engine=ENGINE,
 )
@@ -97,6 +111,22 @@ def kept_pool(**fields: Any) -> Facts:
     return changed(kept_pool=replace(KEPT, **fields), daemon=Daemon())
 
 
+def disk(**fields: Any) -> Facts:
+    return changed(disk=replace(DISK, **fields), daemon=Daemon())
+
+
+def cluster(**fields: Any) -> Facts:
+    return changed(cluster=replace(CLUSTER, **fields))
+
+
+def shared(**fields: Any) -> Facts:
+    return changed(shared=replace(SHARED, **fields), daemon=Daemon())
+
+
+def off(**tiers: str) -> Facts:
+    return changed(daemon=replace(GOOD.daemon, tiers={**USED, **tiers}))
+
+
 def carrier(name: str, **parts: Any) -> Facts:
     return changed(daemon=replace(GOOD.daemon, carrier=name), **parts)
 
@@ -119,6 +149,15 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ),
     ("kernel", changed(kernel=Kernel("4.1", False, True, False)), PROBLEM, "without pidfd", "Linux 5.4"),
     ("kernel", changed(kernel=Kernel("5.15", True, True, False)), WARNING, "SO_PEERPIDFD", "6.5"),
+    ("host", GOOD, OK, "cgroup v2", ""),
+    ("host", changed(host=Host(cgroup=0)), OK, "no cgroups", ""),
+    ("host", changed(host=Host(cgroup=1)), OK, "cgroup v1", ""),
+    ("host", changed(host=Host(gvisor=True)), PROBLEM, "gVisor", "runc"),
+    ("host", changed(host=Host(wsl=True)), PROBLEM, "WSL2", "--device host"),
+    ("host", changed(**HOST, host=Host(wsl=True)), OK, "cgroup v2", ""),
+    ("host", changed(host=Host(wsl=True), config=config(device="host")), OK, "cgroup v2", ""),
+    ("host", changed(host=Host(confidential="Intel TDX")), WARNING, "Intel TDX", "bounce buffers"),
+    ("host", changed(**HOST, host=Host(confidential="AMD SEV")), OK, "AMD SEV", ""),
     ("driver", changed(**HOST), WARNING, "no CUDA driver", "570"),
     ("driver", changed(**HOST, config=config(device="cuda")), PROBLEM, "device is cuda", "570"),
     ("driver", changed(driver=NO_DRIVER, config=config(device="host")), NOT_CHECKED, "device is host", ""),
@@ -137,6 +176,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("GPU", changed(driver=replace(DRIVER, gpus=()), config=config(device="cuda")), PROBLEM, "no GPU", "nvidia-smi"),
     ("GPU", gpu(compute_mode=3), PROBLEM, "EXCLUSIVE_PROCESS", "nvidia-smi -i GPU-aaaaaaaa-0000 -c DEFAULT"),
     ("GPU", changed(driver=replace(DRIVER, gpus=(replace(H200, compute_mode=3),), mps=True)), OK, "H200", ""),
+    ("GPU", gpu(registers_host_memory=False), PROBLEM, "confidential computing", "without offload"),
     ("GPU", gpu(compute_mode=2), PROBLEM, "PROHIBITED", "DEFAULT"),
     ("GPU", gpu(uuid="MIG-1"), PROBLEM, "MIG", "whole GPUs"),
     ("GPU", GOOD, OK, "GPU-aaaaaaaa-0000 NVIDIA H200, 140 GiB, 0000:17:00.0", ""),
@@ -234,6 +274,59 @@ def test_each_fact_has_its_verdict_and_its_fix(check: str, facts: Facts, verdict
     assert bool(finding.fix) == bool(fix)
 
 
+TIERS: list[tuple[str, Facts, Verdict, str, str]] = [
+    ("disk", GOOD, OK, "(xfs, of kv): nothing yet, room for 9 GiB, writes 2 GB/s, reads 5 GB/s one call at a time", ""),
+    ("disk", disk(directory=""), OK, "no disk behind the pool", ""),
+    ("disk", disk(speed=None, held=GiB), OK, "1 GiB of an earlier run, room for 9 GiB, --disk-speed measures it", ""),
+    ("disk", disk(speed=None, speed_problem="no"), OK, "its speed is not known: no", ""),
+    ("disk", disk(problem="No such file or directory"), WARNING, "/var/cache/kv cannot be used: No such", "Make"),
+    ("disk", disk(owned=False, owner="eve"), WARNING, "belongs to eve, so kv does not use it", "Give"),
+    ("disk", disk(mode=0o770), WARNING, "has mode 0770", "chmod 0700 /var/cache/kv"),
+    ("disk", disk(exists=False, mode=0o755, owned=False, owner="root"), OK, "of root", ""),
+    ("disk", disk(exists=False, writable=False), WARNING, "kv may not write where", "give it to kv"),
+    ("disk", disk(room=GiB), WARNING, "room for 1 GiB, less than the 1 GiB that", "Lower --disk-size"),
+    ("disk", disk(file_system="nfs4"), WARNING, "nfs4 is a network file system", "a disk of this node"),
+    ("disk", disk(file_system="fuse.sshfs"), WARNING, "fuse.sshfs is a network file system", "a disk of this node"),
+    ("disk", disk(file_system="tmpfs"), WARNING, "tmpfs is memory", "a disk of this node"),
+    ("disk", disk(file_system="overlay"), WARNING, "the container's own layer", "volume"),
+    ("disk", disk(direct=False), WARNING, "does not take O_DIRECT", "XFS"),
+    ("disk", disk(in_use=True), WARNING, "another process uses it", "of its own"),
+    ("disk", changed(disk=replace(DISK, in_use=True)), OK, "/var/cache/kv", ""),
+    ("disk", off(disk="it hangs"), WARNING, "the running daemon does not use it: it hangs", "tries again"),
+    ("cluster", GOOD, OK, "the master kv-master:50051 accepts connections", ""),
+    ("cluster", cluster(master=""), OK, "no cluster behind the pool", ""),
+    ("cluster", cluster(package=""), WARNING, "is not installed", "pip install"),
+    ("cluster", cluster(problem="libnuma.so.1: not found"), WARNING, "cannot be loaded: libnuma.so.1", "libnuma1"),
+    ("cluster", cluster(unreached="the master is not reached"), WARNING, "not reached", "Start the master"),
+    ("cluster", cluster(tried=False), NOT_CHECKED, "a group of masters", ""),
+    ("cluster", off(cluster="code -900"), WARNING, "does not use it: code -900", "tries again"),
+    ("shared", GOOD, OK, "/mnt/kv (lustre, of kv): room for 9 GiB", ""),
+    ("shared", shared(directory=""), OK, "no directory", ""),
+    ("shared", shared(file_system=""), OK, "unknown file system", ""),
+    ("shared", shared(problem="Stale file handle"), WARNING, "cannot be used: Stale", "--shared-dir"),
+    ("shared", shared(owned=False, owner="eve"), WARNING, "belongs to eve", "--shared-dir"),
+    ("shared", shared(file_system="xfs"), WARNING, "xfs is a file system of one node", "that the nodes mount"),
+    ("shared", off(shared="it hangs"), WARNING, "does not use it: it hangs", "tries again"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "facts", "verdict", "text", "fix"), TIERS, ids=[f"{row[0]}-{row[2]}-{row[3][:24]}" for row in TIERS]
+)
+def test_each_fact_of_a_tier_has_its_verdict_and_its_fix(
+    check: str, facts: Facts, verdict: Verdict, text: str, fix: str
+) -> None:
+    told = found(check, facts)
+    (finding,) = [each for each in told if text in each.text]
+    assert finding.verdict is verdict
+    assert fix in finding.fix
+    assert bool(finding.fix) == bool(fix)
+    if verdict is OK:
+        assert all(each.verdict is OK for each in told)
+    else:
+        assert [each for each in told if each.verdict not in (OK, verdict)] == []
+
+
 def test_another_pid_namespace_and_sleep_mode_are_warnings_of_their_own() -> None:
     place = found("engine isolation", engine(isolation=replace(HERE, pid_namespace=2)))
     assert [finding.verdict for finding in place] == [OK, WARNING]
@@ -241,7 +334,7 @@ def test_another_pid_namespace_and_sleep_mode_are_warnings_of_their_own() -> Non
     assert [finding.verdict for finding in sleeping] == [OK, WARNING]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=range(len(TABLE)))
+@pytest.mark.parametrize("row", [*TABLE, *TIERS], ids=range(len(TABLE) + len(TIERS)))
 def test_every_problem_and_warning_has_a_fix_of_one_sentence(row: tuple[str, Facts, Verdict, str, str]) -> None:
     for finding in examine(row[1]):
         if finding.verdict in (PROBLEM, WARNING):

@@ -13,6 +13,7 @@ import pytest
 
 from kvsidecar.cli.doctor import gather as gathering
 from kvsidecar.cli.doctor.checks import Verdict, examine
+from kvsidecar.cli.doctor.facts import Host
 from kvsidecar.cli.doctor.gather import gather
 from kvsidecar.device.cuda import calls as driver_calls
 from kvsidecar.support.units import MiB
@@ -161,3 +162,23 @@ def test_the_gpus_of_the_doctor_are_those_of_the_daemon(short_dir: Path) -> None
     assert tuple(gpu.uuid for gpu in driver.gpus) == CudaPlatform().device_uuids()
     assert not driver.problem
     assert not driver.missing_calls
+
+
+@pytest.mark.parametrize(
+    ("files", "seen"),
+    [
+        ({"proc/version": "Linux version 6.8.0"}, Host(cgroup=0)),
+        ({"sys/fs/cgroup/cgroup.controllers": "memory"}, Host(cgroup=2)),
+        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": "1"}, Host(cgroup=1)),
+        ({"proc/version": "Linux version 5.15.167.4-microsoft-standard-WSL2"}, Host(wsl=True, cgroup=0)),
+        ({"dev/dxg": ""}, Host(wsl=True, cgroup=0)),
+        ({"proc/version": "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"}, Host(gvisor=True, cgroup=0)),
+        ({"dev/tdx_guest": ""}, Host(confidential="Intel TDX", cgroup=0)),
+        ({"dev/sev-guest": ""}, Host(confidential="AMD SEV", cgroup=0)),
+    ],
+)
+def test_odd_machines_are_known_by_their_files(files: dict[str, str], seen: Host, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert gathering.host(tmp_path) == seen

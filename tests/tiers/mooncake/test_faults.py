@@ -13,8 +13,9 @@ import pytest
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.engine import ReadEnd, WriteEnd
-from kvsidecar.tiers.mooncake import BATCH, TRAILER, ClusterOptions, MooncakeEngine, _address, _keys
+from kvsidecar.tiers.mooncake import BATCH, ClusterOptions, MooncakeEngine, _address, _keys
 from kvsidecar.tiers.tier import FAILURES
+from kvsidecar.tiers.trailer import TRAILER_BYTES
 from tests.harness import eventually_in_loop
 from tests.mooncake_cluster import Cluster, OwnMemory, missing
 from tests.tiers.support import key, read, space, there, write
@@ -145,7 +146,7 @@ def test_a_shard_under_the_name_of_another_is_corrupt(own_cluster: Cluster) -> N
     engine, of = OwnMemory(own_cluster), space()
     write(engine, of, [1])
     mine, other = _keys(of, [key(1), key(2)])
-    value = memoryview(bytearray(of.shard_bytes + TRAILER.size))
+    value = memoryview(bytearray(of.shard_bytes + TRAILER_BYTES))
     at = [_address(value)], [len(value)]
     engine.registered([value], lambda: engine._store.batch_get_into([mine], *at))
     assert engine.registered([value], lambda: engine._store.batch_put_from([other], *at)) == [0]
@@ -165,5 +166,5 @@ def test_calls_under_way_share_no_trailer(cluster: Cluster) -> None:
     engine = OwnMemory(cluster)
     with engine._room(BATCH) as one, engine._room(BATCH) as two:
         begins = sorted(map(_address, [*one, *two]))
-    assert all(later - sooner >= TRAILER.size for sooner, later in itertools.pairwise(begins))
+    assert all(later - sooner >= TRAILER_BYTES for sooner, later in itertools.pairwise(begins))
     engine.close()

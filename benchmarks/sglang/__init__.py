@@ -1,0 +1,1 @@
+"""What the SGLang linker costs. Needs no SGLang."""

@@ -1,0 +1,188 @@
+"""Blocks that expire: a time after they were stored, or after they were last used.
+
+An expired block is a miss, and goes before any other. The time of a store is kept in its record, so that a restart does
+not lengthen a block's life; the time since the last use begins again there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import ceil, floor
+
+import numpy as np
+
+from kvsidecar.cache.arrays import Bools, Ints, any_true
+from kvsidecar.cache.block import Chain, SpaceBlocks, StoreGrant
+from kvsidecar.cache.block_index import Keys
+from kvsidecar.cache.block_table import BlockTable
+from kvsidecar.cache.shares import Share
+
+SCAN = 1 << 16
+"""Rows of a table to look at in one step: less than a millisecond."""
+STEP_SECONDS = 0.25
+"""How often the times of the last uses are looked at."""
+IDLE_STEPS = 64
+"""A block that nobody uses expires at most one part in so many late."""
+THIN_AFTER = 256
+LAST_SECOND = (1 << 32) - 1
+
+
+@dataclass(slots=True)
+class _Scan:
+    """A table is being looked through for what has expired."""
+
+    number: int
+    row: int = 0
+    """To go on with."""
+    rebuilds: int = 0
+    """Of the table, when it began with row 0."""
+    next: int = 0
+    """When the first of the others expires, and of those that came meanwhile; 0: none does."""
+
+    def see(self, second: int) -> None:
+        if not self.next or second < self.next:
+            self.next = second
+
+
+class Expiry:
+    """What of a table has expired. Times are seconds, on a clock that goes on when the daemon ends.
+
+    Args:
+        wall: what to add to the cache's clock for that.
+    """
+
+    def __init__(self, table: BlockTable, wall: float) -> None:
+        self._table = table
+        self._wall = wall
+        self.now = 0
+        self._stepped = float("-inf")
+        self._due: list[tuple[int, int]] = []
+        """Heap of (second, number of a table): not later than the table's next block expires."""
+        self._scan: _Scan | None = None
+        self._ticks: list[tuple[float, int]] = []
+        """Some times, and the tick of the last request before: the farther back, the fewer."""
+        self._uses: dict[str, deque[tuple[float, int]]] = {}
+        """Share -> some times, and the tick of the last request before."""
+        for blocks in table.tables.values():
+            if blocks.next_expiry:
+                heappush(self._due, (blocks.next_expiry, blocks.number))
+
+    def set_time(self, now: float, tick: int) -> None:
+        """It is ``now``, and the last request had this tick."""
+        self.now = floor(now + self._wall)
+        if now < self._stepped + STEP_SECONDS:
+            return
+        self._stepped = now
+        if not self._ticks or self._ticks[-1][0] + 1 <= now:
+            self._ticks.append((now, tick))
+            if len(self._ticks) % THIN_AFTER == 0:
+                self._thin(now)
+        for share in self._table.shares.idling:
+            uses = self._uses.setdefault(share.name, deque())
+            assert share.idle_ttl is not None
+            if not uses or uses[-1][0] + share.idle_ttl / IDLE_STEPS <= now:
+                uses.append((now, tick))
+            while uses and uses[0][0] + share.idle_ttl <= now:
+                share.idle_tick = uses.popleft()[1]
+
+    def unused(self, blocks: SpaceBlocks, seconds: float) -> Ints:
+        """The blocks of a table that nobody uses, or has used for so long; up to one part in `IDLE_STEPS` longer."""
+        tick = max([tick for time, tick in self._ticks if time <= self.now - self._wall - seconds], default=-1)
+        rows = np.arange(blocks.rows_used)
+        found: Ints = rows[blocks.evictable[rows] & (blocks.last_used[rows] <= tick)]
+        return found
+
+    def _thin(self, now: float) -> None:
+        kept: list[tuple[float, int]] = []
+        for time, tick in self._ticks:
+            if not kept or time - kept[-1][0] >= (now - time) / IDLE_STEPS:
+                kept.append((time, tick))
+        self._ticks = kept
+
+    def expires(self, grant: StoreGrant) -> int:
+        """When the blocks of this store will expire, if it is sealed now; 0 if they will not."""
+        if not grant.parts:
+            return 0
+        times = [seconds for seconds in (grant.ttl, grant.parts[0].blocks.space.share.ttl) if seconds]
+        return min(self.now + ceil(min(times)), LAST_SECOND) if times else 0
+
+    def set_expiry(self, blocks: SpaceBlocks, rows: Ints, second: int) -> None:
+        """These blocks expire then."""
+        blocks.expires[rows] = second
+        if self._scan is not None and self._scan.number == blocks.number:
+            self._scan.see(second)
+        if not blocks.next_expiry or second < blocks.next_expiry:
+            blocks.next_expiry = second
+            heappush(self._due, (second, blocks.number))
+
+    def expired(self, blocks: SpaceBlocks, rows: Ints) -> Bools:
+        """Which of these blocks have expired. They may be pinned."""
+        seconds = blocks.expires[rows]
+        gone: Bools = (seconds != 0) & (seconds <= self.now)
+        if tick := blocks.space.share.idle_tick:
+            gone |= (blocks.last_used[rows] <= tick) & blocks.evictable[rows]
+        return gone
+
+    def drop(self, blocks: SpaceBlocks, keys: Keys) -> None:
+        """Remove the expired ones of these blocks: they are going to be stored again."""
+        if not blocks.expiring:
+            return
+        rows = blocks.index.find(keys)
+        rows = rows[rows >= 0]
+        gone = np.unique(rows[self.expired(blocks, rows)])
+        for row in gone[(blocks.pins[gone] > 0) & (blocks.missing[gone] == 0)].tolist():
+            self._table.forget(blocks, row)
+        self._evict(blocks, gone)
+
+    def collect(self, limit: int) -> bool:
+        """Evict expired blocks: about ``limit`` at most. False if there are no more at present."""
+        return self._collect_timed() or any(self._collect_idle(share, limit) for share in self._table.shares.idling)
+
+    def _collect_timed(self) -> bool:
+        if self._scan is None:
+            while self._due and self._due[0][1] not in self._table.tables:
+                heappop(self._due)
+            if not self._due or self._due[0][0] > self.now:
+                return False
+            self._scan = _Scan(heappop(self._due)[1])
+        scan = self._scan
+        blocks = self._table.tables.get(scan.number)
+        if blocks is None:
+            self._scan = None
+            return True
+        if scan.rebuilds != blocks.rebuilds:
+            scan.row, scan.rebuilds = 0, blocks.rebuilds
+        rows = np.arange(scan.row, min(scan.row + SCAN, blocks.rows_used))
+        scan.row += SCAN
+        seconds = blocks.expires[rows]
+        gone = rows[(seconds != 0) & (seconds <= self.now)]
+        if any_true(blocks.pins[gone] > 0):
+            scan.see(self.now + 1)  # as soon as nobody needs them
+        later = seconds[seconds > self.now]
+        if len(later):
+            scan.see(int(later.min()))
+        if scan.row >= blocks.rows_used:
+            self._scan = None
+            blocks.next_expiry = scan.next
+            if scan.next:
+                heappush(self._due, (scan.next, blocks.number))
+        self._evict(blocks, gone)
+        return True
+
+    def _collect_idle(self, share: Share, limit: int) -> bool:
+        order = share.order.oldest_first()
+        tick, _, blocks = next(order, (share.idle_tick + 1, 0, None))
+        order.close()
+        if blocks is None or tick > share.idle_tick:
+            return False
+        rows = next(blocks.policy.candidates())[:limit]
+        self._evict(blocks, rows[blocks.last_used[rows] <= share.idle_tick])
+        return True
+
+    def _evict(self, blocks: SpaceBlocks, rows: Ints) -> None:
+        rows = rows[blocks.evictable[rows]]
+        if len(rows) and not blocks.cleared:
+            self._table.expired_blocks += len(rows)
+            self._table.evict(Chain(blocks, rows))

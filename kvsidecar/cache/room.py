@@ -1,0 +1,135 @@
+"""Finds room for a store: whether its shares may have it, and what has to go for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from kvsidecar.cache.block import Chain, StoreGrant
+from kvsidecar.cache.block_table import BlockTable
+from kvsidecar.cache.eviction import AHEAD_SHARE, choose_victims, oldest_of_share
+from kvsidecar.cache.expiry import Expiry
+from kvsidecar.cache.shares import Share
+from kvsidecar.errors import Refusal
+
+SWEEP = 4096
+"""Number of cleared blocks to free at once: less than a millisecond."""
+
+
+class Room:
+    """Makes room in a table, all or nothing."""
+
+    def __init__(self, table: BlockTable, expiry: Expiry) -> None:
+        self._table = table
+        self._expiry = expiry
+        self.evicted_unkept = 0
+        """Readable blocks that stores have evicted and that no tier had."""
+
+    def make(self, needs: Mapping[int, int], grant: StoreGrant) -> Refusal | None:
+        """Evict until all blocks of this store can be allocated. If that is impossible, the reason; nothing has
+        changed then.
+
+        Args:
+            needs: slots needed per size class.
+        """
+        table = self._table
+        fits = table.slots.can_allocate(needs) or self._sweep_for(needs)
+        if fits and not table.shares.limited:
+            return None
+        requested = [Chain(part.blocks, part.chain_rows) for part in grant.parts]
+        first: list[Chain] = []
+        incoming: dict[Share, int] = {}
+        if table.shares.limited:
+            for part in grant.parts:
+                share = part.blocks.space.share
+                incoming[share] = incoming.get(share, 0) + len(part.index) * part.slot_size
+            if not self._may_fill(grant, incoming):
+                return Refusal.QUOTA
+            for share, nbytes in incoming.items():
+                while share.most is not None and share.used + nbytes > share.most and self._expiry.collect(SWEEP):
+                    pass
+            for share, nbytes in incoming.items():  # nothing expires any more that is among the victims
+                own = self._own_victims(share, nbytes, requested)
+                if own is None:
+                    return Refusal.QUOTA
+                first += own
+        if fits:
+            self._evict(first)
+            return None
+        victims = choose_victims(needs, table.slots, table.tables, table.shares, requested, incoming, first)
+        if victims is not None:
+            self._evict(victims)
+            return None
+        return Refusal.POOL_FRAGMENTED if table.slots.is_fragmented(needs) else Refusal.POOL_FULL
+
+    def victims(self, needs: Mapping[int, int], share: Share) -> list[Chain]:
+        """What a store of this share with these needs would evict now."""
+        table = self._table
+        if table.slots.can_allocate(needs) or self._sweep_for(needs):
+            return []
+        nbytes = sum([size * need for size, need in needs.items()])
+        return choose_victims(needs, table.slots, table.tables, table.shares, (), {share: nbytes}) or []
+
+    def shrink(self, share: Share, blocks: int) -> bool:
+        """Evict up to so many of the oldest blocks of a share that is over its maximum. False if there are none."""
+        victims = oldest_of_share(share, share.over, most_blocks=blocks)
+        self._evict(victims)
+        return any(len(chain.rows) for chain in victims)
+
+    def pin_room(self, share: Share) -> int:
+        """Bytes that a share may still pin or fill."""
+        return self._table.shares.pin_room(share, self._table.slots.usable_bytes)
+
+    def may_pin(self, chains: Sequence[Chain]) -> bool:
+        """Whether these readable blocks may be pinned without taking what is guaranteed to others."""
+        table = self._table
+        if not table.shares.limited:
+            return True
+        most = sum([len(chain.rows) * chain.blocks.space.block_bytes for chain in chains])
+        if most <= table.slots.usable_bytes - table.shares.committed:
+            return True
+        wanted: dict[Share, int] = {}
+        for blocks in {chain.blocks.number: chain.blocks for chain in chains}.values():
+            rows = np.unique(np.concatenate([chain.rows for chain in chains if chain.blocks is blocks]))
+            share, idle = blocks.space.share, int(np.count_nonzero(blocks.evictable[rows]))
+            wanted[share] = wanted.get(share, 0) + idle * blocks.space.block_bytes
+        return all(nbytes <= self.pin_room(share) for share, nbytes in wanted.items())
+
+    def _may_fill(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> bool:
+        busy = dict(incoming)
+        for part in grant.parts:
+            blocks = part.blocks
+            if blocks.space.num_shards > 1:  # the sealed shards of these blocks cannot be evicted meanwhile
+                busy[blocks.space.share] += blocks.bytes_of(part.rows[blocks.evictable[part.rows]])
+        table = self._table
+        if sum(busy.values()) <= table.slots.usable_bytes - table.shares.committed:
+            return True
+        return all(nbytes <= self.pin_room(share) for share, nbytes in busy.items())
+
+    def _own_victims(self, share: Share, incoming: int, requested: Sequence[Chain]) -> list[Chain] | None:
+        """What a share must give up itself to stay within its maximum. None: it cannot."""
+        if share.most is None or share.used + incoming <= share.most:
+            return []
+        if share.used > share.most:
+            return None  # since a reload: to bring it down here might take long
+        over = share.used + incoming - share.most
+        ahead = min(8 * incoming, share.most // AHEAD_SHARE)  # so that the next stores need not choose again
+        for wanted in (over + ahead, over) if ahead >= incoming else (over,):
+            victims = oldest_of_share(share, wanted, requested)
+            if sum([chain.blocks.bytes_of(chain.rows) for chain in victims]) >= wanted:
+                return victims
+        return None
+
+    def _evict(self, victims: Iterable[Chain]) -> None:
+        for chain in victims:
+            blocks, rows = chain.blocks, chain.rows
+            self.evicted_unkept += int(np.count_nonzero((blocks.tiers[rows] == 0) & (blocks.missing[rows] == 0)))
+            self._table.evict(chain)
+
+    def _sweep_for(self, needs: Mapping[int, int]) -> bool:
+        """Whether to free cleared and expired blocks is enough."""
+        while self._table.sweep(SWEEP) or self._expiry.collect(SWEEP):
+            if self._table.slots.can_allocate(needs):
+                return True
+        return False

@@ -1,0 +1,349 @@
+"""Tells watchers which blocks of their namespace can be looked up, and what changes. Decides; sends nothing by itself.
+
+The cache tells a `_Feed` per watched namespace, which only appends to a log: a copy never waits for a watcher. The log
+is sent from time to time, the same to all watchers of the namespace. A watcher that has no room for it is left out and
+gets a snapshot when it has. Snapshots are read from the cache piece by piece, between the changes: a block may be told
+twice, but the last word on each block is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.core.metrics import Metrics, ResetReason
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.types import Namespace, Residency
+
+INTERVAL = 0.05
+"""Seconds for which changes are collected: as many small stores become one message."""
+MAX_UPDATE_BYTES = 32 * 1024
+"""Hashes and notes in one update, about."""
+MAX_LOG_BYTES = 4 * 1024 * 1024
+"""Changes that wait to be sent, per namespace. With more, its watchers get a snapshot instead."""
+SNAPSHOT_ROWS = 1024
+"""Rows of a table that one piece of a snapshot covers."""
+PIECES = 8
+"""Updates of a snapshot per `INTERVAL` and watcher: 160,000 blocks a second, or notes on 40,000."""
+MAX_NOTES_BYTES = 64 * 1024 * 1024
+"""Notes that are kept for watchers to come, in all namespaces. The one that has most gives up its oldest."""
+MAX_NOTE_BYTES = 16 * 1024
+"""Of one block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    kind: Residency
+    group: int
+    hashes: bytes = b""
+    """Joined."""
+    notes: bytes = b""
+    """Joined; as many bytes for each hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One message to a watcher."""
+
+    sequence: int
+    """1, 2, 3, ..."""
+    changes: tuple[Change, ...]
+    reset: bool = False
+    """Before the changes: a snapshot begins."""
+    complete: bool = False
+    """After the changes: the snapshot ends."""
+
+
+class Receiver(Protocol):
+    """The way to one watcher."""
+
+    def has_room(self) -> bool:
+        """Whether it reads what it is sent."""
+
+    def send(self, update: Update) -> None:
+        """Never waits, never raises."""
+
+
+class _Feed:
+    """What has changed in one namespace since the last `take`. An `Outlet` of the cache."""
+
+    def __init__(self, on_change: Callable[[], object]) -> None:
+        self.watches: list[Watch] = []
+        self._on_change = on_change
+        self._log: list[tuple[Residency, int, list[bytes], list[bytes]]] = []
+        self._bytes = 0
+        self.flooded = False
+        """The log was given up."""
+
+    def stored(self, group: int, hashes: bytes) -> None:
+        self.add(Residency.STORED, group, hashes)
+
+    def removed(self, group: int, hashes: bytes) -> None:
+        self.add(Residency.REMOVED, group, hashes)
+
+    def cleared(self, group: int) -> None:
+        self.add(Residency.CLEARED, group)
+
+    def add(self, kind: Residency, group: int, hashes: bytes = b"", notes: bytes = b"") -> None:
+        self._on_change()
+        if self.flooded:
+            return
+        self._bytes += len(hashes) + len(notes) + 16
+        if self._bytes > MAX_LOG_BYTES:
+            self.flooded, self._log, self._bytes = True, [], 0
+            return
+        last = self._log[-1] if self._log else None
+        if last is not None and last[:2] == (kind, group) and not notes:
+            last[2].append(hashes)
+        else:
+            self._log.append((kind, group, [hashes], [notes]))
+
+    def take(self, width: int) -> list[tuple[Change, ...]]:
+        """The changes so far, in pieces for one update each.
+
+        Args:
+            width: of a hash.
+        """
+        log, self._log, self._bytes, self.flooded = self._log, [], 0, False
+        pieces: list[list[Change]] = []
+        room = 0
+        for kind, group, hashes, notes in log:
+            whole = Change(kind, group, b"".join(hashes), b"".join(notes))
+            for change in split(whole, width):
+                nbytes = len(change.hashes) + len(change.notes)
+                if room < nbytes or not pieces:
+                    pieces.append([])
+                    room = MAX_UPDATE_BYTES
+                pieces[-1].append(change)
+                room -= nbytes
+        return [tuple(piece) for piece in pieces]
+
+
+class _Notes:
+    """The latest notes of each namespace, for snapshots."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Namespace, dict[int, Change]] = {}
+        """By namespace: numbered, the oldest first."""
+        self._bytes: dict[Namespace, int] = {}
+        self.total_bytes = 0
+        self._number = 0
+
+    def add(self, namespace: Namespace, change: Change) -> None:
+        self._number += 1
+        self._kept.setdefault(namespace, {})[self._number] = change
+        self._count(namespace, change, 1)
+        while self.total_bytes > MAX_NOTES_BYTES:
+            most = max(self._bytes, key=self._bytes.__getitem__)
+            kept = self._kept[most]
+            self._count(most, kept.pop(next(iter(kept))), -1)
+            if not kept:
+                del self._kept[most], self._bytes[most]
+
+    def _count(self, namespace: Namespace, change: Change, sign: int) -> None:
+        nbytes = sign * (len(change.hashes) + len(change.notes) + 200)
+        self._bytes[namespace] = self._bytes.get(namespace, 0) + nbytes
+        self.total_bytes += nbytes
+
+    def forget(self, namespace: Namespace) -> None:
+        self._kept.pop(namespace, None)
+        self.total_bytes -= self._bytes.pop(namespace, 0)
+
+    def of(self, namespace: Namespace) -> Iterator[Change]:
+        """Those that there are now, as far as they are still there when they are asked for."""
+        for number in list(self._kept.get(namespace, ())):
+            if (change := self._kept.get(namespace, {}).get(number)) is not None:
+                yield change
+
+
+class Watch:
+    """One watcher. `Watches.end` ends it."""
+
+    def __init__(self, namespace: Namespace, receiver: Receiver) -> None:
+        self.namespace = namespace
+        self.receiver = receiver
+        self.reset: ResetReason | None = ResetReason.NEW
+        """Why it waits for a snapshot to begin; None if it does not."""
+        self.snapshot: Iterator[Change | None] | None = None
+        """What is left of the snapshot."""
+        self._sequence = 0
+
+    def send(self, changes: tuple[Change, ...], *, reset: bool = False, complete: bool = False) -> None:
+        self._sequence += 1
+        self.receiver.send(Update(self._sequence, changes, reset, complete))
+
+    def lose(self, reason: ResetReason) -> None:
+        """It was not told everything: it needs a new snapshot."""
+        self.reset, self.snapshot = self.reset or reason, None
+
+
+class Watches:
+    """All watchers of the daemon.
+
+    Args:
+        later: calls a function after so many seconds.
+        is_ready: whether all that the cache has can be looked up; until then no snapshot begins.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        metrics: Metrics,
+        later: Callable[[float, Callable[[], None]], object],
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._cache, self._metrics, self._later, self._is_ready = cache, metrics, later, is_ready
+        self._feeds: dict[Namespace, _Feed] = {}
+        self._notes = _Notes()
+        self._armed = False
+        self._counts = {kind: metrics.residency_blocks.labels(kind.value) for kind in Residency if kind.is_change}
+
+    def __len__(self) -> int:
+        return sum(len(feed.watches) for feed in self._feeds.values())
+
+    @property
+    def notes_bytes(self) -> int:
+        return self._notes.total_bytes
+
+    def begin(self, namespace: Namespace, receiver: Receiver) -> Watch:
+        watch = Watch(namespace, receiver)
+        feed = self._feeds.get(namespace)
+        if feed is None:
+            feed = self._feeds[namespace] = _Feed(self._arm)
+            self._cache.watch(namespace, feed)
+        feed.watches.append(watch)
+        self._arm()
+        return watch
+
+    def end(self, watch: Watch) -> None:
+        """May be called more than once."""
+        feed = self._feeds.get(watch.namespace)
+        if feed is not None and watch in feed.watches:
+            feed.watches.remove(watch)
+            if not feed.watches:
+                del self._feeds[watch.namespace]
+                self._cache.watch(watch.namespace, None)
+
+    def note(self, namespace: Namespace, group: int, hashes: bytes, notes: bytes) -> None:
+        """Keep what a client notes about blocks that it stores, for the watchers.
+
+        Raises:
+            InvalidRequest: there are not as many bytes for each hash, or too many.
+        """
+        count = len(hashes) // namespace.hash_bytes
+        if not count or len(notes) % count or len(notes) // count > MAX_NOTE_BYTES:
+            raise InvalidRequest(
+                f"{len(notes)} bytes of notes on {count} blocks: each block takes as many, at most {MAX_NOTE_BYTES}"
+            )
+        feed = self._feeds.get(namespace)
+        for change in split(Change(Residency.NOTES, group, hashes, notes), namespace.hash_bytes):
+            self._notes.add(namespace, change)
+            if feed is not None:
+                feed.add(change.kind, group, change.hashes, change.notes)
+
+    def forget(self, namespace: Namespace | None) -> None:
+        """A namespace is cleared, or all: its notes, too."""
+        if namespace is None:
+            self._notes = _Notes()
+        else:
+            self._notes.forget(namespace)
+
+    def flush(self) -> None:
+        """Send what has changed, and the next pieces of snapshots."""
+        self._armed = False
+        for namespace, feed in tuple(self._feeds.items()):
+            if feed.flooded:
+                for watch in feed.watches:
+                    watch.lose(ResetReason.FLOOD)
+            for piece in feed.take(namespace.hash_bytes):
+                for watch in feed.watches:
+                    self._tell(watch, piece)
+            for watch in feed.watches:
+                self._go_on(watch)
+                if watch.reset or watch.snapshot is not None:
+                    self._arm()
+
+    def _arm(self) -> None:
+        if not self._armed:
+            self._armed = True
+            self._later(INTERVAL, self.flush)
+
+    def _tell(self, watch: Watch, changes: tuple[Change, ...]) -> None:
+        if watch.reset is None and not watch.receiver.has_room():
+            watch.lose(ResetReason.UNREAD)
+        if watch.reset is None:
+            self._send(watch, changes)
+
+    def _go_on(self, watch: Watch) -> None:
+        """Begin or continue its snapshot."""
+        if watch.reset is not None and self._is_ready() and watch.receiver.has_room():
+            self._metrics.residency_resets.labels(watch.reset.value).inc()
+            watch.reset, watch.snapshot = None, self._snapshot(watch.namespace)
+            self._send(watch, (), reset=True)
+        left = PIECES * MAX_UPDATE_BYTES
+        while watch.snapshot is not None and left > 0 and watch.receiver.has_room():
+            changes: list[Change] = []
+            room = MAX_UPDATE_BYTES
+            while watch.snapshot is not None and room > 0:
+                try:
+                    change = next(watch.snapshot)
+                except StopIteration:
+                    watch.snapshot = None
+                    break
+                if change is None:
+                    room -= MAX_UPDATE_BYTES // 32  # to find nothing takes its time as well
+                else:
+                    room -= len(change.hashes) + len(change.notes)
+                    changes.append(change)
+            left -= MAX_UPDATE_BYTES - room
+            if changes or watch.snapshot is None:
+                self._send(watch, tuple(changes), complete=watch.snapshot is None)
+
+    def _send(self, watch: Watch, changes: tuple[Change, ...], *, reset: bool = False, complete: bool = False) -> None:
+        watch.send(changes, reset=reset, complete=complete)
+        self._metrics.residency_messages.inc()
+        for each in changes:
+            self._counts[each.kind].inc(len(each.hashes) // watch.namespace.hash_bytes)
+
+    def _snapshot(self, namespace: Namespace) -> Iterator[Change | None]:
+        """All notes, then all readable blocks, piece by piece as the cache has them then; None for a piece without any.
+        What becomes readable meanwhile is told as a change."""
+        yield from self._notes.of(namespace)
+        groups = [space.group for space in self._cache.spaces if space.namespace == namespace]
+        for group in groups:
+            first, table = 0, None
+            while (space := self._cache.find_space(namespace, group)) is not None:
+                if table is not space.blocks.index:  # another table, or its rows were renumbered
+                    first, table = 0, space.blocks.index
+                if first >= space.blocks.rows_used:
+                    break
+                hashes = space.blocks.readable_hashes(first, first + SNAPSHOT_ROWS)
+                first += SNAPSHOT_ROWS
+                yield Change(Residency.STORED, group, hashes) if hashes else None
+
+
+def split(change: Change, width: int) -> list[Change]:
+    """Cut into pieces that fit one update, as far as single hashes do.
+
+    Args:
+        width: of a hash.
+    """
+    if len(change.hashes) + len(change.notes) <= MAX_UPDATE_BYTES:
+        return [change]
+    count = len(change.hashes) // width
+    each = width + (len(change.notes) // count if count else 0)
+    most = max(1, MAX_UPDATE_BYTES // each)
+    if count <= most:
+        return [change]
+    note = each - width
+    return [
+        Change(
+            change.kind,
+            change.group,
+            change.hashes[i * width : (i + most) * width],
+            change.notes[i * note : (i + most) * note],
+        )
+        for i in range(0, count, most)
+    ]

@@ -1,0 +1,152 @@
+"""The shares of the configuration: which namespaces each covers, and what it may have of the pool.
+
+A share covers namespaces by pattern, or by owner: those that the policy gives to a user, group or certificate. Blocks
+belong to a namespace, whoever of its users stored them, so bytes are counted per namespace; a restart finds them there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from kvsidecar.core.access import Policy, Rule, covers, read_owners, read_tables, read_texts
+from kvsidecar.errors import ConfigError
+from kvsidecar.support.units import Size, format_size
+from kvsidecar.types import UNASSIGNED
+
+if TYPE_CHECKING:
+    from kvsidecar.cache.shares import ShareLimits
+
+MAX_SHARES: Final = 1024
+REST: Final = "other"
+"""In the metrics, all shares together that have no label of their own."""
+MAX_TTL: Final = 366 * 86400
+_NOBODY: Final = Rule()
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class ShareRule:
+    """One ``[[share]]`` table."""
+
+    name: str
+    namespaces: tuple[str, ...] = ()
+    """Patterns, as in `Rule.namespaces`."""
+    owners: Rule = _NOBODY
+    """Its users, groups and certificates: the share covers what the policy gives them."""
+    guaranteed: Size | None = None
+    most: Size | None = None
+    ttl: float | None = None
+    """Seconds after which its blocks expire."""
+    idle_ttl: float | None = None
+    """Seconds after the last use."""
+
+
+def parse(value: object) -> tuple[ShareRule, ...]:
+    """The shares of a TOML file's ``[[share]]`` tables, or of the same as TOML text (a flag, a variable).
+
+    Raises:
+        ValueError: the end of a sentence that begins with the option: which share, and what is wrong with it.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, tuple):
+        return value
+    rules = tuple(_rule(f"share {number}", each) for number, each in enumerate(read_tables("share", value), 1))
+    if len(rules) > MAX_SHARES:
+        raise ValueError(f"has {len(rules)} shares; {MAX_SHARES} are possible")
+    names = [rule.name for rule in rules]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"has two shares with the name {twice[0]!r}")
+    return rules
+
+
+def resolve(rules: Sequence[ShareRule], policy: Policy | None, pool_bytes: int) -> list[ShareLimits]:
+    """What each share covers, and its bytes of this pool.
+
+    Raises:
+        ConfigError: the pool cannot keep them all, or an owner has no namespace.
+    """
+    from kvsidecar.cache.shares import ShareLimits  # probes are answered before this is imported
+
+    limits = []
+    for rule in rules:
+        patterns = rule.namespaces
+        if _has_owners(rule.owners):
+            owned = _owned(rule.owners, policy)
+            if not owned:
+                raise ConfigError(f"share {rule.name!r} names owners to whom no rule of the policy gives a namespace")
+            patterns += owned
+        guaranteed = 0 if rule.guaranteed is None else rule.guaranteed.of(pool_bytes)
+        most = None if rule.most is None else rule.most.of(pool_bytes)
+        if most is not None and most < guaranteed:
+            raise ConfigError(
+                f"share {rule.name!r} is guaranteed {format_size(guaranteed)}, more than its max ({format_size(most)})"
+            )
+        limits.append(ShareLimits(rule.name, partial(covers, patterns), guaranteed, most, rule.ttl, rule.idle_ttl))
+    total = sum(each.guaranteed for each in limits)
+    if total > pool_bytes:
+        raise ConfigError(
+            f"the shares are guaranteed {format_size(total)} together; the pool has {format_size(pool_bytes)}"
+        )
+    return limits
+
+
+def _owned(owners: Rule, policy: Policy | None) -> tuple[str, ...]:
+    rules = () if policy is None else policy.rules
+    found = dict.fromkeys(
+        pattern
+        for rule in rules
+        if rule.uids & owners.uids or rule.gids & owners.gids or set(rule.certificates) & set(owners.certificates)
+        for pattern in rule.namespaces
+    )
+    return tuple(found)
+
+
+def _has_owners(rule: Rule) -> bool:
+    return bool(rule.uids or rule.gids or rule.certificates)
+
+
+def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
+    known = {"name", "namespaces", "uids", "gids", "certificates", "guaranteed", "max", "ttl", "idle_ttl"}
+    if unknown := [key for key in table if key not in known]:
+        raise ValueError(f"has a {where} with {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    name = table.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in (UNASSIGNED, REST):
+        raise ValueError(
+            f"has a {where} whose name is {name!r}; it must have 1 to 64 letters, digits, dots, dashes and "
+            f"underscores, and not be {UNASSIGNED!r} or {REST!r}"
+        )
+    rule = ShareRule(
+        name,
+        namespaces=read_texts(where, "namespaces", table),
+        owners=read_owners(where, table),
+        guaranteed=_size(where, "guaranteed", table),
+        most=_size(where, "max", table),
+        ttl=_seconds(where, "ttl", table),
+        idle_ttl=_seconds(where, "idle_ttl", table),
+    )
+    if not rule.namespaces and not _has_owners(rule.owners):
+        raise ValueError(f"has a {where} that covers nothing: give namespaces, uids, gids or certificates")
+    return rule
+
+
+def _size(where: str, key: str, table: Mapping[str, Any]) -> Size | None:
+    if key not in table:
+        return None
+    try:
+        return Size.parse(table[key])
+    except ValueError as error:
+        raise ValueError(f"has a {where} whose {key} {error}") from None
+
+
+def _seconds(where: str, key: str, table: Mapping[str, Any]) -> float | None:
+    value = table.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= MAX_TTL:
+        raise ValueError(f"has a {where} whose {key} is {value!r}; it must be a number of seconds, 1 to {MAX_TTL}")
+    return float(value)

@@ -1,0 +1,71 @@
+"""Jobs of the client, each with what to do at its end. Used by the scheduler's thread alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from kvsidecar.client import Client, JobDone
+
+GIVE_UP_SECONDS = 10.0
+"""Between messages about a copy that does not end."""
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+OnEnd = Callable[[JobDone], None]
+
+
+class Jobs:
+    """Calls back at the end of each job, in `poll` or `wait`."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._on_end: dict[int, OnEnd] = {}
+
+    def add(self, job: int, on_end: OnEnd) -> int:
+        self._on_end[job] = on_end
+        return job
+
+    def outstanding(self, jobs: Iterable[int]) -> tuple[int, ...]:
+        return tuple(job for job in jobs if job in self._on_end)
+
+    def poll(self) -> None:
+        """Never waits."""
+        if self._on_end:
+            for done in self.client.poll():
+                self._ended(done)
+
+    def wait(self, jobs: Iterable[int], timeout: float) -> tuple[int, ...]:
+        """Wait for these, at most ``timeout`` seconds. Returns those that have not ended."""
+        left = self.outstanding(jobs)
+        if left:
+            for done in self.client.wait(left, max(0.0, timeout)).values():
+                self._ended(done)
+        return self.outstanding(left)
+
+    def stop(self, jobs: Iterable[int], timeout: float, *, cancel: bool) -> tuple[int, ...]:
+        """Wait until these no longer access the GPU's pages. Returns those that still may after ``timeout`` seconds.
+
+        Args:
+            cancel: decline those that have not started.
+        """
+        left = self.outstanding(jobs)
+        if not left:
+            return ()
+        pending = self.client.flush(left, timeout=max(0.0, timeout), cancel=cancel)
+        self.poll()
+        return tuple(pending)
+
+    def give_up(self, jobs: Iterable[int], reason: str) -> None:
+        """End the session with a daemon that hangs. Returns when none of these jobs accesses the GPU any more.
+
+        That is at once, unless one of its copies has begun and does not end. SGLang must not use those pages, so it
+        waits: a daemon that lives kills such a copier after --stuck-after.
+        """
+        self.client.give_up(reason)
+        while left := self.wait(jobs, GIVE_UP_SECONDS):
+            _log.error("kvsidecar: waiting for %d copies that have begun, or for the end of their copier", len(left))
+
+    def _ended(self, done: JobDone) -> None:
+        if (on_end := self._on_end.pop(done.job, None)) is not None:
+            on_end(done)

@@ -1,0 +1,172 @@
+"""The linker: SGLang's hooks, and what they need of SGLang itself.
+
+SGLang makes one in the scheduler process of each rank, and calls it from the scheduler's thread alone. It hands the
+rank's KV pools to the daemon, and from then on names pages: no KV passes through this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import socket
+import time
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.runtime_context import get_parallel, get_serving
+
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.integrations.sglang import pools, ranks
+from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.groups import groups_of
+from kvsidecar.integrations.sglang.metrics import Metrics
+from kvsidecar.integrations.sglang.namespace import namespace_of
+from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.rank_side import RankSide
+from kvsidecar.integrations.sglang.transfers import HASH_BYTES
+from kvsidecar.integrations.sglang.weights import Weights, watch
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+
+class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """Offloads the KV cache to the daemon of this node. If it cannot be offloaded, does nothing; the log says why.
+
+    Args:
+        params: SGLang's ``CacheInitParams``.
+        components: of the tree.
+        extra_config: see `Options`.
+        forward_stream: that writes the pools; None if the current one does.
+
+    Raises:
+        ValueError: an option is unknown or has a bad value.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: set[Any],
+        extra_config: dict[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        options = Options.parse(extra_config or {})
+        self.forward_stream = forward_stream
+        self.pools: dict[PoolName, object] = {}
+        self.layer_done_counter: object = LayerWiseLoadCounter(1)
+        self.counters = Counters()
+        self._side: RankSide | None = None
+        self._metrics: Metrics | None = None
+        began = time.monotonic()
+        mine = ranks.ranks_of(params)
+        token = mine.token()
+        start, problem = None, None
+        try:
+            start = self._prepared(server_args, params, components, options, mine, token)
+        except (KVSidecarError, ValueError) as error:
+            problem = str(error)
+        # Either all ranks offload or none: SGLang's ranks count each other's calls.
+        found = mine.gather((problem, socket.gethostname()))
+        problems = [each for each, _ in found if each is not None]
+        if len({host for _, host in found}) > 1:
+            problems.append("the tensor-parallel ranks are on several nodes, each of which has a daemon of its own")
+        if problems or start is None:
+            _log.error("kvsidecar: no offload: %s", problems[0])
+            return
+        self._side, found_pools = start()
+        self._end_watch = watch(SchedulerWeightUpdaterManager, self._weights.changing)
+        self.layer_done_counter = self._side.loads
+        self.pools = {PoolName(pool.name): pool for pool in found_pools}
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        if params.enable_metrics:
+            self._metrics = Metrics(self.counters, options.instance)
+        atexit.register(self.close)
+        _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
+
+    def _prepared(
+        self, server_args: Any, params: Any, components: set[Any], options: Options, mine: ranks.Ranks, token: str
+    ) -> Any:
+        """Everything that may fail. Returns a function that starts to offload.
+
+        Raises:
+            KVSidecarError, ValueError: this cache cannot be offloaded.
+        """
+        if (problem := ranks.problem_of(params, getattr(get_parallel(), "attn_dcp_size", 1))) is not None:
+            raise ValueError(f"{problem} is not supported")
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        pools.share_on_cpu(kvcache, params)
+        found, num_layers = pools.pools_of(kvcache, params, params.page_size, components)
+        groups = groups_of(
+            [(pool.name, pool.layers, pool.replicated) for pool in found], num_layers, options.load_chunks
+        )
+        device = next(iter(found[0].layers.values()))[0].device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        namespace = namespace_of(
+            server_args,
+            groups,
+            hf_config=ModelConfig.from_server_args(server_args).hf_config,
+            page_size=params.page_size,
+            tp_size=mine.size,
+            is_eagle=params.is_eagle,
+            facts=[f"sglang {sglang.__version__}", name, *pools.facts_of(found)],
+            name=options.model_name,
+        )
+        memory = pools.export(found, groups, mine.rank, mine.size)
+        order = pools.Order(device, self.forward_stream) if device.type == "cuda" else None
+        self._weights = Weights(HASH_BYTES, lambda: get_serving().weight_version, token)
+        instance = f"{options.instance} {token[:8]}"
+
+        def start() -> tuple[RankSide, list[pools.Pool]]:
+            side = RankSide(
+                options, namespace, instance, groups, memory, mine, self._weights, self.counters,
+                page_size=params.page_size, order=order,
+            )  # fmt: skip
+            return side, found
+
+        return start
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        return [] if self._side is None else self._side.lookup(rid, transfers)
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        return self._side is not None and self._side.load(rid, transfers)
+
+    def start_layer_wise_loading(self) -> int:
+        return -1 if self._side is None else self._side.loads.start()
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self._side is None or self._side.loads.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._side is not None and self._side.loads.cancel(rid)
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        return self._side is not None and self._side.offload(transfers)
+
+    def num_completed_offloads(self) -> int:
+        if self._side is None:
+            return 0
+        if self._metrics is not None:
+            self._metrics.publish()
+        return self._side.completed()
+
+    def pop_completed_offload(self) -> bool:
+        return self._side is not None and self._side.pop()
+
+    def reset(self) -> None:
+        if self._side is not None:
+            self._side.reset()
+
+    def close(self) -> None:
+        side, self._side = self._side, None
+        if side is not None:
+            atexit.unregister(self.close)
+            self._end_watch()
+            side.close()

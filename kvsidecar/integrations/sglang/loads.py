@@ -1,0 +1,210 @@
+"""Loads of a batch: one job per chunk of layers, waited for layer by layer, with a deadline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvsidecar.client import Blocks, Completion, JobDone, LeaseRenewal, Outcome
+from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.groups import Groups
+from kvsidecar.integrations.sglang.jobs import Jobs
+from kvsidecar.integrations.sglang.transfers import Ids
+from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+STOP_SECONDS = 2.0
+"""How long a load that has missed its deadline may take to end, or to be cancelled. Then its daemon is given up."""
+PAUSE_SECONDS = 1.0
+"""How long nothing is offered after a failed load, which costs requests; twice as long after each further one."""
+MAX_PAUSE_SECONDS = 30.0
+MAX_JOB_BLOCKS = 65536
+"""Most blocks of one job: with their hashes and ids, a message below its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of one pool: the keys of their blocks, joined, and where they are on the GPU."""
+
+    keys: bytes
+    ids: Ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(slots=True)
+class _Queued:
+    pages: Mapping[str, Pages]
+    """By pool."""
+    lease: LeaseRenewal
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Loads that were started together."""
+
+    requests: Mapping[str, _Queued]
+    deadline: float
+    jobs: list[list[int]] = field(default_factory=list)
+    """By chunk."""
+    failed: bool = False
+
+    @property
+    def all_jobs(self) -> list[int]:
+        return [job for jobs in self.jobs for job in jobs]
+
+
+class Loads:
+    """Also SGLang's layer counter: `set_consumer` and `wait_until` are called by the forward.
+
+    Args:
+        jobs: of this rank's client.
+        order: called at the start of a batch: what its copies wait for; None for nothing.
+        timeout: seconds from the start of a batch to its deadline.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        groups: Groups,
+        order: Callable[[], Completion | None],
+        timeout: float,
+        known: StoredFilter,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._jobs, self._groups, self._order, self._timeout = jobs, groups, order, timeout
+        self._known, self._counters, self._clock = known, counters, clock
+        self._queued: dict[str, _Queued] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._next = 0
+        self._pause, self._resume_at = PAUSE_SECONDS, 0.0
+        self.consumer_index = -1
+        """SGLang's pools read it: below 0 there is nothing to wait for."""
+
+    # -- of the linker ---------------------------------------------------------------------------------------------
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether loads should not be offered: the last one has failed just now."""
+        return self._clock() < self._resume_at
+
+    def queue(self, rid: str, pages: Mapping[str, Pages], lease: LeaseRenewal) -> None:
+        if (earlier := self._queued.pop(rid, None)) is not None:
+            earlier.lease.release()
+        self._queued[rid] = _Queued(pages, lease)
+        self._counters.loads += 1
+
+    def cancel(self, rid: str) -> bool:
+        queued = self._queued.pop(rid, None)
+        if queued is None:
+            return False
+        queued.lease.release()
+        return True
+
+    def start(self) -> int:
+        """Start all queued loads. Returns the number of the batch; -1 if there are none."""
+        if not self._queued:
+            return -1
+        requests, self._queued = self._queued, {}
+        number, self._next = self._next, self._next + 1
+        batch = self._batches[number] = _Batch(requests, self._clock() + self._timeout)
+        after = self._order()
+        for chunk in range(self._groups.num_chunks):
+            batch.jobs.append([self._submit(batch, blocks, after) for blocks in self._blocks(requests, chunk)])
+        return number
+
+    def _blocks(self, requests: Mapping[str, _Queued], chunk: int) -> list[list[Blocks]]:
+        """The blocks of one chunk, for each of its jobs."""
+        groups = [group for group in self._groups.all if group.chunk == chunk]
+        parts = []
+        for group in groups:
+            mine = [found for each in requests.values() if (found := each.pages.get(group.pool)) is not None]
+            if sum(map(len, mine)):
+                keys, ids = b"".join(each.keys for each in mine), np.concatenate([each.ids for each in mine])
+                parts.append(Blocks(group.index, keys, ids))
+        return split(parts, MAX_JOB_BLOCKS)
+
+    def _submit(self, batch: _Batch, blocks: Sequence[Blocks], after: Completion | None) -> int:
+        job = self._jobs.client.load(blocks, after=after, timeout=self._timeout)
+        return self._jobs.add(job, lambda done: self._ended(batch, done))
+
+    def _ended(self, batch: _Batch, done: JobDone) -> None:
+        if done.outcome is not Outcome.DONE:
+            batch.failed = True
+            _log.error("kvsidecar: a load %s: %s %s", done.outcome, done.reason, done.error)
+
+    def finish(self, number: int) -> bool:
+        """Wait until the batch no longer writes to the GPU, and never will. Returns whether all of it was loaded."""
+        batch = self._batches.pop(number, None)
+        if batch is None:
+            return True
+        self._wait(batch, batch.all_jobs)
+        if left := self._jobs.outstanding(batch.all_jobs):
+            self._counters.overdue_loads += 1
+            batch.failed = True
+            if left := self._jobs.stop(left, STOP_SECONDS, cancel=True):
+                self._jobs.give_up(left, f"a load has not ended {self._timeout + STOP_SECONDS:g} s after its start")
+        for each in batch.requests.values():
+            each.lease.release()
+        loaded = sum(len(pages) for each in batch.requests.values() for pages in each.pages.values())
+        if batch.failed:
+            self._counters.failed_loads += len(batch.requests)
+            self._resume_at = self._clock() + self._pause
+            self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
+        else:
+            self._pause = PAUSE_SECONDS
+            self._counters.loaded_pages += loaded
+            for each in batch.requests.values():
+                for pool, pages in each.pages.items():
+                    # SGLang offers them at once: they need not be stored.
+                    self._known.add(tags_of(self._groups.of(pool)[0].index, pages.keys, len(pages)))
+        return not batch.failed
+
+    def reset(self) -> None:
+        for rid in tuple(self._queued):
+            self.cancel(rid)
+        for number in tuple(self._batches):
+            self.finish(number)
+        self.consumer_index = -1
+
+    # -- of SGLang's pools -------------------------------------------------------------------------------------------
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Return when this layer of the current batch is loaded, or its load has failed. Never raises: the forward runs
+        on, and `finish` tells."""
+        batch = self._batches.get(self.consumer_index)
+        if batch is not None and not batch.failed:
+            self._wait(batch, batch.jobs[self._groups.chunk_of(layer)])
+
+    def _wait(self, batch: _Batch, jobs: Sequence[int]) -> None:
+        if self._jobs.outstanding(jobs) and self._jobs.wait(jobs, batch.deadline - self._clock()):
+            batch.failed = True
+
+
+def split(parts: Sequence[Blocks], most: int) -> list[list[Blocks]]:
+    """Divide the blocks of a job into jobs of at most ``most`` blocks."""
+    jobs: list[list[Blocks]] = []
+    room = 0
+    for part in parts:
+        count = len(part.block_ids)
+        width = len(part.hashes) // max(1, count)
+        first = 0
+        while first < count:
+            if not room:
+                jobs.append([])
+                room = most
+            end = min(count, first + room)
+            assert isinstance(part.hashes, bytes)
+            jobs[-1].append(Blocks(part.group, part.hashes[first * width : end * width], part.block_ids[first:end]))
+            room, first = room - (end - first), end
+    return jobs

@@ -1,0 +1,186 @@
+"""The scheduler's lookups: within a time budget, with a short memory, and never with an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.client import Client, LeaseRenewal, LookupMode, Namespace
+from kvsidecar.client.messages import MAX_REQUEST_BYTES
+from kvsidecar.client.types import LookupResult
+from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.groups import KV, Groups
+from kvsidecar.integrations.sglang.restorable import restorable
+from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of, name_of
+from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+OFFER_SECONDS = 2.0
+"""Lease of a hit. SGLang queues the load in the scheduling step of the lookup, or looks up again."""
+MARGIN_SECONDS = 0.5
+"""A lease that ends sooner counts as ended: its renewal may come too late."""
+FRESH_HIT_SECONDS = 1.0
+"""How long a hit is reused: SGLang repeats the lookups of all waiting requests in each step. The lease lasts longer."""
+FRESH_MISS_SECONDS = 0.25
+"""How long a miss is reused: another engine may store the pages meanwhile."""
+REQUEST_OVERHEAD = 8192
+"""Bytes of a lookup beside its hashes, at most."""
+
+
+@dataclass(slots=True)
+class Offer:
+    """The answer to the last lookup of a request."""
+
+    keys: Sequence[str]
+    """That were looked up. They are chained: with the same key at one place, all before it are the same."""
+    lengths: list[int]
+    answered: float
+    epoch: int
+    """Of the daemon run that has answered."""
+    lease: int | None = None
+    expires: float = 0.0
+
+    def answers(self, keys: Sequence[str], now: float) -> bool:
+        """Whether it also answers a lookup of these, and is fresh."""
+        fresh = FRESH_HIT_SECONDS if self.lengths else FRESH_MISS_SECONDS
+        count = len(keys)
+        return now - self.answered < fresh and count <= len(self.keys) and self.keys[count - 1] == keys[-1]
+
+
+class Lookups:
+    """
+    Args:
+        keys: converts joined hashes to keys of the current weights.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: Namespace,
+        groups: Groups,
+        keys: Callable[[bytes], bytes],
+        known: StoredFilter,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client, self._namespace, self._groups, self._keys = client, namespace, groups, keys
+        self._known, self._counters, self._clock = known, counters, clock
+        self._most_pages = (MAX_REQUEST_BYTES - REQUEST_OVERHEAD) // HASH_BYTES // len(groups.all)
+        self._trailing = any(group.pool != KV for group in groups.all)
+        self._offers: dict[str, Offer] = {}
+        """By request; the oldest first."""
+
+    def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
+        """Every prefix length, in pages, that can be loaded. Waits at most the client's step budget.
+
+        Raises:
+            ClientError: the daemon refuses the lookup.
+            ValueError: a key is not a hash.
+        """
+        now = self._clock()
+        self._forget_old(now)
+        by_pool = {name_of(each): each for each in transfers}
+        full = by_pool.get(KV)
+        if full is None or not full.keys or not self._client.attached:
+            return []
+        offer = self._offers.get(rid)
+        if offer is not None and offer.epoch == self._client.attached_epoch and offer.answers(full.keys, now):
+            if len(full.keys) == len(offer.keys):
+                return offer.lengths
+            return [length for length in offer.lengths if length <= len(full.keys)]
+        pages = min(len(full.keys), self._most_pages)
+        keys = self._keys(hashes_of(full.keys[:pages]))
+        epoch = self._client.attached_epoch
+        result = self._client.lookup(
+            self._namespace,
+            {group.index: keys for group in self._groups.all},
+            mode=LookupMode.BITMAP if self._trailing else LookupMode.PREFIX,
+            lease_seconds=OFFER_SECONDS,
+        )
+        self._counters.lookups += 1
+        self._counters.unanswered_lookups += bool(result.reason)
+        # After the lookup, whose lease protects the same blocks.
+        self.forget(rid)
+        lengths: list[int] = []
+        if not result.reason and result.ready:
+            windows = {name: len(each.keys) for name, each in by_pool.items() if name != KV}
+            lengths = self._lengths(result, pages, windows, keys)
+        self._counters.offered_pages += lengths[-1] if lengths else 0
+        offer = Offer(full.keys, lengths, now, epoch, result.lease, now + result.lease_seconds)
+        self._offers[rid] = offer
+        if not lengths:
+            self._release(offer)
+        return lengths
+
+    def _lengths(self, result: LookupResult, pages: int, windows: dict[str, int], keys: bytes) -> list[int]:
+        prefix = pages
+        for group in self._groups.of(KV):
+            answer = result.groups[group.index]
+            if self._trailing:
+                hits = next((i for i, found in enumerate(answer.found) if not found), pages)
+            else:
+                hits = answer.hits
+            prefix = min(prefix, hits)
+        self._forget_pages(KV, keys[prefix * HASH_BYTES :])
+        if not windows:
+            return list(range(1, prefix + 1))
+        needed: dict[int, list[npt.NDArray[np.bool_]]] = {}
+        for pool, window in windows.items():
+            everywhere = np.ones(pages, bool)
+            for group in self._groups.of(pool):
+                found = np.asarray(result.groups[group.index].found, bool)
+                everywhere &= found
+                needed.setdefault(window, []).append(found)
+            self._forget_pages(pool, np.frombuffer(keys, np.uint8).reshape(-1, HASH_BYTES)[~everywhere].tobytes())
+        return restorable(pages, prefix, needed)
+
+    def _forget_pages(self, pool: str, keys: bytes) -> None:
+        """Evicted, or never stored: they are stored when SGLang offers them again."""
+        if keys:
+            self._known.discard(tags_of(self._groups.of(pool)[0].index, keys, len(keys) // HASH_BYTES))
+
+    def take(self, rid: str, lease_seconds: float) -> LeaseRenewal | None:
+        """The lease of a request's hit, extended until its load has ended. None: it has ended, or the daemon that has
+        granted it; the load must not be queued."""
+        offer = self._offers.pop(rid, None)
+        alive = (
+            offer is not None
+            and offer.lease is not None
+            and self._clock() < offer.expires - MARGIN_SECONDS
+            and self._client.attached
+            and offer.epoch == self._client.attached_epoch
+        )
+        if offer is None or offer.lease is None or not alive:
+            if offer is not None:
+                self._release(offer)
+            return None
+        renewal = self._client.renew_nowait(offer.lease, lease_seconds)
+        return renewal if renewal.sent else None
+
+    def forget(self, rid: str) -> None:
+        if (offer := self._offers.pop(rid, None)) is not None:
+            self._release(offer)
+
+    def forget_all(self) -> None:
+        for rid in tuple(self._offers):
+            self.forget(rid)
+
+    def _forget_old(self, now: float) -> None:
+        """Requests that are gone leave their answers behind: SGLang does not say so. Their leases have ended."""
+        while self._offers:
+            rid, oldest = next(iter(self._offers.items()))
+            if now - oldest.answered < OFFER_SECONDS:
+                break
+            del self._offers[rid]
+
+    def _release(self, offer: Offer) -> None:
+        lease, offer.lease = offer.lease, None
+        if lease is not None:
+            self._client.release_nowait(lease)

@@ -1,0 +1,132 @@
+"""Stores of nodes of SGLang's tree, whose ends SGLang takes in the order in which it has offered them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvsidecar.client import Blocks, JobDone, Outcome
+from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.groups import Groups
+from kvsidecar.integrations.sglang.jobs import Jobs
+from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS, Pages, split
+from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+HUNG_SECONDS = 5.0
+"""While a store runs for longer, none is sent: the daemon hangs, and would keep those pages from SGLang as well."""
+FINISH_SECONDS = 1.0
+"""How long a reset lets stores run that have not started; then it cancels them."""
+HELD_FRACTION = 0.5
+"""Most of a pool's pages that running stores may keep from SGLang."""
+
+
+@dataclass(slots=True)
+class _Offload:
+    began: float
+    pages: int
+    ok: bool = True
+    jobs: list[int] = field(default_factory=list)
+    tags: list[Tags] = field(default_factory=list)
+    """Of its pages in the filter of known ones."""
+
+
+class Offloads:
+    """
+    Args:
+        stores: whether this rank stores its part of a group's blocks.
+        order: called for each store: what it comes after, as `Client.store` takes it.
+        num_pages: of the pool of full attention.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        groups: Groups,
+        stores: Callable[[int], bool],
+        order: Callable[[], Any],
+        num_pages: int,
+        known: StoredFilter,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._jobs, self._groups, self._stores, self._order = jobs, groups, stores, order
+        self._most_held = max(1, int(num_pages * HELD_FRACTION))
+        self._known, self._counters, self._clock = known, counters, clock
+        self._pending: deque[_Offload] = deque()
+        self._held = 0
+
+    def submit(self, pages: Mapping[str, Pages]) -> None:
+        """Store these pages of each pool. `pop` will tell, also when they are not stored at all: every rank must count
+        the same offloads."""
+        now = self._clock()
+        offload = _Offload(now, sum(map(len, pages.values())))
+        parts, known = [], False
+        for pool, found in pages.items():
+            mine = [group for group in self._groups.of(pool) if self._stores(group.index)]
+            if not mine or not len(found):
+                continue
+            # One tag for all chunks of a page: they are stored together.
+            tags = tags_of(mine[0].index, found.keys, len(found))
+            if not self._known.find(tags).all():
+                parts += [Blocks(group.index, found.keys, found.ids) for group in mine]
+                offload.tags.append(tags)
+            else:
+                known = True
+        if not parts:
+            self._counters.known_offloads += known
+        elif self._hangs(now) or self._held + offload.pages > self._most_held:
+            self._counters.held_back_offloads += 1
+            offload.ok = False
+        else:
+            self._counters.offloads += 1
+            self._held += offload.pages
+            for blocks in split(parts, MAX_JOB_BLOCKS):
+                job = self._jobs.client.store(blocks, after=self._order())
+                offload.jobs.append(self._jobs.add(job, partial(self._ended, offload)))
+        self._pending.append(offload)
+
+    def _hangs(self, now: float) -> bool:
+        return bool(self._pending) and now - self._pending[0].began > HUNG_SECONDS
+
+    def _ended(self, offload: _Offload, done: JobDone) -> None:
+        offload.ok &= done.outcome is Outcome.DONE
+
+    def completed(self) -> int:
+        """How many of the oldest have ended. Never waits."""
+        if not self._pending:
+            return 0
+        self._jobs.poll()
+        count = 0
+        for each in self._pending:
+            if self._jobs.outstanding(each.jobs):
+                break
+            count += 1
+        return count
+
+    def pop(self) -> bool:
+        """Remove the oldest, which has ended. Returns whether all of it was stored."""
+        offload = self._pending.popleft()
+        if offload.jobs:
+            self._held -= offload.pages
+            self._counters.failed_offloads += not offload.ok
+            for tags in offload.tags if offload.ok else ():
+                self._known.add(tags)
+        return offload.ok
+
+    def reset(self, timeout: float) -> None:
+        """Wait until no store reads the GPU any more, or will, and forget all. After ``timeout`` seconds the daemon is
+        given up."""
+        jobs = [job for each in self._pending for job in each.jobs]
+        left = self._jobs.stop(jobs, min(FINISH_SECONDS, timeout), cancel=False)
+        if left := self._jobs.stop(left, timeout, cancel=True):
+            self._jobs.give_up(left, f"a store has not ended within {timeout:g} s")
+        self._jobs.poll()
+        self._pending.clear()
+        self._held = 0

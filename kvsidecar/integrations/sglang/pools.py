@@ -1,0 +1,285 @@
+"""Converts SGLang's pools to views of pages; makes CPU pools shareable; records CUDA events behind the forward.
+
+Plain pools (MHA, MLA, a sliding window, MHA with Mamba), for which SGLang has no ready-made views, are read here; all
+others through SGLang's own views for linkers. What neither knows is refused: a guess could copy wrong KV.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvsidecar.client import GroupLayout
+from kvsidecar.client.torch import TorchEventRing, TorchExporter, shared_empty
+from kvsidecar.errors import NotExportable
+from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, Groups
+from kvsidecar.integrations.sglang.rank_side import RankMemory
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The pages of one component of SGLang's tree."""
+
+    name: str
+    layers: Mapping[int, tuple[torch.Tensor, ...]]
+    """By layer of the pipeline stage: tensors ``[pages, ...]`` that hold all of its bytes."""
+    replicated: bool
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that every tensor has."""
+        return min(len(tensor) for tensors in self.layers.values() for tensor in tensors)
+
+
+def pools_of(kvcache: Any, params: Any, page_size: int, components: set[Any]) -> tuple[list[Pool], int]:
+    """The pools, and the number of layers that SGLang waits for.
+
+    Args:
+        params: SGLang's ``CacheInitParams``.
+        components: of the tree.
+
+    Raises:
+        NotExportable: a pool of this kind cannot be offloaded; the text says why.
+    """
+    kind = type(kvcache).__name__
+    if kind in ("MHATokenToKVPool", "MLATokenToKVPool"):
+        pools = [Pool(KV, _attention(kvcache, page_size, _own_layers(kvcache)), _is_mla(kvcache))]
+    elif kind == "SWAKVPool" and "MAMBA" not in {each.name for each in components}:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _swa_layer_mappings
+
+        full, window = _swa_layer_mappings(kvcache)
+        pools = [
+            Pool(KV, _attention(kvcache.full_kv_pool, page_size, full), _is_mla(kvcache.full_kv_pool)),
+            Pool(SWA, _attention(kvcache.swa_kv_pool, page_size, window), _is_mla(kvcache.swa_kv_pool)),
+        ]
+    elif kind == "HybridLinearKVPool" and type(kvcache.full_kv_pool).__name__ == "MHATokenToKVPool":
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _stage_local_layer_mapping
+
+        mapping = _stage_local_layer_mapping(kvcache.full_attention_layer_id_mapping, kvcache.start_layer)
+        pools = [Pool(KV, _attention(kvcache.full_kv_pool, page_size, mapping), False), _states(kvcache, params)]
+    else:
+        return _ready_made(kvcache, params, page_size, components)
+    pools[0] = _with_drafts(pools[0], params, page_size)
+    return pools, _num_layers(pools)
+
+
+def _num_layers(pools: Sequence[Pool]) -> int:
+    return 1 + max(layer for pool in pools for layer in pool.layers)
+
+
+def _own_layers(pool: Any) -> dict[int, int]:
+    return {layer: layer for layer in range(pool.layer_num)}
+
+
+def _is_mla(pool: Any) -> bool:
+    return type(pool).__name__ == "MLATokenToKVPool"
+
+
+def _attention(pool: Any, page_size: int, mapping: Mapping[int, int]) -> dict[int, tuple[torch.Tensor, ...]]:
+    """The pages of a plain pool, by SGLang's layer.
+
+    Args:
+        mapping: index in the pool by layer.
+    """
+    kind = type(pool).__name__
+    if kind == "MHATokenToKVPool":
+        layout = getattr(pool, "kv_cache_layout", "nhd")
+        if layout not in ("nhd", "hnd"):
+            raise NotExportable(f"the KV cache has the layout {layout}, which is not supported: nhd and hnd are")
+        scales = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "native_v_scale_buffer")
+        if any(getattr(pool, name, None) is not None for name in scales):
+            raise NotExportable("a KV cache with scales beside it is not supported: choose another --kv-cache-dtype")
+        rows_are_pages = layout == "hnd"
+        buffers: list[tuple[torch.Tensor, ...]] = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
+    elif kind == "MLATokenToKVPool":
+        if getattr(pool, "kv_scale_buffer", None) is not None or getattr(pool, "layer_shard_enabled", False):
+            raise NotExportable("an MLA cache with scales beside it, or split by layers over ranks, is not supported")
+        rows_are_pages = False
+        buffers = [(each,) for each in pool.kv_buffer]
+    else:
+        raise NotExportable(f"a KV cache of the kind {kind} is not supported")
+    return {
+        layer: tuple(by_page(each, 1 if rows_are_pages else page_size) for each in buffers[index])
+        for layer, index in mapping.items()
+    }
+
+
+def by_page(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A tensor of rows as ``[pages, ...]``, without what is left at the end."""
+    if rows == 1:
+        return tensor
+    return tensor[: len(tensor) // rows * rows].unflatten(0, (-1, rows))
+
+
+def _states(kvcache: Any, params: Any) -> Pool:
+    """The states of Mamba layers; SGLang's own view refuses the kinds that need more than these."""
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import _mamba_device_pool_entry
+
+    try:
+        entry = _mamba_device_pool_entry(params.req_to_token_pool, kvcache.start_layer)
+    except ValueError as error:
+        raise NotExportable(str(error)) from error
+    return Pool(MAMBA, _entry_layers(entry), False)
+
+
+def _entry_layers(entry: Any) -> dict[int, tuple[torch.Tensor, ...]]:
+    """The pages of one of SGLang's ready-made views, by layer.
+
+    A layer maps to one or more indices. With several components each has a buffer at these; a pool of K and V has both
+    in one component, and maps a layer to two indices.
+    """
+    rows = entry._row_span
+    found: dict[int, tuple[torch.Tensor, ...]] = {}
+    for layer, mapped in entry.layer_mapping.items():
+        indices = [mapped] if isinstance(mapped, int) else list(mapped)
+        found[layer] = tuple(by_page(buffers[i], rows) for buffers in entry.components for i in indices)
+    return found
+
+
+def _ready_made(kvcache: Any, params: Any, page_size: int, components: set[Any]) -> tuple[list[Pool], int]:
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
+
+    try:
+        group = resolve_hybrid_device_pool_group(
+            kvcache=kvcache, page_size=page_size, params=params, components=components
+        )
+    except (ValueError, AssertionError) as error:
+        raise NotExportable(f"a KV cache of the kind {type(kvcache).__name__} is not supported: {error}") from error
+    layers: dict[str, dict[int, tuple[torch.Tensor, ...]]] = {}
+    for entry in group.entries:
+        if entry._index_mapper is not None:
+            raise NotExportable(f"the pool {entry.name} numbers its pages in its own way, which is not supported")
+        mine = layers.setdefault(entry.indices_from_pool.value, {})
+        for layer, tensors in _entry_layers(entry).items():
+            mine[layer] = (*mine.get(layer, ()), *tensors)
+    return [
+        Pool(name, each, group.rank_replicated and name != MAMBA) for name, each in layers.items()
+    ], group.num_layers
+
+
+def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
+    """A draft model's KV has the same pages as the target's. It is read after the target's forward, so it goes with the
+    last layer."""
+    last = max(full.layers)
+    layers = dict(full.layers)
+    for draft in (*getattr(params, "sidecar_draft_device_pools", ()), *getattr(params, "mtp_draft_device_pools", ())):
+        if full.replicated and not _is_mla(draft):
+            raise NotExportable("a draft model whose KV is split over ranks where the target's is not is not supported")
+        for tensors in _attention(draft, page_size, _own_layers(draft)).values():
+            layers[last] = (*layers[last], *tensors)
+    return replace(full, layers=layers)
+
+
+def facts_of(pools: Sequence[Pool]) -> list[str]:
+    """What determines the bytes of a page: types, shapes and order in memory."""
+    return sorted(
+        {
+            f"{pool.name} {tensor.dtype} {tuple(tensor.shape[1:])} "
+            f"{sorted(range(1, tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))}"
+            for pool in pools
+            for tensors in pool.layers.values()
+            for tensor in tensors
+        }
+    )
+
+
+def export(pools: Sequence[Pool], groups: Groups, rank: int, size: int) -> RankMemory:
+    """
+    Args:
+        rank, size: among the tensor-parallel ranks that split a page.
+
+    Raises:
+        NotExportable: the memory cannot be shared.
+    """
+    exporter = TorchExporter()
+    by_name = {pool.name: pool for pool in pools}
+    layouts = []
+    for group in groups.all:
+        pool = by_name[group.pool]
+        shard, shards = (0, 1) if group.replicated else (rank, size)
+        tensors = [tensor[: pool.num_pages] for layer in group.layers for tensor in pool.layers[layer]]
+        try:
+            regions = exporter.regions(tensors)
+        except NotExportable as error:
+            if tensors[0].is_cuda:
+                raise NotExportable(f"{error} (SGLang: start it without --enable-memory-saver)") from error
+            raise
+        layouts.append(GroupLayout(group.index, pool.num_pages, shard, shards, regions))
+    return RankMemory(exporter.kv_buffers(), tuple(layouts))
+
+
+def share_on_cpu(kvcache: Any, params: Any) -> None:
+    """Move the tensors of plain pools on the CPU to memory that the daemon can map. Before the first forward: tensors
+    made of these before keep the old memory."""
+    tensors: list[torch.Tensor] = []
+    for pool in (kvcache, getattr(kvcache, "full_kv_pool", None), getattr(kvcache, "swa_kv_pool", None)):
+        for name in ("k_buffer", "v_buffer", "kv_buffer"):
+            tensors += getattr(pool, name, None) or ()
+    states = getattr(getattr(params.req_to_token_pool, "mamba_pool", None), "mamba_cache", None)
+    if states is not None:
+        tensors += (states.temporal, *states.conv)
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.numel():
+            shared = shared_empty(tensor.shape, tensor.dtype)
+            shared.copy_(tensor)
+            tensor.set_(shared)
+
+
+class Order:
+    """Orders the copies of a CUDA rank behind its kernels: those of the current stream, on which SGLang has chosen the
+    pages, and those of the forward stream, which may still write them.
+
+    Args:
+        device: of the KV cache.
+        forward_stream: None if the current stream is the only one that writes KV.
+    """
+
+    def __init__(self, device: torch.device, forward_stream: Any) -> None:
+        self._forward = forward_stream
+        self._device = device
+        self.ring: ForwardRing | None = None
+        """None if the driver cannot share events: stores wait for `mark` on the host."""
+        try:
+            self.ring = ForwardRing(self, device)
+        except RuntimeError as error:
+            _log.warning("kvsidecar: stores wait for the GPU on the host, not on the device: %s", error)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Inside, the current stream is behind both."""
+        if self._forward is None or self._forward == torch.cuda.current_stream(self._device):
+            yield
+            return
+        chosen = torch.cuda.Event()
+        chosen.record(torch.cuda.current_stream(self._device))
+        self._forward.wait_event(chosen)
+        with torch.cuda.stream(self._forward):
+            yield
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        with self.joined():
+            event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+class ForwardRing(TorchEventRing):
+    """A ring of events that are recorded behind both streams of an `Order`."""
+
+    def __init__(self, order: Order, device: torch.device) -> None:
+        super().__init__(device=device)
+        self._order = order
+
+    def record(self, index: int) -> None:
+        with self._order.joined():
+            super().record(index)
+
+    def mark(self) -> torch.cuda.Event:
+        return self._order.mark()

@@ -1,0 +1,195 @@
+"""What one rank offloads with: its registration, and its lookups, loads and stores. Imports no SGLang, and no torch.
+
+Everything but the client's own threads runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvsidecar.client import DEVICE, Client, Completion, EventRing, GroupLayout, KVBuffers, Namespace
+from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.groups import Groups
+from kvsidecar.integrations.sglang.jobs import Jobs
+from kvsidecar.integrations.sglang.loads import Loads, Pages
+from kvsidecar.integrations.sglang.lookups import Lookups
+from kvsidecar.integrations.sglang.offloads import Offloads
+from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
+from kvsidecar.integrations.sglang.weights import Weights
+from kvsidecar.integrations.stored_filter import StoredFilter
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory that one rank registers."""
+
+    buffers: KVBuffers
+    groups: tuple[GroupLayout, ...]
+
+
+class Order(Protocol):
+    """The interface of `kvsidecar.integrations.sglang.pools.Order`, which needs torch."""
+
+    @property
+    def ring(self) -> EventRing | None: ...
+
+    def mark(self) -> Completion:
+        """Record an event behind all that may still write the pools."""
+
+
+class Ranks(Protocol):
+    """The interface of `kvsidecar.integrations.sglang.ranks.Ranks`, which needs torch."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def agree(self, yes: bool) -> bool:
+        """Whether every rank says yes."""
+
+
+class RankSide:
+    """
+    Args:
+        instance: name of the engine, the same for all of its ranks and unique on the node.
+        page_size: tokens in a page.
+        order: None if kernels are synchronous.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        namespace: Namespace,
+        instance: str,
+        groups: Groups,
+        memory: RankMemory,
+        ranks: Ranks,
+        weights: Weights,
+        counters: Counters,
+        *,
+        page_size: int,
+        order: Order | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options, self._groups, self._ranks, self._page_size = options, groups, ranks, page_size
+        self._weights, self._counters, self._order = weights, counters, order
+        self._client = Client(
+            options.socket,
+            name=f"{instance} rank {ranks.rank}",
+            step_budget=options.lookup_budget,
+            local_protocol=options.local_protocol,
+        )
+        self._known, self._epoch = StoredFilter(), 0
+        jobs = Jobs(self._client)
+        self._lookups = Lookups(
+            self._client, namespace, groups, lambda hashes: weights.keys(hashes), self._known, counters, clock
+        )
+        self.loads = Loads(jobs, groups, self._mark, options.load_timeout, self._known, counters, clock)
+        replicated = {group.index for group in groups.all if group.replicated}
+        num_pages = max(layout.num_blocks for layout in memory.groups)
+        self._offloads = Offloads(
+            jobs,
+            groups,
+            lambda group: ranks.rank == 0 or group not in replicated,
+            self._after,
+            num_pages,
+            self._known,
+            counters,
+            clock,
+        )
+        self._failed = False
+        self._client.attach(
+            instance=instance,
+            namespace=namespace,
+            buffers=memory.buffers,
+            groups=memory.groups,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            events=order.ring if order is not None else None,
+            retry=True,
+        )
+
+    def _mark(self) -> Completion | None:
+        return None if self._order is None else self._order.mark()
+
+    def _after(self) -> Any:
+        order = self._order
+        return None if order is None else DEVICE if order.ring is not None else order.mark()
+
+    def _watch_epoch(self) -> None:
+        """What an earlier daemon had is gone."""
+        epoch = self._client.attached_epoch
+        if epoch and epoch != self._epoch:
+            self._epoch = epoch
+            self._known.clear()
+
+    def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
+        """Never raises: an error would end SGLang's scheduler."""
+        try:
+            self._watch_epoch()
+            return [] if self.loads.may_fail else self._lookups.restorable(rid, transfers)
+        except Exception as error:  # noqa: BLE001 - see above; it is logged and counted
+            self._counters.refused_lookups += 1
+            if not self._failed:
+                self._failed = True
+                _log.exception("kvsidecar: a lookup has failed, and counts as a miss: %s", error)
+            return []
+
+    def load(self, rid: str, transfers: Sequence[Any]) -> bool:
+        """Queue a load. False if the lease on any rank has ended: SGLang then computes the request."""
+        renewal = self._lookups.take(rid, self._options.lease_seconds)
+        if not self._ranks.agree(renewal is not None):
+            if renewal is not None:
+                renewal.release()
+            self._counters.gone_leases += 1
+            return False
+        assert renewal is not None
+        self.loads.queue(rid, self._pages(transfers), renewal)
+        return True
+
+    def offload(self, transfers: Sequence[Any]) -> bool:
+        """Store these pages as soon as the kernels that write them are over. Always accepted, so that all ranks count
+        the same; what was not stored is reported as not stored."""
+        self._watch_epoch()
+        self._offloads.submit(self._pages(transfers))
+        return True
+
+    def _pages(self, transfers: Sequence[Any]) -> Mapping[str, Pages]:
+        return {
+            name_of(each): Pages(self._weights.keys(hashes_of(each.keys)), pages_of(each, self._page_size))
+            for each in transfers
+            if each.keys
+        }
+
+    def completed(self) -> int:
+        return self._offloads.completed()
+
+    def pop(self) -> bool:
+        return self._offloads.pop()
+
+    def reset(self) -> None:
+        """SGLang forgets its KV and reuses all pages: wait until nothing reads or writes them."""
+        self._counters.resets += 1
+        self.loads.reset()
+        self._lookups.forget_all()
+        self._offloads.reset(self._options.reset_timeout)
+        self._weights.reset()
+        self._counters.unnamed_weights = self._weights.unnamed
+
+    def close(self) -> None:
+        self.loads.reset()
+        self._lookups.forget_all()
+        if not self._client.close(CLOSE_SECONDS):
+            _log.error("kvsidecar: the daemon has not unmapped the KV cache within %g s", CLOSE_SECONDS)

@@ -1,0 +1,203 @@
+"""Which blocks the daemon holds, as it tells, and which of them this engine announces. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from kvsidecar.client import Residency, ResidencyChange
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.integrations.vllm.metadata import split_hashes
+
+MAX_TOLD = 1 << 19
+"""Most blocks that are remembered as held by the daemon, 110 bytes each; the oldest of more are not announced later."""
+MAX_REMOVED = 1 << 16
+"""Latest removals that are remembered: the reports of stores that they overtook come within seconds."""
+STEP_BYTES = 32 * 1024
+"""Of what the daemon has told, this much is read per step, and a message at least."""
+STEP_BLOCKS = 512
+"""Most blocks that one step looks at: a millisecond, if each is announced."""
+
+
+class Watch(Protocol):
+    """What of `kvsidecar.client.Client` is needed."""
+
+    @property
+    def has_residency(self) -> bool: ...
+
+    def take_residency(self, most_bytes: int) -> list[ResidencyChange]: ...
+
+
+class Announcer(Protocol):
+    """Makes events. Remembers what is announced."""
+
+    def is_announced(self, index: int, block_hash: bytes) -> bool: ...
+
+    def confirm(self, index: int, block_hash: bytes) -> bool:
+        """Doubt a block no more. Returns whether it was doubted."""
+
+    def announce(self, index: int, block_hash: bytes, info: BlockInfo) -> None: ...
+
+    def retract(self, index: int, hashes: Iterable[bytes]) -> None:
+        """Those that are announced."""
+
+    def retract_all(self, index: int) -> None: ...
+
+    def doubt(self) -> None:
+        """What is announced may be gone."""
+
+    def doubt_no_more(self) -> None:
+        """What was not announced again since `doubt` is gone."""
+
+
+class Residents:
+    """Follows the daemon, a little in every step.
+
+    A block is announced when the daemon holds it, its tokens are known, and its parent is announced, or this engine has
+    had it. Routers ignore blocks without tokens, and blocks whose parent they have not heard of.
+
+    Args:
+        keys: between hashes and the daemon's keys, joined, in both directions.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        hash_bytes: int,
+        watch: Watch,
+        known: KnownBlocks,
+        announcer: Announcer,
+        keys: Callable[[bytes], bytes],
+    ) -> None:
+        self._groups = {group.index: group for group in groups}
+        self._hash_bytes, self._keys = hash_bytes, keys
+        self._watch, self._known, self._announcer = watch, known, announcer
+        self.live = False
+        """The daemon tells everything: since a snapshot has begun."""
+        self._told: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
+        """By group: the daemon's keys of what it holds, announced or not."""
+        self._most = max(1, MAX_TOLD // len(self._groups))
+        self._orphans: dict[tuple[int, bytes], dict[bytes, None]] = {}
+        """By group and parent: blocks that wait for its announcement."""
+        self._num_orphans = 0
+        self._removed: dict[tuple[int, bytes], None] = {}
+        """Group and key, the oldest first."""
+        self._changes: deque[ResidencyChange] = deque()
+        self._rest: deque[tuple[int, bytes]] = deque()
+        """Blocks of the last change that were not looked at yet."""
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._rest or self._changes) or self._watch.has_residency
+
+    def is_held(self, index: int, block_hash: bytes) -> bool:
+        """Whether the daemon has told so."""
+        return self._keys(block_hash) in self._told[index]
+
+    def was_removed(self, index: int, block_hash: bytes) -> bool:
+        """Whether the daemon has told lately that it does not hold this block any more."""
+        return (index, self._keys(block_hash)) in self._removed
+
+    def step(self) -> None:
+        """Look at some of what the daemon has told."""
+        left = STEP_BLOCKS
+        while left > 0:
+            if self._rest:
+                left -= 1
+                self.announce(*self._rest.popleft())
+            elif self._changes:
+                left -= self._take(self._changes.popleft())
+            elif self._watch.has_residency and left == STEP_BLOCKS:
+                self._changes += self._watch.take_residency(STEP_BYTES)
+            else:
+                return
+
+    def announce(self, index: int, block_hash: bytes) -> None:
+        """Announce a block, and those that wait for it, if all that is needed has come together."""
+        waiting = [block_hash]
+        while waiting:
+            each = waiting.pop()
+            if not self.is_held(index, each):
+                continue
+            if not self._announcer.confirm(index, each) and self._may_announce(index, each):
+                info = self._known.get(index, each)
+                assert info is not None
+                self._announcer.announce(index, each, info)
+            if self._announcer.is_announced(index, each):
+                orphans = self._orphans.pop((index, each), {})
+                self._num_orphans -= len(orphans)
+                waiting += orphans
+
+    def _may_announce(self, index: int, block_hash: bytes) -> bool:
+        info = self._known.get(index, block_hash)
+        if info is None or self._announcer.is_announced(index, block_hash):
+            return False
+        if info.own or info.parent is None or self._groups[index].kind is not Kind.FULL:
+            return True
+        if self._announcer.is_announced(index, info.parent):
+            return True
+        self._wait_for(index, info.parent, block_hash)
+        return False
+
+    def _wait_for(self, index: int, parent: bytes, block_hash: bytes) -> None:
+        if self._num_orphans >= MAX_TOLD:
+            self._orphans, self._num_orphans = {}, 0
+        orphans = self._orphans.setdefault((index, parent), {})
+        self._num_orphans += block_hash not in orphans
+        orphans[block_hash] = None
+
+    def _take(self, change: ResidencyChange) -> int:
+        """Returns how many blocks it has looked at."""
+        if change.kind.is_change and change.group not in self._groups:
+            return 0
+        match change.kind:
+            case Residency.NOTES:
+                self._known.take_notes(
+                    change.group,
+                    self._keys(change.hashes),
+                    change.notes,
+                    lambda each: self._rest.append((change.group, each)),
+                )
+            case Residency.STORED:
+                told = self._told[change.group]
+                for each in self._split(change.hashes):
+                    told[each] = None
+                    self._removed.pop((change.group, each), None)
+                if len(told) > self._most:
+                    for each in list(told)[: len(told) - self._most + self._most // 64]:
+                        del told[each]
+                self._rest.extend((change.group, each) for each in self._split(self._keys(change.hashes)))
+            case Residency.REMOVED:
+                told = self._told[change.group]
+                for each in self._split(change.hashes):
+                    told.pop(each, None)
+                    self._removed[change.group, each] = None
+                if len(self._removed) > MAX_REMOVED:
+                    self._removed = dict(list(self._removed.items())[MAX_REMOVED // 2 :])
+                self._announcer.retract(change.group, self._split(self._keys(change.hashes)))
+            case Residency.CLEARED:
+                self._told[change.group] = {}
+                self._announcer.retract_all(change.group)
+            case Residency.RESET:
+                self._forget()
+                self.live = True
+                self._announcer.doubt()
+            case Residency.COMPLETE:
+                self._announcer.doubt_no_more()
+            case Residency.LOST:
+                self._forget()
+                for index in self._groups:
+                    self._announcer.retract_all(index)
+        return len(change.hashes) // self._hash_bytes
+
+    def _forget(self) -> None:
+        self.live = False
+        self._told = {index: {} for index in self._groups}
+        self._orphans, self._num_orphans = {}, 0
+        self._removed = {}
+        self._rest.clear()
+
+    def _split(self, hashes: bytes) -> list[bytes]:
+        return split_hashes(hashes, len(hashes) // self._hash_bytes)

@@ -1,0 +1,138 @@
+"""The figures that `kvsidecar status`, `kvsidecar top` and the page of the HTTP port show of a status reply."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvsidecar.support.units import format_size
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A status reply and the time of its arrival."""
+
+    at: float
+    """Seconds on a monotonic clock."""
+    reply: pb.StatusReply
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes and blocks per second, unless stated otherwise."""
+
+    stored_bytes: float
+    loaded_bytes: float
+    hits: float
+    misses: float
+    evicted_bytes: float
+    refusals: Mapping[str, int]
+    """New refusals by reason: counts, not rates. Only reasons that occurred."""
+    ranks: Mapping[int, tuple[float, float]]
+    """Bytes stored and loaded per second, by session; without ranks that have just attached."""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of requested blocks that were hits; None if no block was requested."""
+        requested = self.hits + self.misses
+        return self.hits / requested if requested else None
+
+
+def rates_between(before: Sample, after: Sample) -> Rates | None:
+    """None if no time has passed, or if the daemon was restarted, which resets its counters."""
+    seconds = after.at - before.at
+    old, new = before.reply, after.reply
+    if seconds <= 0 or old.epoch != new.epoch:
+        return None
+    ranks_before = {rank.session: rank for rank in old.ranks}
+    return Rates(
+        stored_bytes=(new.jobs.stored_bytes - old.jobs.stored_bytes) / seconds,
+        loaded_bytes=(new.jobs.loaded_bytes - old.jobs.loaded_bytes) / seconds,
+        hits=(new.lookups.hits - old.lookups.hits) / seconds,
+        misses=(new.lookups.misses - old.lookups.misses) / seconds,
+        evicted_bytes=(new.pool.evicted_bytes - old.pool.evicted_bytes) / seconds,
+        refusals=Counter(new.refusals) - Counter(old.refusals),
+        ranks={
+            rank.session: (
+                (rank.stored_bytes - ranks_before[rank.session].stored_bytes) / seconds,
+                (rank.loaded_bytes - ranks_before[rank.session].loaded_bytes) / seconds,
+            )
+            for rank in new.ranks
+            if rank.session in ranks_before
+        },
+    )
+
+
+def busiest(reply: pb.StatusReply, rates: Rates | None, limit: int) -> list[pb.RankStatus]:
+    """At most ``limit`` ranks, those that copy most; by instance and rank."""
+    by_rank = {} if rates is None else rates.ranks
+    ranks = sorted(
+        reply.ranks,
+        key=lambda rank: (-sum(by_rank.get(rank.session, (0.0, 0.0))), -rank.jobs_running, rank.instance, rank.rank),
+    )
+    return sorted(ranks[:limit], key=lambda rank: (rank.instance, rank.rank))
+
+
+def pool_parts(pool: pb.PoolStatus) -> dict[str, int]:
+    """Bytes of the parts of the pool that are in use, by name, in the order of the bar."""
+    return {
+        "leased": pool.leased_bytes,
+        "used": pool.used_bytes - pool.leased_bytes,
+        "reserved": pool.reserved_bytes,
+        "quarantined": pool.quarantined_bytes,
+    }
+
+
+def pool_details(pool: pb.PoolStatus) -> list[str]:
+    """Lines below the bar of the pool."""
+    details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
+    details += [f"{format_size(pool.reserved_bytes)} reserved"] if pool.reserved_bytes else []
+    details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
+    details += [f"{pool.page_kind} pages"] if pool.page_kind else []
+    details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []
+    lines = [", ".join(details)]
+    if pool.carrier:
+        kept = f"{pool.kept_blocks} blocks of an earlier daemon were kept"
+        kept += f", {pool.dropped_blocks} were not" if pool.dropped_blocks else ""
+        start = f"cold start: {pool.cold_start_reason}" if pool.cold_start_reason else kept
+        lines.append(f"outlives the daemon ({pool.carrier}); {start}")
+    return lines
+
+
+def tier_details(tier: pb.TierStatus) -> str:
+    """The line below the bar of a tier."""
+    details = [f"{tier.blocks} shards"]
+    details += [f"{tier.kept_blocks} of an earlier run"] if tier.kept_blocks else []
+    details += [f"{format_size(tier.read_bytes)} read", f"{format_size(tier.written_bytes)} written"]
+    details += [f"{tier.failures} failures"] if tier.failures else []
+    if tier.HasField("write_budget_bytes"):
+        details.append(f"{format_size(tier.write_budget_bytes)} may be written now")
+    return ", ".join(details)
+
+
+def used_of(used: int, total: int) -> str:
+    """How much of a pool or of a tier is used."""
+    return f"{format_size(used)} of {format_size(total)} used"
+
+
+def hits_so_far(lookups: pb.LookupsStatus) -> str:
+    """Hits since the daemon started."""
+    total = lookups.hits + lookups.misses
+    return f"{lookups.hits / total:.0%} of {total:,} so far" if total else "no lookup so far"
+
+
+def copied_so_far(nbytes: int, jobs: int) -> str:
+    """What stores or loads have copied since the daemon started."""
+    return f"{format_size(nbytes)} in {jobs:,} {'job' if jobs == 1 else 'jobs'}"
+
+
+def jobs_now(jobs: pb.JobsStatus) -> str:
+    """Jobs that have not ended."""
+    return f"{jobs.running} running, {jobs.queued} queued"
+
+
+def short_device(device: str) -> str:
+    """``GPU-1a2b3c4d`` for a GPU UUID: enough to distinguish the GPUs of a machine."""
+    return "-".join(device.split("-")[:2])

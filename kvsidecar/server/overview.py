@@ -1,0 +1,185 @@
+"""What the page of the HTTP port shows: the figures of `kvsidecar top`, as texts and shares."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from kvsidecar.protocol.figures import (
+    Rates,
+    Sample,
+    busiest,
+    copied_so_far,
+    hits_so_far,
+    jobs_now,
+    pool_details,
+    pool_parts,
+    rates_between,
+    short_device,
+    tier_details,
+    used_of,
+)
+from kvsidecar.support.units import format_duration, format_rate, format_size
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+SAMPLE_SECONDS = 1.0
+"""How long an answer stays valid, however many ask: the interval of the rates while somebody looks."""
+FORGOTTEN_SECONDS = 10.0
+"""How long nobody may have looked for the rates to go on."""
+HISTORY = 60
+"""How many rates are kept."""
+SHOWN = 32
+"""The most engines that are listed, the busiest."""
+TEXT = 96
+"""The most characters of a client's text."""
+
+
+class Device(NamedTuple):
+    """A GPU that the daemon serves.
+
+    Args:
+        down: why it takes no copies; empty while it does.
+        deaths: how many of its copiers have died.
+    """
+
+    uuid: str
+    down: str
+    deaths: int
+
+
+class Overview:
+    """Samples the daemon while somebody looks at its page. Used from the event loop.
+
+    Args:
+        read: a status reply with everything, and whether anonymous clients may see names.
+        devices: the devices that the daemon serves.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], tuple[pb.StatusReply, bool]],
+        devices: Callable[[], Iterable[Device]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._read, self._devices, self._clock = read, devices, clock
+        self._last: Sample | None = None
+        self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)
+        self._body = b""
+
+    def body(self) -> bytes:
+        """The JSON of the page; at most `SAMPLE_SECONDS` old."""
+        now, before = self._clock(), self._last
+        if before is not None and now - before.at < SAMPLE_SECONDS:
+            return self._body
+        if before is not None and now - before.at > FORGOTTEN_SECONDS:
+            before = None
+            self._history.clear()
+        reply, names = self._read()
+        self._last = Sample(now, reply)
+        rates = None if before is None else rates_between(before, self._last)
+        if rates is not None:
+            self._history.append((rates.stored_bytes, rates.loaded_bytes))
+        shown = overview(reply, rates, list(self._history), self._devices(), names=names)
+        self._body = json.dumps(shown).encode()
+        return self._body
+
+
+def overview(
+    reply: pb.StatusReply,
+    rates: Rates | None,
+    history: list[tuple[float, float]],
+    devices: Iterable[Device],
+    *,
+    names: bool,
+) -> dict[str, Any]:
+    """What the page shows of a reply. Texts are as `kvsidecar top` has them; shares are between 0 and 1.
+
+    Args:
+        history: bytes stored and loaded per second, oldest first.
+        names: show which engines are attached, not only how many.
+    """
+    state = pb.Readiness.State.Name(reply.readiness.state).partition("_")[2].lower()
+    jobs = reply.jobs
+    return {
+        "state": state,
+        "reason": reply.readiness.reason,
+        "version": reply.version,
+        "backend": reply.backend,
+        "uptime": format_duration(reply.uptime_seconds),
+        "pin": _pin(reply.readiness) if state == "pinning" else None,
+        "pool": {
+            "text": used_of(reply.pool.used_bytes, reply.pool.total_bytes),
+            "parts": [
+                {"name": name, "share": _share(nbytes, reply.pool.total_bytes)}
+                for name, nbytes in pool_parts(reply.pool).items()
+            ],
+            "details": pool_details(reply.pool),
+        },
+        "tiers": [
+            {
+                "name": tier.name,
+                "off": tier.off,
+                "text": used_of(tier.used_bytes, tier.capacity_bytes),
+                "share": _share(tier.used_bytes, tier.capacity_bytes),
+                "details": tier_details(tier),
+            }
+            for tier in reply.tiers
+        ],
+        "flow": [
+            _flow("Store", [each[0] for each in history], rates, copied_so_far(jobs.stored_bytes, jobs.stores_done)),
+            _flow("Load", [each[1] for each in history], rates, copied_so_far(jobs.loaded_bytes, jobs.loads_done)),
+        ],
+        "hits": {
+            "now": "-" if rates is None or rates.hit_rate is None else f"{rates.hit_rate:.0%}",
+            "total": hits_so_far(reply.lookups),
+        },
+        "jobs": jobs_now(jobs),
+        "evicting": format_rate(rates.evicted_bytes) if rates is not None and rates.evicted_bytes else "",
+        "refused": [
+            {"reason": reason, "count": count, "new": 0 if rates is None else rates.refusals.get(reason, 0)}
+            for reason, count in sorted(reply.refusals.items(), key=lambda item: -item[1])
+        ],
+        "devices": [{"name": short_device(uuid), "down": down, "deaths": deaths} for uuid, down, deaths in devices],
+        "engines": [_engine(rank, rates) for rank in busiest(reply, rates, SHOWN)] if names else [],
+        "attached": max(len(reply.ranks), reply.totals.ranks),
+        "names": names,
+    }
+
+
+def _pin(readiness: pb.Readiness) -> dict[str, Any]:
+    share = _share(readiness.pinned_bytes, readiness.pool_bytes)
+    text = f"{share:.0%}, {format_rate(readiness.pin_bytes_per_second)}"
+    if readiness.HasField("eta_seconds"):
+        text += f", {format_duration(readiness.eta_seconds)} left"
+    return {"share": share, "text": text}
+
+
+def _flow(name: str, history: list[float], rates: Rates | None, total: str) -> dict[str, Any]:
+    highest = max(history, default=0.0)
+    return {
+        "name": name,
+        "rate": "-" if rates is None else format_rate(history[-1]),
+        "total": total,
+        "history": [round(value / highest, 3) if highest else 0.0 for value in history],
+    }
+
+
+def _engine(rank: pb.RankStatus, rates: Rates | None) -> dict[str, Any]:
+    stored, loaded = (None, None) if rates is None else rates.ranks.get(rank.session, (None, None))
+    name = rank.instance if len(rank.instance) <= TEXT else rank.instance[: TEXT - 1] + "…"
+    return {
+        "engine": name + (" (idle)" if rank.idle else ""),
+        "rank": f"{rank.rank}/{rank.world_size}",
+        "store": "-" if stored is None else format_rate(stored),
+        "load": "-" if loaded is None else format_rate(loaded),
+        "jobs": rank.jobs_running,
+        "device": short_device(rank.device)[:TEXT],
+        "mapped": format_size(rank.imported_bytes),
+        "attached": format_duration(rank.attached_seconds),
+    }
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0

@@ -1,0 +1,181 @@
+"""Keeps a directory of shards within its size. The nodes that share it take turns: one at a time, by a lock file.
+
+How old a file is, is what its modification time says, which a read renews. All times are those of the file server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvsidecar.support import log
+from kvsidecar.support.file_lock import try_lock
+
+SWEEP_SECONDS: Final = 300.0
+"""Between sweeps, of all nodes together."""
+EARLY_SECONDS: Final = 30.0
+"""Between sweeps when there is too much."""
+LOCK: Final = ".sweep"
+"""Its modification time is that of the last sweep, and its content says what was left."""
+TRASH: Final = ".trash-"
+"""What a directory that was forgotten is called until it is removed."""
+TRASH_SECONDS: Final = 60.0
+"""Who has forgotten it removes it itself until then."""
+KEPT_SHARE: Final = 0.9
+"""Of the size, after a sweep: there is room for what is written until the next one."""
+UNFINISHED_SECONDS: Final = 3600.0
+"""A file that is still being written after so long never will be finished."""
+AGE_STEP: Final = 60.0
+"""Ages are counted in steps of so many seconds: what a sweep remembers does not grow with the files."""
+
+_log = log.get("shared tier")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is there. Bytes are those of the files."""
+
+    nbytes: int = 0
+    files: int = 0
+    at: float = 0.0
+    """When the sweep began."""
+    removed: int = 0
+    """By this node in this sweep, because others are newer."""
+
+
+class Sweeper:
+    """A thread that sweeps again and again.
+
+    Args:
+        root: of the files.
+        capacity_bytes: that they may have together.
+        on_swept: called from the thread with what there is, also after another node's sweep.
+    """
+
+    def __init__(
+        self, root: Path, capacity_bytes: int, on_swept: Callable[[Usage], None], seconds: float = SWEEP_SECONDS
+    ) -> None:
+        self._root, self._capacity, self._on_swept, self._seconds = root, capacity_bytes, on_swept, seconds
+        self._wake = threading.Event()
+        self._soon = self._closing = False
+        self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def soon(self) -> None:
+        """There is too much: do not wait for the next turn."""
+        self._soon = True
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing:
+            due, self._soon = min(EARLY_SECONDS, self._seconds) if self._soon else self._seconds, False
+            try:
+                self._on_swept(sweep(self._root, self._capacity, due))
+            except OSError as error:
+                _log.warning("the shared directory cannot be swept", directory=str(self._root), reason=str(error))
+            except Exception:  # noqa: BLE001 - the thread must go on, and the reason be heard
+                _log.exception("the sweep of the shared directory failed unexpectedly", directory=str(self._root))
+            self._wake.wait(self._seconds)
+            self._wake.clear()
+
+
+def sweep(root: Path, capacity_bytes: int, due_seconds: float) -> Usage:
+    """Remove what is too much, unless another node does, or has done so less than ``due_seconds`` ago.
+
+    Raises:
+        OSError: a directory cannot be read, or a file not be removed.
+    """
+    fd = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        last = os.fstat(fd)
+        if not try_lock(fd) or (last.st_size and abs(time.time() - last.st_mtime) < due_seconds):
+            return _read_usage(fd)
+        os.utime(fd)
+        usage = _sweep(root, capacity_bytes, os.fstat(fd).st_mtime)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps([usage.nbytes, usage.files, usage.at]).encode(), 0)
+        return usage
+    finally:
+        os.close(fd)
+
+
+def _read_usage(fd: int) -> Usage:
+    try:
+        nbytes, files, at = json.loads(os.pread(fd, 256, 0))
+        return Usage(int(nbytes), int(files), float(at))
+    except (ValueError, TypeError):
+        return Usage()  # another node is about to write it
+
+
+def _sweep(root: Path, capacity_bytes: int, now: float) -> Usage:
+    for trash in root.glob(TRASH + "*"):
+        with contextlib.suppress(FileNotFoundError):
+            if now - trash.lstat().st_ctime >= TRASH_SECONDS:  # since it was renamed
+                shutil.rmtree(trash, ignore_errors=True)
+    ages: Counter[int] = Counter()
+    files = 0
+    for entry, is_ in _files(root):
+        if not entry.name.startswith("."):
+            ages[_age(is_, now)] += is_.st_size
+            files += 1
+        elif now - is_.st_mtime > UNFINISHED_SECONDS:
+            _remove(entry)
+    nbytes, most = ages.total(), int(capacity_bytes * KEPT_SHARE)
+    if nbytes <= most:
+        return Usage(nbytes, files, now)
+    kept = oldest = 0
+    for age in sorted(ages):
+        oldest = age
+        kept += ages[age]
+        if kept > most:
+            break
+    removed = 0
+    for entry, is_ in _files(root):
+        age = _age(is_, now)
+        # Of those that are as old as the oldest that stay, only as many as are too much.
+        if not entry.name.startswith(".") and (age > oldest or (age == oldest and nbytes > most)) and _remove(entry):
+            nbytes -= is_.st_size
+            removed += 1
+    return Usage(nbytes, files - removed, now, removed)
+
+
+def _age(is_: os.stat_result, now: float) -> int:
+    return max(0, int((now - is_.st_mtime) / AGE_STEP))
+
+
+def _files(root: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """All files below the directories of namespaces. What goes meanwhile is left out."""
+    pending = [f"{root}/{name}" for name in os.listdir(root) if not name.startswith(".")]
+    while pending:
+        with contextlib.suppress(FileNotFoundError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry, entry.stat(follow_symlinks=False)
+
+
+def _remove(entry: os.DirEntry[str]) -> bool:
+    """False: somebody else has."""
+    try:
+        os.unlink(entry.path)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,300 @@
+"""Blocks expire: a time after their store or their last use. Then they are misses, and go before others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvsidecar.cache import expiry
+from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.records import Records, num_words
+from kvsidecar.cache.shares import ShareLimits
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.errors import Refusal
+from kvsidecar.types import LookupMode
+from tests.cache.integrity import check_integrity
+from tests.cache.support import PAGE, keys, lease, names_readable, new_cache, open_space, readable, store
+
+
+def store_for(cache: BlockCache, space: Space, seconds: float, *names: int | str) -> None:
+    grant = cache.begin_store([(space, 0, keys(*names))], ttl=seconds)
+    assert isinstance(grant, StoreGrant), grant
+    cache.seal_all(grant)
+
+
+def limits(ttl: float | None = None, idle_ttl: float | None = None) -> list[ShareLimits]:
+    return [ShareLimits("m", lambda _: True, ttl=ttl, idle_ttl=idle_ttl)]
+
+
+def sweep(cache: BlockCache) -> None:
+    while cache.sweep():
+        check_integrity(cache)
+
+
+def test_a_block_is_a_miss_when_its_time_is_over_and_is_swept() -> None:
+    cache = new_cache(8)
+    space = open_space(cache)
+    cache.expire(100.0)
+    store_for(cache, space, 10, "a", "b")
+    store_for(cache, space, 30, "c")
+    store(cache, space, "for ever")
+    cache.expire(109.9)
+    assert readable(cache, space, "a", "b", "c", "for ever") == [True] * 4
+    cache.expire(110.0)
+    assert names_readable(cache, space, "a", "b", "c", "for ever") == ["c", "for ever"]
+    assert cache.begin_load([(space, 0, keys("a"))], None, 110.0) is Refusal.NOT_FOUND
+    assert cache.stats().blocks == 4
+    sweep(cache)
+    assert (cache.stats().blocks, cache.stats().expired_blocks) == (2, 2)
+    cache.expire(130.0)
+    sweep(cache)
+    assert names_readable(cache, space, "a", "b", "c", "for ever") == ["for ever"]
+
+
+def test_a_share_sets_the_time_and_a_request_can_only_shorten_it() -> None:
+    cache = new_cache(8)
+    cache.set_shares(limits(ttl=20))
+    space = open_space(cache)
+    cache.expire(0.0)
+    store(cache, space, "share")
+    store_for(cache, space, 5, "short")
+    store_for(cache, space, 50, "long")
+    cache.expire(5.0)
+    assert names_readable(cache, space, "share", "short", "long") == ["share", "long"]
+    cache.expire(20.0)
+    assert names_readable(cache, space, "share", "short", "long") == []
+
+
+def test_a_block_that_nobody_uses_expires_and_one_in_use_does_not() -> None:
+    cache = new_cache(8)
+    cache.set_shares(limits(idle_ttl=64))
+    space = open_space(cache)
+    cache.expire(0.0)
+    store(cache, space, "idle", "used", "held")
+    held = lease(cache, space, "held", ttl=1000.0)
+    for now in range(1, 64):
+        cache.expire(float(now))
+        cache.release(lease(cache, space, "used", now=now, ttl=10.0))
+    cache.expire(66.0)
+    assert names_readable(cache, space, "idle", "used", "held") == ["used", "held"]
+    cache.set_shares(limits(idle_ttl=64))
+    assert names_readable(cache, space, "idle", "used", "held") == ["used", "held"], "after a reload"
+    sweep(cache)
+    assert cache.stats().blocks == 2
+    cache.release(held)
+    cache.expire(67.0)
+    cache.expire(200.0)
+    assert names_readable(cache, space, "used", "held") == []
+    sweep(cache)
+    assert cache.stats().blocks == 0
+
+
+def test_an_expired_block_is_stored_again_also_while_a_lease_holds_the_old_one() -> None:
+    cache = new_cache(8)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 5, "a", "b")
+    held = lease(cache, space, "a", ttl=100.0)
+    loading = cache.begin_load([(space, 0, keys("a"))], held, 0.0)
+    assert isinstance(loading, LoadGrant)
+    cache.expire(6.0)
+    again = cache.begin_load([(space, 0, keys("a"))], held, 6.0)
+    assert isinstance(again, LoadGrant), "what a lease holds can be loaded"
+    assert readable(cache, space, "a", "b") == [False, False]
+    grant = cache.begin_store([(space, 0, keys("a", "b"))])
+    assert isinstance(grant, StoreGrant)
+    assert grant.reserved == 2
+    cache.seal_all(grant)
+    check_integrity(cache)
+    assert readable(cache, space, "a", "b") == [True, True]
+    for each in (loading, again):
+        cache.end_load(each)
+    cache.release(held)
+    check_integrity(cache)
+    assert cache.stats().blocks == 2
+
+
+def test_expired_blocks_go_before_older_ones() -> None:
+    cache = new_cache(4)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store(cache, space, "old")
+    store_for(cache, space, 5, "young")
+    store(cache, space, "x", "y")
+    cache.expire(5.0)
+    store(cache, space, "z")
+    assert names_readable(cache, space, "old", "young", "x", "y", "z") == ["old", "x", "y", "z"]
+
+
+def test_expired_blocks_go_before_others_of_a_share_that_is_at_its_maximum() -> None:
+    cache = new_cache(4)
+    cache.set_shares([ShareLimits("m", lambda _: True, most=3 * PAGE)])
+    space = open_space(cache)
+    cache.expire(0.0)
+    store(cache, space, "old")
+    store_for(cache, space, 5, "young")
+    store(cache, space, "x")
+    cache.expire(5.0)
+    store(cache, space, "y")
+    assert names_readable(cache, space, "old", "young", "x", "y") == ["old", "x", "y"]
+    store_for(cache, space, 5, "z")
+    cache.expire(10.0)
+    store(cache, space, "u", "v")  # the pool is full, too
+    assert names_readable(cache, space, "x", "y", "z", "u", "v") == ["y", "u", "v"]
+    check_integrity(cache)
+
+
+def test_a_pinned_block_goes_when_it_is_not_needed_any_more() -> None:
+    cache = new_cache(4)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 5, "a")
+    held = lease(cache, space, "a", ttl=100.0)
+    cache.expire(5.0)
+    sweep(cache)
+    assert cache.stats().blocks == 1
+    cache.release(held)
+    cache.expire(7.0)
+    sweep(cache)
+    assert cache.stats().blocks == 0
+
+
+def test_what_is_stored_while_its_table_is_looked_through_expires_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expiry, "SCAN", 1)
+    cache = new_cache(8)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 2, "a", "b", "c")
+    cache.expire(2.0)
+    cache.sweep()
+    store_for(cache, space, 5, "x")  # into the row that has just been looked at
+    sweep(cache)
+    assert names_readable(cache, space, "a", "b", "c", "x") == ["x"]
+    cache.expire(7.0)
+    assert names_readable(cache, space, "x") == []
+    sweep(cache)
+    assert cache.stats().blocks == 0
+
+
+def test_a_block_that_expires_is_not_given_to_a_slower_tier() -> None:
+    cache = new_cache(4)
+    space = open_space(cache)
+    store_for(cache, space, 5, "a")
+    store(cache, space, "b")
+    assert len(cache.unwritten(cache.chain(space, keys("a", "b")), 1)) == 1
+    cache.set_shares(limits(idle_ttl=5))
+    assert len(cache.unwritten(cache.chain(space, keys("a", "b")), 1)) == 0
+
+
+def test_times_outlive_the_daemon() -> None:
+    words = np.zeros(num_words(4 * PAGE, 4 * PAGE), np.uint64)
+
+    def start(wall: float) -> tuple[BlockCache, Space]:
+        records = Records(words, 4 * PAGE, 4 * PAGE)
+        cache = BlockCache(SlotAllocator(4 * PAGE, 4 * PAGE), records=records, wall=wall)
+        return cache, open_space(cache)
+
+    cache, space = start(1000.0)
+    cache.expire(100.0)
+    store_for(cache, space, 50, "a")
+    store_for(cache, space, 500, "b", "c")
+    store(cache, space, "d")
+    cache, space = start(1140.0)  # another clock, which has just begun
+    cache.expire(0.0)
+    assert names_readable(cache, space, "a", "b", "c", "d") == ["a", "b", "c", "d"]
+    cache.expire(10.0)
+    assert names_readable(cache, space, "a", "b", "c", "d") == ["b", "c", "d"]
+    sweep(cache)
+    assert cache.stats().blocks == 3
+    cache, space = start(1600.0)
+    cache.expire(0.0)
+    assert names_readable(cache, space, "b", "c", "d") == ["d"]
+
+
+names = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
+
+
+class ExpiryMachine(RuleBasedStateMachine):
+    """Any stores, uses and times; a model knows what has expired. Tables are looked through a row or two at a time."""
+
+    @initialize(ttl=st.sampled_from([None, 4.0, 9.0]), scan=st.sampled_from([1, 2, 100]))
+    def start(self, ttl: float | None, scan: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(expiry, "SCAN", scan)
+        self.patch.setattr("kvsidecar.cache.block.SPARSE", 1)
+        self.patch.setattr("kvsidecar.cache.block.FIRST_ROWS", 1)
+        self.cache = new_cache(200)  # also for blocks that leases keep: nothing is evicted to make room
+        self.cache.set_shares(limits(ttl=ttl))
+        self.ttl = ttl
+        self.space = open_space(self.cache)
+        self.until: dict[int, float] = {}
+        self.leases: list[tuple[int, int]] = []
+        self.now = 0.0
+
+    def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
+
+    def lives(self, name: int) -> bool:
+        return name in self.until and self.until[name] > self.now
+
+    @rule(names=names, ttl=st.sampled_from([0.0, 0.0, 2.0, 5.0, 20.0]))
+    def store(self, names: list[int], ttl: float) -> None:
+        grant = self.cache.begin_store([(self.space, 0, keys(*names))], ttl=ttl)
+        assert isinstance(grant, StoreGrant)
+        assert grant.present == sum(map(self.lives, names))
+        self.cache.seal_all(grant)
+        times = [each for each in (ttl, self.ttl) if each]
+        for name in names:
+            if not self.lives(name):
+                self.until[name] = self.now + min(times, default=1e9)
+
+    @rule(seconds=st.sampled_from([1.0, 1.0, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.cache.expire(self.now)
+
+    @rule(name=st.integers(0, 5))
+    def lease(self, name: int) -> None:
+        granted, _ = self.cache.lookup_and_lease([(self.space, keys(name))], LookupMode.PREFIX, self.now, 1e9, "o")
+        assert (granted is not None) == self.lives(name)
+        if granted is not None:
+            self.leases.append((granted.id, name))
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def release(self) -> None:
+        self.cache.release(self.leases.pop()[0])
+
+    @rule(count=st.integers(1, 3))
+    def sweep(self, count: int) -> None:
+        for _ in range(count):
+            self.cache.sweep(2)
+
+    @rule()
+    def sweep_all(self) -> None:
+        for _ in range(100):
+            if not self.cache.sweep(2):
+                break
+        else:
+            raise AssertionError("the sweep does not end")
+        if not self.leases:
+            self.now += 1
+            self.cache.expire(self.now)
+            while self.cache.sweep(2):
+                pass
+            assert self.cache.stats().blocks == sum(map(self.lives, range(6))), "an expired block is still there"
+
+    @invariant()
+    def the_living_are_readable(self) -> None:
+        if hasattr(self, "cache"):
+            check_integrity(self.cache)
+            assert readable(self.cache, self.space, *range(6)) == [self.lives(name) for name in range(6)]
+
+
+ExpiryMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestExpiry = pytest.mark.no_cover(ExpiryMachine.TestCase)

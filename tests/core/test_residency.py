@@ -1,0 +1,297 @@
+"""What watchers are told, over any order of changes, and however slowly they read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvsidecar.cache.block import Space
+from kvsidecar.core import residency
+from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.residency import Change, Update, Watch, Watches, split
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.types import LookupMode, Residency
+from tests.cache.support import keys, namespace, new_cache, open_space, store
+
+WIDTH = 32
+
+
+@dataclass
+class Reader:
+    """A watcher that follows what it is told."""
+
+    room: bool = True
+    readable: dict[int, set[bytes]] = field(default_factory=dict)
+    notes: dict[bytes, bytes] = field(default_factory=dict)
+    updates: list[Update] = field(default_factory=list)
+    complete: bool = False
+
+    def has_room(self) -> bool:
+        return self.room
+
+    def send(self, update: Update) -> None:
+        assert self.room
+        self.updates.append(update)
+        assert update.sequence == len(self.updates)
+        if update.reset:
+            self.readable, self.complete = {}, False
+        for change in update.changes:
+            mine = self.readable.setdefault(change.group, set())
+            hashes = [change.hashes[i : i + WIDTH] for i in range(0, len(change.hashes), WIDTH)]
+            match change.kind:
+                case Residency.STORED:
+                    mine |= set(hashes)
+                case Residency.REMOVED:
+                    mine -= set(hashes)
+                case Residency.CLEARED:
+                    mine.clear()
+                case Residency.NOTES:
+                    each = len(change.notes) // len(hashes)
+                    self.notes |= {name: change.notes[i * each : (i + 1) * each] for i, name in enumerate(hashes)}
+        self.complete |= update.complete
+
+
+class Daemon:
+    """A cache, its watchers, and a clock that the test turns."""
+
+    def __init__(self, pages: int = 8) -> None:
+        self.cache, self.metrics = new_cache(pages), Metrics("host")
+        self.due: list[Callable[[], None]] = []
+        self.ready = True
+        self.watches = Watches(self.cache, self.metrics, lambda _, call: self.due.append(call), lambda: self.ready)
+
+    def watch(self, reader: Reader) -> Watch:
+        return self.watches.begin(namespace(), reader)
+
+    def turn(self) -> None:
+        """The next interval."""
+        due, self.due = self.due, []
+        assert len(due) <= 1
+        for call in due:
+            call()
+
+    def settle(self) -> None:
+        for _ in range(1000):
+            if not self.due:
+                return
+            self.turn()
+        raise AssertionError("it never comes to rest")
+
+    def resets(self, reason: str) -> float:
+        return self.metrics.value("kvsidecar_residency_resets_total", reason=reason)
+
+
+def test_a_new_watcher_gets_what_there_is_and_then_what_changes_in_few_messages() -> None:
+    daemon, reader = Daemon(), Reader()
+    space = open_space(daemon.cache)
+    store(daemon.cache, space, "a", "b")
+    daemon.watch(reader)
+    daemon.settle()
+    assert reader.complete
+    assert reader.readable == {0: set(keys("a", "b"))}
+    before = len(reader.updates)
+    for name in "cdef":
+        store(daemon.cache, space, name)
+    assert len(reader.updates) == before, "it is told at once"
+    daemon.settle()
+    assert len(reader.updates) == before + 1
+    assert reader.updates[-1].changes == (Change(Residency.STORED, 0, b"".join(keys(*"cdef"))),)
+    assert daemon.due == [], "a timer runs though nothing changes"
+
+
+def test_nothing_is_told_before_all_that_is_there_can_be_looked_up() -> None:
+    daemon, reader = Daemon(), Reader()
+    daemon.ready = False
+    space = open_space(daemon.cache)
+    daemon.watch(reader)
+    store(daemon.cache, space, "a")
+    for _ in range(3):
+        daemon.turn()
+    assert reader.updates == []
+    daemon.ready = True
+    daemon.settle()
+    assert reader.complete
+    assert reader.readable == {0: set(keys("a"))}
+
+
+def test_one_who_does_not_read_costs_nothing_and_gets_all_of_it_later() -> None:
+    daemon, slow, other = Daemon(), Reader(), Reader()
+    space = open_space(daemon.cache)
+    daemon.watch(slow)
+    daemon.watch(other)
+    daemon.settle()
+    slow.room = False
+    for name in range(20):
+        store(daemon.cache, space, name)
+        daemon.turn()
+    assert other.readable == {0: {each for each in keys(*range(20)) if found(daemon, space, each)}}
+    assert daemon.resets("unread") == 0, "it was sent something"
+    slow.room = True
+    daemon.settle()
+    assert slow.readable == other.readable
+    assert (daemon.resets("new"), daemon.resets("unread")) == (2, 1)
+    assert sum(update.reset for update in other.updates) == 1
+
+
+def found(daemon: Daemon, space: Space, block_hash: bytes) -> bool:
+    return daemon.cache.lookup(space, [block_hash], LookupMode.PREFIX) == [True]
+
+
+def test_a_flood_is_given_up_and_becomes_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "MAX_LOG_BYTES", 1000)
+    daemon, reader = Daemon(64), Reader()
+    space = open_space(daemon.cache)
+    daemon.watch(reader)
+    daemon.settle()
+    for name in range(40):
+        store(daemon.cache, space, name)
+    (feed,) = daemon.watches._feeds.values()
+    assert feed.flooded
+    assert feed._log == []
+    daemon.settle()
+    assert reader.readable == {0: set(keys(*range(40)))}
+    assert daemon.resets("flood") == 1
+    store(daemon.cache, space, "after")
+    daemon.settle()
+    assert set(keys("after")) < reader.readable[0]
+    assert daemon.resets("flood") == 1
+
+
+def test_a_snapshot_is_sent_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "SNAPSHOT_ROWS", 2)
+    monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 2 * WIDTH)
+    monkeypatch.setattr(residency, "PIECES", 3)
+    daemon, reader = Daemon(64), Reader()
+    space = open_space(daemon.cache)
+    store(daemon.cache, space, *range(40))
+    daemon.watch(reader)
+    daemon.turn()
+    assert len(reader.readable[0]) == 6
+    daemon.settle()
+    assert reader.readable == {0: set(keys(*range(40)))}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_the_last_word_on_each_block_is_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "SNAPSHOT_ROWS", 2)
+    monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 2 * WIDTH)
+    monkeypatch.setattr(residency, "PIECES", 1)
+    monkeypatch.setattr(residency, "MAX_LOG_BYTES", 600)
+    choose = random.Random(seed)
+    daemon = Daemon(6)
+    spaces = [open_space(daemon.cache, group=group) for group in range(2)]
+    readers: list[tuple[Reader, Watch]] = []
+    for _ in range(300):
+        match choose.randrange(8):
+            case 0 if len(readers) < 3:
+                reader = Reader()
+                readers.append((reader, daemon.watch(reader)))
+            case 1 if readers:
+                daemon.watches.end(readers.pop(choose.randrange(len(readers)))[1])
+            case 2 if readers:
+                reader = choose.choice(readers)[0]
+                reader.room = not reader.room
+            case 3:
+                daemon.cache.clear(namespace() if choose.random() < 0.5 else None)
+            case 4:
+                daemon.cache.sweep()
+            case 5 | 6:
+                store(daemon.cache, choose.choice(spaces), *choose.sample(range(9), choose.randint(1, 3)))
+            case _:
+                daemon.turn()
+    for reader, _ in readers:
+        reader.room = True
+    daemon.settle()
+    for reader, _ in readers:
+        assert reader.complete
+        for space in spaces:
+            there = {each for each in keys(*range(9)) if found(daemon, space, each)}
+            assert reader.readable.get(space.group, set()) == there
+    for _, watch in readers:
+        daemon.watches.end(watch)
+    assert not daemon.cache._table.outlets, "somebody is told though nobody listens"
+
+
+def test_a_snapshot_survives_that_the_table_is_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are renumbered: what was at the end may come before the place that the snapshot has reached."""
+    monkeypatch.setattr(residency, "SNAPSHOT_ROWS", 64)
+    monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 64 * WIDTH)
+    monkeypatch.setattr(residency, "PIECES", 1)
+    daemon, reader = Daemon(512), Reader()
+    space, other = open_space(daemon.cache), open_space(daemon.cache, "other")
+    store(daemon.cache, space, *range(500))
+    store(daemon.cache, space, "last")
+    daemon.watch(reader)
+    for _ in range(3):
+        daemon.turn()
+    store(daemon.cache, other, *[f"other {name}" for name in range(505)])
+    assert found(daemon, space, *keys("last"))
+    before = space.blocks.index
+    assert daemon.cache._table.rebuild_sparse()
+    assert space.blocks.index is not before
+    daemon.settle()
+    assert reader.readable[0] == {each for each in keys("last", *range(500)) if found(daemon, space, each)}
+    assert set(keys("last")) <= reader.readable[0]
+
+
+def test_notes_come_before_the_blocks_also_for_those_who_come_later() -> None:
+    daemon, first, later = Daemon(), Reader(), Reader()
+    space = open_space(daemon.cache)
+    daemon.watch(first)
+    daemon.settle()
+    daemon.watches.note(namespace(), 0, b"".join(keys("a", "b")), b"AAABBB")
+    store(daemon.cache, space, "a", "b")
+    daemon.settle()
+    kinds = [change.kind for update in first.updates for change in update.changes]
+    assert kinds == [Residency.NOTES, Residency.STORED]
+    daemon.watch(later)
+    daemon.settle()
+    assert later.notes == first.notes == dict(zip(keys("a", "b"), [b"AAA", b"BBB"], strict=True))
+    assert later.readable == first.readable
+    daemon.watches.forget(namespace())
+    assert daemon.watches.notes_bytes == 0
+
+
+def test_many_small_notes_fill_few_messages() -> None:
+    """Else a snapshot of the notes on many small stores would take minutes."""
+    daemon, reader = Daemon(), Reader()
+    for name in range(4000):
+        daemon.watches.note(namespace(), 0, keys(name)[0], b"n" * 100)
+    daemon.watch(reader)
+    daemon.settle()
+    assert len(reader.notes) == 4000
+    assert len(reader.updates) < 2 + 2 * 4000 * 132 / residency.MAX_UPDATE_BYTES
+
+
+def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "MAX_NOTES_BYTES", 4000)
+    daemon, reader = Daemon(), Reader()
+    daemon.watches.note(namespace("small"), 0, keys("s")[0], b"small")
+    for name in range(100):
+        daemon.watches.note(namespace(), 0, keys(name)[0], b"n")
+        assert daemon.watches.notes_bytes <= 4000
+    daemon.watch(reader)
+    daemon.settle()
+    assert 10 < len(reader.notes) < 20
+    assert set(keys(99)) <= set(reader.notes)
+    other = Reader()
+    daemon.watches.begin(namespace("small"), other)
+    daemon.settle()
+    assert set(other.notes) == set(keys("s"))
+
+
+@pytest.mark.parametrize("notes", [b"x", b"x" * (2 * residency.MAX_NOTE_BYTES + 2)])
+def test_notes_that_fit_no_block_are_refused(notes: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        Daemon().watches.note(namespace(), 0, b"".join(keys("a", "b")), notes)
+
+
+def test_no_update_is_longer_than_one_may_be() -> None:
+    hashes = b"".join(keys(*range(5000)))
+    pieces = split(Change(Residency.NOTES, 1, hashes, bytes(5000 * 100)), WIDTH)
+    assert b"".join(each.hashes for each in pieces) == hashes
+    assert all(len(each.hashes) + len(each.notes) <= residency.MAX_UPDATE_BYTES for each in pieces)
+    assert all(len(each.notes) * WIDTH == len(each.hashes) * 100 for each in pieces)

@@ -1,0 +1,89 @@
+"""The shares of the configuration: what each covers and may have, and what a mistake in one is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvsidecar.cache.shares import Share
+from kvsidecar.core import access, shares
+from kvsidecar.core.metrics import SHARES_SHOWN, Gauges, Metrics
+from kvsidecar.core.readiness import Snapshot
+from kvsidecar.errors import ConfigError
+from kvsidecar.types import State
+from tests.cache.support import new_cache
+from tests.harness import NAMESPACE
+
+GiB = 1 << 30
+CHAT = dataclasses.replace(NAMESPACE, model="chat/llama")
+BATCH = dataclasses.replace(NAMESPACE, model="batch/llama", extra="nightly")
+POLICY = "[{uids=[1], namespaces=['chat/*']}, {gids=[7], namespaces=['batch/*']}, {certificates=['ops'], admin=true}]"
+
+
+def limits(
+    text: str, pool: int = 100 * GiB, policy: str | None = None
+) -> list[tuple[str, int, int | None, list[bool]]]:
+    found = shares.resolve(shares.parse(text), access.parse(policy), pool)
+    return [(each.name, each.guaranteed, each.most, [each.covers(CHAT), each.covers(BATCH)]) for each in found]
+
+
+def test_a_share_covers_patterns_and_has_sizes_or_parts_of_the_pool() -> None:
+    text = (
+        "[{name='chat', namespaces=['chat/*'], guaranteed='60%'},"
+        " {name='night', namespaces=['* nightly', 'x'], guaranteed='1GiB', max='30%'}, {name='all', namespaces=['*']}]"
+    )
+    assert limits(text) == [
+        ("chat", 60 * GiB, None, [True, False]),
+        ("night", GiB, 30 * GiB, [False, True]),
+        ("all", 0, None, [True, True]),
+    ]
+
+
+def test_a_share_of_an_owner_covers_what_the_policy_gives_it() -> None:
+    text = "[{name='a', uids=[1]}, {name='b', gids=[7], namespaces=['x']}]"
+    assert limits(text, policy=POLICY) == [("a", 0, None, [True, False]), ("b", 0, None, [False, True])]
+    for owner, policy in (("uids=[2]", POLICY), ("certificates=['ops']", POLICY), ("uids=[1]", None)):
+        with pytest.raises(ConfigError, match="share 'a' names owners to whom no rule of the policy gives a namespace"):
+            limits(f"[{{name='a', {owner}}}]", policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("3", "must be tables"),
+        ("[{namespaces=['a']}]", "share 1 whose name is None"),
+        ("[{name='unassigned', namespaces=['a']}]", "share 1 whose name is 'unassigned'"),
+        ("[{name='other', namespaces=['a']}]", "share 1 whose name is 'other'"),
+        ("[{name='a b', namespaces=['a']}]", "share 1 whose name is 'a b'"),
+        ("[{name='a'}]", "share 1 that covers nothing"),
+        ("[{name='a', namespaces=['a'], most=3}]", "share 1 with 'most'; known are"),
+        ("[{name='a', namespaces='a'}]", "share 1 whose namespaces is 'a'"),
+        ("[{name='a', namespaces=['a'], max='3 apples'}]", "share 1 whose max '3 apples' is not a size"),
+        ("[{name='a', namespaces=['a']}, {name='a', namespaces=['b']}]", "two shares with the name 'a'"),
+    ],
+)
+def test_a_mistake_in_a_share_is_told(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        shares.parse(text)
+
+
+def test_guarantees_that_the_pool_cannot_keep_are_refused() -> None:
+    with pytest.raises(ConfigError, match="guaranteed 101 GiB together; the pool has 100 GiB"):
+        limits("[{name='a', namespaces=['a'], guaranteed='60%'}, {name='b', namespaces=['b'], guaranteed='41GiB'}]")
+    with pytest.raises(ConfigError, match=r"share 'a' is guaranteed 60 GiB, more than its max \(1 GiB\)"):
+        limits("[{name='a', namespaces=['a'], guaranteed='60%', max='1GiB'}]")
+
+
+def test_only_the_largest_shares_have_a_label_of_their_own() -> None:
+    metrics = Metrics("host")
+    many = [Share(f"s{number}", guaranteed=1, most=9, used=number, evictable=number) for number in range(1000)]
+    gauges = Gauges(Snapshot(State.READY, pool_bytes=0), new_cache(1).stats(), 0, shares=[*many, Share()])
+    metrics.read_gauges_from(lambda: gauges)
+    lines = [line for line in metrics.render().decode().splitlines() if line.startswith("kvsidecar_share_used_bytes{")]
+    assert len(lines) == SHARES_SHOWN + 1
+    assert metrics.value("kvsidecar_share_used_bytes", share="s999") == 999
+    rest = 1000 - SHARES_SHOWN
+    assert metrics.value("kvsidecar_share_used_bytes", share="other") == rest * (rest - 1) / 2
+    assert metrics.value("kvsidecar_share_guaranteed_bytes", share="other") == rest
+    assert sum(line.startswith("kvsidecar_share_") for line in metrics.render().decode().splitlines()) < 7 * 34

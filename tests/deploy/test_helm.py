@@ -1,0 +1,265 @@
+"""The Helm chart: equal to the manifests of deploy/kubernetes, valid for Kubernetes, and true of the daemon."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvsidecar.daemon.pool_geometry import pool_geometry
+from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
+from kvsidecar.support.units import MiB, parse_size
+from tests.deploy import test_kubernetes as kubernetes
+from tests.deploy.support import DEPLOY, ROOT
+from tests.deploy.test_kubernetes import FIRST_VERSION, Manifest, daemons, documents, latest, pods, settings, validate
+from tests.support.test_memory_limits import in_pod
+
+helm = pytest.importorskip("helm_python", reason="the extra dev is not installed, or has no Helm for this processor")
+
+CHART = DEPLOY / "helm" / "kvsidecar"
+EXAMPLES = DEPLOY / "helm" / "examples"
+ALL_MONITORING: Manifest = {
+    "podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}, "dashboard": {"enabled": True}
+}  # fmt: skip
+DISK = {"size": "1TiB", "volume": {"hostPath": {"path": "/var/cache/kvsidecar"}}}
+EVERYTHING: dict[str, Manifest] = {
+    "defaults": {},
+    "engine": {"engine": {"enabled": True, "args": ["--max-model-len", "8192"]}},
+    "sidecar": {"mode": "sidecar"},
+    "baseline": {"mode": "sidecar", "podSecurity": "baseline"},
+    "serve without pool": {"mode": "sidecar", "serveWithoutPool": True},
+    "huge pages": {"pool": {"hugePages": {"enabled": True}}},
+    "huge pages, sidecar": {"mode": "sidecar", "pool": {"hugePages": {"enabled": True, "size": "48Gi"}}},
+    "no volume": {"pool": {"warmRestart": False}},
+    "cdi": {"runtimeClassName": "", "gpus": {"cdi": "nvidia.com/gpu=all"}},
+    "dra": {"gpus": {"resourceClaims": [{"name": "gpus", "resourceClaimName": "all-gpus"}]}},
+    "tiers": {
+        "tiers": {
+            "disk": DISK,
+            "shared": {"size": "10TiB", "volume": {"nfs": {"server": "files", "path": "/kv"}}},
+            "cluster": {"master": ""},
+        }
+    },
+    "cluster": {"tiers": {"cluster": {"master": "kv-master:50051"}}},
+    "policy": {"policy": '[{uids = [1001], namespaces = ["meta-llama/*"]}]', "settings": {"log_level": "debug"}},
+    "pods": {
+        "imagePullSecrets": [{"name": "registry"}], "priorityClassName": "system-node-critical", "hostPID": True,
+        "podLabels": {"team": "kv"}, "podAnnotations": {"a": "b"}, "image": {"tag": "1.2.3", "pullPolicy": "Always"},
+        "extraEnv": [{"name": "KVSIDECAR_LOG_FORMAT", "value": "json"}], "affinity": {"nodeAffinity": {}},
+    },
+    "monitoring": ALL_MONITORING,
+}  # fmt: skip
+
+
+def render(values: Manifest | None = None) -> list[Manifest]:
+    with helm.Chart.load(str(CHART)) as chart:
+        chart.validate_schema(values or {})
+        files = chart.render(values or {}, name="kvsidecar", namespace="kvsidecar")
+    return [each for name, text in files.items() if name.endswith(".yaml") for each in documents(text)]
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> Manifest:
+    (found,) = [each for each in manifests if each["kind"] == kind]
+    return found
+
+
+def plain(manifest: Manifest) -> Manifest:
+    """Without what the chart has beside, and without the order of what has names."""
+    made = copy.deepcopy(manifest)
+    labels = made["metadata"]["labels"]
+    made["metadata"]["labels"] = {"app.kubernetes.io/name": labels["app.kubernetes.io/name"]}
+    pod = made["spec"]["template"]["spec"]
+    for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+        container["image"] = container["image"].rpartition(":")[0].rpartition("/")[2] or container["image"]
+        container["env"] = sorted(container.get("env", ()), key=lambda each: str(each["name"]))
+        container["volumeMounts"] = sorted(container["volumeMounts"], key=lambda each: str(each["mountPath"]))
+        container["command"] = [re.sub(r"\s+", " ", word) for word in container.get("command", ())]
+    pod["volumes"] = sorted(pod["volumes"], key=lambda each: str(each["name"]))
+    return made
+
+
+def base(path: str) -> Manifest:
+    (manifest,) = documents((kubernetes.HERE / "base" / path).read_text())
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "path"),
+    [
+        ({}, "DaemonSet", "daemonset/daemonset.yaml"),
+        ({"mode": "sidecar"}, "Deployment", "sidecar/deployment.yaml"),
+        ({"engine": {"enabled": True}}, "Deployment", "engine/deployment.yaml"),
+    ],
+)
+def test_the_chart_renders_what_kustomize_has(values: Manifest, kind: str, path: str) -> None:
+    assert plain(of_kind(render(values), kind)) == plain(base(path))
+
+
+def test_what_is_patched_by_the_component_of_huge_pages_is_rendered_too() -> None:
+    (patch,) = documents((kubernetes.HERE / "components" / "huge-pages" / "daemonset.yaml").read_text())
+    (wanted,) = patch["spec"]["template"]["spec"]["containers"]
+    ((rendered,),) = [
+        daemons(template) for _, template in pods(render({"pool": {"hugePages": {"enabled": True}}}))
+    ]  # fmt: skip
+    assert wanted["resources"]["limits"].items() <= rendered["resources"]["limits"].items()
+    assert rendered["resources"]["limits"] == rendered["resources"]["requests"]
+    given = {each["name"]: each["value"] for each in rendered["env"]}
+    assert {each["name"]: each["value"] for each in wanted["env"]}.items() <= given.items()
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_what_is_rendered_is_valid(name: str, tmp_path: Path) -> None:
+    manifests = render(EVERYTHING[name])
+    assert manifests
+    for manifest in manifests:
+        validate(manifest, FIRST_VERSION if "dra" not in name else latest())
+        validate(manifest, latest())
+    for number, (_, template) in enumerate(pods(manifests)):
+        for daemon in daemons(template):
+            _holds(daemon, template, tmp_path / str(number))
+
+
+def _holds(daemon: Manifest, template: Manifest, directory: Path) -> None:
+    """The daemon takes these settings, and its own check finds room for the pool in the limit."""
+    told = settings(daemon)
+    limits = daemon["resources"]["limits"]
+    root = in_pod(directory, parse_size(limits["memory"]))
+    pool = pool_geometry(told, root).pool_bytes
+    if told.huge_pages is HugePages.HUGETLB:
+        assert parse_size(limits["hugepages-2Mi"]) == pool
+        check_fits(bookkeeping_bytes(pool), pages=Pages(PageKind.SMALL, 4096), root=root)
+    else:
+        check_fits(pool, pages=Pages(PageKind.THP, 2 * MiB), bookkeeping=bookkeeping_bytes(pool), root=root)
+    mounted = kubernetes.volumes(template, daemon)
+    for directory_of in (told.pool_dir, told.table_dir, told.disk_dir, told.shared_dir):
+        assert directory_of is None or str(directory_of) in mounted
+
+
+ADMITTED = {
+    "AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE", "SETFCAP",
+    "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT",
+}  # fmt: skip
+
+
+def beyond_baseline(template: Manifest) -> Iterator[str]:
+    """What the level "baseline" of Kubernetes' Pod Security Standards refuses of a pod."""
+    spec = template["spec"]
+    yield from (field for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field))
+    yield from ("hostPath" for volume in spec["volumes"] if "hostPath" in volume)
+    contexts = [spec.get("securityContext", {})]
+    for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+        context = container.get("securityContext", {})
+        contexts.append(context)
+        yield from set(context.get("capabilities", {}).get("add", ())) - ADMITTED
+        yield from ("hostPort" for port in container.get("ports", ()) if port.get("hostPort"))
+        yield from ("privileged" for _ in [0] if context.get("privileged"))
+    for context in contexts:
+        yield from ("seccomp" for _ in [0] if context.get("seccompProfile", {}).get("type") == "Unconfined")
+        yield from (
+            field for field in ("procMount", "sysctls", "seLinuxOptions", "appArmorProfile") if field in context
+        )
+
+
+def test_the_profile_baseline_asks_for_nothing_that_baseline_refuses() -> None:
+    found = {name: list(beyond_baseline(template)) for name, template in pods(render(EVERYTHING["baseline"]))}
+    assert found == {"vllm": []}
+    ((_, usual),) = pods(render(EVERYTHING["sidecar"]))
+    assert list(beyond_baseline(usual)) == ["SYS_NICE"]
+    ((_, node),) = pods(render())
+    assert sorted(beyond_baseline(node)) == ["SYS_NICE", "hostPath"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"podSecurity": "baseline"}, "set mode=sidecar"),
+        ({"tiers": {"disk": {"size": "1TiB"}}}, "tiers.disk.size needs tiers.disk.volume"),
+        ({"mode": "deployment"}, "mode"),
+        ({"pool": {"sizes": "80%"}}, "sizes"),
+        ({"settings": {"log_levle": "debug"}}, "log_levle"),
+        ({"settings": {"drain_timeout": 20}}, "drain_timeout"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(values: Manifest, said: str) -> None:
+    with pytest.raises(helm.HelmError, match=re.escape(said)):
+        render(values)
+
+
+def test_the_chart_is_well_formed() -> None:
+    report = helm.lint(str(CHART), strict=True)
+    assert report["errors"] == []
+    assert [each for each in report["messages"] if each["severity"] >= 2] == []
+
+
+def test_monitoring_is_asked_for_and_then_what_the_repository_has() -> None:
+    assert {each["kind"] for each in render()} == {"DaemonSet"}
+    made = render(ALL_MONITORING)
+    assert of_kind(made, "PrometheusRule")["spec"] == yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())
+    shown = json.loads(of_kind(made, "ConfigMap")["data"]["kvsidecar.json"])
+    assert shown == json.loads((DEPLOY / "grafana/kvsidecar.json").read_text())
+    (monitor,) = documents((kubernetes.HERE / "components/pod-monitor/podmonitor.yaml").read_text())
+    assert of_kind(made, "PodMonitor")["spec"] == monitor["spec"]
+
+
+def test_the_chart_has_the_version_of_the_newest_release() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    released = re.findall(r"^## (\d+\.\d+\.\d+) - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert chart["version"] == chart["appVersion"] == released[0]
+    overlay = yaml.safe_load((kubernetes.HERE / "overlays/daemonset/kustomization.yaml").read_text())
+    assert overlay["images"][0]["newTag"] == released[0]
+
+
+def test_an_archive_of_the_chart_renders_the_same(tmp_path: Path) -> None:
+    with helm.Chart.load(str(CHART)) as chart:
+        path = chart.save(str(tmp_path))
+        values: Any = ALL_MONITORING
+        with helm.Chart.load(path) as packed:
+            rendered = [each.render(values, name="kvsidecar", namespace="kvsidecar") for each in (chart, packed)]
+    assert rendered[0] == rendered[1]
+
+
+# -- examples ------------------------------------------------------------------------------------------------------
+
+
+def connector(words: list[str]) -> Manifest:
+    text = " ".join(words)
+    found: Manifest = json.loads(re.findall(r"--kv-transfer-config '?(\{.*?\})'?(?:\s|$)", text, re.DOTALL)[0])
+    return found
+
+
+def test_engines_of_the_production_stack_find_the_daemon() -> None:
+    spec = yaml.safe_load((EXAMPLES / "production-stack.yaml").read_text())["servingEngineSpec"]
+    (model,) = spec["modelSpec"]
+    given = connector(model["vllmConfig"]["extraArgs"])
+    assert model["vllmConfig"]["enablePrefixCaching"] is True
+    _an_engine(given, {each["name"]: each["value"] for each in model["env"]}, model["extraVolumes"], spec)
+
+
+def test_pods_of_a_leader_worker_set_find_the_daemon() -> None:
+    (lws,) = documents((EXAMPLES / "leader-worker-set.yaml").read_text())
+    template = lws["spec"]["leaderWorkerTemplate"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        pod = template[name]["spec"]
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "vllm"}, "spec": pod}, latest())
+        (engine,) = pod["containers"]
+        (command,) = engine["args"]
+        assert f"--tensor-parallel-size {engine['resources']['limits']['nvidia.com/gpu']} " in command, "it spans nodes"
+        _an_engine(connector([command]), {each["name"]: each["value"] for each in engine["env"]}, pod["volumes"], pod)
+
+
+def _an_engine(given: Manifest, env: dict[str, str], volumes: list[Manifest], pod: Manifest) -> None:
+    assert given["kv_connector_module_path"] == "kvsidecar.integrations.vllm"
+    assert given["kv_load_failure_policy"] == "recompute"
+    Options.parse(given.get("kv_connector_extra_config", {}))
+    assert env == {"KVSIDECAR_SOCKET": "/run/kvsidecar/kvsidecar.sock", "PYTHONHASHSEED": "0"}
+    ((_, node),) = pods(render())
+    (of_node,) = [each["hostPath"] for each in node["spec"]["volumes"] if "hostPath" in each]
+    assert [each["hostPath"] for each in volumes if "hostPath" in each] == [of_node]
+    assert pod["securityContext"]["supplementalGroups"] == [10001]

@@ -1,0 +1,198 @@
+"""Watchers of real daemons: what they are told, whoever stores, and whatever becomes of the daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvsidecar.client import Blocks, Residency, ResidencyChange
+from kvsidecar.client import inbox as client_inbox
+from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.types import PROTOCOL, Namespace
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.e2e.test_local_protocol import RawClient
+from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, done, eventually, hashes
+from tests.marks import both_protocols
+
+
+class Watcher:
+    """Follows what it is told."""
+
+    def __init__(self, daemon: DaemonProcess, namespace: Namespace = NAMESPACE) -> None:
+        self.client = daemon.client()
+        self.namespace = namespace
+        self.readable: set[bytes] = set()
+        self.notes: dict[bytes, bytes] = {}
+        self.said: list[Residency] = []
+        self.client.watch(namespace)
+
+    def read(self) -> set[bytes]:
+        for change in self.client.take_residency():
+            self._take(change)
+        return self.readable
+
+    def _take(self, change: ResidencyChange) -> None:
+        self.said.append(change.kind)
+        width = self.namespace.hash_bytes
+        names = [change.hashes[i : i + width] for i in range(0, len(change.hashes), width)]
+        match change.kind:
+            case Residency.STORED:
+                self.readable |= set(names)
+            case Residency.REMOVED:
+                self.readable -= set(names)
+            case Residency.NOTES:
+                each = len(change.notes) // len(names)
+                self.notes |= {name: change.notes[i * each : (i + 1) * each] for i, name in enumerate(names)}
+            case Residency.CLEARED | Residency.RESET | Residency.LOST:
+                self.readable.clear()
+
+    def wait_for(self, *names: object) -> None:
+        eventually(lambda: self.read() == set(hashes(*names)), lambda: f"{self.said}, {len(self.readable)} blocks")
+
+    def wait_complete(self) -> None:
+        eventually(lambda: self.read() is None or Residency.COMPLETE in self.said, "no snapshot")
+
+    def close(self) -> None:
+        assert self.client.close()
+
+
+@both_protocols
+def test_watchers_are_told_what_others_store_lose_and_clear(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, "--pool-size", "1MiB", local=local) as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        done(rank.store("a", "b"))
+        watcher = Watcher(daemon)
+        watcher.wait_for("a", "b")
+        assert watcher.client.local_protocol == local
+        blocks = Blocks(0, hashes("c"), [0], notes=b"what c is")
+        done(rank.finish(rank.client.store([blocks])))
+        watcher.wait_for("a", "b", "c")
+        assert watcher.notes == {hashes("c")[0]: b"what c is"}
+        later = Watcher(daemon)
+        later.wait_for("a", "b", "c")
+        assert later.notes == watcher.notes
+        assert daemon.metric("kvsidecar_watchers") == 2
+        assert daemon.metric('kvsidecar_residency_resets_total{reason="new"}') == 2
+        later.close()
+        eventually(lambda: daemon.metric("kvsidecar_watchers") == 1)
+
+        number = 0
+        while Residency.REMOVED not in watcher.said:
+            done(rank.store(*range(number, number + NUM_BLOCKS)))
+            number += NUM_BLOCKS
+            eventually(lambda last=number - 1: set(hashes(last)) <= watcher.read())  # type: ignore[misc]
+        every = ["a", "b", "c", *range(number)]
+        watcher.wait_for(*[name for name in every if rank.hits(name)])
+        rank.client.clear(NAMESPACE)
+        watcher.wait_for()
+        assert daemon.metric("kvsidecar_residency_notes_bytes") == 0
+        watcher.close()
+        rank.close()
+
+
+@both_protocols
+def test_a_watcher_outlives_its_daemon_and_learns_what_the_next_one_has(
+    short_dir: Path, pool_dir: Path, local: bool
+) -> None:
+    kept = ("--pool-dir", str(pool_dir))
+    with DaemonProcess(short_dir, *kept, local=local) as daemon:
+        rank = Rank(daemon.wait_ready())
+        watcher = Watcher(daemon)
+        done(rank.store("a", "b"))
+        watcher.wait_for("a", "b")
+        daemon.process.kill()
+        daemon.process.wait(SECONDS)
+        watcher.wait_for()
+        assert watcher.said[-1] is Residency.LOST
+        rank.close()
+        with DaemonProcess(short_dir, *kept, local=local) as warm:
+            warm.wait_ready()
+            watcher.wait_for("a", "b")
+            warm.process.kill()
+            warm.process.wait(SECONDS)
+            watcher.wait_for()
+        with DaemonProcess(short_dir, local=local) as cold:
+            del watcher.said[:]
+            cold.wait_ready()
+            watcher.wait_complete()
+            assert watcher.readable == set()
+        watcher.close()
+
+
+@both_protocols
+def test_a_watcher_that_does_not_take_is_told_everything_again(
+    short_dir: Path, local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client stops reading, the sockets fill, and the daemon leaves it out."""
+    monkeypatch.setattr(client_inbox, "MAX_BYTES", 1000)
+    with DaemonProcess(short_dir, local=local) as daemon:
+        rank = Rank(daemon.wait_ready())
+        slow, other = Watcher(daemon), Watcher(daemon)
+        for each in (slow, other):
+            each.wait_complete()
+        # More than may be unread, and than the kernel's buffers and gRPC take.
+        for number in range(48):
+            notes = bytes([number]) * 16 * 1024 * NUM_BLOCKS
+            blocks = Blocks(0, hashes(*range(NUM_BLOCKS)), list(range(NUM_BLOCKS)), notes=notes)
+            done(rank.finish(rank.client.store([blocks])))
+            last = notes[: 16 * 1024]
+            eventually(lambda last=last: other.read() is not None and set(other.notes.values()) == {last})  # type: ignore[misc]
+        assert slow.said.count(Residency.RESET) == 1
+        slow.wait_for(*range(NUM_BLOCKS))
+        eventually(lambda: slow.read() is not None and slow.notes == other.notes, "the notes")
+        assert slow.said.count(Residency.RESET) == 2
+        assert daemon.metric('kvsidecar_residency_resets_total{reason="unread"}') == 1
+        assert other.said.count(Residency.RESET) == 1
+        for each in (slow, other):
+            each.close()
+        rank.close()
+
+
+def test_other_namespaces_are_not_told(short_dir: Path) -> None:
+    other = Namespace("other", "bf16", "LBNHC", 16, 1, 1, "sha256")
+    with DaemonProcess(short_dir) as daemon:
+        rank, watcher = Rank(daemon.wait_ready()), Watcher(daemon, other)
+        watcher.wait_complete()
+        done(rank.store("a"))
+        mine = Rank(daemon, namespace=other)
+        done(mine.store("b"))
+        watcher.wait_for("b")
+        for each in (rank, mine):
+            each.close()
+        watcher.close()
+
+
+def watch(raw: RawClient, namespace: Namespace = NAMESPACE, token: bytes | None = None) -> pb.AttachRequest:
+    token = raw.welcome.token if token is None else token
+    return pb.AttachRequest(watch=pb.Watch(protocol=PROTOCOL, token=token, namespace=namespace_to_wire(namespace)))
+
+
+def test_watchers_that_break_the_rules_are_refused(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as daemon:
+        daemon.wait_ready()
+        refused = {
+            "token": (watch(RawClient(daemon)), grpc.StatusCode.UNAUTHENTICATED),
+            "namespace": (None, grpc.StatusCode.INVALID_ARGUMENT),
+            "twice": (None, grpc.StatusCode.INVALID_ARGUMENT),
+        }
+        for why, (request, code) in refused.items():
+            raw = RawClient(daemon)
+            if why == "namespace":
+                request = watch(raw, Namespace("", "", "", 0, 0, 0, "", 32))
+            raw.send(attach=request or watch(raw))
+            if why == "twice":
+                assert raw.attach("registered").epoch
+                raw.send(attach=watch(raw))
+                reply = raw.receive()
+                while reply.WhichOneof("message") == "attach":
+                    reply = raw.receive()
+                assert reply.ended.error.code == code.value[0]
+            else:
+                assert raw.ended()[0] is code, why
+            raw.connection.close()
+        eventually(lambda: daemon.metric("kvsidecar_watchers") == 0)
+        assert daemon.metric('kvsidecar_refusals_total{reason="unidentified"}') == 1
+        assert daemon.metric('kvsidecar_refusals_total{reason="invalid_request"}') == 2

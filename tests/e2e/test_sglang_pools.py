@@ -1,0 +1,252 @@
+"""SGLang's pools on a GPU: CUDA IPC of one allocation per layer, and stores behind the forward stream. Needs torch, but
+no SGLang: where it is missing, tensors of the same layout stand in for its pool.
+
+The race proves itself: stores that are ordered behind the current stream alone, on which SGLang chooses pages, are
+corrupted; those behind the forward stream as well are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvsidecar.client import Namespace
+from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.groups import KV, groups_of
+from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.rank_side import RankSide
+from kvsidecar.integrations.sglang.weights import Weights
+from tests.harness import SECONDS, DaemonProcess
+
+torch = pytest.importorskip("torch")
+from kvsidecar.integrations.sglang import pools  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no NVIDIA GPU"),
+]
+
+LAYERS, PAGE, HEADS, DIM = 6, 16, 8, 128
+PAGES = 64
+ROUNDS = 150
+CYCLES = 2_000_000_000
+"""Of a GPU in a second, or a few fewer."""
+STORES = 10
+"""A forward takes as long as so many stores take on this machine."""
+
+
+class MHATokenToKVPool:
+    """The layout of SGLang 0.5.23's pool of this name: for each layer one allocation, K and V its halves."""
+
+    kv_cache_layout = "nhd"
+    k_scale_buffer = v_scale_buffer = None
+    layer_num = LAYERS
+
+    def __init__(self) -> None:
+        fused = [torch.zeros((2, PAGES * PAGE, HEADS, DIM), dtype=torch.bfloat16, device="cuda") for _ in range(LAYERS)]
+        self.k_buffer = [each[0] for each in fused]
+        self.v_buffer = [each[1] for each in fused]
+
+
+def pool() -> Any:
+    try:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as Pool  # type: ignore[import-not-found]
+    except ImportError:
+        return MHATokenToKVPool()
+    return Pool(
+        size=(PAGES - 1) * PAGE,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=HEADS,
+        head_dim=DIM,
+        layer_num=LAYERS,
+        device="cuda",
+        enable_memory_saver=False,
+    )
+
+
+class OneRank:
+    rank, size = 0, 1
+
+    def agree(self, yes: bool) -> bool:
+        return yes
+
+
+class Engine:
+    """A pool, and what the linker does with it.
+
+    Args:
+        forward_stream: that stores are ordered behind; None for the current stream alone.
+        ring: whether they wait on the device, or on the host.
+    """
+
+    def __init__(self, daemon: DaemonProcess, forward_stream: Any, *, ring: bool = True) -> None:
+        self.kvcache = pool()
+        params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
+        found, num_layers = pools.pools_of(self.kvcache, params, PAGE, set())
+        groups = groups_of([(each.name, each.layers, each.replicated) for each in found], num_layers, 3)
+        order = pools.Order(torch.device("cuda"), forward_stream)
+        if not ring:
+            order.ring = None
+        self.side = RankSide(
+            Options.parse(
+                {
+                    "socket": daemon.socket,
+                    "lookup_budget": SECONDS,
+                    "load_timeout": SECONDS,
+                    "lease_seconds": 2 * SECONDS,
+                }
+            ),
+            Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256"),
+            "sglang",
+            groups,
+            pools.export(found, groups, 0, 1),
+            OneRank(),
+            Weights(32, lambda: "default", "token"),
+            Counters(),
+            page_size=PAGE,
+            order=order,
+        )
+        assert self.side._client.wait_attached(SECONDS)
+        assert self.side._client.wait_ready(SECONDS).ready
+        if ring:
+            assert self.side._client.device_order, self.side._client.device_order_refused
+
+    def rows(self, page: int) -> Iterator[Any]:
+        for buffer in (*self.kvcache.k_buffer, *self.kvcache.v_buffer):
+            yield buffer[page * PAGE : (page + 1) * PAGE]
+
+    def store(self, name: object, pages: Sequence[int]) -> None:
+        assert self.side.offload([transfer(name, pages)])
+
+    def stored(self) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not self.side.completed():  # without a pause: how long it takes decides who wins a race
+            assert time.monotonic() < deadline, "the store has not ended"
+        assert self.side.pop()
+
+    def cycles(self) -> int:
+        """Of the GPU, in which some stores end."""
+        took = []
+        for number in range(5):
+            began = time.monotonic()
+            self.store(("seen", number), [number])
+            self.stored()
+            took.append(time.monotonic() - began)
+        return int(max(took[1:]) * STORES * CYCLES)
+
+    def load(self, name: object, pages: Sequence[int]) -> None:
+        rid = str(name)
+        assert self.side.lookup(rid, [transfer(name, pages)])[-1] == len(pages)
+        assert self.side.load(rid, [transfer(name, pages)])
+        index = self.side.loads.start()
+        self.side.loads.set_consumer(index)
+        for layer in range(LAYERS):
+            self.side.loads.wait_until(layer)
+        assert self.side.loads.finish(index)
+
+
+def transfer(name: object, pages: Sequence[int]) -> Any:
+    keys = [hashlib.sha256(f"{name} {i}".encode()).hexdigest() for i in range(len(pages))]
+    slots = (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).ravel()
+    return SimpleNamespace(name=KV, keys=keys, device_indices=slots.to("cuda"))
+
+
+@pytest.fixture
+def cuda_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(short_dir, "--pool-size", "256MiB", device="cuda") as process:
+        yield process.wait_ready()
+
+
+def test_pages_of_every_layer_come_back(cuda_daemon: DaemonProcess) -> None:
+    engine = Engine(cuda_daemon, torch.cuda.Stream())
+    pages, targets = [3, 9, 4, 5], [20, 7, 30, 31]
+    for buffer in (*engine.kvcache.k_buffer, *engine.kvcache.v_buffer):
+        buffer.normal_()
+    torch.cuda.synchronize()
+    expected = [[row.clone() for row in engine.rows(page)] for page in pages]
+    engine.store("a", pages)
+    engine.stored()
+    engine.load("a", targets)
+    torch.cuda.synchronize()
+    for page, rows in zip(targets, expected, strict=True):
+        assert all(map(torch.equal, engine.rows(page), rows))
+    engine.side.close()
+
+
+def race(engine: Engine, stream: Any, number: int, name: str, cycles: int) -> int | None:
+    """Store a page while the forward stream writes it. Returns how many of its values came back wrong; None if the
+    store was not over before the page was written, though it did not wait for that."""
+    page, target = number % (PAGES // 2), PAGES // 2 + number % (PAGES // 2)
+    value = float(number % 100 + 1)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+        for row in engine.rows(page):
+            row.fill_(value)
+        written = torch.cuda.Event()
+        written.record()
+    engine.store((name, number), [page])
+    engine.stored()
+    late = written.query()
+    torch.cuda.synchronize()
+    engine.load((name, number), [target])
+    torch.cuda.synchronize()
+    wrong = sum(int((row != value).sum()) for row in engine.rows(target))
+    return None if name == "none" and late else wrong
+
+
+def test_stores_wait_for_the_forward_stream(cuda_daemon: DaemonProcess) -> None:
+    stream = torch.cuda.Stream()
+    wrong = {}
+    for name, known, ring in (("none", None, True), ("host", stream, False), ("device", stream, True)):
+        engine = Engine(cuda_daemon, known, ring=ring)
+        cycles = engine.cycles()
+        wrong[name] = [race(engine, stream, number, name, cycles) for number in range(ROUNDS)]
+        engine.side.close()
+    races = [each for each in wrong["none"] if each is not None]
+    print(f"corrupted rounds: {sum(map(bool, races))} of {len(races)}", {a: sum(map(bool, wrong[a])) for a in wrong})
+    assert races, "this machine was too slow to store a page before it is written"
+    assert all(races)
+    assert not any(wrong["host"] + wrong["device"])
+
+
+def test_a_load_waits_for_a_forward_that_may_still_write_its_pages(cuda_daemon: DaemonProcess) -> None:
+    """SGLang frees pages while the last forward that writes them still runs."""
+    stream = torch.cuda.Stream()
+    engine = Engine(cuda_daemon, stream)
+    for row in engine.rows(1):
+        row.fill_(7.0)
+    torch.cuda.synchronize()
+    engine.store("a", [1])
+    engine.stored()
+    cycles = engine.cycles()
+    for number in range(ROUNDS // 4):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+            for row in engine.rows(2):
+                row.fill_(float(number))
+        engine.load("a", [2])
+        torch.cuda.synchronize()
+        assert all(bool((row == 7.0).all()) for row in engine.rows(2)), "the forward wrote after the load"
+        engine.side._lookups.forget_all()
+    engine.side.close()
+
+
+def test_memory_that_cannot_be_shared_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsidecar.errors import NotExportable
+    from kvsidecar.support import cuda_driver
+
+    monkeypatch.setattr(cuda_driver, "is_legacy_ipc_capable", lambda pointer: False)
+    params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
+    found, num_layers = pools.pools_of(pool(), params, PAGE, set())
+    groups = groups_of([(each.name, each.layers, each.replicated) for each in found], num_layers, 3)
+    with pytest.raises(NotExportable, match="--enable-memory-saver"):
+        pools.export(found, groups, 0, 1)

@@ -1,0 +1,232 @@
+"""examples/: each is run as its page says, as far as a machine without containers allows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.harness import SECONDS, DaemonProcess, environment, eventually
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+NODE, NPM, PROMETHEUS = shutil.which("node"), shutil.which("npm"), shutil.which("prometheus")
+COMPOSE: dict[str, Any] = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())
+
+
+def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
+    """Standard output of a command that succeeds."""
+    env = environment(**variables)
+    ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=2 * SECONDS)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+
+def test_the_small_engine_is_that_of_the_readme_and_runs(daemon: DaemonProcess) -> None:
+    text = (EXAMPLES / "engine.py").read_text()
+    (shown,) = [
+        each
+        for each in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+        if "HostBuffer" in each
+    ]
+    assert text.partition("\n\n")[2] == shown
+    assert len(text.splitlines()) <= 60
+    assert "3 blocks can be loaded" in run(sys.executable, str(EXAMPLES / "engine.py"), KVSIDECAR_SOCKET=daemon.socket)
+
+
+def test_made_up_conversations_hit_what_they_have_stored(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--pool-size", "64MiB") as daemon:
+        daemon.wait_ready()
+        words = [str(EXAMPLES / "load.py"), "--seconds", "3", "--conversations", "2", "--turns-per-second", "1000"]
+        said = run(sys.executable, *words, KVSIDECAR_SOCKET=daemon.socket)
+        turns, hits, wanted = map(int, re.findall(r"(\d+) turns, (\d+) of (\d+) blocks", said)[-1])
+        assert turns > 2
+        assert wanted / 2 < hits <= wanted
+
+
+# -- another language ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(NODE is None or NPM is None, reason="Node and npm are not installed")
+def test_a_router_in_node_finds_what_an_engine_has_stored(daemon: DaemonProcess, tmp_path: Path) -> None:
+    place = tmp_path / "examples" / "node"
+    shutil.copytree(EXAMPLES / "node", place, ignore=shutil.ignore_patterns("node_modules"))
+    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    quiet = ("--no-audit", "--no-fund", "--no-package-lock", "--loglevel=error")
+    run(str(NPM), "install", *quiet, cwd=place)
+    run(sys.executable, str(EXAMPLES / "engine.py"), KVSIDECAR_SOCKET=daemon.socket)
+    hashes = [hashlib.sha256(b"block %d" % number).hexdigest() for number in (0, 1, 2, 99)]
+    said = run(str(NODE), "lookup.js", "my-model", *hashes, cwd=place, KVSIDECAR_SOCKET=daemon.socket)
+    assert "STATE_READY" in said
+    assert "3 of 4 blocks can be loaded" in said
+
+
+# -- chat ------------------------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """As an OpenAI-compatible server streams: two tokens, then the end. Keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self._answer(b'{"data": [{"id": "tiny"}]}', "application/json")
+
+    def do_POST(self) -> None:
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        deltas: list[dict[str, str]] = [{"role": "assistant"}, {"content": "one "}, {"content": "two"}]
+        lines = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
+        self._answer("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
+
+    def _answer(self, body: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_chat_sends_the_whole_conversation_with_each_turn(server: Server) -> None:
+    url = f"http://127.0.0.1:{server.server_port}"
+    words = ["--users", "2", "--turns", "3", "--words", "5", "--seed", "7"]
+    said = run(sys.executable, str(EXAMPLES / "chat.py"), "--url", url, *words)
+    assert "6 answers" in said
+    assert "0 users failed" in said
+    longest = [each["messages"] for each in server.asked if len(each["messages"]) == 5]
+    assert len(longest) == 2
+    assert [each["role"] for each in longest[0]] == ["user", "assistant"] * 2 + ["user"]
+    assert longest[0][1]["content"] == "one two"
+    assert {each["model"] for each in server.asked} == {"tiny"}
+    first = [each["messages"][0]["content"] for each in server.asked]
+    assert len(set(first)) == 2
+    run(sys.executable, str(EXAMPLES / "chat.py"), "--url", url, *words)
+    assert sorted(first) == sorted(each["messages"][0]["content"] for each in server.asked[len(first) :])
+
+
+# -- compose ---------------------------------------------------------------------------------------------------------
+
+
+def mounts() -> Iterator[tuple[str, Path, str]]:
+    """(service, path here, path in the container) of every file that is mounted."""
+    for name, service in COMPOSE["services"].items():
+        for volume in service.get("volumes", ()):
+            source, target = volume.split(":")[:2]
+            if source.startswith("."):
+                yield name, (EXAMPLES / source).resolve(), target
+
+
+def test_what_is_mounted_is_there() -> None:
+    found = list(mounts())
+    assert len(found) == 6
+    assert [str(path) for _, path, _ in found if not path.is_file()] == []
+    dashboards = yaml.safe_load((EXAMPLES / "compose/dashboards.yaml").read_text())["providers"][0]["options"]["path"]
+    assert any(target.startswith(dashboards + "/") and target.endswith(".json") for _, _, target in found)
+    assert COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] in {
+        target for _, _, target in found
+    }
+
+
+def test_the_services_find_each_other() -> None:
+    source = yaml.safe_load((EXAMPLES / "compose/datasource.yaml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+    (job,) = yaml.safe_load((EXAMPLES / "compose/prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["kvsidecar:9464"]}]
+    assert {"kvsidecar", "prometheus"} <= set(COMPOSE["services"])
+
+
+def test_the_daemon_and_the_load_of_the_file_work(short_dir: Path) -> None:
+    daemon, load = COMPOSE["services"]["kvsidecar"], COMPOSE["services"]["load"]
+    assert daemon["command"][0] == "serve"
+    flags = [flag for flag in daemon["command"][1:] if flag not in ("--device", "host")]
+    with DaemonProcess(short_dir, *flags, "--pool-size", "16MiB", device="host") as running:
+        running.wait_ready()
+        script = EXAMPLES / Path(load["entrypoint"][1]).name
+        run(sys.executable, str(script), *load["command"], "--seconds", "2", KVSIDECAR_SOCKET=running.socket)
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed (Debian: apt install prometheus)")
+def test_a_real_prometheus_scrapes_a_daemon_with_the_files_configuration(short_dir: Path, tmp_path: Path) -> None:
+    with DaemonProcess(short_dir) as daemon:
+        daemon.wait_ready()
+        address = daemon.http.removeprefix("http://")
+        config = (EXAMPLES / "compose/prometheus.yml").read_text().replace("kvsidecar:9464", address)
+        (tmp_path / "prometheus.yml").write_text(config.replace("scrape_interval: 5s", "scrape_interval: 1s"))
+        shutil.copy(ROOT / "deploy/prometheus/alerts.yaml", tmp_path)
+        port = free_port()
+        flags = [f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+        with open(tmp_path / "log", "wb") as log:
+            prometheus = subprocess.Popen(
+                [str(PROMETHEUS), *flags, f"--web.listen-address=127.0.0.1:{port}"], stderr=log, cwd=tmp_path
+            )
+        try:
+            for query, value in (("up", "1"), ("kvsidecar_ready", "1")):
+                eventually(lambda query=query: asked(port, query), lambda: (tmp_path / "log").read_text(), pause=0.2)
+                assert asked(port, query) == value
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/rules", timeout=SECONDS) as reply:
+                (group, *_) = json.load(reply)["data"]["groups"]
+            assert group["rules"]
+        finally:
+            prometheus.terminate()
+            prometheus.wait(SECONDS)
+
+
+def asked(port: int, query: str) -> str:
+    """The value of a query that one series answers; nothing while there is none."""
+    with contextlib.suppress(OSError):
+        url = f"http://127.0.0.1:{port}/api/v1/query?query={query}"
+        with urllib.request.urlopen(url, timeout=SECONDS) as reply:
+            found = json.load(reply)["data"]["result"]
+            return str(found[0]["value"][1]) if found else ""
+    return ""
+
+
+def test_no_example_is_forgotten_by_the_page() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    shown = set(re.findall(r"\]\(([\w./]+)\)", page))
+    there = {name for name in os.listdir(EXAMPLES) if name not in ("README.md", "compose", "node", "__pycache__")}
+    assert there | {"node/lookup.js"} == shown

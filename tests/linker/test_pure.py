@@ -1,0 +1,295 @@
+"""What the SGLang linker decides without SGLang and torch."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsidecar.client import Blocks
+from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
+from kvsidecar.integrations.sglang.loads import split
+from kvsidecar.integrations.sglang.namespace import namespace_of
+from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.restorable import restorable
+from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
+from kvsidecar.integrations.sglang.weights import Weights, watch
+from tests.linker.transfers import PoolName, Transfer, keys
+
+# -- groups ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 90), st.integers(1, 12))
+def test_chunks_hold_every_layer_once_and_in_order(num_layers: int, num_chunks: int) -> None:
+    groups = groups_of([(KV, range(num_layers), False)], num_layers, num_chunks)
+    assert [layer for group in groups.all for layer in group.layers] == list(range(num_layers))
+    assert [group.index for group in groups.all] == list(range(len(groups.all)))
+    assert all(groups.chunk_of(layer) == group.chunk for group in groups.all for layer in group.layers)
+    assert groups.num_chunks == min(num_chunks, num_layers) == len(groups.all)
+
+
+def test_pools_that_take_turns_share_chunks() -> None:
+    """A hybrid model: what the forward needs first comes first, from whichever pool."""
+    groups = groups_of([(KV, [2, 5], True), (SWA, [0, 1, 3, 4], False)], 6, 2)
+    assert [(each.pool, each.chunk, each.layers, each.replicated) for each in groups.all] == [
+        (KV, 0, (2,), True),
+        (KV, 1, (5,), True),
+        (SWA, 0, (0, 1), False),
+        (SWA, 1, (3, 4), False),
+    ]
+    assert groups.of(MAMBA) == ()
+
+
+# -- transfers -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_become_joined_hashes() -> None:
+    assert hashes_of(keys(3)) == b"".join(bytes.fromhex(each) for each in keys(3))
+    assert hashes_of([]) == b""
+    for bad in ("ab", keys(1)[0] + "00", "not hexadecimal" * 4):
+        with pytest.raises(ValueError):
+            hashes_of([*keys(2), bad])
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+def test_slots_become_pages(size: int) -> None:
+    pages = np.array([7, 3, 4, 9])
+    slots = (pages[:, None] * size + np.arange(size)).ravel()
+    assert pages_of(Transfer(PoolName.KV, keys(4), slots), size).tolist() == pages.tolist()
+
+
+def test_a_state_has_one_slot_whatever_the_page_size() -> None:
+    transfer = Transfer(PoolName.MAMBA, keys(1), np.array([5]))
+    assert name_of(transfer) == MAMBA
+    assert pages_of(transfer, 16).tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [list(range(15)), [*range(1, 17)], [*range(8), *range(24, 32)], [*range(16, 31), 33]],
+    ids=["too few", "not aligned", "two halves", "a gap"],
+)
+def test_what_is_not_a_page_is_refused(slots: list[int]) -> None:
+    with pytest.raises(ValueError):
+        pages_of(Transfer(PoolName.KV, keys(1), np.array(slots)), 16)
+
+
+# -- restorable ------------------------------------------------------------------------------------------------------
+
+
+def slow(num_pages: int, prefix: int, windows: dict[int, list[list[bool]]]) -> list[int]:
+    return [
+        length
+        for length in range(1, num_pages + 1)
+        if length <= prefix
+        and all(all(found[max(0, length - window) : length]) for window, all_ in windows.items() for found in all_)
+    ]
+
+
+@given(st.data())
+def test_every_restorable_prefix_is_found(data: st.DataObject) -> None:
+    pages = data.draw(st.integers(0, 8))
+    flags = st.lists(st.booleans(), min_size=pages, max_size=pages)
+    windows = data.draw(st.dictionaries(st.integers(1, 4), st.lists(flags, min_size=1, max_size=2), max_size=2))
+    prefix = data.draw(st.integers(0, pages))
+    assert restorable(pages, prefix, windows) == slow(pages, prefix, windows)
+
+
+def test_a_window_is_restorable_at_node_ends_only() -> None:
+    """The lengths are not one run: the longest of one rank may be impossible on another."""
+    window = [True, True, False, False, True, True]
+    assert restorable(6, 6, {2: [window]}) == [1, 2, 6]
+    assert restorable(6, 5, {2: [window]}) == [1, 2]
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 7))
+def test_jobs_of_a_limited_size_hold_every_block_once(counts: list[int], most: int) -> None:
+    parts = [
+        Blocks(group, b"".join(bytes([group, i]) * 16 for i in range(count)), np.arange(count))
+        for group, count in enumerate(counts)
+        if count
+    ]
+    jobs = split(parts, most)
+    assert all(0 < sum(len(each.block_ids) for each in job) <= most for job in jobs)
+    assert all(len({each.group for each in job}) == len(job) for job in jobs), "a group comes twice in one job"
+    for part in parts:
+        pieces = [each for job in jobs for each in job if each.group == part.group]
+        assert b"".join(each.hashes for each in pieces) == part.hashes  # type: ignore[misc]
+        assert list(itertools.chain(*(each.block_ids for each in pieces))) == list(part.block_ids)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_read_and_bad_ones_named() -> None:
+    assert Options.parse({}) == Options()
+    assert Options.parse({"lookup_budget": "2ms"}).lookup_budget == 0.002
+    for bad, told in (
+        ({"lookup_budge": 1}, "lookup_budge is unknown"),
+        ({"load_chunks": 0}, "load_chunks is 0"),
+        ({"load_timeout": "1m"}, "lease_seconds is 30.0"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Options.parse(bad)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+class Serving:
+    version: str | None = "default"
+
+
+def weights(token: str = "engine", start: str = "default") -> tuple[Weights, Serving]:
+    serving = Serving()
+    serving.version = start
+    return Weights(32, lambda: serving.version, token), serving
+
+
+HASHES = bytes(range(64))
+
+
+def test_weights_as_started_are_shared_with_all_who_started_so() -> None:
+    assert weights("a")[0].keys(HASHES) == weights("b")[0].keys(HASHES) == HASHES
+    assert weights(start="v1")[0].keys(HASHES) == weights(start="v1")[0].keys(HASHES) != HASHES
+    assert weights(start="v1")[0].keys(HASHES) != weights(start="v2")[0].keys(HASHES)
+
+
+def test_a_flush_alone_changes_nothing() -> None:
+    mine, _ = weights()
+    mine.reset()
+    assert (mine.keys(HASHES), mine.unnamed) == (HASHES, 0)
+
+
+def test_a_change_with_a_new_version_is_shared_under_its_name() -> None:
+    keys = []
+    for token in ("a", "b"):
+        mine, serving = weights(token)
+        mine.changing()
+        private = mine.keys(HASHES)
+        assert private != HASHES
+        serving.version = "step 1"
+        assert mine.keys(HASHES) == private, "KV of the old weights may still be in the engine's cache"
+        mine.reset()
+        keys.append(mine.keys(HASHES))
+        assert mine.unnamed == 0
+    assert keys[0] == keys[1] not in (HASHES, private)
+
+
+def test_a_change_without_a_new_version_is_private() -> None:
+    ranks = [weights("a")[0], weights("a")[0]]
+    other = weights("b")[0]
+    for each in (*ranks, other):
+        each.changing()
+        each.reset()
+        assert each.unnamed == 1
+    assert ranks[0].keys(HASHES) == ranks[1].keys(HASHES), "the ranks of one engine must agree"
+    assert other.keys(HASHES) not in (HASHES, ranks[0].keys(HASHES))
+    ranks[0].reset()
+    assert ranks[0].unnamed == 1, "a flush is no change"
+
+
+def test_a_version_that_was_there_before_is_no_name() -> None:
+    mine, serving = weights(start="v1")
+    first = mine.keys(HASHES)
+    for version in ("v2", "v1"):
+        mine.changing()
+        serving.version = version
+        mine.reset()
+    assert mine.keys(HASHES) != first
+    assert mine.unnamed == 1
+
+
+def test_updates_are_noticed_before_they_begin() -> None:
+    log: list[str] = []
+
+    class Updater:
+        def update_weights_from_disk(self, request: str) -> str:
+            log.append(f"update {request}")
+            return "done"
+
+    original = Updater.update_weights_from_disk
+    end = watch(Updater, lambda: log.append("changing"))
+    assert Updater().update_weights_from_disk("x") == "done"
+    assert log == ["changing", "update x"]
+    end()
+    assert Updater.update_weights_from_disk is original
+    with pytest.raises(ValueError, match="no method"):
+        watch(Serving, lambda: None)
+
+
+def test_an_update_in_a_session_keeps_the_name_that_its_flush_has_given() -> None:
+    mine, serving = weights()
+
+    class Updater:
+        def begin_weight_update(self) -> None:
+            """As SGLang's."""
+
+        def update_weights_from_tensor(self, version: str | None) -> None:
+            if version is not None:
+                serving.version = version
+                mine.reset()
+
+        def end_weight_update(self) -> None:
+            """As SGLang's."""
+
+    end = watch(Updater, mine.changing)
+    updater = Updater()
+    updater.begin_weight_update()
+    for version in (None, None, "step 1"):
+        updater.update_weights_from_tensor(version)
+    updater.end_weight_update()
+    end()
+    other, served = weights("other")
+    other.changing()
+    served.version = "step 1"
+    other.reset()
+    assert mine.keys(HASHES) == other.keys(HASHES)
+    assert mine.unnamed == 0
+
+
+# -- namespace -------------------------------------------------------------------------------------------------------
+
+
+def namespace(path: str = "org/model", **different: Any) -> Any:
+    arguments = {
+        "model_path": path,
+        "dtype": "bfloat16",
+        "load_format": "auto",
+        "random_seed": 1,
+        "kv_cache_dtype": "auto",
+    }
+    options: dict[str, Any] = {
+        "hf_config": None, "page_size": 16, "tp_size": 1, "is_eagle": False, "facts": ["sglang 1"],
+    }  # fmt: skip
+    chunks = different.pop("chunks", 4)
+    server = SimpleNamespace(**{**arguments, **{k: v for k, v in different.items() if k not in options}})
+    given_options = {**options, **{k: v for k, v in different.items() if k in options}}
+    return namespace_of(server, groups_of([(KV, range(8), False)], 8, chunks), **given_options)
+
+
+def test_namespaces_are_equal_exactly_where_the_bytes_are() -> None:
+    assert namespace() == namespace(random_seed=2), "weights from a checkpoint do not depend on the seed"
+    assert namespace().problem() is None
+    for different in (
+        {"path": "org/other"},
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"page_size": 32},
+        {"tp_size": 2},
+        {"is_eagle": True},
+        {"facts": ["sglang 2"]},
+        {"chunks": 2},
+        {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "org/draft"},
+        {"attention_backend": "other"},
+    ):
+        assert namespace(**different) != namespace(), different
+    assert namespace(load_format="dummy") != namespace(load_format="dummy", random_seed=2)

@@ -1,0 +1,463 @@
+"""One rank's side of the SGLang linker against a real daemon on the host device, without SGLang and torch."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.integrations.sglang import loads
+from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.groups import KV, groups_of
+from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.rank_side import RankMemory, RankSide
+from kvsidecar.integrations.sglang.weights import Weights
+from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
+from tests.linker.transfers import PoolName, Transfer, keys
+
+LAYERS, PAGE, ROW = 4, 16, 512
+PAGES = 32
+NAMESPACE = Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256")
+
+
+class Ranks:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.others_agree = True
+
+    def agree(self, yes: bool) -> bool:
+        return yes and self.others_agree
+
+
+class Clock:
+    """Real time, which a test may move forward, or stop."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        self._stopped: float | None = None
+
+    def stop(self) -> None:
+        self._stopped = time.monotonic()
+
+    def __call__(self) -> float:
+        return (time.monotonic() if self._stopped is None else self._stopped) + self.ahead
+
+
+class Engine:
+    """A rank with a KV cache ``[layers, pages, row]`` in shared memory, as SGLang would drive it."""
+
+    def __init__(
+        self,
+        socket: str,
+        *,
+        name: str = "test",
+        chunks: int = 2,
+        rank: int = 0,
+        size: int = 1,
+        replicated: bool = False,
+        **extra: Any,
+    ) -> None:
+        self.buffer = HostBuffer(LAYERS * PAGES * ROW)
+        self.kv = np.frombuffer(self.buffer.memory, np.uint8).reshape(LAYERS, PAGES, ROW)
+        groups = groups_of([(KV, range(LAYERS), replicated)], LAYERS, chunks)
+        layouts = tuple(
+            GroupLayout(
+                each.index,
+                PAGES,
+                0 if replicated else rank,
+                1 if replicated else size,
+                (Region(0, each.layers[0] * PAGES * ROW, PAGES * ROW, ROW, ROW, len(each.layers)),),
+            )
+            for each in groups.all
+        )
+        self.ranks, self.clock, self.counters = Ranks(rank, size), Clock(), Counters()
+        options = Options.parse({"socket": socket, "lookup_budget": SECONDS, "lease_seconds": 2 * SECONDS, **extra})
+        self.side = RankSide(
+            options,
+            NAMESPACE,
+            name,
+            groups,
+            RankMemory(self.buffer.kv_buffers(), layouts),
+            self.ranks,
+            Weights(32, lambda: "default", name),
+            self.counters,
+            page_size=PAGE,
+            clock=self.clock,
+        )
+
+    def attach(self) -> Engine:
+        assert self.side._client.wait_attached(SECONDS)
+        assert self.side._client.wait_ready(SECONDS).ready
+        return self
+
+    def fill(self, pages: Sequence[int], name: object) -> None:
+        for i, page in enumerate(pages):
+            self.kv[:, page] = pattern(name, i)
+
+    def holds(self, pages: Sequence[int], name: object, layers: slice = slice(None)) -> bool:
+        return all(np.array_equal(self.kv[layers, page], pattern(name, i)[layers]) for i, page in enumerate(pages))
+
+    def offload(self, pages: Sequence[int], name: object) -> None:
+        assert self.side.offload([transfer(name, pages=pages)])
+
+    def ended(self) -> bool:
+        """The result of the oldest offload."""
+        eventually(self.side.completed, "an offload")
+        return self.side.pop()
+
+    def store(self, pages: Sequence[int], name: object) -> None:
+        self.fill(pages, name)
+        self.offload(pages, name)
+        assert self.ended()
+
+    def lookup(self, name: object, count: int, rid: str = "r") -> list[int]:
+        return self.side.lookup(rid, [transfer(name, count=count)])
+
+    def load(self, pages: Sequence[int], name: object, rid: str = "r") -> bool:
+        return self.side.load(rid, [transfer(name, pages=pages)])
+
+    def start(self) -> int:
+        index = self.side.loads.start()
+        self.side.loads.set_consumer(index)
+        return index
+
+
+def pattern(name: object, page: int) -> Any:
+    seed = abs(hash((str(name), page))) % 2**32
+    return np.random.default_rng(seed).integers(0, 256, (LAYERS, ROW), np.uint8)
+
+
+def transfer(name: object, *, count: int = 0, pages: Sequence[int] | None = None) -> Transfer:
+    if pages is None:
+        return Transfer(PoolName.KV, keys(count, name))
+    slots = (np.asarray(pages)[:, None] * PAGE + np.arange(PAGE)).ravel()
+    return Transfer(PoolName.KV, keys(len(pages), name), slots)
+
+
+@pytest.fixture
+def engine(daemon: DaemonProcess) -> Iterator[Engine]:
+    each = Engine(daemon.socket).attach()
+    yield each
+    each.side.close()
+
+
+def test_pages_come_back_byte_for_byte(engine: Engine) -> None:
+    engine.store([3, 7, 5], "a")
+    assert engine.lookup("a", 5) == [1, 2, 3]
+    assert engine.load([20, 11], "a")
+    index = engine.start()
+    for layer in range(LAYERS):
+        engine.side.loads.wait_until(layer)
+        assert engine.holds([20, 11], "a", slice(layer, layer + 1))
+    assert engine.side.loads.finish(index)
+    assert (engine.counters.loaded_pages, engine.counters.failed_loads) == (2, 0)
+
+
+def test_the_forward_begins_before_the_last_layer_is_there(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@3={gate}") as daemon:
+        engine = Engine(daemon.wait_ready().socket).attach()
+        engine.store([1, 2], "a")
+        engine.lookup("a", 2)
+        assert engine.load([8, 9], "a")
+        index = engine.start()
+        engine.side.loads.wait_until(1)
+        assert engine.holds([8, 9], "a", slice(0, 2))
+        waits = threading.Thread(target=engine.side.loads.wait_until, args=(2,))
+        waits.start()
+        daemon.wait_log("failpoint")
+        assert waits.is_alive()
+        gate.let_pass()
+        waits.join(SECONDS)
+        assert engine.side.loads.finish(index)
+        assert engine.holds([8, 9], "a")
+        engine.side.close()
+
+
+def test_a_load_that_misses_its_deadline_fails_and_is_waited_out(short_dir: Path, gate: Gate) -> None:
+    """The pages are SGLang's again when it returns."""
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}") as daemon:
+        engine = Engine(daemon.wait_ready().socket, load_timeout=0.2).attach()
+        engine.store([1, 2], "a")
+        engine.lookup("a", 2)
+        assert engine.load([8, 9], "a")
+        index = engine.start()
+        began = time.monotonic()
+        for layer in range(LAYERS):
+            engine.side.loads.wait_until(layer)
+        assert time.monotonic() - began < NO_WAIT
+        finished: list[bool] = []
+        finishing = threading.Thread(target=lambda: finished.append(engine.side.loads.finish(index)))
+        finishing.start()
+        eventually(lambda: not engine.side._client.attached, "the daemon is given up")
+        assert finishing.is_alive(), "a copy is under way"
+        gate.let_pass()
+        finishing.join(SECONDS)
+        assert finished == [False]
+        assert (engine.counters.overdue_loads, engine.counters.failed_loads) == (1, 1)
+        assert engine.lookup("a", 2) == []
+        engine.attach()
+        engine.clock.ahead += 10
+        eventually(lambda: engine.lookup("a", 2) == [1, 2], "the daemon is used again")
+        engine.side.close()
+
+
+@pytest.mark.parametrize("after", ["load", "flush"])
+def test_a_daemon_that_goes_on_after_it_was_given_up_touches_nothing(short_dir: Path, after: str) -> None:
+    """It was stopped when it had not read the jobs; SGLang has written other KV into their pages since."""
+    with DaemonProcess(short_dir) as daemon:
+        engine = Engine(daemon.wait_ready().socket, load_timeout=0.1, reset_timeout=0.1).attach()
+        engine.store([1, 2], "a")
+        assert engine.lookup("a", 2) == [1, 2]
+        daemon.process.send_signal(signal.SIGSTOP)
+        if after == "load":
+            assert engine.load([8, 9], "a")
+            assert not engine.side.loads.finish(engine.start())
+        else:
+            engine.fill([8, 9], "b")
+            engine.offload([8, 9], "b")
+            engine.side.reset()
+        engine.fill([8, 9], "c")
+        daemon.process.send_signal(signal.SIGCONT)
+        engine.attach()
+        engine.clock.ahead += 10
+        eventually(lambda: engine.lookup("a", 2) == [1, 2], "the daemon is used again")
+        assert engine.holds([8, 9], "c")
+        assert engine.lookup("b", 2, "other") == []
+        engine.side.close()
+
+
+def test_a_daemon_killed_during_a_load_fails_it(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}") as daemon:
+        engine = Engine(daemon.wait_ready().socket, load_timeout=SECONDS).attach()
+        engine.store([1, 2], "a")
+        engine.lookup("a", 2)
+        assert engine.load([8, 9], "a")
+        index = engine.start()
+        daemon.wait_log("failpoint")
+        daemon.process.kill()
+        engine.side.loads.wait_until(LAYERS - 1)
+        assert not engine.side.loads.finish(index)
+        assert engine.lookup("a", 2, "other") == []
+        assert not engine.load([8], "a", "other")
+        with DaemonProcess(short_dir) as second:
+            second.wait_ready()
+            engine.attach()
+            engine.clock.ahead += 10
+            # What the first one had is not taken for stored.
+            engine.store([1, 2], "a")
+            assert engine.lookup("a", 2, "third") == [1, 2]
+            engine.side.close()
+
+
+def test_after_a_failed_load_nothing_is_offered_for_a_while(short_dir: Path) -> None:
+    """A failed load costs a request. The pause doubles while loads fail."""
+    rules = "load.before_copy@0=raise(planned);load.before_copy@1=raise(planned)"
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=rules) as daemon:
+        engine = Engine(daemon.wait_ready().socket, chunks=1).attach()
+        engine.side.loads._pause = 1000.0
+        engine.store([1, 2], "a")
+        for pause, lands in ((1000, False), (2000, False), (0, True)):
+            assert engine.lookup("a", 2) == [1, 2]
+            assert engine.load([8, 9], "a")
+            # Far ahead: real time that passes meanwhile does not count.
+            with mock.patch.object(loads, "MAX_PAUSE_SECONDS", 4000.0):
+                assert engine.side.loads.finish(engine.start()) is lands
+            if not lands:
+                assert engine.lookup("a", 2) == []
+                engine.clock.ahead += pause / 2
+                assert engine.lookup("a", 2) == []
+                engine.clock.ahead += pause / 2
+        assert engine.side.loads._pause == loads.PAUSE_SECONDS
+        engine.side.close()
+
+
+def test_a_lease_that_has_ended_lets_the_request_be_computed(engine: Engine, daemon: DaemonProcess) -> None:
+    engine.store([1, 2], "a")
+    assert engine.lookup("a", 2) == [1, 2]
+    engine.clock.ahead += 10
+    assert not engine.load([8, 9], "a")
+    assert engine.start() == -1
+    assert engine.counters.gone_leases == 1
+    assert engine.lookup("a", 2) == [1, 2], "it may be looked up again"
+    assert engine.load([8, 9], "a")
+
+
+def test_one_rank_whose_lease_has_ended_speaks_for_all(engine: Engine, daemon: DaemonProcess) -> None:
+    """SGLang's ranks must answer alike."""
+    engine.store([1], "a")
+    assert engine.lookup("a", 1) == [1]
+    engine.ranks.others_agree = False
+    assert not engine.load([8], "a")
+    eventually(lambda: daemon.get("/status")[1]["pool"]["leases"] == 0, "the lease is given back")
+
+
+def test_a_cancelled_load_gives_its_lease_back(engine: Engine, daemon: DaemonProcess) -> None:
+    engine.store([1], "a")
+    assert engine.lookup("a", 1) == [1]
+    assert engine.load([8], "a")
+    assert engine.side.loads.cancel("r")
+    assert not engine.side.loads.cancel("r")
+    assert engine.start() == -1
+    eventually(lambda: daemon.get("/status")[1]["pool"]["leases"] == 0, "the lease is given back")
+
+
+def test_a_repeated_lookup_is_answered_at_once(engine: Engine) -> None:
+    engine.store([1, 2], "a")
+    engine.clock.stop()
+    assert engine.lookup("a", 2) == engine.lookup("a", 2) == [1, 2]
+    assert engine.lookup("a", 1) == [1], "a shorter prefix of the same"
+    assert engine.counters.lookups == 1
+    assert engine.lookup("a", 3) == [1, 2]
+    assert engine.lookup("b", 2) == [], "other pages"
+    assert engine.counters.lookups == 3
+    engine.store([3], "b")
+    assert engine.lookup("b", 1) == [], "so soon after a miss"
+    engine.clock.ahead += 0.5
+    assert engine.lookup("b", 1) == [1]
+    assert engine.counters.lookups == 4
+    engine.clock.ahead += 1.5
+    assert engine.lookup("b", 1) == [1]
+    assert engine.counters.lookups == 5
+
+
+def test_requests_that_vanish_are_forgotten(engine: Engine) -> None:
+    for i in range(50):
+        engine.lookup("a", 1, f"r{i}")
+    assert len(engine.side._lookups._offers) == 50
+    engine.clock.ahead += 10
+    engine.lookup("a", 1, "last")
+    assert len(engine.side._lookups._offers) == 1
+
+
+def test_a_lookup_never_raises(engine: Engine) -> None:
+    assert engine.side.lookup("r", [Transfer(PoolName.KV, ["not a hash"])]) == []
+    assert engine.counters.refused_lookups == 1
+
+
+def test_without_a_daemon_nothing_waits(short_dir: Path) -> None:
+    engine = Engine(str(short_dir / "kvs.sock"), lookup_budget=SECONDS)
+    began = time.monotonic()
+    assert engine.lookup("a", 3) == []
+    engine.offload([1], "a")
+    assert not engine.ended(), "SGLang must not take it for stored"
+    assert not engine.load([1], "a")
+    engine.side.reset()
+    assert time.monotonic() - began < NO_WAIT
+    engine.side.close()
+
+
+def test_known_pages_are_not_asked_for(engine: Engine, daemon: DaemonProcess) -> None:
+    engine.store([1, 2], "a")
+    engine.offload([1, 2], "a")
+    assert engine.ended()
+    assert (engine.counters.offloads, engine.counters.known_offloads) == (1, 1)
+    with daemon.client() as operator:
+        operator.clear()
+    assert engine.lookup("a", 2) == []
+    engine.offload([1, 2], "a")
+    assert engine.ended()
+    assert engine.counters.offloads == 2, "the lookup has shown that they are gone"
+    engine.clock.ahead += 1
+    assert engine.lookup("a", 2) == [1, 2]
+
+
+def test_offloads_end_in_the_order_in_which_they_were_offered(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+        engine = Engine(daemon.wait_ready().socket).attach()
+        engine.store([1], "known") if False else None
+        engine.offload([1], "a")
+        daemon.wait_log("failpoint")
+        engine.side._lookups._known.clear()
+        assert engine.side.offload([])  # it ends at once, but after the first one
+        assert engine.side.completed() == 0
+        gate.let_pass()
+        eventually(lambda: engine.side.completed() == 2, "both")
+        assert [engine.side.pop(), engine.side.pop()] == [True, True]
+        engine.side.close()
+
+
+def test_stores_of_a_daemon_that_hangs_hold_a_part_of_the_pages(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+        engine = Engine(daemon.wait_ready().socket).attach()
+        engine.offload(range(PAGES // 2), "a")
+        engine.offload([20], "b")
+        assert engine.counters.held_back_offloads == 1
+        gate.let_pass()
+        assert engine.ended()
+        assert not engine.ended(), "it was not stored, and says so"
+        engine.offload([20], "b")
+        gate.let_pass()
+        assert engine.ended()
+        engine.side.close()
+
+
+def test_a_reset_waits_until_nothing_reads_the_pages(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+        engine = Engine(daemon.wait_ready().socket, reset_timeout=SECONDS).attach()
+        engine.fill([1], "a")
+        engine.offload([1], "a")
+        daemon.wait_log("failpoint")
+        resets = threading.Thread(target=engine.side.reset)
+        resets.start()
+        resets.join(0.2)
+        assert resets.is_alive(), "the store still reads"
+        gate.let_pass()
+        resets.join(SECONDS)
+        assert not resets.is_alive()
+        assert engine.side.completed() == 0, "SGLang has forgotten them as well"
+        engine.fill([1], "another")
+        if engine.lookup("a", 1):
+            assert engine.load([5], "a")
+            assert engine.side.loads.finish(engine.start())
+            assert engine.holds([5], "a")
+        engine.side.close()
+
+
+def test_pages_can_be_hit_when_every_rank_has_stored_its_shard(daemon: DaemonProcess) -> None:
+    ranks = [Engine(daemon.socket, rank=rank, size=2).attach() for rank in range(2)]
+    ranks[0].store([1, 2], "a")
+    assert ranks[0].lookup("a", 2) == []
+    ranks[1].fill([5, 6], "the other heads")
+    ranks[1].offload([5, 6], "a")
+    assert ranks[1].ended()
+    for each, content in zip(ranks, ("a", "the other heads"), strict=True):
+        each.clock.ahead += 1
+        assert each.lookup("a", 2) == [1, 2]
+        assert each.load([8, 9], "a")
+        assert each.side.loads.finish(each.start())
+        assert each.holds([8, 9], content)
+        each.side.close()
+
+
+def test_latent_attention_is_stored_once_and_loaded_by_every_rank(daemon: DaemonProcess) -> None:
+    ranks = [Engine(daemon.socket, rank=rank, size=2, replicated=True).attach() for rank in range(2)]
+    for each in reversed(ranks):
+        each.fill([1, 2], "a")
+        each.offload([1, 2], "a")
+        assert each.ended(), "all ranks must say the same"
+    assert [each.counters.offloads for each in ranks] == [1, 0]
+    assert daemon.get("/status")[1]["pool"]["blocks"] == 2 * 2, "pages and chunks, once"
+    for each in ranks:
+        assert each.lookup("a", 2) == [1, 2]
+        assert each.load([8, 9], "a")
+        assert each.side.loads.finish(each.start())
+        assert each.holds([8, 9], "a")
+        each.side.close()
+
+
+def test_two_engines_share_and_a_dead_one_leaves_its_pages(daemon: DaemonProcess, engine: Engine) -> None:
+    other = Engine(daemon.socket, name="other").attach()
+    other.store([1, 2], "a")
+    other.side.close()
+    assert engine.lookup("a", 2) == [1, 2]
+    assert engine.load([8, 9], "a")
+    assert engine.side.loads.finish(engine.start())
+    assert engine.holds([8, 9], "a")

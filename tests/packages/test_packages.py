@@ -1,0 +1,253 @@
+"""The two distributions, as `make package` builds them: what is in them, and that they work without the checkout."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+from tests.harness import DaemonProcess, environment
+
+ROOT = Path(__file__).parents[2]
+TAG = "v9.8.7"
+OF_CLIENT = {"grpcio", "kvsidecar-client", "numpy", "protobuf"}
+ENGINE = r"^```python\n(.*?HostBuffer.*?)^```"
+"""The example of the README."""
+OUTSIDE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+"""Nothing is imported from where a program was started."""
+WHEN = "2026-01-02T03:04:05Z"
+
+
+def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
+    """Standard output of a command that succeeds."""
+    env = {name: value for name, value in environment(**variables).items() if name != "PYTHONPATH"}
+    ran = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, f"{command}: {ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+def git(directory: Path, *arguments: str) -> str:
+    person = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
+    return run("git", *person, *arguments, cwd=directory, GIT_COMMITTER_DATE=WHEN, GIT_AUTHOR_DATE=WHEN)
+
+
+def copy_of_the_checkout(to: Path) -> Path:
+    """Its files without the repository and without what git ignores."""
+    names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
+    for name in filter(None, names):
+        source = ROOT / name
+        if not os.path.lexists(source):
+            continue  # deleted, and not committed yet
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, to / name, follow_symlinks=False)
+    return to
+
+
+def repository(to: Path, *tags: str) -> Path:
+    copy_of_the_checkout(to)
+    git(to, "init", "--quiet")
+    git(to, "add", "--all")
+    git(to, "commit", "--quiet", "--message", "All of it")
+    for tag in tags:
+        git(to, "tag", tag)
+    return to
+
+
+def make_package(source: Path) -> dict[str, Path]:
+    """What `make package` leaves in dist/, by name. The tools are those of this interpreter."""
+    bin_ = source / "venv" / "bin"
+    bin_.mkdir(parents=True)
+    (source / ".git" / "info" / "exclude").write_text("venv/\n")
+    for name in ("python", "twine"):
+        module = "" if name == "python" else "-m twine "
+        (bin_ / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
+        (bin_ / name).chmod(0o755)
+    stamp = source / "venv" / "test.stamp"
+    stamp.touch()
+    run("make", "--old-file", "venv/test.stamp", "VENV=venv", "package", cwd=source)
+    return {path.name: path for path in (source / "dist").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return repository(tmp_path_factory.mktemp("source"), TAG)
+
+
+@pytest.fixture(scope="module")
+def built(source: Path) -> dict[str, Path]:
+    return make_package(source)
+
+
+@pytest.fixture(scope="module")
+def wheels(built: dict[str, Path]) -> dict[str, Path]:
+    return {name.split("-")[0].replace("_", "-"): path for name, path in built.items() if name.endswith(".whl")}
+
+
+@pytest.fixture(scope="module")
+def install(tmp_path_factory: pytest.TempPathFactory, wheels: dict[str, Path]) -> Callable[[str], Path]:
+    """The interpreter of a new environment with one of the distributions."""
+
+    def into_a_new_environment(name: str) -> Path:
+        directory = tmp_path_factory.mktemp(name)
+        run(sys.executable, "-m", "venv", directory)
+        python = directory / "bin" / "python"
+        links = wheels[name].parent
+        run(python, "-m", "pip", "install", "--quiet", "--no-compile", "--find-links", links, f"{name}==9.8.7")
+        return python
+
+    return into_a_new_environment
+
+
+def packages_of(python: Path) -> set[str]:
+    shown = run(python, "-m", "pip", "list", "--format", "freeze", "--disable-pip-version-check")
+    return {line.partition("==")[0].lower() for line in shown.split()} - {
+        "pip",
+        "setuptools",
+        "typing-extensions",
+        "typing_extensions",
+    }
+
+
+def test_both_are_built_with_the_version_of_the_tag(built: dict[str, Path]) -> None:
+    assert set(built) == {
+        f"{name}-9.8.7{end}" for name in ("kvsidecar", "kvsidecar_client") for end in ("-py3-none-any.whl", ".tar.gz")
+    }
+
+
+def test_each_file_of_the_package_is_in_one_of_the_two(source: Path, wheels: dict[str, Path]) -> None:
+    daemon, client = (
+        {each for each in zipfile.ZipFile(wheels[name]).namelist() if ".dist-info/" not in each}
+        for name in ("kvsidecar", "kvsidecar-client")
+    )
+    assert not daemon & client
+    tracked = set(git(source, "ls-files", "kvsidecar").split())
+    assert daemon | client == tracked | {"kvsidecar/_version.py", "kvsidecar/v1/sidecar.proto"}
+    assert {"kvsidecar/client/client.py", "kvsidecar/integrations/vllm/connector.py", "kvsidecar/__init__.py"} <= client
+    proto = zipfile.ZipFile(wheels["kvsidecar-client"]).read("kvsidecar/v1/sidecar.proto")
+    assert proto == (ROOT / "proto/kvsidecar/v1/sidecar.proto").read_bytes()
+
+
+def test_the_daemon_needs_the_client_of_its_version(wheels: dict[str, Path]) -> None:
+    metadata = zipfile.ZipFile(wheels["kvsidecar"]).read("kvsidecar-9.8.7.dist-info/METADATA").decode()
+    said = HeaderParser().parsestr(metadata)
+    assert "kvsidecar-client==9.8.7" in said.get_all("Requires-Dist", [])
+    shown = str(said.get_payload())
+    assert "/raw/main/docs/images/data-flow.svg" in shown
+    assert re.findall(r"\]\((?!https:|#)[^)]*\)", shown) == []
+
+
+def test_a_source_distribution_has_what_its_wheel_is_built_from(built: dict[str, Path]) -> None:
+    """The build makes each wheel from the sdist; so only what a reader of the sources needs is looked at here."""
+    for name in ("kvsidecar", "kvsidecar_client"):
+        with tarfile.open(built[f"{name}-9.8.7.tar.gz"]) as archive:
+            names = {member.name.partition("/")[2] for member in archive.getmembers()}
+            assert all(member.isfile() for member in archive.getmembers()), "links lead out of an archive"
+        assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+
+
+def test_the_same_commit_gives_the_same_bytes(built: dict[str, Path], tmp_path: Path) -> None:
+    again = make_package(repository(tmp_path / "elsewhere", TAG))
+    digests = [
+        {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in each.items()} for each in (built, again)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_daemon_and_client_work_from_wheels_without_the_checkout(
+    install: Callable[[str], Path], tmp_path: Path, short_dir: Path
+) -> None:
+    client, daemon = install("kvsidecar-client"), install("kvsidecar")
+    assert packages_of(client) == OF_CLIENT
+    assert {"aiohttp", "cuda-python", "uvloop"} <= packages_of(daemon)
+    assert run(daemon.parent / "kvsidecar", "--version", cwd=tmp_path).split()[-1] == "9.8.7"
+    says_where = "import kvsidecar, kvsidecar.client; print(kvsidecar.__version__, kvsidecar.client.__file__)"
+    version, where = run(client, "-c", says_where, cwd=tmp_path, **OUTSIDE).split()
+    assert version == "9.8.7"
+    assert Path(where).is_relative_to(client.parents[1])
+    engine = re.findall(ENGINE, (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[-1]
+    with DaemonProcess(short_dir, "--pool-size", "4MiB", device="host", python=daemon, **OUTSIDE) as running:
+        running.wait_ready()
+        said = run(client, "-c", engine, cwd=tmp_path, KVSIDECAR_SOCKET=running.socket, **OUTSIDE)
+        assert "3 blocks can be loaded" in said
+        assert 'version="9.8.7"' in running.get("/metrics")[1]
+
+
+@pytest.mark.parametrize(
+    ("state", "version"),
+    [
+        ("a tag", r"9\.8\.7"),
+        ("a commit after it", r"9\.8\.8\.dev1\+g\w+"),
+        ("no tag", r"\d+\.\d+\.\d+\.dev1\+g\w+"),
+        ("a shallow clone", r"\d+\.\d+\.\d+\.dev1\+g\w+"),
+        ("no repository", r"\d+\.\d+\.\d+\.dev0"),
+    ],
+)
+def test_the_version_comes_from_the_tag_and_a_checkout_without_one_has_one_too(
+    state: str, version: str, source: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "copy"
+    if state == "no repository":
+        copy_of_the_checkout(place)
+    elif state in ("no tag", "a shallow clone"):
+        git(tmp_path, "clone", "--quiet", "--no-tags", "--depth=1", f"file://{source}", str(place))
+        if state == "no tag":
+            git(place, "fetch", "--quiet", "--unshallow")
+    else:
+        git(tmp_path, "clone", "--quiet", str(source), str(place))
+        if state == "a commit after it":
+            git(place, "commit", "--quiet", "--allow-empty", "--message", "One more")
+    seen = {
+        directory: run(sys.executable, "-m", "hatchling", "version", cwd=place / directory).strip()
+        for directory in (".", "client")
+    }
+    assert set(seen) == {".", "client"}
+    assert len(set(seen.values())) == 1, seen
+    assert re.fullmatch(version, seen["."]), seen
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "deploy/kubernetes/vllm.Dockerfile"])
+def test_what_an_image_copies_is_enough_to_build_from(dockerfile: str, tmp_path: Path) -> None:
+    checkout = copy_of_the_checkout(tmp_path / "checkout")
+    ignored = (checkout / ".dockerignore").read_text().split()
+    context = tmp_path / "context"
+    context.mkdir()
+    text = (ROOT / dockerfile).read_text().replace("\\\n", " ")
+    for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE):
+        *names, _ = line.split()
+        for name in names:
+            assert f"!{name}" in ignored, f"{name} is not in the context"
+            if (checkout / name).is_dir():
+                shutil.copytree(checkout / name, context / name, symlinks=True)
+            else:
+                shutil.copy2(checkout / name, context / name)
+    projects = re.findall(r"(?:\./|/)(client|\[tracing\])(?=\s|'|$)", re.findall(r"pip [^\n]*install.*", text)[-1])
+    assert projects == (["client"] if "vllm" in dockerfile else ["client", "[tracing]"])
+    for project in (name.replace("[tracing]", ".") for name in projects):
+        build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path / "out", project]
+        run(*build, cwd=context, SETUPTOOLS_SCM_PRETEND_VERSION="9.8.7")
+    assert len([*(tmp_path / "out").iterdir()]) == len(projects)
+    assert "SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION}" in text
+
+
+def test_a_change_of_the_release_is_in_the_changelog() -> None:
+    """The newest release of the changelog is before the version that a checkout without tags says that it has."""
+    released = re.findall(
+        r"^## (\d+)\.(\d+)\.(\d+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    (fallback,) = {
+        re.findall(r'^fallback-version = "(\d+)\.(\d+)\.(\d+)\.dev0"', (ROOT / path).read_text(), re.MULTILINE)[0]
+        for path in ("pyproject.toml", "client/pyproject.toml")
+    }
+    newest = [int(part) for part in released[0]]
+    assert [int(part) for part in fallback] == [*newest[:2], newest[2] + 1]

@@ -1,0 +1,160 @@
+"""The page of the HTTP port, in a real browser."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SECONDS, DaemonProcess, Gate, Rank, wait_until_ready
+from tests.page.browser import BROWSER, DRIVER, Browser
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+PHONE, DESKTOP = (360, 740), (1280, 800)
+PATHS = ("/", "/page.css", "/page.js", "/page.json")
+
+needs_browser = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None, reason="no browser is installed (Debian: apt install chromium chromium-driver)"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+def ask(daemon: DaemonProcess, path: str, method: str = "GET") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(daemon.http.removeprefix("http://"), timeout=SECONDS)
+    connection.request(method, path)
+    reply = connection.getresponse()
+    reply.read()
+    connection.close()
+    return reply
+
+
+@needs_browser
+def test_it_shows_what_the_daemon_does(daemon: DaemonProcess, browser: Browser) -> None:
+    browser.show_as(*DESKTOP)
+    browser.open(daemon.http + "/")
+    assert "No engine is attached." in browser.until("#engines-note", "No engine")
+    browser.until("#state", "ready")
+    browser.until("#pool-text", "0 B of 1 MiB used")
+    browser.until("#devices", "host: works")
+    with daemon.client() as client:
+        rank = Rank(daemon, client=client, instance="newcomer")
+        wait_until_ready(client)
+        browser.until("#engines", "newcomer")
+        rank.store("a", "b")
+        assert rank.hits("a", "b", "c", "d") == 2
+        browser.until("#flow", "in 1 job")
+        browser.until("#hits-total", "50% of 4 so far")
+        used = daemon.get("/status")[1]["pool"]["used_bytes"]
+        assert used > 0
+        width = browser.run("return document.querySelector('#pool-bar .used').getBoundingClientRect().width")
+        whole = browser.run("return document.querySelector('#pool-bar').getBoundingClientRect().width")
+        assert width / whole == pytest.approx(used / (1 << 20), abs=0.02)
+        rank.close()
+    assert browser.complaints() == []
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_nothing_is_wider_than_the_screen(
+    daemon: DaemonProcess, browser: Browser, size: tuple[int, int], dark: bool
+) -> None:
+    browser.show_as(*size, dark=dark)
+    with daemon.client() as client:
+        rank = Rank(daemon, client=client, instance="a-deployment-with-a-name-that-does-not-end-" * 3)
+        browser.open(daemon.http + "/")
+        browser.until("#engines", "a-deployment")
+        assert browser.run("return document.documentElement.scrollWidth") <= size[0]
+        back = browser.run("return getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, back.removeprefix("rgb(").rstrip(")").split(","))) < 3 * 128) == dark
+        rank.close()
+
+
+@needs_browser
+def test_an_engines_name_is_text(daemon: DaemonProcess, browser: Browser) -> None:
+    browser.show_as(*DESKTOP)
+    with daemon.client() as client:
+        rank = Rank(daemon, client=client, instance=HOSTILE)
+        browser.open(daemon.http + "/")
+        assert HOSTILE in browser.until("#engines", "onerror")
+        assert browser.run("return document.title") == "kvsidecar ready"
+        assert browser.run("return document.querySelectorAll('#engines img, #engines script').length") == 0
+        rank.close()
+
+
+@needs_browser
+def test_a_script_that_is_not_the_daemons_does_not_run(daemon: DaemonProcess, browser: Browser) -> None:
+    browser.open(daemon.http + "/")
+    browser.until("#state", "ready")
+    added = "const s = document.createElement('script'); s.textContent = 'window.owned = 1'; document.head.append(s);"
+    assert browser.run(added + "return window.owned === undefined")
+    assert any("Content Security Policy" in each for each in browser.complaints())
+
+
+@needs_browser
+def test_it_says_when_the_daemon_is_gone_and_shows_the_next_one(short_dir: Path, browser: Browser) -> None:
+    with DaemonProcess(short_dir) as first:
+        first.wait_ready()
+        browser.open(first.http + "/")
+        browser.until("#state", "ready")
+        port = first.http.rpartition(":")[2]
+        first.process.kill()
+        first.process.wait()
+        browser.until("#state", "lost")
+        browser.until("#lost", "No answer for")
+    with DaemonProcess(short_dir, "--http-port", port) as second:
+        second.wait_ready()
+        browser.until("#state", "ready")
+        assert browser.run("return document.querySelector('#lost').hidden")
+    browser.complaints()
+
+
+@needs_browser
+def test_it_shows_the_start_and_the_pin(short_dir: Path, gate: Gate, browser: Browser) -> None:
+    flags = ["--pool-size", "4MiB", "--chunk-size", "64KiB", "--slab-size", "64KiB"]
+    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
+        browser.open(daemon.http + "/")
+        browser.until("#state", "pinning")
+        browser.until("#pin", "pinned 0%")
+
+
+def test_before_the_daemon_is_built_it_says_so(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, until="starting", KVSIDECAR_FAILPOINTS=f"start.load={gate}") as daemon:
+        daemon.wait_log("failpoint")
+        assert daemon.get("/page.json") == (503, {"reason": "the daemon is starting"})
+        assert ask(daemon, "/").status == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_part_forbids_what_the_page_does_not_need(daemon: DaemonProcess, path: str) -> None:
+    reply = ask(daemon, path)
+    assert reply.status == 200
+    policy = dict(rule.split(" ", 1) for rule in str(reply.getheader("Content-Security-Policy")).split("; "))
+    assert policy.pop("default-src") == "'none'"
+    assert set(" ".join(policy.values()).split()) == {"'self'", "'none'", "data:"}
+    assert reply.getheader("X-Content-Type-Options") == "nosniff"
+    assert ask(daemon, path, "POST").status == 405
+
+
+def test_it_can_be_turned_off(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--http-page", "off") as daemon:
+        assert {ask(daemon, path).status for path in PATHS} == {404}
+        assert ask(daemon, "/ready").status in (200, 503)
+
+
+def test_a_daemon_that_others_may_use_names_no_engine(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--socket-mode", "0660") as daemon:
+        daemon.wait_ready()
+        with daemon.client() as client:
+            rank = Rank(daemon, client=client, instance="somebody")
+            code, shown = daemon.get("/page.json")
+            assert (code, shown["engines"], shown["attached"]) == (200, [], 1)
+            rank.close()

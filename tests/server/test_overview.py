@@ -1,0 +1,159 @@
+"""What the page shows, and that `kvsidecar top` shows the same."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from rich.console import Console
+
+from kvsidecar.cli.operate.top_view import Screen, render
+from kvsidecar.protocol.figures import Sample, rates_between
+from kvsidecar.server.overview import (
+    FORGOTTEN_SECONDS,
+    HISTORY,
+    SAMPLE_SECONDS,
+    SHOWN,
+    TEXT,
+    Device,
+    Overview,
+    overview,
+)
+from kvsidecar.support.units import GiB, MiB
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+GPU = "GPU-1a2b3c4d-0000-1111-2222-333344445555"
+
+
+def reply(*, ranks: int = 2, seconds: int = 0, **readiness: Any) -> pb.StatusReply:
+    """Of a daemon that has run for some seconds more than another one."""
+    made = pb.StatusReply(
+        epoch=1,
+        version="1.0",
+        backend="cuda",
+        uptime_seconds=7200 + seconds,
+        readiness=pb.Readiness(**{"state": pb.Readiness.STATE_READY, **readiness}),
+        pool=pb.PoolStatus(
+            total_bytes=64 * GiB, used_bytes=32 * GiB, leased_bytes=8 * GiB, reserved_bytes=GiB, blocks=1000, leases=3,
+            page_kind="thp", carrier="systemd", kept_blocks=7, evicted_bytes=seconds * 3 * MiB,
+        ),
+        jobs=pb.JobsStatus(
+            queued=4, running=2, stores_done=100 + seconds, loads_done=50, stored_bytes=(5 + seconds) * GiB,
+            loaded_bytes=(7 + 2 * seconds) * GiB,
+        ),
+        lookups=pb.LookupsStatus(hits=900 + 30 * seconds, misses=100 + 10 * seconds),
+        refusals={"pool_full": 5 + seconds},
+        tiers=[pb.TierStatus(name="disk", capacity_bytes=1024 * GiB, used_bytes=256 * GiB, blocks=9, read_bytes=GiB)],
+    )  # fmt: skip
+    for number in range(ranks):
+        made.ranks.add(
+            session=number, instance=f"engine-{number}", rank=number, world_size=9, device=GPU, pid=77,
+            stored_bytes=(seconds + 1) * (number + 1) * GiB, attached_seconds=60,
+        )  # fmt: skip
+    return made
+
+
+def shown_by_top(now: pb.StatusReply, before: pb.StatusReply) -> str:
+    console = Console(file=io.StringIO(), width=200, height=60)
+    rates = rates_between(Sample(10.0, before), Sample(12.0, now))
+    assert rates is not None
+    console.print(render(Screen(now, rates, ((rates.stored_bytes, rates.loaded_bytes),), None), 200, 60))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_page_and_top_show_the_same_figures() -> None:
+    before, now = reply(), reply(seconds=2)
+    rates = rates_between(Sample(10.0, before), Sample(12.0, now))
+    assert rates is not None
+    page = overview(now, rates, [(rates.stored_bytes, rates.loaded_bytes)], [], names=True)
+    top = shown_by_top(now, before)
+    texts = [page["state"], page["version"], page["uptime"], page["pool"]["text"], *page["pool"]["details"]]
+    texts += [each[field] for each in page["flow"] for field in ("rate", "total")]
+    texts += [page["hits"]["now"], page["hits"]["total"], page["jobs"], f"evicting {page['evicting']}"]
+    texts += [each[field] for each in page["tiers"] for field in ("text", "details")]
+    texts += [f"{each['reason']} {each['count']} (+{each['new']})" for each in page["refused"]]
+    texts += [str(each[field]) for each in page["engines"] for field in each]
+    assert len(texts) > 30
+    assert [text for text in texts if text not in top] == []
+    assert page["hits"]["now"] == "75%"
+    assert page["flow"][0]["rate"] == "1.1 GB/s"
+
+
+def test_the_parts_of_the_bar_are_those_of_the_pool() -> None:
+    shares = {each["name"]: each["share"] for each in overview(reply(), None, [], [], names=True)["pool"]["parts"]}
+    assert shares == {"leased": 0.125, "used": 0.375, "reserved": 0.0156, "quarantined": 0.0}
+
+
+def test_the_pin_is_shown_while_it_goes_on() -> None:
+    readiness = {"state": pb.Readiness.STATE_PINNING, "pool_bytes": 64 * GiB, "pinned_bytes": 16 * GiB}
+    shown = overview(reply(**readiness, pin_bytes_per_second=2e9, eta_seconds=24.0), None, [], [], names=True)
+    assert shown["state"] == "pinning"
+    assert shown["pin"] == {"share": 0.25, "text": "25%, 2 GB/s, 24 s left"}
+    assert overview(reply(), None, [], [], names=True)["pin"] is None
+
+
+def test_engines_are_counted_but_not_named_to_clients_that_may_not_see_them() -> None:
+    shown = overview(reply(), None, [], [Device(GPU, "", 0)], names=False)
+    assert (shown["engines"], shown["attached"], shown["names"]) == ([], 2, False)
+    assert "engine-" not in json.dumps(shown)
+
+
+def test_the_answer_is_bounded() -> None:
+    many = reply(ranks=500)
+    for rank in many.ranks:
+        rank.instance, rank.device = "x" * 100_000, "y" * 100_000
+    shown = overview(many, None, [(1.0, 1.0)] * HISTORY, [], names=True)
+    assert len(shown["engines"]) == SHOWN
+    assert shown["attached"] == 500
+    assert len(shown["engines"][0]["engine"]) == TEXT
+    assert len(json.dumps(shown)) < 32 << 10
+
+
+def test_a_device_that_is_down_says_why() -> None:
+    shown = overview(reply(), None, [], [Device(GPU, "the copier was killed", 2)], names=True)
+    assert shown["devices"] == [{"name": "GPU-1a2b3c4d", "down": "the copier was killed", "deaths": 2}]
+
+
+class Daemon:
+    """Replies of a daemon that stores 1 GiB a second, at times that a test chooses."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reads = 0
+        self.overview = Overview(self.read, list, lambda: self.now)
+
+    def read(self) -> tuple[pb.StatusReply, bool]:
+        self.reads += 1
+        return reply(seconds=int(self.now)), True
+
+    def at(self, seconds: float) -> dict[str, Any]:
+        self.now = seconds
+        shown: dict[str, Any] = json.loads(self.overview.body())
+        return shown
+
+
+def test_the_daemon_is_read_once_a_second_however_many_look() -> None:
+    daemon = Daemon()
+    for _ in range(100):
+        daemon.at(0.5 * SAMPLE_SECONDS)
+    assert daemon.reads == 1
+    daemon.at(2 * SAMPLE_SECONDS)
+    assert daemon.reads == 2
+
+
+def test_rates_need_two_looks_and_end_when_nobody_looks() -> None:
+    daemon = Daemon()
+    assert daemon.at(0)["flow"][0]["rate"] == "-"
+    assert daemon.at(2)["flow"][0]["rate"] == "1.1 GB/s"
+    assert daemon.at(4)["flow"][0]["history"] == [1.0, 1.0]
+    late = daemon.at(4 + FORGOTTEN_SECONDS + 1)
+    assert (late["flow"][0]["rate"], late["flow"][0]["history"]) == ("-", [])
+
+
+def test_the_history_is_bounded() -> None:
+    daemon = Daemon()
+    for second in range(2 * HISTORY):
+        shown = daemon.at(second)
+    assert len(shown["flow"][0]["history"]) == HISTORY

@@ -1,0 +1,234 @@
+"""One SGLang engine in a process of its own, which a test can kill. SGLang starts its scheduler as a child of it."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, ClassVar
+from unittest import mock
+
+from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.vllm.engine import START, EngineProcess, Prompt, blocks, prompt, serve
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "few_models",
+    "PYTHONPATH": f"{STAND_INS}:{STAND_INS.parent.parent.parent}",
+}
+"""What an engine needs on the CPU, offline. It must be set before SGLang is imported."""
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the engine said to one prompt."""
+
+    tokens: tuple[int, ...]
+    cached: int
+    """Tokens of the prompt that were not computed."""
+    host: int
+    """Of these, tokens that came from the daemon."""
+    status: int
+    """HTTP status: 200, or why there is no answer."""
+
+
+def linker(socket: str, **extra: Any) -> dict[str, Any]:
+    """The engine's arguments with this project's linker."""
+    # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
+    options = {"socket": socket, "lookup_budget": SECONDS, "lease_seconds": 2 * SECONDS, "load_timeout": SECONDS}
+    config = {
+        "linker": "KVSidecarLinker",
+        "linker_module_path": "kvsidecar.integrations.sglang",
+        "linker_extra_config": {**options, **extra},
+    }
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": config,
+    }
+
+
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "page_size": PAGE,
+    "max_total_tokens": 2048,
+    "chunked_prefill_size": 256,
+    "max_running_requests": 8,
+    "enable_metrics": True,
+    "random_seed": 0,
+    "log_level": "info",
+}
+"""Of an engine that is small, and deterministic."""
+
+
+class Engine:
+    """In the process of an `EngineProcess`.
+
+    Args:
+        transfer: arguments of the linker; None for none.
+        options: of ``sglang.Engine``.
+    """
+
+    def __init__(self, model: str, transfer: dict[str, Any] | None = None, **options: Any) -> None:
+        import sglang
+
+        # SGLang starts its processes by spawn, and each would import for 10 s what this one has imported.
+        multiprocessing.set_start_method("fork", force=True)
+        with mock.patch.object(multiprocessing, "set_start_method"):
+            self.engine = sglang.Engine(model_path=model, **{**DEFAULTS, **(transfer or {}), **options})
+        self._rids = itertools.count()
+
+    def generate(self, *prompts: Prompt, tokens: int = 8) -> list[Answer]:
+        """Run these prompts together; one alone may fail."""
+        import fastapi
+
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        salts = {"cache_salt": [each.salt or "" for each in prompts]} if any(each.salt for each in prompts) else {}
+        ids = [list(each.ids) for each in prompts]
+        try:
+            outputs = self.engine.generate(input_ids=ids, sampling_params=sampling, **salts)
+        except fastapi.HTTPException as error:
+            return [Answer((), 0, 0, error.status_code)]
+        return [self._answer(output) for output in outputs]
+
+    @staticmethod
+    def _answer(output: dict[str, Any]) -> Answer:
+        meta = output["meta_info"]
+        status = meta["finish_reason"].get("status_code") or 200
+        return Answer(
+            tuple(output["output_ids"]),
+            meta["cached_tokens"],
+            (meta["cached_tokens_details"] or {}).get("host", 0),
+            int(status),
+        )
+
+    def reset(self) -> bool:
+        """Forget the engine's own cache. Refused while a request runs, or has just ended."""
+        return bool(self.engine.flush_cache().success)
+
+    def update(self, model: str, version: str | None = None) -> bool:
+        """Load the weights of another model of the same shape in place."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        request = UpdateWeightFromDiskReqInput(model_path=model, weight_version=version)
+        manager = self.engine.tokenizer_manager
+        success, message, *_ = self.engine.loop.run_until_complete(manager.update_weights_from_disk(request, None))
+        assert success, message
+        return True
+
+    def sleep_and_wake(self) -> bool:
+        self.engine.release_memory_occupation()
+        self.engine.resume_memory_occupation()
+        return True
+
+    def counters(self) -> dict[str, float]:
+        """The linker's own metrics, as SGLang's server would export them."""
+        from prometheus_client import CollectorRegistry, multiprocess
+
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return {
+            sample.name.removeprefix("sglang:kvsidecar_").removesuffix("_total"): sample.value
+            for metric in registry.collect()
+            for sample in metric.samples
+            if sample.name.startswith("sglang:kvsidecar_")
+        }
+
+
+class SGLangProcess(EngineProcess):
+    """`Engine` in a process group of its own; a test may kill it at any instant.
+
+    Args:
+        log: a file for what the engine says.
+    """
+
+    module = "tests.sglang.engine"
+    environment: ClassVar[dict[str, str]] = ENVIRONMENT
+
+    def __init__(self, model: str, transfer: dict[str, Any] | None, log: Path, **options: Any) -> None:
+        self.log = log
+        self._file: IO[bytes] = log.open("wb")
+        super().__init__(model, transfer, stderr=self._file, **options)
+
+    def answers(self) -> list[Any]:
+        return [Answer(**{**each, "tokens": tuple(each["tokens"])}) for each in self._reply(START)]
+
+    def ask(self, each: Prompt, tokens: int = 8) -> Answer:
+        (answer,) = self.generate(each, tokens=tokens)
+        return answer  # type: ignore[return-value]
+
+    def forget(self) -> None:
+        """Forget the engine's own cache, which is refused as long as the scheduler still ends a request."""
+        eventually(lambda: self._call("reset"), "a flush of the engine's cache", pause=0.05)
+
+    def update(self, model: str, version: str | None = None) -> None:
+        eventually(lambda: self._call("update", model, version), "an update", pause=0.05)
+
+    def sleep_and_wake(self) -> None:
+        self._call("sleep_and_wake")
+
+    def text(self) -> str:
+        """What it has logged."""
+        return self.log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        super().kill()
+        self._file.close()
+
+
+def stored(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt, tokens: int = 8) -> Answer:
+    """Ask, and wait until the daemon has every page of the prompt; then forget it. Returns the answer."""
+    before = blocks(daemon)
+    answer = engine.ask(what, tokens=tokens)
+    assert answer.status == 200, engine.text()[-4000:]
+    new = (len(what.ids) // PAGE - answer.cached // PAGE) * CHUNKS
+    eventually(lambda: blocks(daemon) >= before + new, lambda: f"{blocks(daemon)} blocks, not {before + new}")
+    engine.forget()
+    return answer
+
+
+def forgotten(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt) -> None:
+    """Forget the engine's own cache when the daemon has every page of this prompt."""
+
+    def found() -> bool:
+        engine.forget()
+        return engine.ask(what, tokens=1).host == (len(what.ids) - 1) // PAGE * PAGE
+
+    eventually(found, "a prompt in the daemon")
+    engine.forget()
+
+
+CHUNKS = 2
+"""By default; each page is so many blocks."""
+
+
+def join(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    """Wait until the engine offloads to this daemon, and hits there."""
+    numbers = itertools.count()
+
+    def hits() -> bool:
+        thrown_away = prompt(("join", daemon.process.pid, next(numbers)), 2 * PAGE + 1)
+        engine.ask(thrown_away, tokens=1)
+        engine.forget()
+        return engine.ask(thrown_away, tokens=1).host > 0
+
+    eventually(hits, lambda: f"the engine does not use the daemon: {engine.text()[-4000:]}")
+
+
+if __name__ == "__main__":
+    serve(Engine)

@@ -1,0 +1,154 @@
+"""A real engine on the CPU against a real daemon: what comes back gives the tokens of what was computed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvsidecar.integrations.sglang.counters import HELP
+from tests.harness import DaemonProcess, eventually
+from tests.sglang.engine import PAGE, SGLangProcess, forgotten, join, stored
+from tests.vllm.engine import prompt
+
+LONG = prompt("long", 700)
+WHOLE = 688
+"""Tokens in the full pages of `LONG`."""
+POOL_BYTES = 6 << 20
+
+
+def test_an_external_hit_gives_the_tokens_that_were_computed(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    join(engine, daemon)
+    cold = stored(engine, daemon, LONG)
+    hit = engine.ask(LONG)
+    assert (cold.cached, hit.cached, hit.host) == (0, WHOLE, WHOLE)
+    assert hit.tokens == cold.tokens
+    # Attention does not see in which order the pages behind it lie: a part of them shows that each holds its own.
+    part = prompt("long", 300) + [3] * 10
+    local = engine.ask(part)
+    assert (local.cached, local.host) == (288, 0)
+    forgotten(engine, daemon, part)
+    again = engine.ask(part)
+    assert (again.cached, again.host) == (304, 304), "the page behind the shared prefix was stored as well"
+    assert again.tokens == local.tokens
+
+
+def test_wrong_kv_gives_other_tokens(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    """Without this, equal tokens would prove nothing."""
+    join(engine, daemon)
+    cold = stored(engine, daemon, LONG)
+    _overwrite_the_pool(daemon)
+    hit = engine.ask(LONG)
+    assert hit.host == WHOLE
+    assert hit.tokens != cold.tokens
+
+
+def _overwrite_the_pool(daemon: DaemonProcess) -> None:
+    for each in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        if "memfd" in os.readlink(each) and each.stat().st_size == POOL_BYTES:
+            with each.open("r+b") as file:
+                file.write(b"\x3f" * POOL_BYTES)
+            return
+    raise AssertionError("the daemon has no memfd of the pool's size")
+
+
+def test_local_and_external_hits_of_a_batch_add_up(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    """Each with its own prefix of the same tokens, some pages still in the engine's own cache, some not."""
+    join(engine, daemon)
+    other = prompt("long", 500) + [3] * 150
+    cold = [engine.ask(each).tokens for each in (LONG, other, prompt("new", 100))]
+    forgotten(engine, daemon, LONG)
+    engine.ask(prompt("long", 300))
+    answers = engine.generate(LONG, other, prompt("newer", 100))
+    assert [each.cached for each in answers] == [WHOLE, 640, 0]
+    assert [each.tokens for each in answers[:2]] == cold[:2]
+
+
+def test_pages_that_were_evicted_come_back(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    """The engine has room for 2048 tokens."""
+    join(engine, daemon)
+    cold = engine.ask(LONG)
+    for i in range(4):
+        engine.ask(prompt(("evict", i), 600))
+    hit = engine.ask(LONG)
+    assert hit.cached == WHOLE
+    assert hit.host > 0, "nothing was evicted"
+    assert hit.tokens == cold.tokens
+
+
+def test_a_conversation_hits_what_the_engine_wrote_itself(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    join(engine, daemon)
+    first = prompt("turn", 100)
+    answer = stored(engine, daemon, first, tokens=100)
+    second = first + answer.tokens + prompt("turn 2", 20).ids
+    hit = engine.ask(second)
+    assert hit.host > len(first.ids), "decoded tokens were not stored"
+    engine.forget()
+    with daemon.client() as operator:
+        operator.clear()
+    cold = engine.ask(second)
+    assert (cold.cached, cold.tokens) == (0, hit.tokens)
+
+
+def test_salts_keep_requests_apart(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    join(engine, daemon)
+    mine, theirs = prompt("salted", 100, "mine"), prompt("salted", 100, "theirs")
+    cold = stored(engine, daemon, mine)
+    assert engine.ask(theirs).cached == 0
+    engine.forget()
+    hit = engine.ask(mine)
+    assert (hit.host, hit.tokens) == (96, cold.tokens)
+
+
+def test_pages_that_are_there_are_not_copied_again(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    join(engine, daemon)
+    stored(engine, daemon, LONG)
+    copied = daemon.get("/status")[1]["jobs"]["stored_bytes"]
+    before = engine.counters()
+    assert engine.ask(LONG).host == WHOLE
+    engine.forget()
+    assert engine.ask(LONG, tokens=1).host == WHOLE
+    assert daemon.get("/status")[1]["jobs"]["stored_bytes"] == copied
+    known = "known_offloads"
+    eventually(lambda: engine.counters()[known] > before.get(known, 0), "SGLang offers what it has just loaded")
+
+
+def test_counters_are_on_sglangs_metrics(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    join(engine, daemon)
+    before = engine.counters()
+    assert set(before) == set(HELP)
+    stored(engine, daemon, LONG)
+    engine.ask(LONG)
+
+    def counted() -> bool:
+        now = {name: value - before[name] for name, value in engine.counters().items()}
+        assert now["failed_loads"] == 0
+        return now["loads"] >= 1 and now["loaded_pages"] >= WHOLE // PAGE and now["resets"] >= 1
+
+    eventually(counted, lambda: f"{before} {engine.counters()}")
+    assert "sglang " in daemon.get("/status")[1]["ranks"][0]["instance"]
+
+
+def test_a_new_weight_version_is_a_generation_of_its_own(
+    engine: SGLangProcess, daemon: DaemonProcess, model: str, other_weights: str
+) -> None:
+    join(engine, daemon)
+    old = stored(engine, daemon, LONG)
+    engine.update(other_weights, "step 1")
+    new = engine.ask(LONG)
+    assert (new.cached, new.tokens == old.tokens) == (0, False), "KV of the old weights was used"
+    forgotten(engine, daemon, LONG)
+    assert engine.ask(LONG).host == WHOLE
+    # Back to the old weights without a name: nothing of what is there may be used, although it is the same KV.
+    engine.update(model)
+    back = engine.ask(LONG)
+    assert (back.cached, back.tokens) == (0, old.tokens)
+    eventually(lambda: engine.counters()["unnamed_weights"] > 0, "the change is counted")
+
+
+def test_sleep_and_wake(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    """Without SGLang's memory saver the KV cache stays where it is."""
+    join(engine, daemon)
+    cold = stored(engine, daemon, LONG)
+    engine.sleep_and_wake()
+    hit = engine.ask(LONG)
+    assert (hit.host, hit.tokens) == (WHOLE, cold.tokens)

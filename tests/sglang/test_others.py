@@ -1,0 +1,74 @@
+"""Engines of other kinds than those of the other files: with short limits, and with several ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from tests.harness import NO_WAIT, DaemonProcess, Gate, eventually
+from tests.sglang.conftest import POOL
+from tests.sglang.engine import SGLangProcess, join, linker, stored
+from tests.vllm.engine import prompt
+
+LONG = prompt("long", 700)
+WHOLE = 688
+
+
+def test_a_daemon_that_hangs_delays_requests_within_limits(
+    model: str, home: Path, tmp_path: Path, short_dir: Path
+) -> None:
+    """A request is computed if that is in its lookup; in its load it is aborted, when the copier is dead."""
+    gate = Gate(short_dir)
+    options = linker(str(home / "kvs.sock"), lookup_budget="200ms", load_timeout="1s", lease_seconds="30s")
+    with (
+        SGLangProcess(model, options, tmp_path / "log").wait_started() as engine,
+        DaemonProcess(
+            home, *POOL, "--stuck-after", "5", KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}"
+        ).wait_ready() as daemon,
+    ):
+        assert isinstance(engine, SGLangProcess)
+        eventually(lambda: daemon.get("/status")[1]["ranks"], "the engine attaches")
+        cold = stored(engine, daemon, LONG)
+
+        def asked() -> int:
+            """A busy machine makes the lookup miss."""
+            engine.forget()
+            return engine.ask(LONG).status
+
+        eventually(lambda: asked() == 503, "a load")
+        assert daemon.wait_log("the copier hangs and is killed")
+        gate.let_pass(100)  # the next copier
+        after = engine.ask(LONG)
+        assert (after.status, after.tokens) == (200, cold.tokens)
+        join(engine, daemon)
+        engine.forget()
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            answer = engine.ask(LONG)
+            took = time.monotonic() - began
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        assert (answer.status, answer.host, answer.tokens) == (200, 0, cold.tokens)
+        assert took < NO_WAIT
+        join(engine, daemon)
+    gate.close()
+
+
+def test_two_ranks_store_their_shards_and_hit_together(
+    model: str, home: Path, tmp_path: Path, daemon: DaemonProcess
+) -> None:
+    options = linker(str(home / "kvs.sock"))
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with SGLangProcess(model, options, tmp_path / "log", variables=cores, tp_size=2).wait_started() as engine:
+        assert isinstance(engine, SGLangProcess)
+        join(engine, daemon)
+        ranks = daemon.get("/status")[1]["ranks"]
+        assert {(each["rank"], each["world_size"]) for each in ranks} == {(0, 2), (1, 2)}
+        cold = stored(engine, daemon, LONG)
+        hit = engine.ask(LONG)
+        assert (hit.host, hit.tokens) == (WHOLE, cold.tokens)
+        daemon.process.kill()
+        alone = engine.ask(prompt("alone", 100))
+        assert (alone.status, alone.host) == (200, 0)

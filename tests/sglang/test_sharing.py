@@ -1,0 +1,166 @@
+"""Several engines and one daemon: they share what is equal, and outlive each other and the daemon."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.client import Namespace
+from tests.harness import SECONDS, DaemonProcess, Gate, Rank, eventually
+from tests.sglang.conftest import POOL, Engines
+from tests.sglang.engine import SGLangProcess, forgotten, join, stored
+from tests.vllm.engine import EngineProcess, blocks, kvsidecar, prompt
+
+VLLM = Path(os.environ.get("VLLM_VENV", ".venv-vllm")) / "bin" / "python"
+
+
+class VLLMProcess(EngineProcess):
+    python = str(VLLM)
+
+
+LONG = prompt("long", 700)
+WHOLE = 688
+
+
+def works(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    """The engine uses this daemon: another prompt is stored, loaded, and right."""
+    join(engine, daemon)
+    other = prompt(("works", daemon.process.pid), 200)
+    cold = stored(engine, daemon, other)
+    hit = engine.ask(other)
+    assert (cold.cached, hit.host, hit.tokens) == (0, 192, cold.tokens)
+
+
+def failing(home: Path, rules: str, *flags: str) -> DaemonProcess:
+    """A daemon in which things go wrong as these failpoints say."""
+    return DaemonProcess(home, *POOL, *flags, KVSIDECAR_FAILPOINTS=rules).wait_ready()
+
+
+def test_an_engine_that_started_without_a_daemon_uses_one_that_comes(
+    engine: SGLangProcess, daemon: DaemonProcess
+) -> None:
+    assert "going on without a daemon" in engine.text()
+    works(engine, daemon)
+
+
+def test_two_engines_share_and_other_namespaces_do_not(engines: Engines, daemon: DaemonProcess) -> None:
+    first, second = engines[0], engines[1]
+    join(first, daemon)
+    join(second, daemon)
+    cold = stored(first, daemon, LONG)
+    hit = second.ask(LONG)
+    assert (hit.host, hit.tokens) == (WHOLE, cold.tokens)
+    held = {each["namespace"]["hash_algorithm"] for each in daemon.get("/status")[1]["namespaces"]}
+    assert held == {"sglang sha256"}
+    # An engine of another kind, with blocks of its own under whatever hash.
+    namespace = Namespace("m", "bf16", "LBNHC", 32, 1, 1, "sha256")
+    other = Rank(daemon, namespace=namespace, instance="vllm 1234")
+    other.store("a")
+    assert len(daemon.get("/status")[1]["namespaces"]) == 2
+    other.client.close()
+
+
+def test_a_vllm_engine_lives_on_the_same_daemon_in_a_namespace_of_its_own(
+    model: str, engine: SGLangProcess, home: Path
+) -> None:
+    """Each hits what it stored itself; the same model and prompt, but pages and blocks of different kinds."""
+    small_slabs = ("--slab-size", "256KiB")  # three sizes of slots share the pool
+    if not VLLM.exists():
+        pytest.skip("vLLM is not installed: make venv-vllm")
+    with (
+        DaemonProcess(home, *POOL, *small_slabs).wait_ready() as daemon,
+        VLLMProcess(model, kvsidecar(daemon.socket)).wait_started() as vllm,
+    ):
+        join(engine, daemon)
+        cold = stored(engine, daemon, LONG)
+        before = blocks(daemon)
+
+        def is_stored() -> bool:
+            vllm.generate(LONG)
+            vllm.drain()
+            return blocks(daemon) >= before + len(LONG.ids) // 32
+
+        eventually(is_stored, "vLLM's blocks")
+        assert vllm.reset()
+        (own,) = vllm.generate(LONG)
+        hit = engine.ask(LONG)
+        assert (hit.host, own.cached) == (WHOLE, 672)
+        assert hit.tokens == cold.tokens == own.tokens
+        status = daemon.get("/status")[1]
+        assert len(status["namespaces"]) == 2
+        assert len({each["instance"] for each in status["ranks"]}) == len(status["ranks"]) >= 2
+
+
+def test_a_daemon_killed_between_two_requests(engine: SGLangProcess, home: Path) -> None:
+    with DaemonProcess(home, *POOL) as first:
+        join(engine, first.wait_ready())
+        cold = stored(engine, first, LONG)
+        first.process.kill()
+        first.process.wait(SECONDS)
+        alone = engine.ask(LONG)
+        assert (alone.status, alone.host, alone.tokens) == (200, 0, cold.tokens)
+    with DaemonProcess(home, *POOL) as second:
+        works(engine, second.wait_ready())
+
+
+def test_a_daemon_killed_during_a_load_costs_that_request(engine: SGLangProcess, home: Path, gate: Gate) -> None:
+    """SGLang aborts a request whose load has started: it cannot compute it any more."""
+    with failing(home, f"load.in_flight@2={gate}") as first:
+        cold = warm(engine, first)
+        engine.send_generate(LONG)
+        first.wait_log("failpoint")
+        first.process.kill()
+        (answer,) = engine.answers()
+        assert (answer.status, answer.tokens) == (503, ())
+        again = engine.ask(LONG)
+        assert (again.status, again.cached, again.tokens) == (200, 0, cold), "another request ran on wrong KV"
+    with DaemonProcess(home, *POOL) as second:
+        works(engine, second.wait_ready())
+
+
+def warm(engine: SGLangProcess, daemon: DaemonProcess) -> tuple[int, ...]:
+    """Store `LONG`, without a load before. Returns the tokens that follow."""
+
+    def answer() -> tuple[int, ...] | None:
+        before = blocks(daemon)
+        found = engine.ask(LONG)
+        engine.forget()
+        return found.tokens if blocks(daemon) > before else None
+
+    tokens = eventually(answer, "the engine stores")
+    assert tokens is not None
+    return tokens
+
+
+def test_a_load_that_fails_costs_that_request(engine: SGLangProcess, home: Path) -> None:
+    with failing(home, "load.before_copy@0=raise(planned)") as daemon:
+        cold = warm(engine, daemon)
+        assert engine.ask(LONG).status == 503
+        again = engine.ask(LONG)
+        assert (again.status, again.host, again.tokens) == (200, 0, cold), "the next one might fail as well"
+        forgotten(engine, daemon, LONG)
+        hit = engine.ask(LONG)
+        assert (hit.host, hit.tokens) == (WHOLE, cold)
+        assert daemon.get("/status")[1]["pool"]["leases"] == 0
+
+
+def test_a_store_that_fails_costs_nothing(engine: SGLangProcess, home: Path) -> None:
+    with failing(home, "store.before_copy@0=raise(planned)") as daemon:
+        eventually(lambda: daemon.get("/status")[1]["ranks"], "the engine attaches")
+        cold = engine.ask(LONG)
+        assert cold.status == 200
+        engine.forget()
+        works(engine, daemon)
+
+
+def test_an_engine_is_killed_and_another_one_hits(engines: Engines, daemon: DaemonProcess) -> None:
+    first, second = engines[0], engines[1]
+    join(first, daemon)
+    join(second, daemon)
+    cold = stored(second, daemon, LONG)
+    second.kill()
+    eventually(lambda: len(daemon.get("/status")[1]["ranks"]) == 1, "the daemon notices")
+    hit = first.ask(LONG)
+    assert (hit.host, hit.tokens) == (WHOLE, cold.tokens)

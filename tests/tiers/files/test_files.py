@@ -1,0 +1,324 @@
+"""What the engine of the shared tier does when nodes meet, files go wrong, and there is too much."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsidecar.errors import TierFailed
+from kvsidecar.tiers.engine import ReadEnd, WriteEnd
+from kvsidecar.tiers.files import engine as module
+from kvsidecar.tiers.files import sweep as sweeping
+from kvsidecar.tiers.files.engine import ROOT, FilesEngine
+from kvsidecar.tiers.files.sweep import LOCK, UNFINISHED_SECONDS, sweep
+from kvsidecar.tiers.trailer import TRAILER_BYTES
+from tests.harness import eventually
+from tests.tiers.support import PAGE, content, key, memory, read, space, there, write
+
+FILE = PAGE + TRAILER_BYTES
+CAPACITY = 100 * FILE
+DAY = 86400.0
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[FilesEngine]]:
+    opened: list[FilesEngine] = []
+    for _ in range(2):
+        opened.append(FilesEngine(tmp_path / "tier", CAPACITY))
+        # Its thread sweeps at once, and nobody else's turn comes meanwhile.
+        eventually(lambda node=opened[-1]: node._swept_at, "the first sweep")  # type: ignore[misc]
+    yield opened
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def node(nodes: list[FilesEngine]) -> FilesEngine:
+    return nodes[0]
+
+
+def files(directory: Path) -> list[Path]:
+    """Those of shards, whole or not."""
+    return sorted(each for each in directory.rglob("*") if each.is_file() and each.name != LOCK)
+
+
+def file_of(directory: Path, number: int) -> Path:
+    (found,) = [each for each in files(directory) if each.name == key(number).hex()]
+    return found
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def test_what_one_node_writes_the_other_reads_and_does_not_write_again(nodes: list[FilesEngine]) -> None:
+    one, two = nodes
+    of = space()
+    assert write(one, of, range(40)) == [WriteEnd.DONE] * 40
+    assert there(two, of, range(50)) == list(range(40))
+    assert set(read(two, of, range(40)).values()) == {ReadEnd.DONE}
+    assert write(two, of, range(40), version=1) == [WriteEnd.PRESENT] * 40
+
+
+def test_a_namespace_that_one_node_forgets_is_gone_for_all_and_can_be_written_again(nodes: list[FilesEngine]) -> None:
+    one, two = nodes
+    write(one, space(), range(5))
+    assert two.forget(space().namespace) == 5
+    assert there(one, space(), range(5)) == []
+    assert write(one, space(), range(5)) == [WriteEnd.DONE] * 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: raw[:10] + bytes([raw[10] ^ 1]) + raw[11:],
+        lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]),
+        lambda raw: raw[:-1],
+        lambda raw: raw + b"x",
+        lambda _: b"",
+        lambda raw: bytes(len(raw)),
+    ],
+    ids=["a bit", "the checksum", "cut short", "too long", "empty", "zeros"],
+)
+def test_a_file_that_is_not_what_was_written_is_corrupt_and_removed(
+    node: FilesEngine, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    write(node, space(), [1, 2])
+    path = file_of(tmp_path, 1)
+    path.write_bytes(damage(path.read_bytes()))
+    assert read(node, space(), [1, 2]) == {1: ReadEnd.CORRUPT, 2: ReadEnd.DONE}
+    assert read(node, space(), [1]) == {1: ReadEnd.MISS}
+    assert not path.exists()
+    assert write(node, space(), [1]) == [WriteEnd.DONE]
+
+
+def test_a_file_under_the_name_of_another_shard_is_corrupt(node: FilesEngine, tmp_path: Path) -> None:
+    write(node, space(), [1, 2])
+    file_of(tmp_path, 1).write_bytes(file_of(tmp_path, 2).read_bytes())
+    assert read(node, space(), [1]) == {1: ReadEnd.CORRUPT}
+
+
+def test_nobody_sees_a_file_that_is_being_written(node: FilesEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = space()
+    rename, seen = os.rename, []
+
+    def renamed(*paths: Any) -> None:
+        seen.append(there(node, of, [1]))
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    write(node, of, [1])
+    assert seen == [[]]
+    assert there(node, of, [1]) == [1]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["pwritev", "rename"])
+def test_a_file_system_without_room_refuses_writes_and_serves_reads(
+    node: FilesEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+) -> None:
+    write(node, space(), [1])
+
+    def no_room(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, no_room)
+        assert write(node, space(), [1, 2]) == [WriteEnd.PRESENT, WriteEnd.FULL]
+        assert read(node, space(), [1]) == {1: ReadEnd.DONE}
+    assert len(files(tmp_path)) == 1, "nothing unfinished is left"
+    assert write(node, space(), [2]) == [WriteEnd.DONE]
+
+
+def test_a_file_system_that_fails_fails_the_call_with_the_file_and_the_reason(
+    node: FilesEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(node, space(), [1])
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for call, act in (
+        ("preadv", lambda: read(node, space(), [1])),
+        ("pwritev", lambda: write(node, space(), [2])),
+        ("stat", lambda: node.find(space(), [key(1)])),
+        ("pwritev", node.probe),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, broken)
+            with pytest.raises(TierFailed, match="Input/output error"):
+                act()
+    assert read(node, space(), [1]) == {1: ReadEnd.DONE}
+
+
+def test_writes_go_on_piece_by_piece(node: FilesEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: pwritev(fd, [parts[0][:1000]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [memoryview(parts[0])[:900]], at))
+    assert write(node, space(), [1]) == [WriteEnd.DONE]
+    assert read(node, space(), [1]) == {1: ReadEnd.DONE}
+
+
+def test_a_file_whose_directory_is_forgotten_while_it_is_written_is_written_again(
+    nodes: list[FilesEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = nodes
+    rename, cleared = os.rename, []
+
+    def renamed(source: Any, target: Any) -> None:
+        if not cleared:
+            cleared.append(1)
+            two.forget(space().namespace)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    assert write(one, space(), [1]) == [WriteEnd.DONE]
+    assert read(two, space(), [1]) == {1: ReadEnd.DONE}
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_that_were_not_used_for_longest_go_when_there_is_too_much(node: FilesEngine, tmp_path: Path) -> None:
+    of = space()
+    write(node, of, range(50))
+    for number in range(50):
+        age(file_of(tmp_path, number), (1 + number) * DAY)
+    read(node, of, [49])
+    usage = sweep(tmp_path / "tier" / ROOT, 20 * FILE, 0.0)
+    assert there(node, of, range(50)) == [*range(17), 49], "nine tenths of twenty; a read makes a file new"
+    assert (usage.nbytes, usage.files, usage.removed) == (18 * FILE, 18, 32)
+
+
+def test_of_files_of_one_age_no_more_go_than_are_too_much(node: FilesEngine, tmp_path: Path) -> None:
+    write(node, space(), range(50))
+    assert sweep(tmp_path / "tier" / ROOT, 40 * FILE, 0.0).files == 36
+    assert len(there(node, space(), range(50))) == 36
+
+
+def test_what_was_never_finished_is_removed_after_a_while(node: FilesEngine, tmp_path: Path) -> None:
+    write(node, space(), [1])
+    old, young = (file_of(tmp_path, 1).parent / f".{name}" for name in ("old", "young"))
+    for each in (old, young):
+        each.write_text("")
+    age(old, UNFINISHED_SECONDS + 60)
+    sweep(tmp_path / "tier" / ROOT, CAPACITY, 0.0)
+    assert (old.exists(), young.exists()) == (False, True)
+    assert there(node, space(), [1]) == [1]
+
+
+def test_nodes_take_turns_and_learn_from_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, done = tmp_path, []  # of no engine, whose own thread would take its turn
+    monkeypatch.setattr(sweeping, "_sweep", lambda *_: done.append(1) or sweeping.Usage(7, 3, 5.0))
+    assert sweep(root, CAPACITY, 0.0).files == 3
+    assert sweep(root, CAPACITY, 60.0) == sweeping.Usage(7, 3, 5.0), "another one has just swept"
+    assert len(done) == 1
+    with open(root / LOCK, "rb+") as other:
+        assert sweeping.try_lock(other.fileno())
+        assert sweep(root, CAPACITY, 0.0).files == 3, "another one is at it"
+        assert len(done) == 1
+    age(root / LOCK, 120)
+    sweep(root, CAPACITY, 60.0)
+    assert len(done) == 2
+
+
+def test_a_full_directory_refuses_writes_until_its_own_thread_has_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "EARLY_SECONDS", 0.0)
+    node = FilesEngine(tmp_path / "tier", 10 * FILE)
+    of, ends, number = space(), [], 0
+    while WriteEnd.FULL not in ends:
+        ends += write(node, of, [number])
+        number += 1
+    assert number > 10
+    eventually(lambda: write(node, of, [number]) == [WriteEnd.DONE])
+    stats = node.stats()
+    assert stats.evicted_blocks > 0
+    assert stats.used_bytes <= stats.capacity_bytes == 10 * FILE
+    assert len(files(tmp_path)) <= 11
+    node.close()
+
+
+def test_what_this_node_has_written_counts_though_the_last_sweep_did_not_see_it(tmp_path: Path) -> None:
+    node = FilesEngine(tmp_path / "tier", 10 * FILE)
+    lock = tmp_path / "tier" / ROOT / LOCK
+    eventually(lambda: lock.exists() and lock.stat().st_size)
+    ends = write(node, space(), range(20))
+    assert ends.count(WriteEnd.DONE) == 10
+    node._swept(sweeping.sweep(node._root, 10 * FILE, 60.0))
+    assert write(node, space(), [30]) == [WriteEnd.FULL], "what it was told is of before"
+    node.close()
+
+
+def test_a_sweep_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, swept = threading.Event(), threading.Event()
+    real = sweeping.sweep
+
+    def sweeps(*args: Any) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, "Input/output error")
+        swept.set()
+        return real(*args)
+
+    monkeypatch.setattr(sweeping, "sweep", sweeps)
+    node = FilesEngine(tmp_path / "tier", CAPACITY, sweep_seconds=0.01)
+    assert swept.wait(60)
+    node.close()
+
+
+def test_what_a_call_that_forgets_has_no_time_to_remove_is_gone_and_removed_by_a_sweep(
+    node: FilesEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORGET_SECONDS", 0.0)
+    write(node, space(), range(5))
+    assert node.forget(None) == 0
+    assert there(node, space(), range(5)) == []
+    root = tmp_path / "tier" / ROOT
+    assert sweep(root, CAPACITY, 0.0).files == 0
+    assert len(files(tmp_path)) == 5, "whoever has forgotten them may still be removing them"
+    monkeypatch.setattr(sweeping, "TRASH_SECONDS", -60.0)
+    sweep(root, CAPACITY, 0.0)
+    assert files(tmp_path) == []
+
+
+# -- the directory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_others_could_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o770)
+    with pytest.raises(TierFailed, match="has mode 0770: others could write to it"):
+        FilesEngine(tmp_path / "open", CAPACITY)
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    with pytest.raises(TierFailed, match="is not a directory"):
+        FilesEngine(tmp_path / "link", CAPACITY)
+    with pytest.raises(TierFailed, match="No such file or directory"):
+        FilesEngine(tmp_path / "no" / "where", CAPACITY)
+
+
+def test_files_and_directories_are_for_their_owner_only(node: FilesEngine, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        write(node, space(), [1])
+    finally:
+        os.umask(before)
+    for each in (tmp_path / "tier").rglob("*"):
+        assert each.stat().st_mode & 0o077 == 0, each
+
+
+def test_shards_of_one_call_may_be_of_any_size(node: FilesEngine) -> None:
+    of = space(nbytes=3 * PAGE + 7)
+    slots = memory(of, 1)
+    slots[0][:] = content(of, 1)
+    assert node.write(of, [key(1)], slots, [None]) == [WriteEnd.DONE]
+    assert read(node, of, [1]) == {1: ReadEnd.DONE}

@@ -1,0 +1,230 @@
+"""What routers hear of blocks in the daemon: from every engine of the node, whichever has stored them, and asleep or
+not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from kvsidecar.client import Client, Namespace
+from kvsidecar.support import child_process
+from tests.e2e.test_residency import Watcher
+from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.vllm.conftest import POOL
+from tests.vllm.engine import EngineProcess, Prompt, join, kvsidecar, prompt
+from tests.vllm.subscriber import Subscriber, events_of
+
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""The engine's core sleeps in a process of its own while it has nothing to do."""
+FEW = {"num_gpu_blocks_override": 34}
+"""Blocks of 32 tokens on the GPU: two prompts of 600 tokens evict each other."""
+
+
+@contextmanager
+def two_engines(model: str, socket: str, directory: Path) -> Iterator[tuple[list[EngineProcess], list[Subscriber]]]:
+    with ExitStack() as stack:
+        engines, routers = [], []
+        for name in ("a", "b"):
+            path = f"{directory}/{name}.events"
+            routers.append(stack.enter_context(Subscriber(path)))
+            options = {**FEW, "kv_events_config": events_of(path)}
+            transfer = kvsidecar(socket, instance=name)
+            engines.append(stack.enter_context(EngineProcess(model, transfer, OWN_PROCESS, **options)))
+        for engine in engines:
+            engine.wait_started()
+        yield engines, routers
+
+
+class Held:
+    """What the daemon itself says that it holds, and routers who should know."""
+
+    def __init__(self, daemon: DaemonProcess, namespace: Namespace, routers: list[Subscriber]) -> None:
+        self._watcher = Watcher(daemon, namespace)
+        self._routers = routers
+
+    def blocks(self) -> set[int]:
+        return {int(maybe_convert_block_hash(each)) for each in self._watcher.read()}
+
+    def reachable(self) -> set[int]:
+        """Those whose whole prefix is held, too: a hit needs it."""
+        held, parents = self.blocks(), self._routers[0].parents()
+
+        def has_prefix(block: int) -> bool:
+            return block in held and ((parent := parents.get(block)) is None or has_prefix(parent))
+
+        return {each for each in held if has_prefix(each)}
+
+    def known_to_all(self) -> set[int]:
+        """Wait until every router believes in all reachable blocks, and in none that is not held."""
+
+        def agreed() -> bool:
+            held, reachable = self.blocks(), self.reachable()
+            return all(reachable <= set(router.cpu()) <= held for router in self._routers)
+
+        def why() -> str:
+            known = [len(router.cpu()) for router in self._routers]
+            return f"they know {known} of {len(self.blocks())}, {len(self.reachable())} reachable ones"
+
+        eventually(agreed, why)
+        return self.reachable()
+
+    def close(self) -> None:
+        self._watcher.close()
+
+
+def test_every_engine_of_the_node_announces_what_one_stores_and_hears_what_becomes_of_it(
+    model: str, short_dir: Path, pool_dir: Path
+) -> None:
+    kept = (*POOL, "--pool-dir", str(pool_dir))
+    with DaemonProcess(short_dir, *kept) as daemon, two_engines(model, daemon.wait_ready().socket, short_dir) as both:
+        (storing, other), routers = both
+        for engine, router in zip((storing, other), routers, strict=True):
+            join(engine, daemon)
+            eventually(lambda router=router: router.batches, "the first events")  # type: ignore[misc]
+        first, second = prompt("first", 600), prompt("second", 600)
+        storing.generate(first)
+        chain = whole_blocks(first)
+        eventually(lambda: chain <= set(routers[1].cpu().values()), "the tokens are not those of the prompt")
+        (namespace,) = [Namespace(**each) for each in namespaces(daemon)]
+        held = Held(daemon, namespace, routers)
+        known = held.known_to_all()
+        assert len(known) >= len(chain)
+
+        # The GPU evicts, and the daemon has it.
+        storing.generate(second)
+        (answer,) = storing.generate(first)
+        assert answer.cached >= 512
+        assert set(routers[0].removed("GPU")) & known, "nothing was evicted from the GPU"
+        assert known <= held.known_to_all()
+
+        # The daemon evicts.
+        number = 0
+        while not all(router.removed("CPU") for router in routers):
+            storing.generate(prompt(number, 600), tokens=1)
+            number += 1
+            assert number < 40, "the daemon evicts nothing"
+        last = whole_blocks(prompt(number - 1, 600))
+        eventually(lambda: last <= set(routers[1].cpu().values()), "all is stored")
+        left = held.known_to_all()
+        assert left, "a test without blocks"
+        assert not chain & set(routers[1].gpu().values()), "the other engine has computed it"
+
+        # It is killed, and comes back with its blocks, and then without.
+        daemon.process.kill()
+        daemon.process.wait(SECONDS)
+        eventually(lambda: not any(router.cpu() for router in routers), "they are removed")
+        with DaemonProcess(short_dir, *kept) as warm:
+            warm.wait_ready()
+            eventually(held.blocks, "it has kept some")
+            assert held.known_to_all() <= left  # the self-test may take the place of one
+            warm.process.kill()
+            warm.process.wait(SECONDS)
+        shutil.rmtree(pool_dir)
+        with DaemonProcess(short_dir, *POOL) as cold:
+            join(storing, cold.wait_ready())
+            eventually(held.blocks, "it stores again")
+            assert not held.known_to_all() & left
+            with Client(cold.socket) as operator:
+                operator.clear()
+            eventually(lambda: not any(router.cpu() for router in routers), "they are removed")
+            held.close()
+        for router in routers:
+            router.check()
+
+
+DYNAMO = os.environ.get("TEST_DYNAMO")
+"""A Python with ``ai-dynamo-runtime``, whose dependencies are not those of an engine."""
+
+
+class Indexer:
+    """Dynamo's own, in a process of its own, of some engines. It serves HTTP on all interfaces of its network
+    namespace."""
+
+    def __init__(self, *paths: str) -> None:
+        assert DYNAMO is not None
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        workers = ",".join(f"{number}=ipc://{path}" for number, path in enumerate(paths, 1))
+        flags = ["--block-size", "32", "--port", str(self._port), "--workers", workers]
+        self._process = child_process.start(
+            [DYNAMO, "-m", "dynamo.indexer", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._http = f"http://127.0.0.1:{self._port}"
+
+    def tokens(self, ids: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+        """By engine: how many tokens of this prompt it has on the GPU, and there or in host memory."""
+        body = json.dumps({"token_ids": ids, "model_name": "default"}).encode()
+        request = urllib.request.Request(self._http + "/query", body, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as reply:
+                found = json.load(reply)["instances"]
+        except (urllib.error.URLError, ConnectionError):
+            return {}
+        return {name: (each["gpu"], each["cpu"]) for name, each in found.items()}
+
+    def holdings(self) -> dict[str, int]:
+        """Blocks by engine and tier, for the text of a failure."""
+        try:
+            with urllib.request.urlopen(self._http + "/dump", timeout=SECONDS) as reply:
+                events = [each for group in json.load(reply).values() for each in group["events"]]
+        except (urllib.error.URLError, ConnectionError):
+            return {}
+        return Counter(f"{each['worker_id']} {each['storage_tier']}" for each in events)
+
+    def __enter__(self) -> Indexer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.mark.skipif(DYNAMO is None, reason="TEST_DYNAMO names no Python with ai-dynamo-runtime (see docs/vllm.md)")
+def test_dynamos_indexer_scores_both_engines_of_a_node(model: str, short_dir: Path, daemon: DaemonProcess) -> None:
+    with (
+        two_engines(model, daemon.socket, short_dir) as ((storing, other), routers),
+        Indexer(f"{short_dir}/a.events", f"{short_dir}/b.events") as indexer,  # it does not wait for who listens later
+    ):
+
+        def heard() -> bool:
+            join(storing, daemon)
+            join(other, daemon)
+            return {each.split()[0] for each in indexer.holdings()} == {"1", "2"}
+
+        eventually(heard, "the indexer hears both engines")
+        first = prompt("first", 600)
+        storing.generate(first)
+        eventually(
+            lambda: indexer.tokens(first.ids) == {"1": (576, 576), "2": (0, 576)},
+            lambda: (indexer.tokens(first.ids), indexer.holdings(), [len(each.cpu()) for each in routers]),
+        )
+        other.generate(first + [1] * 40)
+        eventually(lambda: indexer.tokens(first.ids).get("2") == (576, 576), lambda: indexer.tokens(first.ids))
+        with Client(daemon.socket) as operator:
+            operator.clear()
+        for router in routers:
+            eventually(lambda router=router: not router.cpu(), "removed")  # type: ignore[misc]
+        storing.generate(prompt("second", 900))  # takes the GPU's blocks
+        eventually(lambda: indexer.tokens(first.ids).get("1", (0, 0))[0] < 576, lambda: indexer.tokens(first.ids))
+
+
+def whole_blocks(of: Prompt) -> set[tuple[int, ...]]:
+    return {of.ids[i : i + 32] for i in range(0, len(of.ids) // 32 * 32, 32)}
+
+
+def namespaces(daemon: DaemonProcess) -> list[dict[str, Any]]:
+    return [each["namespace"] for each in daemon.get("/status")[1]["namespaces"]]
