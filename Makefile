@@ -9,12 +9,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 CHECKS := check-format check-lint check-types check-imports check-generated check-spelling check-deploy check-documents
-.PHONY: help demo venv venv-vllm venv-sglang test coverage test-vllm test-sglang soak check $(CHECKS) hooks format proto docs package clean
+.PHONY: help demo venv venv-vllm venv-sglang test coverage test-cluster test-vllm test-sglang soak check $(CHECKS) hooks format proto docs package clean
 
 help:
 	@echo "make demo    install, start a daemon, store, kill the engine, load, compare every byte"
 	@echo "make test    install what the tests need and run those of the daemon, the client and the commands"
 	@echo "make coverage  of these the unit tests, and how much of cache/, core/ and protocol/ they run"
+	@echo "make test-cluster  install Mooncake Store, and run the tests of the cluster tier in a network of their own"
 	@echo "make test-vllm  install vLLM for the CPU into .venv-vllm and run the connector's tests, also on a real engine"
 	@echo "make test-sglang  install SGLang for the CPU into .venv-sglang and run the linker's tests, also on a real engine"
 	@echo "make soak    a daemon under engines that are killed at random, for SECONDS=120 on DEVICE=host"
@@ -51,7 +52,7 @@ venv: $(VENV)/dev.stamp
 
 # Most tests run side by side; those with the marker `alone` run after them. No test is run by two targets.
 JOBS ?= 2
-SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal -m "not alone"
+SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal -m "not alone and not cluster"
 OF_CHECK := tests/deploy tests/docs
 OF_COVERAGE := $(wildcard tests/cache tests/client tests/core tests/protocol tests/server)
 OF_TEST_VLLM := tests/integrations tests/vllm
@@ -75,6 +76,15 @@ coverage: $(VENV)/test.stamp
 	$(BIN)/coverage report --include 'kvsidecar/cache/*' --fail-under 98
 	$(BIN)/coverage report --include 'kvsidecar/core/*' --fail-under 92
 	$(BIN)/coverage report --include 'kvsidecar/protocol/*' --fail-under 86
+
+$(VENV)/cluster.stamp: $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[test,mooncake]'
+	@touch $@
+
+# The client of Mooncake Store listens on all addresses.
+test-cluster: $(VENV)/cluster.stamp
+	@$(BIN)/python -c 'import sys; from tests.mooncake_cluster import missing; sys.exit(missing() or 0)'
+	$(BIN)/python -m tests.own_network $(BIN)/python -m pytest -m cluster $(shell grep -rl --include='test_*.py' 'mark\.cluster' tests)
 
 VLLM_VENV ?= .venv-vllm
 # What is imported is compiled then: most of these packages never is, and pip would take half a minute for it.

@@ -1,9 +1,10 @@
-"""Mooncake Store on loopback: a master, and nodes that give memory, each a process that a test may stop or kill."""
+"""Mooncake Store on loopback: masters, and nodes that give memory, each a process that a test may stop or kill."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from kvsidecar.tiers.engine import ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.mooncake import ClusterOptions, MooncakeEngine
@@ -32,12 +34,14 @@ signal.pause()
 
 
 def missing() -> str:
-    """Why there is no Mooncake Store here; empty if there is."""
+    """What a Mooncake Store with a standby lacks here; empty if nothing."""
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
         return f"needs kvsidecar[mooncake], libibverbs1, libnuma1 and libcurl4: {error}"
-    return "" if _master_command() else "mooncake_master is not on the path"
+    if not _master_command():
+        return "mooncake_master is not on the path"
+    return "" if shutil.which("etcd") else "etcd is not on the path (Debian: etcd-server)"
 
 
 def _master_command() -> str | None:
@@ -46,47 +50,90 @@ def _master_command() -> str | None:
 
 
 class Cluster:
-    """Args: node_bytes: of memory that each node gives."""
+    """Args:
+    node_bytes: of memory that each node gives.
+    standby: two masters that agree by etcd which of them leads; the other one follows its log.
+    """
 
-    def __init__(self, folder: Path, *, nodes: int = 1, node_bytes: int = 64 << 20) -> None:
+    def __init__(self, folder: Path, *, nodes: int = 1, node_bytes: int = 64 << 20, standby: bool = False) -> None:
         self._folder, self._node_bytes = folder, node_bytes
-        self.port, self._metrics_port = _free_port(), _free_port()
-        self.address = f"127.0.0.1:{self.port}"
         self._processes: list[subprocess.Popen[str]] = []
         self.nodes: list[subprocess.Popen[str]] = []
+        self._endpoint = ""
+        """Of etcd."""
+        self._port = _free_port()
+        self.address = f"127.0.0.1:{self._port}"
         try:
+            if standby:
+                self._start_etcd()
+                self.address = f"etcd://{self._endpoint}"
             self.start_master()
+            if standby:
+                self.leader = self.master
+                self._port = _free_port()
+                self._run_master()
             for _ in range(nodes):
                 self.start_node()
         except BaseException:
             self.close()
             raise
 
+    def _start_etcd(self) -> None:
+        self._endpoint = f"127.0.0.1:{_free_port()}"
+        clients, peers = f"http://{self._endpoint}", f"http://127.0.0.1:{_free_port()}"
+        options = {
+            "data-dir": self._folder / "etcd",
+            "listen-client-urls": clients,
+            "advertise-client-urls": clients,
+            "listen-peer-urls": peers,
+            "initial-advertise-peer-urls": peers,
+            "initial-cluster": f"default={peers}",
+        }
+        etcd = self._run("etcd", ["etcd", *(f"--{name}={value}" for name, value in options.items())])
+        eventually(lambda: self._listens(etcd, int(self._endpoint.rpartition(":")[2])))
+
     def start_master(self) -> None:
+        """And wait until it serves."""
+        master = self._run_master()
+        eventually(lambda: self._listens(master, self._port))
+
+    def _run_master(self) -> subprocess.Popen[str]:
         command = _master_command()
         assert command is not None
-        options = {
+        self._metrics_port = _free_port()
+        options: dict[str, object] = {
             "rpc_address": "127.0.0.1",
-            "rpc_port": self.port,
+            "rpc_port": self._port,
             "metrics_host": "127.0.0.1",
             "metrics_port": self._metrics_port,
             "default_kv_lease_ttl": int(LEASE_SECONDS * 1000),
             "client_ttl": CLIENT_SECONDS,
         }
-        with (self._folder / "master.log").open("a") as file:
-            self.master = subprocess.Popen(
-                [command, *(f"--{name}={value}" for name, value in options.items())],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        self._processes.append(self.master)
-        eventually(self._listens)
+        if self._endpoint:
+            options |= {"enable_ha": "true", "etcd_endpoints": self._endpoint, "enable_oplog": "true"}
+        self.master = self._run("master", [command, *(f"--{name}={value}" for name, value in options.items())])
+        return self.master
 
-    def _listens(self) -> bool:
-        assert self.master.poll() is None, (self._folder / "master.log").read_text()
+    def wait_standby(self, entries: int) -> None:
+        """Until the standby has read so many entries of the log: one for each write."""
+
+        def enough() -> bool:
+            with urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics") as page:
+                found = re.search(rb"^ha_oplog_applied_entries_total (\d+)", page.read(), re.MULTILINE)
+            return found is not None and int(found[1]) >= entries
+
+        eventually(enough)
+
+    def _run(self, name: str, command: list[str]) -> subprocess.Popen[str]:
+        with (self._folder / f"{name}.log").open("a") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True)
+        self._processes.append(process)
+        return process
+
+    def _listens(self, process: subprocess.Popen[str], port: int) -> bool:
+        assert process.poll() is None, "\n".join(log.read_text() for log in self._folder.glob("*.log"))
         with socket.socket() as tried:
-            return tried.connect_ex(("127.0.0.1", self.port)) == 0
+            return tried.connect_ex(("127.0.0.1", port)) == 0
 
     def start_node(self) -> None:
         with (self._folder / f"node{len(self.nodes)}.log").open("a") as file:

@@ -28,29 +28,36 @@ def recipe(*targets: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
+def only(run: list[str]) -> str:
+    """The marker of the tests that this run of pytest is for; empty for all others."""
+    options = run[run.index("pytest") + 1 :]
+    return options[1] if options[0] == "-m" else ""
+
+
 def test_ci_runs_the_commands_of_the_readme_and_every_test_once() -> None:
     commands = re.findall(r"^make (.+)$", CI, re.MULTILINE)
     targets = [word for command in commands for word in command.split() if re.fullmatch(r"(?:check|test).*", word)]
-    assert targets == ["check", "test", "test-vllm", "test-sglang"]
+    assert targets == ["check", "test", "test-cluster", "test-vllm", "test-sglang"]
     assert all(f"`make {target}`" in text("README.md") for target in targets)
     runs = [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
-    named = [word for run in runs if run[3:5] != ["-m", "alone"] for word in run if word.startswith("tests/")]
+    named = [word for run in runs if not only(run) for word in run if word.startswith("tests/")]
     modules = {path.relative_to(ROOT).parts for path in ROOT.glob("tests/**/test_*.py")}
     assert sorted(named) == sorted({"/".join(parts[:2]) for parts in modules})
 
 
-def test_what_runs_alone_is_left_out_of_what_runs_side_by_side_and_not_forgotten() -> None:
-    marked = {
-        path.relative_to(ROOT).as_posix()
-        for path in ROOT.glob("tests/**/test_*.py")
-        if re.search(r"^@pytest\.mark\.alone$", path.read_text(), re.MULTILINE)
-    }
-    runs = [shlex.split(line) for line in recipe("test", "test-vllm") if " -m pytest " in line]
-    alone = [run[5:] for run in runs if run[3:5] == ["-m", "alone"]]
-    assert marked <= {path for run in alone for path in run}
-    side_by_side = [run for run in runs if "--numprocesses" in run]
-    assert len(side_by_side) + len(alone) == len(runs)
-    assert all("not alone" in run for run in side_by_side)
+def test_what_runs_apart_is_left_out_of_what_runs_side_by_side_and_not_forgotten() -> None:
+    targets = "test", "test-cluster", "test-vllm"
+    runs = [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
+    for marker in ("alone", "cluster"):
+        marked = {
+            path.relative_to(ROOT).as_posix()
+            for path in ROOT.glob("tests/**/test_*.py")
+            if re.search(rf"\bpytest\.mark\.{marker}\b", path.read_text())
+        }
+        assert marked
+        assert marked <= {path for run in runs if only(run) == marker for path in run}
+    side_by_side = [run for run in runs if not only(run)]
+    assert all({"--numprocesses", "not alone and not cluster"} <= {*run} for run in side_by_side)
 
 
 def test_the_workflow_runs_the_oldest_and_the_newest_python() -> None:

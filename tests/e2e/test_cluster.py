@@ -11,7 +11,7 @@ from tests.e2e.test_disk import POOL_BLOCKS, fetched, tier_metric
 from tests.harness import SHARD_BYTES, DaemonProcess, Rank, done, eventually
 from tests.mooncake_cluster import Cluster, missing
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every engine must do: `kvsidecar.tiers.engine.Engine`. A new engine adds itself to ENGINES.
+"""What every engine must do: `kvsidecar.tiers.engine.Engine`. A new engine adds itself to the fixture `engine`.
 
 Tests that take `local` or `make` are of engines that alone decide what is there, and outlive their process.
 """
@@ -26,7 +26,6 @@ Make = Callable[[Path], Engine]
 LOCAL: dict[str, Make] = {"disk": lambda path: DiskEngine(path / "tier", CAPACITY, slab_bytes=16 * PAGE)}
 SHARED: dict[str, Make] = {"files": lambda path: FilesEngine(path / "tier", CAPACITY)}
 CLUSTER = "cluster"
-ENGINES = [*LOCAL, *SHARED, CLUSTER]
 SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 7]
 
 
@@ -52,7 +51,7 @@ def local(make: Make, place: Path) -> Iterator[Engine]:
     opened.close()
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[*LOCAL, *SHARED, pytest.param(CLUSTER, marks=pytest.mark.cluster)])
 def engine(request: pytest.FixtureRequest, place: Path) -> Iterator[Engine]:
     opened: Engine
     if request.param == CLUSTER:

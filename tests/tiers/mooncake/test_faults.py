@@ -21,7 +21,7 @@ from tests.mooncake_cluster import Cluster, OwnMemory, missing
 from tests.tiers.support import key, read, space, there, write
 from tests.tiers.test_tier import NEVER, SHARD, SPACE, Bench, bench, name, names
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")]
 
 
 @pytest.fixture
@@ -120,6 +120,61 @@ async def test_a_master_that_dies_turns_the_tier_off_until_there_is_one(own_clus
         assert "the master does not answer (code -900)" in each.tier.off
         own_cluster.start_master()
         await works_again(each, 2)
+        assert await each.read(1) == [ReadEnd.MISS], "it has forgotten everything"
+
+
+async def test_a_standby_takes_over_with_all_that_is_there(tmp_path: Path) -> None:
+    """Masters that write a log to etcd: what one of them knew is known to the next one, but for the last second."""
+    cluster = Cluster(tmp_path, standby=True)
+    try:
+        async with bench(engine="cluster", master=cluster.address, hostname="127.0.0.1") as each:
+            await written(each, *range(8))
+            await written(each, *range(100, 164))
+            cluster.wait_standby(entries=64)  # Of some of them, hence of the eight before: it reads in order.
+            cluster.leader.kill()
+            cluster.leader.wait()
+            for _ in range(FAILURES):
+                assert await each.find(1) in ([], [True])
+            await works_again(each, 20)
+            each.pool[:] = 0
+            assert await each.read(*range(8)) == [ReadEnd.DONE] * 8
+            assert [set(each.slot(number).tolist()) for number in range(8)] == [{number} for number in range(8)]
+    finally:
+        cluster.close()
+
+
+async def test_a_block_with_two_replicas_is_back_when_one_of_its_nodes_was_given_up(tmp_path: Path) -> None:
+    """Until then reads fail, or are a miss, although a replica lives."""
+    cluster = Cluster(tmp_path, nodes=2)
+    try:
+        async with bench(engine="cluster", master=cluster.address, replicas=2) as each:
+            await written(each, *range(8))
+            cluster.nodes[0].kill()
+            answers: list[ReadEnd] = []
+            while answers != [ReadEnd.DONE] * 8:
+                await eventually_in_loop(lambda: each.tier.check(NEVER) or not each.tier.off)
+                each.pool[:] = 0
+                answers = await each.read(*range(8))
+                assert set(answers) <= {ReadEnd.DONE, ReadEnd.MISS}
+            assert [set(each.slot(number).tolist()) for number in range(8)] == [{number} for number in range(8)]
+    finally:
+        cluster.close()
+
+
+def test_a_cluster_full_of_what_others_have_pinned_refuses_and_serves(own_cluster: Cluster) -> None:
+    engine, of = OwnMemory(own_cluster), space(nbytes=1 << 20)
+    other, theirs = OwnMemory(own_cluster), space("theirs", nbytes=1 << 20)
+    other._config.with_hard_pin = True
+    pinned = 0
+    while write(other, theirs, [pinned]) == [WriteEnd.DONE]:
+        pinned += 1
+    assert pinned > 1
+    assert write(engine, of, range(4)) == [WriteEnd.FULL] * 4
+    engine.probe()
+    assert read(engine, of, [0]) == {0: ReadEnd.MISS}
+    assert read(engine, theirs, [0, pinned - 1]) == {0: ReadEnd.DONE, pinned - 1: ReadEnd.DONE}
+    other.close()
+    engine.close()
 
 
 def test_a_full_cluster_refuses_and_makes_room_later(own_cluster: Cluster) -> None:
