@@ -103,10 +103,9 @@ class CopyQueue:
     """Copies in the order of submission, sessions in turns. Used by one thread, which calls `step` again and again.
 
     One copy at a time is `_issuing`; at another session's turn it is put back. Its plan is taken slice by slice into
-    `_calls`. The first of these is prepared and
-    then `_ready`, while earlier calls run. An issued call is a flight. When the plan is used up, a flight without a
-    mark follows: the end of the copy. The next copy is issued behind it. Flights end in order; the end of a copy is
-    reported.
+    `_calls`. The first of these is prepared and then `_ready`, while earlier calls run. An issued call is a flight.
+    When the plan is used up, a flight without a mark follows: the end of the copy. The next copy is issued behind it.
+    Flights end in order; the end of a copy is reported.
 
     Args:
         stream: of this direction.
