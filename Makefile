@@ -86,51 +86,38 @@ test-cluster: $(VENV)/cluster.stamp
 	@$(BIN)/python -c 'import sys; from tests.mooncake_cluster import missing; sys.exit(missing() or 0)'
 	$(BIN)/python -m tests.own_network $(BIN)/python -m pytest -m cluster $(shell grep -rl --include='test_*.py' 'mark\.cluster' tests)
 
-VLLM_VENV ?= .venv-vllm
-# What is imported is compiled then: most of these packages never is, and pip would take half a minute for it.
-VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+# An engine of the tests. What is imported is compiled then: most of these packages never is, and pip would take half a
+# minute for it.
+ENGINE_PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-$(VLLM_VENV)/vllm.stamp: tests/vllm/requirements.txt tests/vllm/without-dependencies.txt
-	@$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) -r tests/vllm/requirements.txt
-	$(VLLM_PIP) --no-deps -r tests/vllm/without-dependencies.txt
+.venv-%/engine.stamp: tests/%/requirements.txt tests/%/without-dependencies.txt
+	@$(PYTHON) -m venv $(@D)
+	$(ENGINE_PIP) -r tests/$*/requirements.txt
+	$(ENGINE_PIP) --no-deps -r tests/$*/without-dependencies.txt
 	@touch $@
 
-$(VLLM_VENV)/test.stamp: $(VLLM_VENV)/vllm.stamp $(PROJECTS)
-	$(VLLM_PIP) --editable ./client --editable '.[test]'
+.PRECIOUS: .venv-%/engine.stamp
+.venv-%/test.stamp: .venv-%/engine.stamp $(PROJECTS)
+	$(ENGINE_PIP) --editable ./client --editable '.[test]'
 	@touch $@
 
-venv-vllm: $(VLLM_VENV)/test.stamp
+venv-vllm: .venv-vllm/test.stamp
+venv-sglang: .venv-sglang/test.stamp
 
-test-vllm: $(VLLM_VENV)/test.stamp
+test-vllm: .venv-vllm/test.stamp
 ifdef ARGS
-	$(VLLM_VENV)/bin/python -m pytest $(ARGS)
+	.venv-vllm/bin/python -m pytest $(ARGS)
 else
-	$(VLLM_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(OF_TEST_VLLM)
-	$(VLLM_VENV)/bin/python -m pytest $(call alone,$(OF_TEST_VLLM))
+	.venv-vllm/bin/python -m pytest $(SIDE_BY_SIDE) $(OF_TEST_VLLM)
+	.venv-vllm/bin/python -m pytest $(call alone,$(OF_TEST_VLLM))
 endif
 
-SGLANG_VENV ?= .venv-sglang
-SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
-
-$(SGLANG_VENV)/sglang.stamp: tests/sglang/requirements.txt tests/sglang/without-dependencies.txt
-	@$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_PIP) -r tests/sglang/requirements.txt
-	$(SGLANG_PIP) --no-deps -r tests/sglang/without-dependencies.txt
-	@touch $@
-
-$(SGLANG_VENV)/test.stamp: $(SGLANG_VENV)/sglang.stamp $(PROJECTS)
-	$(SGLANG_PIP) --editable ./client --editable '.[test]'
-	@touch $@
-
-venv-sglang: $(SGLANG_VENV)/test.stamp
-
 # The engines of a file are started once, so a file is not split.
-test-sglang: $(SGLANG_VENV)/test.stamp
+test-sglang: .venv-sglang/test.stamp
 ifdef ARGS
-	$(SGLANG_VENV)/bin/python -m pytest $(ARGS)
+	.venv-sglang/bin/python -m pytest $(ARGS)
 else
-	$(SGLANG_VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(OF_TEST_SGLANG)
+	.venv-sglang/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(OF_TEST_SGLANG)
 endif
 
 SECONDS ?= 120

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tests.sglang.conftest import POOL, Engines
 from tests.sglang.engine import SGLangProcess, forgotten, join, stored
 from tests.vllm.engine import EngineProcess, blocks, kvsidecar, prompt
 
-VLLM = Path(os.environ.get("VLLM_VENV", ".venv-vllm")) / "bin" / "python"
+VLLM = Path(".venv-vllm/bin/python")
 
 
 class VLLMProcess(EngineProcess):

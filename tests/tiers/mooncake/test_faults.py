@@ -186,7 +186,9 @@ def test_a_full_cluster_refuses_and_makes_room_later(own_cluster: Cluster) -> No
     ends = write(engine, of, range(100, 112))
     assert set(ends) == {WriteEnd.DONE, WriteEnd.FULL}
     written = {number for number, end in zip(range(100, 112), ends, strict=True) if end is WriteEnd.DONE}
-    assert written >= {*there(engine, of, range(100, 112))}  # Some may have made room already: nothing protects them yet.
+    assert written >= {
+        *there(engine, of, range(100, 112))
+    }  # Some may have made room already: nothing protects them yet.
     engine.probe()
     turn = 0
     while WriteEnd.FULL in write(engine, of, [200]):  # it makes room in the background
