@@ -35,6 +35,8 @@ class ShareLimits:
     """Seconds after which a block that is stored from now on expires; None: never."""
     idle_ttl: float | None = None
     """Seconds after its last use, after which a block expires; None: never."""
+    weight: int = 1
+    """Of the turns of each of its engines on the link."""
 
 
 class PayingSpace(Protocol):
@@ -109,6 +111,7 @@ class Share:
     """Bytes of its blocks that were evicted."""
     ttl: float | None = None
     idle_ttl: float | None = None
+    weight: int = 1
     idle_tick: int = 0
     """Blocks that were last used at this tick or before have expired."""
     order: TableOrder = field(default_factory=TableOrder)
@@ -132,7 +135,10 @@ class Shares:
 
     def __init__(self, limits: Sequence[ShareLimits] = ()) -> None:
         self._covers = [
-            (each.covers, Share(each.name, each.guaranteed, each.most, ttl=each.ttl, idle_ttl=each.idle_ttl))
+            (
+                each.covers,
+                Share(each.name, each.guaranteed, each.most, ttl=each.ttl, idle_ttl=each.idle_ttl, weight=each.weight),
+            )
             for each in limits
         ]
         self._others = Share()

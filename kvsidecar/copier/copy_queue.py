@@ -69,6 +69,7 @@ class QueuedCopy:
         checks: not used here.
         lane: of its session's fence; None for a session without one.
         session: sessions take turns.
+        weight: of its turns; a session of weight 2 is given twice as many bytes as one of weight 1.
     """
 
     number: int
@@ -78,6 +79,7 @@ class QueuedCopy:
     checks: Checks | None = None
     lane: Lane | None = None
     session: int = 0
+    weight: int = 1
     submitted: float = field(default_factory=time.monotonic)
     failed: bool = False
     planned_bytes: int = 0
@@ -166,7 +168,7 @@ class CopyQueue:
         copy = self._issuing
         if copy is not None and not copy.calls:
             copy.plan.rewind()
-            self._queue.charge(copy.session, -copy.planned_bytes)
+            self._queue.charge(copy, -copy.planned_bytes)
             copy.planned_bytes = 0
             self._queue.put_back(copy)
             self._calls.clear()
@@ -234,7 +236,7 @@ class CopyQueue:
                 self._had_slice = True
                 nbytes = sum([call.nbytes for call in calls])
                 self._issuing.planned_bytes += nbytes
-                self._queue.charge(self._issuing.session, nbytes)
+                self._queue.charge(self._issuing, nbytes)
             else:
                 if failpoints.is_set(self._failpoint) and self._enter(self._issuing):
                     # In line as a call that nothing is issued behind, so that this thread goes on meanwhile.

@@ -371,12 +371,13 @@ class CopierLink:
         event: int | None = None,
         on_start: Callable[[], None] | None = None,
         checks: Checks | None = None,
+        weight: int = 1,
         on_end: Callable[[Done | DeviceLost], None] | None = None,
     ) -> Copying:
         """Hand over a copy.
 
         Args:
-            checks: see `Copy`.
+            checks, weight: see `Copy`.
             event: index of the session's event that must be done before the copy starts.
             on_start: called when that event is not needed any more.
             on_end: called once, when nothing of it moves any more. It must not raise.
@@ -387,7 +388,7 @@ class CopierLink:
         """
         if self.ended.done():
             raise DeviceLost(self.ended.result())
-        copy = Copy(next(self._numbers), session, direction, parts, event, checks)
+        copy = Copy(next(self._numbers), session, direction, parts, event, checks, weight)
         try:
             self._senders[direction].send(copy.pack())
         except RingFull as error:

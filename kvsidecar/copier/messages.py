@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from kvsidecar.types import Direction
 
-_COPY: Final = struct.Struct("<BBHIQQ")
-"""Kind, direction, parts, event + 1 (0: none), number, session."""
+_COPY: Final = struct.Struct("<BBHIQQB")
+"""Kind, direction, parts, event + 1 (0: none), number, session, weight."""
 _PART: Final = struct.Struct("<II")
 """Group, blocks; then as many block ids and as many offsets of slots, 8 bytes each. Behind the last part: checks."""
 CHECK: Final = np.dtype([("slot", np.int64), ("nbytes", np.int64), ("expected", np.uint64)])
@@ -86,6 +86,7 @@ class Copy:
         event: of the session's ring, which must be done before the copy starts; None: it may start at once.
         checks: slots whose checksums a store reports when it is over, and a load compares before it starts; None or
             at least one.
+        weight: of its session's turns on the link.
     """
 
     number: int
@@ -94,11 +95,12 @@ class Copy:
     parts: Sequence[Part]
     event: int | None = None
     checks: Checks | None = None
+    weight: int = 1
 
     def pack(self) -> bytes:
         head = _COPY.pack(
             Kind.COPY, _DIRECTIONS.index(self.direction), len(self.parts), 0 if self.event is None else self.event + 1,
-            self.number, self.session,
+            self.number, self.session, self.weight,
         )  # fmt: skip
         pieces = [head]
         for part in self.parts:
@@ -109,7 +111,7 @@ class Copy:
 
     @classmethod
     def unpack(cls, record: bytes) -> Copy:
-        _, direction, num_parts, event, number, session = _COPY.unpack_from(record)
+        _, direction, num_parts, event, number, session, weight = _COPY.unpack_from(record)
         position, parts = _COPY.size, []
         for _ in range(num_parts):
             group, count = _PART.unpack_from(record, position)
@@ -119,7 +121,7 @@ class Copy:
             position += 16 * count
             parts.append(Part(group, ids, slots))
         checks = np.frombuffer(record, CHECK, offset=position) if position < len(record) else None
-        return cls(number, session, _DIRECTIONS[direction], parts, event - 1 if event else None, checks)
+        return cls(number, session, _DIRECTIONS[direction], parts, event - 1 if event else None, checks, weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,9 +239,8 @@ class CopyLoop:
             self._sender.send(Done(copy.number, Ended.FAILED, error=f"{type(error).__name__}: {error}").pack())
             return
         started = None if after is None else partial(self._sender.send, pack_number(Kind.STARTED, copy.number))
-        queued = QueuedCopy(
-            copy.number, plan, after, started, copy.checks, session.lanes.get(self._direction), copy.session
-        )
+        lane = session.lanes.get(self._direction)
+        queued = QueuedCopy(copy.number, plan, after, started, copy.checks, lane, copy.session, copy.weight)
         if copy.checks is not None and self._direction is Direction.LOAD:
             self._checking.append((SlotCheck(self._pool, copy.checks), queued, None))
         else:

@@ -1,9 +1,9 @@
 """Whose queued copy is the next one: sessions take turns by bytes, so that one that submits much delays the others by
 a slice of a copy, not by all of its copies.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996). Each session has a tag: the bytes it was given, and at least the
-tag of the session that had the last turn, so that nobody saves up turns while idle. The lowest tag is next. Within a
-session, copies keep the order of their submission.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996). Each session has a tag: the bytes it was given, divided by its
+weight then, and at least the tag of the session that had the last turn, so that nobody saves up turns while idle. The
+lowest tag is next. Within a session, copies keep the order of their submission.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ class Queued(Protocol):
     @property
     def session(self) -> int: ...
 
+    @property
+    def weight(self) -> int: ...
+
 
 T = TypeVar("T", bound=Queued)
 
@@ -31,8 +34,8 @@ class Turns(Generic[T]):
     def __init__(self) -> None:
         self._queues: dict[int, deque[T]] = {}
         """By session; none is empty."""
-        self._tags: dict[int, int] = {}
-        self._now = 0
+        self._tags: dict[int, float] = {}
+        self._now = 0.0
         """The tag of the session that was last given a turn."""
 
     def __bool__(self) -> bool:
@@ -50,14 +53,14 @@ class Turns(Generic[T]):
         queue = self._queues.get(copy.session)
         if queue is None:
             queue = self._queues[copy.session] = deque()
-            self._tags[copy.session] = max(self._now, self._tags.get(copy.session, 0))
+            self._tags[copy.session] = max(self._now, self._tags.get(copy.session, 0.0))
         queue.append(copy)
 
-    def charge(self, session: int, nbytes: int) -> None:
-        """A session was given so many bytes; fewer than none: it has not had them after all."""
-        tag = self._tags.get(session, self._now)
+    def charge(self, copy: T, nbytes: int) -> None:
+        """This copy's session was given so many bytes; fewer than none: it has not had them after all."""
+        tag = self._tags.get(copy.session, self._now)
         self._now = max(self._now, tag)
-        self._tags[session] = tag + nbytes
+        self._tags[copy.session] = tag + nbytes / copy.weight
         if len(self._tags) - len(self._queues) > MAX_REMEMBERED:
             idle = [each for each in self._tags if each not in self._queues]
             for each in sorted(idle, key=self._tags.__getitem__)[: MAX_REMEMBERED // 2]:

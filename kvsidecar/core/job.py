@@ -114,12 +114,13 @@ class Job:
         session: int,
         parts: Sequence[Part],
         checks: Checks | None,
+        weight: int,
         on_end: Callable[[Done | DeviceLost], None],
     ) -> None:
         """Hand the copy to a copier; as `CopierLink.submit`."""
         event, on_start = (None, None) if self.order is None else (self.order.event, self.order.on_start)
         self._copying = copier.live().submit(
-            session, self.direction, parts, event=event, on_start=on_start, checks=checks, on_end=on_end
+            session, self.direction, parts, event=event, on_start=on_start, checks=checks, weight=weight, on_end=on_end
         )
 
     def end(self, result: JobResult, now: float) -> None:

@@ -224,9 +224,10 @@ class JobRunner:
                 return _declined(job.stopped)
             return copied(end)
 
-        job.copy(
-            session.copier, session.id, parts, checks, lambda end: self._step(session, job, lambda: result_of(end))
-        )
+        def ended(end: Done | DeviceLost) -> None:
+            self._step(session, job, lambda: result_of(end))
+
+        job.copy(session.copier, session.id, parts, checks, session.weight, ended)
 
     # -- the way out -----------------------------------------------------------------------------------------------
 

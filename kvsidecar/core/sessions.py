@@ -137,6 +137,11 @@ class RankSession:
         await self.tasks.join()
 
     @property
+    def weight(self) -> int:
+        """Of its turns on the link: that of the share that pays for its namespace."""
+        return next(iter(self.groups.values())).space.share.weight
+
+    @property
     def imported_bytes(self) -> int:
         return sum(memory.nbytes for memory in self.memories)
 

@@ -24,6 +24,7 @@ MAX_SHARES: Final = 1024
 REST: Final = "other"
 """In the metrics, all shares together that have no label of their own."""
 MAX_TTL: Final = 366 * 86400
+MAX_WEIGHT: Final = 100
 _NOBODY: Final = Rule()
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -43,6 +44,8 @@ class ShareRule:
     """Seconds after which its blocks expire."""
     idle_ttl: float | None = None
     """Seconds after the last use."""
+    weight: int = 1
+    """Of the turns of each of its engines on the link."""
 
 
 def parse(value: object) -> tuple[ShareRule, ...]:
@@ -86,7 +89,8 @@ def resolve(rules: Sequence[ShareRule], policy: Policy | None, pool_bytes: int) 
             raise ConfigError(
                 f"share {rule.name!r} is guaranteed {format_size(guaranteed)}, more than its max ({format_size(most)})"
             )
-        limits.append(ShareLimits(rule.name, partial(covers, patterns), guaranteed, most, rule.ttl, rule.idle_ttl))
+        covered = partial(covers, patterns)
+        limits.append(ShareLimits(rule.name, covered, guaranteed, most, rule.ttl, rule.idle_ttl, rule.weight))
     total = sum(each.guaranteed for each in limits)
     if total > pool_bytes:
         raise ConfigError(
@@ -111,7 +115,7 @@ def _has_owners(rule: Rule) -> bool:
 
 
 def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
-    known = {"name", "namespaces", "uids", "gids", "certificates", "guaranteed", "max", "ttl", "idle_ttl"}
+    known = {"name", "namespaces", "uids", "gids", "certificates", "guaranteed", "max", "ttl", "idle_ttl", "weight"}
     if unknown := [key for key in table if key not in known]:
         raise ValueError(f"has a {where} with {unknown[0]!r}; known are {', '.join(sorted(known))}")
     name = table.get("name")
@@ -128,6 +132,7 @@ def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
         most=_size(where, "max", table),
         ttl=_seconds(where, "ttl", table),
         idle_ttl=_seconds(where, "idle_ttl", table),
+        weight=_weight(where, table),
     )
     if not rule.namespaces and not _has_owners(rule.owners):
         raise ValueError(f"has a {where} that covers nothing: give namespaces, uids, gids or certificates")
@@ -150,3 +155,10 @@ def _seconds(where: str, key: str, table: Mapping[str, Any]) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= MAX_TTL:
         raise ValueError(f"has a {where} whose {key} is {value!r}; it must be a number of seconds, 1 to {MAX_TTL}")
     return float(value)
+
+
+def _weight(where: str, table: Mapping[str, Any]) -> int:
+    value = table.get("weight", 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_WEIGHT:
+        raise ValueError(f"has a {where} whose weight is {value!r}; it must be a whole number, 1 to {MAX_WEIGHT}")
+    return value

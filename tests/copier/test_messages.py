@@ -19,7 +19,7 @@ def test_a_copy_arrives_as_it_was_sent_and_no_byte_is_for_checks_that_there_are_
 ) -> None:
     ids = np.arange(3, dtype=np.int64)
     parts = [Part(group, ids[group:], ids[group:] * 4096) for group in range(2)]
-    record = Copy(7, 9, Direction.LOAD, parts, event, checks).pack()
+    record = Copy(7, 9, Direction.LOAD, parts, event, checks, weight=3).pack()
     assert len(record) == messages._COPY.size + 2 * messages._PART.size + 16 * (3 + 2) + 24 * (
         0 if checks is None else len(checks)
     )

@@ -15,6 +15,7 @@ class Copy:
     number: int
     session: int
     nbytes: int = 1
+    weight: int = 1
 
 
 def given_out(turns: Turns[Copy], count: int | None = None) -> list[int]:
@@ -23,7 +24,7 @@ def given_out(turns: Turns[Copy], count: int | None = None) -> list[int]:
     while turns and (count is None or len(numbers) < count):
         copy = next(iter(turns))
         turns.remove(copy)
-        turns.charge(copy.session, copy.nbytes)
+        turns.charge(copy, copy.nbytes)
         numbers.append(copy.number)
     return numbers
 
@@ -51,6 +52,16 @@ def test_turns_are_counted_in_bytes() -> None:
         turns.add(Copy(100 + number, 2, 1))
     first = given_out(turns, 10)
     assert sum(number >= 100 for number in first) == 8
+
+
+def test_a_session_has_turns_by_its_weight() -> None:
+    turns: Turns[Copy] = Turns()
+    for number in range(40):
+        turns.add(Copy(number, 1, 8))
+        turns.add(Copy(100 + number, 2, 8, weight=3))
+    first = given_out(turns, 40)
+    assert sum(number >= 100 for number in first) == 30
+    assert given_out(turns)[-26:] == list(range(14, 40)), "without another one it has all turns"
 
 
 def test_nobody_saves_up_turns() -> None:
@@ -85,9 +96,9 @@ def test_what_was_put_back_is_the_first_of_its_session_and_not_paid_twice() -> N
         turns.add(copy)
     first = next(iter(turns))
     turns.remove(first)
-    turns.charge(first.session, first.nbytes)
+    turns.charge(first, first.nbytes)
     assert turns.others_first(1)
-    turns.charge(first.session, -first.nbytes)
+    turns.charge(first, -first.nbytes)
     turns.put_back(first)
     assert not turns.others_first(1)
     assert given_out(turns) == [1, 3, 2]

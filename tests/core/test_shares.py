@@ -40,6 +40,11 @@ def test_a_share_covers_patterns_and_has_sizes_or_parts_of_the_pool() -> None:
     ]
 
 
+def test_a_share_has_a_weight() -> None:
+    rules = shares.parse("[{name='a', namespaces=['a'], weight=4}, {name='b', namespaces=['b']}]")
+    assert [each.weight for each in shares.resolve(rules, None, GiB)] == [4, 1]
+
+
 def test_a_share_of_an_owner_covers_what_the_policy_gives_it() -> None:
     text = "[{name='a', uids=[1]}, {name='b', gids=[7], namespaces=['x']}]"
     assert limits(text, policy=POLICY) == [("a", 0, None, [True, False]), ("b", 0, None, [False, True])]
@@ -57,6 +62,8 @@ def test_a_share_of_an_owner_covers_what_the_policy_gives_it() -> None:
         ("[{name='other', namespaces=['a']}]", "share 1 whose name is 'other'"),
         ("[{name='a b', namespaces=['a']}]", "share 1 whose name is 'a b'"),
         ("[{name='a'}]", "share 1 that covers nothing"),
+        ("[{name='a', namespaces=['a'], weight=0}]", "share 1 whose weight is 0; it must be a whole number, 1 to 100"),
+        ("[{name='a', namespaces=['a'], weight=1.5}]", "share 1 whose weight is 1.5"),
         ("[{name='a', namespaces=['a'], most=3}]", "share 1 with 'most'; known are"),
         ("[{name='a', namespaces='a'}]", "share 1 whose namespaces is 'a'"),
         ("[{name='a', namespaces=['a'], max='3 apples'}]", "share 1 whose max '3 apples' is not a size"),

@@ -45,10 +45,11 @@ class SimLink(NoProcessLink):
         event: int | None = None,
         on_start: Callable[[], None] | None = None,
         checks: Checks | None = None,
+        weight: int = 1,
         on_end: Callable[[Done | DeviceLost], None] | None = None,
     ) -> Copying:
         copying = super().submit(
-            session, direction, parts, event=event, on_start=on_start, checks=checks, on_end=on_end
+            session, direction, parts, event=event, on_start=on_start, checks=checks, weight=weight, on_end=on_end
         )
         slots = [
             (slot, slot + self._at.shard_bytes[session, part.group]) for part in parts for slot in part.slots.tolist()
