@@ -112,6 +112,13 @@ def tier_details(tier: pb.TierStatus) -> str:
     return ", ".join(details)
 
 
+def share_details(share: pb.ShareStatus) -> str:
+    """What a share of the pool has and may have."""
+    details = [f"{format_size(share.used_bytes)} used", f"{format_size(share.guaranteed_bytes)} guaranteed"]
+    details += [f"at most {format_size(share.max_bytes)}"] if share.HasField("max_bytes") else []
+    return ", ".join(details)
+
+
 def used_of(used: int, total: int) -> str:
     """How much of a pool or of a tier is used."""
     return f"{format_size(used)} of {format_size(total)} used"

@@ -17,6 +17,7 @@ from kvsidecar.protocol.figures import (
     pool_details,
     pool_parts,
     rates_between,
+    share_details,
     short_device,
     tier_details,
     used_of,
@@ -32,6 +33,8 @@ HISTORY = 60
 """How many rates are kept."""
 SHOWN = 32
 """The most engines that are listed, the busiest."""
+SHARES_SHOWN = 8
+"""The most shares that are listed, the largest."""
 TEXT = 96
 """The most characters of a client's text."""
 
@@ -98,7 +101,7 @@ def overview(
 
     Args:
         history: bytes stored and loaded per second, oldest first.
-        names: show which engines are attached, not only how many.
+        names: show which engines are attached, not only how many, and the shares.
     """
     state = pb.Readiness.State.Name(reply.readiness.state).partition("_")[2].lower()
     jobs = reply.jobs
@@ -126,6 +129,14 @@ def overview(
                 "details": tier_details(tier),
             }
             for tier in reply.tiers
+        ],
+        "shares": [
+            {
+                "name": each.name,
+                "share": _share(each.used_bytes, reply.pool.total_bytes),
+                "details": share_details(each),
+            }
+            for each in (reply.shares[:SHARES_SHOWN] if names else ())
         ],
         "flow": [
             _flow("Store", [each[0] for each in history], rates, copied_so_far(jobs.stored_bytes, jobs.stores_done)),

@@ -79,6 +79,20 @@ def test_nothing_is_wider_than_the_screen(
 
 
 @needs_browser
+def test_shares_are_shown_where_there_are_any(short_dir: Path, browser: Browser) -> None:
+    browser.show_as(*PHONE)
+    share = "[{name='chat', namespaces=['*'], guaranteed='512KiB', max='100%'}]"
+    with DaemonProcess(short_dir, "--share", share) as daemon:
+        rank = Rank(daemon.wait_ready())
+        rank.store("a", "b")
+        browser.open(daemon.http + "/")
+        assert "chat" in browser.until("#shares", "512 KiB guaranteed, at most 1 MiB")
+        assert browser.run("return document.querySelector('#shares-section').hidden") is False
+        assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
+        rank.close()
+
+
+@needs_browser
 def test_an_engines_name_is_text(daemon: DaemonProcess, browser: Browser) -> None:
     browser.show_as(*DESKTOP)
     with daemon.client() as client:

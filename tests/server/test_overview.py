@@ -14,6 +14,7 @@ from kvsidecar.server.overview import (
     FORGOTTEN_SECONDS,
     HISTORY,
     SAMPLE_SECONDS,
+    SHARES_SHOWN,
     SHOWN,
     TEXT,
     Device,
@@ -45,6 +46,10 @@ def reply(*, ranks: int = 2, seconds: int = 0, **readiness: Any) -> pb.StatusRep
         lookups=pb.LookupsStatus(hits=900 + 30 * seconds, misses=100 + 10 * seconds),
         refusals={"pool_full": 5 + seconds},
         tiers=[pb.TierStatus(name="disk", capacity_bytes=1024 * GiB, used_bytes=256 * GiB, blocks=9, read_bytes=GiB)],
+        shares=[
+            pb.ShareStatus(name="chat", used_bytes=16 * GiB, guaranteed_bytes=8 * GiB),
+            pb.ShareStatus(name="batch", used_bytes=GiB, max_bytes=32 * GiB),
+        ],
     )  # fmt: skip
     for number in range(ranks):
         made.ranks.add(
@@ -73,6 +78,7 @@ def test_the_page_and_top_show_the_same_figures() -> None:
     texts += [each[field] for each in page["flow"] for field in ("rate", "total")]
     texts += [page["hits"]["now"], page["hits"]["total"], page["jobs"], f"evicting {page['evicting']}"]
     texts += [each[field] for each in page["tiers"] for field in ("text", "details")]
+    texts += [each[field] for each in page["shares"] for field in ("name", "details")]
     texts += [f"{each['reason']} {each['count']} (+{each['new']})" for each in page["refused"]]
     texts += [str(each[field]) for each in page["engines"] for field in each]
     assert len(texts) > 30
@@ -86,6 +92,14 @@ def test_the_parts_of_the_bar_are_those_of_the_pool() -> None:
     assert shares == {"leased": 0.125, "used": 0.375, "reserved": 0.0156, "quarantined": 0.0}
 
 
+def test_a_share_is_a_part_of_the_pool() -> None:
+    shown = overview(reply(), None, [], [], names=True)["shares"]
+    assert shown == [
+        {"name": "chat", "share": 0.25, "details": "16 GiB used, 8 GiB guaranteed"},
+        {"name": "batch", "share": 0.0156, "details": "1 GiB used, 0 B guaranteed, at most 32 GiB"},
+    ]
+
+
 def test_the_pin_is_shown_while_it_goes_on() -> None:
     readiness = {"state": pb.Readiness.STATE_PINNING, "pool_bytes": 64 * GiB, "pinned_bytes": 16 * GiB}
     shown = overview(reply(**readiness, pin_bytes_per_second=2e9, eta_seconds=24.0), None, [], [], names=True)
@@ -96,7 +110,7 @@ def test_the_pin_is_shown_while_it_goes_on() -> None:
 
 def test_engines_are_counted_but_not_named_to_clients_that_may_not_see_them() -> None:
     shown = overview(reply(), None, [], [Device(GPU, "", 0)], names=False)
-    assert (shown["engines"], shown["attached"], shown["names"]) == ([], 2, False)
+    assert (shown["engines"], shown["attached"], shown["names"], shown["shares"]) == ([], 2, False, [])
     assert "engine-" not in json.dumps(shown)
 
 
@@ -104,8 +118,11 @@ def test_the_answer_is_bounded() -> None:
     many = reply(ranks=500)
     for rank in many.ranks:
         rank.instance, rank.device = "x" * 100_000, "y" * 100_000
+    for _ in range(1000):
+        many.shares.add(name="z" * 64)
     shown = overview(many, None, [(1.0, 1.0)] * HISTORY, [], names=True)
     assert len(shown["engines"]) == SHOWN
+    assert len(shown["shares"]) == SHARES_SHOWN
     assert shown["attached"] == 500
     assert len(shown["engines"][0]["engine"]) == TEXT
     assert len(json.dumps(shown)) < 32 << 10

@@ -10,7 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, tier_bar
-from kvsidecar.protocol.figures import Rates, busiest, copied_so_far, hits_so_far, jobs_now, short_device
+from kvsidecar.protocol.figures import (
+    Rates,
+    busiest,
+    copied_so_far,
+    hits_so_far,
+    jobs_now,
+    share_details,
+    short_device,
+)
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate
 from kvsidecar.types import State
@@ -43,6 +51,9 @@ class Screen:
 
 TIERS_HEIGHT = 20
 """Lines that a terminal must have for those of the tiers."""
+SHARES_HEIGHT = 24
+"""And for those of the shares."""
+SHARES_SHOWN = 4
 
 
 def render(screen: Screen, width: int, height: int) -> RenderableType:
@@ -60,6 +71,8 @@ def render(screen: Screen, width: int, height: int) -> RenderableType:
     parts += [_cut(line) for line in pool_bar(reply.pool, bar).split("\n")]
     for tier in reply.tiers if height >= TIERS_HEIGHT else ():
         parts += [_cut(line) for line in tier_bar(tier, bar).split("\n")]
+    if reply.shares and height >= SHARES_HEIGHT:
+        parts += [_cut(line) for line in _shares(reply.shares)]
     parts.append(Text())
     parts += [_cut(line) for line in _flow(screen, reply, width)]
     if reply.refusals:
@@ -108,6 +121,14 @@ def _pin_bar(readiness: pb.Readiness, width: int) -> Text:
     if readiness.HasField("eta_seconds"):
         text.append(f", {format_duration(readiness.eta_seconds)} left")
     return text
+
+
+def _shares(shares: Sequence[pb.ShareStatus]) -> list[Text]:
+    """One line for each of the largest."""
+    shown = [Text.assemble((each.name, "cyan"), f"  {share_details(each)}") for each in shares[:SHARES_SHOWN]]
+    if more := len(shares) - len(shown):
+        shown.append(Text(f"and {more} with less: kvsidecar status", style="dim"))
+    return [_label("" if number else "Shares").append(line) for number, line in enumerate(shown)]
 
 
 def _flow(screen: Screen, reply: pb.StatusReply, width: int) -> list[Text]:

@@ -49,6 +49,12 @@ function tier(each) {
   return made;
 }
 
+function share(each) {
+  const made = element("div", "tier");
+  made.append(element("b", "", each.name), bar([part("used", each.share)]), element("p", "quiet", each.details));
+  return made;
+}
+
 function device(each) {
   const died = each.deaths ? `, its copier died ${each.deaths}x` : "";
   return element("li", each.down ? "bad" : "", each.name + (each.down ? `: ${each.down}` : ": works") + died);
@@ -106,6 +112,8 @@ function show(told) {
   byId("devices").replaceChildren(...told.devices.map(device));
   byId("tiers-section").hidden = !told.tiers.length;
   byId("tiers").replaceChildren(...told.tiers.map(tier));
+  byId("shares-section").hidden = !told.shares.length;
+  byId("shares").replaceChildren(...told.shares.map(share));
   byId("refused-section").hidden = !told.refused.length;
   byId("refused").replaceChildren(...told.refused.map(refused));
   engines(told);

@@ -102,6 +102,20 @@ def test_a_disk_is_a_bar_or_why_it_is_off() -> None:
     assert "3 failures, 5 GiB may be written now" in shown
 
 
+def test_the_largest_shares_have_a_line_each_if_there_is_room() -> None:
+    now = reply()
+    now.shares.add(name="chat", used_bytes=16 * GiB, guaranteed_bytes=8 * GiB, max_bytes=32 * GiB)
+    for number in range(5):
+        now.shares.add(name=f"share-{number}", used_bytes=GiB)
+    shown = text(screen(now))
+    (first,) = [number for number, line in enumerate(shown) if line.startswith("Shares")]
+    assert shown[first] == "Shares  chat  16 GiB used, 8 GiB guaranteed, at most 32 GiB"
+    assert shown[first + 3] == "        share-2  1 GiB used, 0 B guaranteed"
+    assert shown[first + 4] == "        and 2 with less: kvsidecar status"
+    assert "Shares" not in "\n".join(text(screen(now), height=23))
+    assert "Shares" not in "\n".join(text(screen(reply())))
+
+
 def test_the_bar_of_a_pin_shows_how_far_it_is() -> None:
     now = reply()
     now.readiness.state = pb.Readiness.STATE_PINNING
