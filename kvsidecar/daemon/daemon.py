@@ -111,7 +111,7 @@ class Daemon:
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
-        clock = time.monotonic
+        clock, wall = time.monotonic, time.time() - time.monotonic()
         self._settings = settings
         self._life = life
         self._reloader = None if read_settings is None else Reloader(settings, read_settings, self._apply)
@@ -123,6 +123,7 @@ class Daemon:
         self._stop_pinning = threading.Event()
         self._exit_code = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
+        self._serves_kept = False
         self.epoch = secrets.randbits(ID_BITS) | 1
         self.readiness = life.readiness
         self._metrics = Metrics(backend)
@@ -138,7 +139,7 @@ class Daemon:
                 next_id=lambda: secrets.randbits(ID_BITS) | 1,
                 seed=secrets.randbits(64),
                 records=records,
-                wall=time.time() - time.monotonic(),
+                wall=wall,
             )
 
         self._cache = make_cache(None) if kept is None else kept.fill(make_cache)
@@ -168,7 +169,9 @@ class Daemon:
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
             lambda: self._cache.readable_below is None and self.readiness.read_refusal is None,
         )
-        pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes))
+        kept_pins = None if kept is None else kept.pins
+        self._pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes), kept_pins, wall)
+        self._pins.restore()
         self._lookups = LookupService(
             self._cache,
             self.readiness,
@@ -178,7 +181,7 @@ class Daemon:
             guard=self._guard,
             owners_of=self._instances.tokens_of,
             tiering=tiering,
-            pins=pins,
+            pins=self._pins,
             on_clear=self._watches.forget,
         )
         self._report = Report(
@@ -193,7 +196,7 @@ class Daemon:
             clock=clock,
             tiering=tiering,
             watches=self._watches,
-            pins=pins,
+            pins=self._pins,
         )
         self._metrics.read_gauges_from(self._report.gauges)
         endpoint = life.endpoint
@@ -374,17 +377,31 @@ class Daemon:
             bytes_per_second=progress.bytes_per_second,
             eta_seconds=progress.eta_seconds,
         )
-        first = progress.pinned_bytes > 0 == self._pinned.pinned_bytes
         self._pinned = progress
         _log.debug("pinning", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
-        if first and self._has_kept:
-            place = self._cache.find_place(progress.pinned_bytes)
+        if not self._serves_kept and progress.pinned_bytes and self._has_kept:
+            place = self._place_among_kept(progress)
             if place is None:
-                raise PinFailed("the self-test finds no place among the kept blocks")
+                return
             offset, nbytes = place  # which stays free: stores are declined until the daemon is ready
             await self._self_test([offset], min(SELF_TEST_BYTES, nbytes))
+            self._serves_kept = True
             self.readiness.serve_kept(True)
             _log.info("serving kept blocks", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
+
+    def _place_among_kept(self, progress: PinProgress) -> tuple[int, int] | None:
+        """For the self-test. None: pins hold all of the memory so far, but there is more to come.
+
+        Raises:
+            PinFailed: there is none.
+        """
+        while (place := self._cache.find_place(progress.pinned_bytes)) is None:
+            if progress.pinned_bytes < progress.total_bytes:
+                return None
+            if not (name := self._pins.give_up()):
+                raise PinFailed("the self-test finds no place among the kept blocks")
+            _log.warning("a pin has ended: pins hold the whole pool, and the self-test needs a place", pin=name)
+        return place
 
     async def _end_loads(self) -> None:
         """Begin no more loads, and wait for those that run: chunks that they read are going to be unpinned."""
