@@ -23,6 +23,7 @@ import numpy as np
 
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.copiers import Copier, Copiers
@@ -38,6 +39,7 @@ from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.core.shares import resolve
 from kvsidecar.core.tiering import Tiering, TierPlan
+from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
@@ -134,8 +136,10 @@ class Daemon:
         self._guard = guard
 
         def make_cache(records: Records | None) -> BlockCache:
+            unknown = kept is not None and kept.found.warm
+            freed = Freed(pool.nbytes, unknown=unknown) if settings.zero_freed else None
             return BlockCache(
-                SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
+                SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab(), freed),
                 next_id=lambda: secrets.randbits(ID_BITS) | 1,
                 seed=secrets.randbits(64),
                 records=records,
@@ -151,7 +155,9 @@ class Daemon:
         self._tiers = [plan.tier for plan in tiers]
         for tier in self._tiers:
             tier.on_change = lambda _: self._own()
-        tiering = Tiering(self._cache, tiers, self._metrics, clock) if tiers else None
+        freed = self._cache.freed
+        self._zeroing = None if freed is None else Zeroing(freed, pool, self._metrics)
+        tiering = Tiering(self._cache, tiers, self._metrics, clock, zeroing=self._zeroing) if tiers else None
         self._runner = JobRunner(
             self._cache,
             copiers,
@@ -162,6 +168,7 @@ class Daemon:
             guard=self._guard,
             on_ended=None if self._tracing is None else self._tracing.record,
             tiering=tiering,
+            zeroing=self._zeroing,
         )
         self._watches = Watches(
             self._cache,
@@ -341,6 +348,8 @@ class Daemon:
             raise
         for tier in self._tiers:
             self._tasks.spawn(tier.run(), name=f"tier-{tier.name}")  # nobody waits for it
+        if self._zeroing is not None:
+            self._tasks.spawn(self._zeroing.run(), name="zeroing")
         self._cache.readable_below = None
         self.readiness.become_ready()
         if self._kept is not None:
@@ -431,7 +440,9 @@ class Daemon:
         await copier.live().submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
         window[:] = 0
         await copier.live().submit(SELF_TEST_SESSION, Direction.STORE, parts).ended
-        if not np.array_equal(window, pattern):
+        came_back = np.array_equal(window, pattern)
+        window[:] = 0
+        if not came_back:
             raise DeviceError(f"the self-test copy to {copier.uuid} and back returned different bytes")
 
     def _fail(self, reason: str) -> None:
