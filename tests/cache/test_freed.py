@@ -101,7 +101,7 @@ class FreedMachine(SlotsMachine):
             return
         left = self.memory != 0
         for slot, (_, state) in self.taken.items():
-            if state is not SlotState.QUARANTINED and slot not in self.must_wait:
+            if state is not SlotState.QUARANTINED:  # a store that waits will write over all of its slot
                 left[self.pages_of(slot)] = False
         known = self.freed._pages != 0
         assert not (left & ~known).any(), "freed bytes of which nothing knows"
