@@ -14,6 +14,7 @@ from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
 from kvsidecar.cache.block_table import BlockTable, Outlet, require
 from kvsidecar.cache.expiry import Expiry
+from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.room import SWEEP, Room
@@ -70,6 +71,11 @@ class BlockCache:
         """Number of the request; it becomes ``last_used`` of the blocks that the request uses."""
         self.readable_below: int | None = None
         """Only blocks whose slots all lie below this offset can be looked up and loaded; None: all."""
+
+    @property
+    def freed(self) -> Freed | None:
+        """What is to be zeroed; None: nothing is."""
+        return self._table.slots.freed
 
     # -- shares ------------------------------------------------------------------------------------------------
 
@@ -479,6 +485,7 @@ class BlockCache:
             evicted_blocks=table.evicted_blocks,
             evicted_bytes=table.evicted_bytes,
             expired_blocks=table.expired_blocks,
+            unzeroed_bytes=0 if self.freed is None else self.freed.nbytes + table.cleared_bytes,
         )
 
     def _end_leases(self, leases: list[Lease]) -> list[Lease]:

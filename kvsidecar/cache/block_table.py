@@ -70,6 +70,8 @@ class BlockTable:
         """Tables with many more rows than blocks."""
         self.num_blocks = 0
         self.readable_blocks = 0
+        self.cleared_bytes = 0
+        """Of cleared blocks that nobody uses and `sweep` has not freed yet."""
         self.leased_bytes = 0
         """Bytes of the blocks that leases and loads pin."""
         self.evicted_blocks = 0
@@ -290,6 +292,7 @@ class BlockTable:
             outlet.cleared(space.group)
         blocks.cleared = True
         # Whoever needs these slots sweeps them: nobody pays for them any more.
+        self.cleared_bytes += blocks.evictable_bytes
         self.shares.change(blocks, -blocks.evictable_bytes, -blocks.evictable_bytes)
         if self.records is not None:
             self.records.close_space(blocks.number)
@@ -384,7 +387,9 @@ class BlockTable:
         """
         slots = blocks.held_slots(rows)
         nbytes = self._nbytes(blocks, slots)
-        if not (evictable and blocks.cleared):
+        if evictable and blocks.cleared:
+            self.cleared_bytes -= nbytes
+        else:
             self.shares.change(blocks, -nbytes, -nbytes if evictable else 0)
         if self.records is not None:
             self.records.unseal(self.slots.places(slots))

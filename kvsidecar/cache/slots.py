@@ -14,9 +14,10 @@ import numpy as np
 
 from kvsidecar.cache.allocation_plan import AllocationPlan
 from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, extended, unique_counts
+from kvsidecar.cache.freed import PAGE_BYTES, Freed
 from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
 
-SLOT_ALIGN = 4096
+SLOT_ALIGN = PAGE_BYTES
 """Offsets and sizes of slots are multiples of this many bytes. A page (and a cache line) then holds bytes of one slot
 only, two DMAs never share a line, and sizes that differ by a few bytes share a class."""
 
@@ -58,12 +59,19 @@ class SlotAllocator:
         slab_bytes: size of a slab; a multiple of `SLOT_ALIGN`. Chunks that are pinned in one call must be multiples
             of it, so that no slot straddles two registrations. If the pool is not a multiple, the last slab is shorter.
         numa_of_slab: NUMA node of each slab; None: unknown. Default: all unknown.
+        freed: told of every slot that is freed or given out; None: nothing is zeroed.
 
     Raises:
         ValueError: a size or the length of ``numa_of_slab`` is wrong.
     """
 
-    def __init__(self, pool_bytes: int, slab_bytes: int, numa_of_slab: Sequence[int | None] | None = None) -> None:
+    def __init__(
+        self,
+        pool_bytes: int,
+        slab_bytes: int,
+        numa_of_slab: Sequence[int | None] | None = None,
+        freed: Freed | None = None,
+    ) -> None:
         for name, nbytes in (("pool_bytes", pool_bytes), ("slab_bytes", slab_bytes)):
             if nbytes <= 0 or nbytes % SLOT_ALIGN:
                 raise ValueError(f"{name} is {nbytes}; it must be a positive multiple of {SLOT_ALIGN}")
@@ -73,6 +81,7 @@ class SlotAllocator:
             raise ValueError(f"numa_of_slab has {len(nodes)} entries for {num_slabs} slabs")
         self.total_bytes = pool_bytes
         self.slab_bytes = slab_bytes
+        self.freed = freed
         self.slots_per_slab = slab_bytes // SLOT_ALIGN
         """Most slots that a slab can have."""
         self.wasted_bytes = 0
@@ -234,7 +243,10 @@ class SlotAllocator:
         if missing:
             self.free(np.concatenate(slots) if slots else NO_INTS)
             raise AssertionError("there are fewer free slots than planned")
-        return slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
+        taken = slots[0] if len(slots) == 1 else np.concatenate((NO_INTS, *slots))
+        if self.freed is not None and len(taken):
+            self.freed.take_out(taken, size)
+        return taken
 
     def adopt(self, slots: Ints, sizes: Ints, owners: Ints, ticks: Ints) -> None:
         """Take over slots that an earlier run has sealed: each becomes EVICTABLE. No slab is cut yet.
@@ -257,6 +269,8 @@ class SlotAllocator:
         self._states[at] = _RESERVED
         self._owners[at] = owners
         self._move(slots, _RESERVED, _EVICTABLE)
+        if self.freed is not None and len(slots):
+            self.freed.take_out(slots, self.slabs.size[slabs])
         np.maximum.at(self.slabs.touched, slabs, ticks)
 
     def own(self, slots: Ints, owners: Ints) -> None:
@@ -268,9 +282,11 @@ class SlotAllocator:
 
     def mark_corrupt(self, slots: Ints) -> None:
         """HELD or EVICTABLE to QUARANTINED: their bytes differ from those that were sealed."""
-        _, _, at = self._locate(slots)
+        _, sizes, at = self._locate(slots)
         self.hold(slots[self._states[at] == _EVICTABLE])
         self._move(slots, _HELD, _QUARANTINED)
+        if self.freed is not None and len(slots):
+            self.freed.add(slots, sizes)
 
     def hold(self, slots: Slots) -> None:
         """EVICTABLE to HELD: their blocks are in use."""
@@ -291,12 +307,14 @@ class SlotAllocator:
         if not len(slots):
             return
         if len(slots) == 1 <= FEW:
-            slab, _, at = self._locate_one(as_list(slots)[0])
+            slab, size, at = self._locate_one(as_list(slots)[0])
             source = self._states.item(at)
             if source in _UNOWNED:
                 raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
             self._move_few(slots, source, _FREE)
             self._count_freed(slab, 1, at - self.slabs.first.item(slab))
+            if self.freed is not None:
+                self.freed.add(slots, size)
             return
         ordered = np.sort(np.asarray(slots, np.int64))
         if any_true(ordered[1:] == ordered[:-1]):
@@ -318,6 +336,8 @@ class SlotAllocator:
         for start, end in zip(starts, [*starts[1:], len(slabs)], strict=True):
             at_slab = slabs.item(start)
             self._count_freed(at_slab, end - start, places.item(start) - self.slabs.first.item(at_slab))
+        if self.freed is not None:
+            self.freed.add(ordered, sizes)
 
     def _has_free(self, needs: Mapping[int, int], node: int | None = None) -> bool:
         """Whether the slabs that are already cut have enough free slots, as for nearly every request."""
@@ -413,6 +433,8 @@ class SlotAllocator:
         self._states[at] = _RESERVED
         self._owners[at] = owner[0]
         self._count_taken(slab, 1, index + 1)
+        if self.freed is not None:
+            self.freed.take_out([slabs.start.item(slab) + index * size], size)
         return np.array((slabs.start.item(slab) + index * size,))
 
     def _lowest_free(self, slab: int, wanted: int) -> Ints:

@@ -33,3 +33,5 @@ class CacheStats:
     evicted_bytes: int
     expired_blocks: int = 0
     """Part of ``evicted_blocks``."""
+    unzeroed_bytes: int = 0
+    """Of slots that have been freed and are to be zeroed, those of cleared blocks included that nobody uses."""

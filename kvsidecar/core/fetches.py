@@ -17,6 +17,7 @@ import numpy as np
 from kvsidecar.cache.block import Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.hashes import as_keys
+from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import Refusal, TierFailed
 from kvsidecar.tiers.engine import ReadEnd, ShardSpace
 from kvsidecar.tiers.key_filter import first_words
@@ -140,6 +141,7 @@ class Fetches:
         refused: called with the reason and a number of blocks.
         may_be_cleared: whether the tier may have blocks of a namespace that were cleared.
         chunk_bytes: of one call of an engine, about.
+        zeroing: zeroes what is freed; None: nothing does.
     """
 
     def __init__(
@@ -152,7 +154,9 @@ class Fetches:
         *,
         may_be_cleared: Callable[[Namespace], bool] = lambda _: False,
         chunk_bytes: int = CHUNK_BYTES,
+        zeroing: Zeroing | None = None,
     ) -> None:
+        self._zeroing = zeroing
         self._may_be_cleared, self._chunk_bytes = may_be_cleared, chunk_bytes
         self._cache, self._tier, self._bit, self._clock, self._refused = cache, tier, bit, clock, refused
         self._by_hash: dict[Space, dict[bytes, tuple[Fetch, int]]] = {}
@@ -381,7 +385,17 @@ class Fetches:
         fetch.chunks += 1
         self.waiting_blocks -= count
         self.reading_bytes += chunk.nbytes
-        for part in grant.parts:
+
+        def later() -> None:
+            self._read_parts(chunk, hashes)
+            self._read_more()
+
+        if self._zeroing is None or self._zeroing.may_write(grant, later):
+            self._read_parts(chunk, hashes)
+
+    def _read_parts(self, chunk: _Chunk, hashes: Sequence[bytes]) -> None:
+        fetch, space = chunk.fetch, chunk.fetch.space
+        for part in chunk.grant.parts:
             if not len(part.index):
                 continue  # stored meanwhile, or being stored
             wanted = b"".join([hashes[index] for index in part.index.tolist()])

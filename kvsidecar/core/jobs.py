@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
@@ -21,6 +22,7 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import RankSession, SessionGroup
 from kvsidecar.core.tiering import Tiering
+from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, InvalidRequest, Refusal
 from kvsidecar.support import failpoints
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
@@ -41,6 +43,7 @@ class JobRunner:
         guard: kept awake when a job begins and when it ends.
         on_ended: called with each job when its answer is on its way.
         tiering: blocks that are worth it go to slower tiers; None: there are none.
+        zeroing: zeroes what is freed; None: nothing does.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class JobRunner:
         guard: SleepGuard = NO_GUARD,
         on_ended: Callable[[RankSession, Job], None] | None = None,
         tiering: Tiering | None = None,
+        zeroing: Zeroing | None = None,
     ) -> None:
+        self._zeroing = zeroing
         self._cache = cache
         self._copiers = copiers
         self._readiness = readiness
@@ -166,8 +171,14 @@ class JobRunner:
                 checksums.keep(grant, checks, done.values)
             return _done(reserved, skipped, done)
 
-        self._copy(session, job, parts, checks, copied)
-        return None
+        def go_on() -> JobResult | None:
+            if job.stopped is not None:
+                return _declined(job.stopped)
+            self._copy(session, job, parts, checks, copied)
+            return None
+
+        later = partial(self._step, session, job, go_on)
+        return go_on() if self._zeroing is None or self._zeroing.may_write(grant, later) else None
 
     def _begin_load(self, session: RankSession, job: Job) -> JobResult | None:
         if (refusal := self._readiness.read_refusal) is not None:

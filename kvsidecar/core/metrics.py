@@ -144,6 +144,7 @@ class Metrics:
             "again.",
             ["device"],
         )
+        self.zeroed_bytes = counter("kvsidecar_zeroed_bytes", "Bytes that were zeroed after they were freed.")
         self.lookup_blocks = counter("kvsidecar_lookup_blocks", "Blocks requested by lookups, by result.", ["result"])
         self.spans = counter(
             "kvsidecar_spans",
@@ -291,6 +292,11 @@ class Metrics:
             ("pool_reserved_bytes", "Bytes in reserved slots, which stores are filling.", cache.reserved_bytes),
             ("pool_leased_bytes", "Used bytes that a lease protects from eviction.", cache.leased_bytes),
             ("pool_quarantined_bytes", "Bytes in quarantined slots.", cache.quarantined_bytes),
+            (
+                "pool_unzeroed_bytes",
+                "Bytes that were freed or cleared and are to be zeroed; 0 without --zero-freed.",
+                cache.unzeroed_bytes,
+            ),
             ("blocks", "Readable blocks: all shards are sealed.", cache.readable_blocks),
             ("leases", "Active leases.", cache.leases),
             ("attached_ranks", "Attached engine ranks.", now.attached_ranks),

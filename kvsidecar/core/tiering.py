@@ -11,6 +11,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held
 from kvsidecar.core.metrics import Metrics, TierGauges
 from kvsidecar.core.writes import Writes, queue_share
+from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Namespace
@@ -42,6 +43,7 @@ class Tiering:
         chunk_bytes: of one call of an engine, about.
         queue_bytes: that may wait to be written to all tiers, or are being written; None for a share of the pool.
         soon: makes a call a little later, see `Writes`; None: behind the answers that the event loop has to send.
+        zeroing: zeroes what is freed; None: nothing does.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Tiering:
         chunk_bytes: int = CHUNK_BYTES,
         queue_bytes: int | None = None,
         soon: Callable[[Callable[[], object]], object] | None = None,
+        zeroing: Zeroing | None = None,
     ) -> None:
         all_bytes = queue_share(cache.stats().total_bytes) if queue_bytes is None else queue_bytes
 
@@ -82,6 +85,7 @@ class Tiering:
                 lambda reason, blocks: unfetched[reason].inc(blocks),
                 may_be_cleared=writes.may_bring_back,
                 chunk_bytes=chunk_bytes,
+                zeroing=zeroing,
             )
             return _Behind(tier, writes, fetches)
 

@@ -306,6 +306,11 @@ class Settings(BaseModel):
         Size(percent=10.0),
         description="Most bytes that kvsidecar pin may keep in the pool, as a size or as a percentage of the pool.",
     )
+    zero_freed: Annotated[bool, Shown("on|off", "off")] = Field(
+        False,
+        description="Zero the bytes of a block soon after it is gone: evicted, expired, cleared, or never complete. "
+        "Slots of an earlier daemon that hold no block are zeroed, too.",
+    )
     drain_timeout: Seconds = Field(
         10.0,
         ge=0,

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.copiers import Copier, Copiers
@@ -38,6 +39,7 @@ from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.core.shares import resolve
 from kvsidecar.core.tiering import Tiering, TierPlan
+from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
@@ -111,7 +113,7 @@ class Daemon:
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
-        clock = time.monotonic
+        clock, wall = time.monotonic, time.time() - time.monotonic()
         self._settings = settings
         self._life = life
         self._reloader = None if read_settings is None else Reloader(settings, read_settings, self._apply)
@@ -123,6 +125,7 @@ class Daemon:
         self._stop_pinning = threading.Event()
         self._exit_code = 0
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
+        self._serves_kept = False
         self.epoch = secrets.randbits(ID_BITS) | 1
         self.readiness = life.readiness
         self._metrics = Metrics(backend)
@@ -133,12 +136,14 @@ class Daemon:
         self._guard = guard
 
         def make_cache(records: Records | None) -> BlockCache:
+            unknown = kept is not None and kept.found.warm
+            freed = Freed(pool.nbytes, unknown=unknown) if settings.zero_freed else None
             return BlockCache(
-                SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab()),
+                SlotAllocator(pool.nbytes, slab_bytes, pool.numa_of_slab(), freed),
                 next_id=lambda: secrets.randbits(ID_BITS) | 1,
                 seed=secrets.randbits(64),
                 records=records,
-                wall=time.time() - time.monotonic(),
+                wall=wall,
             )
 
         self._cache = make_cache(None) if kept is None else kept.fill(make_cache)
@@ -150,7 +155,9 @@ class Daemon:
         self._tiers = [plan.tier for plan in tiers]
         for tier in self._tiers:
             tier.on_change = lambda _: self._own()
-        tiering = Tiering(self._cache, tiers, self._metrics, clock) if tiers else None
+        freed = self._cache.freed
+        self._zeroing = None if freed is None else Zeroing(freed, pool, self._metrics)
+        tiering = Tiering(self._cache, tiers, self._metrics, clock, zeroing=self._zeroing) if tiers else None
         self._runner = JobRunner(
             self._cache,
             copiers,
@@ -161,6 +168,7 @@ class Daemon:
             guard=self._guard,
             on_ended=None if self._tracing is None else self._tracing.record,
             tiering=tiering,
+            zeroing=self._zeroing,
         )
         self._watches = Watches(
             self._cache,
@@ -168,7 +176,9 @@ class Daemon:
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
             lambda: self._cache.readable_below is None and self.readiness.read_refusal is None,
         )
-        pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes))
+        kept_pins = None if kept is None else kept.pins
+        self._pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes), kept_pins, wall)
+        self._pins.restore()
         self._lookups = LookupService(
             self._cache,
             self.readiness,
@@ -178,7 +188,7 @@ class Daemon:
             guard=self._guard,
             owners_of=self._instances.tokens_of,
             tiering=tiering,
-            pins=pins,
+            pins=self._pins,
             on_clear=self._watches.forget,
         )
         self._report = Report(
@@ -193,7 +203,7 @@ class Daemon:
             clock=clock,
             tiering=tiering,
             watches=self._watches,
-            pins=pins,
+            pins=self._pins,
         )
         self._metrics.read_gauges_from(self._report.gauges)
         endpoint = life.endpoint
@@ -338,6 +348,8 @@ class Daemon:
             raise
         for tier in self._tiers:
             self._tasks.spawn(tier.run(), name=f"tier-{tier.name}")  # nobody waits for it
+        if self._zeroing is not None:
+            self._tasks.spawn(self._zeroing.run(), name="zeroing")
         self._cache.readable_below = None
         self.readiness.become_ready()
         if self._kept is not None:
@@ -374,17 +386,31 @@ class Daemon:
             bytes_per_second=progress.bytes_per_second,
             eta_seconds=progress.eta_seconds,
         )
-        first = progress.pinned_bytes > 0 == self._pinned.pinned_bytes
         self._pinned = progress
         _log.debug("pinning", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
-        if first and self._has_kept:
-            place = self._cache.find_place(progress.pinned_bytes)
+        if not self._serves_kept and progress.pinned_bytes and self._has_kept:
+            place = self._place_among_kept(progress)
             if place is None:
-                raise PinFailed("the self-test finds no place among the kept blocks")
+                return
             offset, nbytes = place  # which stays free: stores are declined until the daemon is ready
             await self._self_test([offset], min(SELF_TEST_BYTES, nbytes))
+            self._serves_kept = True
             self.readiness.serve_kept(True)
             _log.info("serving kept blocks", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
+
+    def _place_among_kept(self, progress: PinProgress) -> tuple[int, int] | None:
+        """For the self-test. None: pins hold all of the memory so far, but there is more to come.
+
+        Raises:
+            PinFailed: there is none.
+        """
+        while (place := self._cache.find_place(progress.pinned_bytes)) is None:
+            if progress.pinned_bytes < progress.total_bytes:
+                return None
+            if not (name := self._pins.give_up()):
+                raise PinFailed("the self-test finds no place among the kept blocks")
+            _log.warning("a pin has ended: pins hold the whole pool, and the self-test needs a place", pin=name)
+        return place
 
     async def _end_loads(self) -> None:
         """Begin no more loads, and wait for those that run: chunks that they read are going to be unpinned."""
@@ -414,7 +440,9 @@ class Daemon:
         await copier.live().submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
         window[:] = 0
         await copier.live().submit(SELF_TEST_SESSION, Direction.STORE, parts).ended
-        if not np.array_equal(window, pattern):
+        came_back = np.array_equal(window, pattern)
+        window[:] = 0
+        if not came_back:
             raise DeviceError(f"the self-test copy to {copier.uuid} and back returned different bytes")
 
     def _fail(self, reason: str) -> None:

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.errors import KeptRefused, PoolRefused
+from kvsidecar.pool.kept_pins import KeptPins
 from kvsidecar.pool.record_table import Owner, RecordTable, TableFacts, map_table
 from kvsidecar.support import host_memory, log, memory_limits
 from kvsidecar.support.process_ids import ProcessId, Watched, process_id
 
 if TYPE_CHECKING:
+    from kvsidecar.cache.arrays import Words
     from kvsidecar.cache.block_cache import BlockCache
     from kvsidecar.cache.records import Records
     from kvsidecar.daemon.config import Settings
@@ -44,6 +46,8 @@ class KeptPool:
     def __init__(self, carrier: Carrier, pool: HostPool, slab_bytes: int, settings: Settings) -> None:
         self._carrier, self._pool, self._slab_bytes, self._settings = carrier, pool, slab_bytes, settings
         self._table: RecordTable | None = None
+        self.pins: KeptPins | None = None
+        """None: no file could be had."""
         self._began = time.monotonic()
         self.found = WarmStart()
 
@@ -60,25 +64,25 @@ class KeptPool:
                 return
         self._take(*found, reason)
 
-    def _take(self, files: KeptFiles, table: RecordTable, reason: str) -> None:
-        self._table = table
+    def _take(self, files: KeptFiles, table: RecordTable, pins: KeptPins, reason: str) -> None:
+        self._table, self.pins = table, pins
         self._pool.use(files.pool_fd)
         os.close(files.table_fd)  # it is mapped
         self.found = WarmStart(files.carrier, reason)
 
-    async def _find(self) -> tuple[tuple[KeptFiles, RecordTable] | None, str]:
-        """The kept files and their table; or None, and why none can be used."""
+    async def _find(self) -> tuple[tuple[KeptFiles, RecordTable, KeptPins] | None, str]:
+        """The kept files, their table and pins; or None, and why none can be used."""
         files = self._carrier.find()
         if files is None:
             return None, "there is no pool of an earlier daemon"
         try:
-            return (files, await self._open(files)), ""
+            return (files, *await self._open(files)), ""
         except (KeptRefused, OSError) as error:
             _log.warning("the pool of an earlier daemon is not used", carrier=files.carrier, reason=str(error))
             files.close()
             return None, str(error)
 
-    async def _open(self, files: KeptFiles) -> RecordTable:
+    async def _open(self, files: KeptFiles) -> tuple[RecordTable, KeptPins]:
         """Raises KeptRefused, OSError."""
         memory = map_table(files.table_fd)
         with Watched(ProcessId(*owner) for owner in RecordTable.owners(memory)) as owners:
@@ -91,7 +95,9 @@ class KeptPool:
             raise KeptRefused("--cold-start is set")
         if self._carrier.left_by_stranger:
             raise KeptRefused("another daemon has just left it, and the ends of its processes cannot be seen from here")
-        table = RecordTable.open(memory, self._facts(files))
+        facts = self._facts(files)
+        table_words, pin_words = _split(memory, facts)
+        table = RecordTable.open(table_words, facts)
         if (found := os.fstat(files.pool_fd).st_size) != self._pool.nbytes:
             raise KeptRefused(f"its file has {found} bytes instead of {self._pool.nbytes}")
         try:
@@ -101,14 +107,16 @@ class KeptPool:
         if table.starts >= MAX_STARTS:
             raise KeptRefused(f"{table.starts} daemons in a row have ended before they were ready with it")
         table.starts += 1
-        return table
+        return table, KeptPins(pin_words)
 
-    def _create(self) -> tuple[KeptFiles, RecordTable]:
+    def _create(self) -> tuple[KeptFiles, RecordTable, KeptPins]:
         """Raises KeptRefused, OSError, PoolRefused."""
-        facts = TableFacts(self._pool.nbytes, self._slab_bytes, "", "")
-        files = self._carrier.create(self._pool.nbytes, RecordTable.file_bytes(facts), self._pool.check)
+        table_bytes = _table_bytes(TableFacts(self._pool.nbytes, self._slab_bytes, "", ""))
+        files = self._carrier.create(self._pool.nbytes, table_bytes, self._pool.check)
         try:
-            return files, RecordTable.create(map_table(files.table_fd), self._facts(files))
+            facts = self._facts(files)
+            table_words, pin_words = _split(map_table(files.table_fd), facts)
+            return files, RecordTable.create(table_words, facts), KeptPins(pin_words)
         except BaseException:
             files.close()
             raise
@@ -156,3 +164,14 @@ class KeptPool:
 
 def _huge_page_bytes(files: KeptFiles) -> int:
     return host_memory.huge_page_bytes(files.pool_fd) or 0
+
+
+def _table_bytes(facts: TableFacts) -> int:
+    """Of the file: the table, then the pins."""
+    return RecordTable.file_bytes(facts) + KeptPins.file_bytes(facts.pool_bytes)
+
+
+def _split(memory: Words, facts: TableFacts) -> tuple[Words, Words]:
+    """The words of the table and of the pins. Of a file of another size, all are the table's, which is refused then."""
+    at = RecordTable.file_bytes(facts) if memory.nbytes == _table_bytes(facts) else memory.nbytes
+    return memory[: at // 8], memory[at // 8 :]

@@ -90,6 +90,7 @@ def pool_details(pool: pb.PoolStatus) -> list[str]:
     details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
     details += [f"{format_size(pool.reserved_bytes)} reserved"] if pool.reserved_bytes else []
     details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
+    details += [f"{format_size(pool.unzeroed_bytes)} to be zeroed"] if pool.unzeroed_bytes else []
     details += [f"{pool.page_kind} pages"] if pool.page_kind else []
     details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []
     lines = [", ".join(details)]

@@ -167,6 +167,7 @@ class Report:
                 reserved_bytes=cache.reserved_bytes,
                 leased_bytes=cache.leased_bytes,
                 quarantined_bytes=cache.quarantined_bytes,
+                unzeroed_bytes=cache.unzeroed_bytes,
                 blocks=cache.readable_blocks,
                 leases=cache.leases,
                 evicted_blocks=cache.evicted_blocks,

@@ -174,5 +174,9 @@ def bind(address: int, nbytes: int, node: int) -> None:
     _check(_libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(0)) == 0)
 
 
+def zero(address: int, nbytes: int) -> None:
+    ctypes.memset(address, 0, nbytes)
+
+
 def as_array(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -139,7 +139,7 @@ class SidecarServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """For admins: keeps blocks in the pool until Unpin, their expiry or a restart, within the limit of the daemon's option
+        """For admins: keeps blocks in the pool until Unpin, or their expiry, within the limit of the daemon's option
         pin_max. A pin of the same name is replaced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -294,6 +294,12 @@ def _check_gauges(cache: BlockCache, leased: Counter[Row]) -> None:
     assert table.readable_blocks == readable, f"{readable} blocks are readable, not {table.readable_blocks}"
     leased_bytes = sum(table.tables[number].space.block_bytes for number, _ in leased)
     assert table.leased_bytes == leased_bytes, f"leased bytes are {leased_bytes}, not {table.leased_bytes}"
+    cleared = sum(
+        blocks.bytes_of(np.flatnonzero(blocks.evictable[: blocks.rows_used]))
+        for blocks in table.tables.values()
+        if blocks.cleared
+    )
+    assert table.cleared_bytes == cleared, f"cleared bytes are {cleared}, not {table.cleared_bytes}"
     stats = cache.stats()
     parts = stats.used_bytes + stats.free_bytes + stats.reserved_bytes + stats.quarantined_bytes + stats.wasted_bytes
     assert parts == stats.total_bytes, f"the gauges add up to {parts} of {stats.total_bytes} bytes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -20,6 +21,7 @@ from kvsidecar.core.fetches import (
     Held,
     shard_space,
 )
+from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.tiers.policy import FetchRefusal
 from kvsidecar.tiers.tier import Tier
 from tests.cache.support import PAGE, keys, new_cache, open_space, readable, store
@@ -31,7 +33,7 @@ BIT = 1
 class Bench:
     """A pool of 8 pages, and a tier that reads two blocks a call."""
 
-    def __init__(self, shards: tuple[int, ...] = (1,)) -> None:
+    def __init__(self, shards: tuple[int, ...] = (1,), zeroing: object = None) -> None:
         self.now = 0.0
         self.cache = new_cache(8)
         self.space = open_space(self.cache, shards=shards)
@@ -44,6 +46,7 @@ class Bench:
             lambda: self.now,
             lambda reason, blocks: self.refused.append((reason, blocks)),
             chunk_bytes=2 * PAGE,
+            zeroing=cast("Zeroing | None", zeroing),
         )
 
     def keep(self, *names: int, space: Space | None = None) -> None:
@@ -321,3 +324,49 @@ def test_what_is_worth_it_together_is_fetched_though_one_group_alone_would_not_b
     assert too_slow == NOTHING
     assert bench.refused == [(FetchRefusal.SLOWER, 1)] * 2
     assert not bench.tier.finds, "it was not even asked"
+
+
+# -- slots that are being zeroed -------------------------------------------------------------------------------------
+
+
+class ZeroingSome:
+    """Zeroes the slots of the first grant, until the test says that it is done."""
+
+    def __init__(self) -> None:
+        self.later: list[Callable[[], object]] = []
+
+    def may_write(self, grant: StoreGrant, later: Callable[[], object]) -> bool:
+        if not self.later:
+            self.later.append(later)
+            return False
+        return True
+
+
+def test_a_chunk_whose_slots_are_being_zeroed_is_read_when_that_is_over() -> None:
+    zeroing = ZeroingSome()
+    bench = Bench(zeroing=zeroing)
+    bench.keep(*range(6))
+    bench.ask(*range(6))
+    bench.find()
+    assert len(bench.tier.reads) == 2, "the others do not wait"
+    bench.read()
+    assert readable(bench.cache, bench.space, *range(6)) == [False] * 2 + [True] * 4
+    (later,) = zeroing.later
+    later()
+    bench.read()
+    assert readable(bench.cache, bench.space, *range(6)) == [True] * 6
+    assert (bench.fetches.reading_bytes, bench.fetches.waiting_blocks, bench.refused) == (0, 0, [])
+
+
+def test_a_tier_that_fails_while_a_chunk_waits_gives_its_slots_back() -> None:
+    zeroing = ZeroingSome()
+    bench = Bench(zeroing=zeroing)
+    bench.keep(1)
+    bench.ask(1)
+    bench.find()
+    bench.tier.off = "it died"
+    (later,) = zeroing.later
+    later()
+    assert bench.cache.stats().reserved_bytes == 0
+    assert (bench.fetches.reading_bytes, bench.fetches.waiting_blocks) == (0, 0)
+    assert bench.refused[-1][0] is FetchRefusal.FAILED

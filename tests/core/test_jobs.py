@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import cast
 
 import numpy as np
 import pytest
 
+from kvsidecar.cache.block import StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.link import Imported
@@ -21,6 +23,7 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import RankRegistration
 from kvsidecar.core.sessions import Peer, RankSession, SessionGroup
+from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import Refusal
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
@@ -56,7 +59,7 @@ class Guard(SleepGuard):
 class World:
     """A cache of four slots, one session with one group, and a copier in the test's hands."""
 
-    def __init__(self, verify: Verify = Verify.ALWAYS) -> None:
+    def __init__(self, verify: Verify = Verify.ALWAYS, zeroing: object = None) -> None:
         self.cache = BlockCache(SlotAllocator(SLOTS * SLOT, SLOTS * SLOT))
         self.copiers = PacedCopiers()
         self.copier = self.copiers.by_uuid["host"]
@@ -72,7 +75,7 @@ class World:
         self.answers: list[JobResult] = []
         self.runner = JobRunner(
             self.cache, self.copiers, self.readiness, self.metrics, lambda: 0.0,
-            checksums=Checksums(verify, self.cache), guard=self.guard,
+            checksums=Checksums(verify, self.cache), guard=self.guard, zeroing=cast("Zeroing | None", zeroing),
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
@@ -516,3 +519,45 @@ async def test_who_waits_for_loads_waits_for_those_that_run_and_for_no_store(wor
     assert not store.done()
     await world.ends(Direction.STORE, 2)
     await store
+
+
+# -- slots that are being zeroed -------------------------------------------------------------------------------------
+
+
+class ZeroingAll:
+    """Zeroes every slot, until the test says that it is done."""
+
+    def __init__(self) -> None:
+        self.later: list[Callable[[], object]] = []
+
+    def may_write(self, grant: StoreGrant, later: Callable[[], object]) -> bool:
+        self.later.append(later)
+        return False
+
+
+async def test_a_store_is_copied_when_its_slots_are_zeroed() -> None:
+    zeroing = ZeroingAll()
+    world = World(zeroing=zeroing)
+    job = world.job(Direction.STORE, "a")
+    await asyncio.sleep(0)
+    assert world.runner.num_running == 1
+    assert not world.answers
+    (later,) = zeroing.later
+    assert not world.copier.held[Direction.STORE].copies
+    later()
+    await world.ends(Direction.STORE)
+    assert (await job).outcome is Outcome.DONE
+    assert world.cache.stats().readable_blocks == 1
+
+
+async def test_a_store_that_is_stopped_before_its_slots_are_zeroed_is_never_copied() -> None:
+    zeroing = ZeroingAll()
+    world = World(zeroing=zeroing)
+    job = world.start(Direction.STORE, "a")
+    job.cancel(Refusal.DEADLINE)
+    assert not world.answers, "its slots are still being zeroed"
+    (later,) = zeroing.later
+    later()
+    assert [(answer.outcome, answer.reason) for answer in world.answers] == [(Outcome.DECLINED, Refusal.DEADLINE)]
+    stats = world.cache.stats()
+    assert (stats.free_bytes, stats.reserved_bytes) == (SLOTS * SLOT, 0)

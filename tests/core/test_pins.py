@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.pins import Pins
+from kvsidecar.core.pins import MAX_SECONDS, Pin, Pins
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import InvalidRequest, LimitExceeded, Unavailable
+from kvsidecar.pool.kept_pins import KeptPins
+from tests.cache.cuts import recorded_cache, words_for
 from tests.cache.integrity import check_integrity
 from tests.cache.support import PAGE, keys, names_readable, namespace, new_cache, open_space, store
 
@@ -126,3 +130,170 @@ def test_the_number_of_pins_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(LimitExceeded, match="there are 1 pins"):
         world.pin("b", 1)
     world.pin("a", 1)
+
+
+# -- across restarts -------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """The runs of one daemon: what outlives each, and the present one. It is always ``wall`` on the wall clock."""
+
+    def __init__(self) -> None:
+        self.records = np.zeros(words_for(8, 8), np.uint64)
+        self.kept = np.zeros(KeptPins.file_bytes(8 * PAGE) // 8, np.uint64)
+        self.wall = 1_000_000.0
+        self.started = self.wall
+        self.cache = recorded_cache(self.records, 8, 8)
+        self.space = open_space(self.cache)
+        store(self.cache, self.space, *range(6))
+        self.restart()
+
+    def restart(self, most: int = 8, seconds: float = 0.0) -> None:
+        """The next run begins so long after this one; its monotonic clock begins at 0."""
+        self.wall += seconds
+        self.started = self.wall
+        self.cache = recorded_cache(self.records, 8, 8)
+        self.space = open_space(self.cache)
+        kept = KeptPins(self.kept)
+        self.pins = Pins(self.cache, lambda: self.wall - self.started, most * PAGE, kept, self.started)
+        self.pins.restore()
+        check_integrity(self.cache)
+
+    def pin(self, name: str, *names: int, seconds: float = 100.0) -> None:
+        self.pins.pin(name, "uid 0", namespace(), [(self.space, keys(*names))], seconds)
+
+    def expire(self) -> None:
+        self.pins.expired(self.cache.expire(self.wall - self.started))
+
+    def names(self) -> list[str]:
+        return sorted(pin.name for pin in self.pins)
+
+    def left_after_a_flood(self) -> list[int | str]:
+        for name in range(100, 120):
+            store(self.cache, self.space, name)
+        return names_readable(self.cache, self.space, *range(6))
+
+
+def test_pins_outlive_a_restart_with_all_that_they_say() -> None:
+    runs = Runs()
+    runs.pin("a", 0, 1)
+    runs.pin("b", 1, 2)
+    before = {pin.name: pin for pin in runs.pins}
+    for _ in range(2):
+        runs.restart(seconds=10)
+        assert [(pin.name, pin.owner, pin.namespace, pin.blocks, pin.nbytes) for pin in sorted_by_name(runs.pins)] == [
+            (name, pin.owner, pin.namespace, pin.blocks, pin.nbytes) for name, pin in before.items()
+        ]
+    assert runs.left_after_a_flood() == [0, 1, 2]
+    assert runs.pins.unpin("a")
+    runs.restart()
+    assert runs.names() == ["b"]
+    assert runs.left_after_a_flood() == [1, 2]
+
+
+def sorted_by_name(pins: Pins) -> list[Pin]:
+    return sorted(pins, key=lambda pin: pin.name)
+
+
+def test_no_number_of_restarts_lengthens_a_pin() -> None:
+    runs = Runs()
+    runs.wall += 50
+    runs.pin("a", 0, seconds=100)
+    for _ in range(4):
+        runs.restart(seconds=24)
+        runs.expire()
+        assert runs.names() == ["a"]
+    runs.wall += 3.9
+    runs.expire()
+    assert runs.names() == ["a"]
+    runs.wall += 0.1
+    runs.expire()
+    assert runs.names() == []
+    assert KeptPins(runs.kept).find() == [], "its room is not given back"
+
+
+def test_a_pin_that_expired_while_there_was_no_daemon_is_gone() -> None:
+    runs = Runs()
+    runs.pin("a", 0, seconds=100)
+    runs.restart(seconds=100)
+    assert (runs.names(), runs.left_after_a_flood()) == ([], [])
+    assert KeptPins(runs.kept).find() == []
+
+
+def test_a_clock_that_was_set_back_makes_no_pin_longer_than_one_may_be() -> None:
+    runs = Runs()
+    runs.pin("a", 0, seconds=100)
+    runs.restart(seconds=-900_000)
+    (pin,) = runs.pins
+    assert pin.expires_at <= MAX_SECONDS
+
+
+def test_a_pin_is_kept_for_those_of_its_blocks_that_are_still_there() -> None:
+    runs = Runs()
+    runs.pin("a", 0, 1, 2)
+    runs.pin("b", 3)
+    runs.cache.clear_blocks(runs.space, keys(1, 3))
+    runs.restart()
+    assert [(pin.name, pin.blocks, pin.nbytes) for pin in runs.pins] == [("a", 2, 2 * PAGE)]
+    store(runs.cache, runs.space, 1)
+    runs.restart()
+    assert [(pin.name, pin.blocks) for pin in runs.pins] == [("a", 2)], "it grows again"
+    assert runs.left_after_a_flood() == [0, 2]
+
+
+def test_a_cleared_or_replaced_pin_stays_so() -> None:
+    runs = Runs()
+    runs.pin("a", 0)
+    runs.pin("a", 1, 2, seconds=50)
+    runs.pin("c", 3)
+    runs.restart()
+    assert [(pin.name, pin.blocks, pin.expires_at) for pin in sorted_by_name(runs.pins)] == [
+        ("a", 2, 50),
+        ("c", 1, 100),
+    ]
+    runs.pins.clear(namespace())
+    runs.restart()
+    assert runs.names() == []
+
+
+def test_pins_that_exceed_a_lower_limit_end() -> None:
+    runs = Runs()
+    runs.pin("a", 0, 1)
+    runs.pin("b", 2, 3)
+    runs.restart(most=3)
+    assert len(runs.names()) == 1
+    runs.restart(most=8)
+    assert len(runs.names()) == 1
+
+
+def test_pins_that_take_what_is_guaranteed_to_others_now_end() -> None:
+    runs = Runs()
+    runs.pin("a", 0, 1)
+    cache = recorded_cache(runs.records, 8, 8)
+    cache.set_shares([ShareLimits("other", lambda _: False, 7 * PAGE, None)])
+    pins = Pins(cache, lambda: 0.0, 8 * PAGE, KeptPins(runs.kept), runs.wall)
+    pins.restore()
+    assert list(pins) == []
+    assert cache.stats().leases == 0
+
+
+def test_no_room_for_the_hashes_is_a_refusal_that_changes_nothing() -> None:
+    runs = Runs()
+    small = KeptPins(np.zeros(4608 + 512, np.uint64))
+    pins = Pins(runs.cache, lambda: 0.0, 8 * PAGE, small)
+    pins.pin("a", "uid 0", namespace(), [(runs.space, keys(0))], 1)
+    with pytest.raises(LimitExceeded, match="no room for the hashes of 1 more blocks"):
+        pins.pin("b", "uid 0", namespace(), [(runs.space, keys(1))], 1)
+    assert [pin.name for pin in pins] == ["a"]
+    assert runs.cache.stats().leases == 1
+
+
+def test_memory_that_is_needed_ends_the_smallest_pin() -> None:
+    runs = Runs()
+    runs.pin("a", 0, 1)
+    runs.pin("b", 2)
+    assert runs.pins.give_up() == "b"
+    assert runs.pins.give_up() == "a"
+    assert runs.pins.give_up() == ""
+    runs.restart()
+    assert runs.names() == []

@@ -57,6 +57,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "device": ("host", "host"),
     "devices": ("host-1, host", ("host-1", "host")),
     "pin_max": ("5%", Size(percent=5.0)),
+    "zero_freed": ("on", True),
     "pool_size": ("75%", Size(percent=75.0)),
     "slab_size": ("16MiB", 16 * MiB),
     "chunk_size": ("256MiB", 256 * MiB),

@@ -28,6 +28,8 @@ NOT_ON_A_PANEL = {
     "kvsidecar_serves_kept_blocks": "of the seconds before a warm start is ready, which the log says",
     "kvsidecar_log_lines_lost": "the log says it, when it can",
     "kvsidecar_malformed_traceparents": "an engine's mistake, and of tracing alone",
+    "kvsidecar_pool_unzeroed_bytes": "for a question: is all zeroed that was cleared",
+    "kvsidecar_zeroed_bytes": "for a question that a panel raises",
     "kvsidecar_tier_blocks": "the bytes are on a panel",
     "kvsidecar_tier_evicted_blocks": "for a question that a panel raises",
     "kvsidecar_tier_copied_blocks": "the bytes are on a panel",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cli.test_main import run
-from tests.harness import NAMESPACE, DaemonProcess, Rank, done, hashes
+from tests.e2e.test_readiness import CHUNKS
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 
 
 def test_an_operator_pins_a_prompt(daemon: DaemonProcess, tmp_path: Path) -> None:
@@ -45,4 +46,101 @@ def test_more_than_pin_max_is_refused(short_dir: Path, tmp_path: Path) -> None:
         refused = run("pin", "prompt", *where)
         assert refused.returncode == 69
         assert "24 KiB more would be pinned; others have 0 B of the 16 KiB" in refused.stderr
+        rank.close()
+
+
+def pin_blocks(daemon: DaemonProcess, file: Path, name: str, *blocks: str, seconds: int = 600) -> None:
+    file.write_text("\n".join(each.hex() for each in hashes(*blocks)))
+    where = ("--namespace", NAMESPACE.model, "--hashes", str(file), "--socket", daemon.socket)
+    assert run("pin", name, *where, "--seconds", str(seconds)).returncode == 0
+
+
+def seconds_left(daemon: DaemonProcess) -> dict[str, float]:
+    with daemon.client() as client:
+        return {pin.name: pin.seconds_left for pin in client.status().pins}
+
+
+def test_pins_outlive_kills_and_stops_with_the_cache(short_dir: Path, pool_dir: Path, tmp_path: Path) -> None:
+    flags = ("--pool-dir", str(pool_dir))
+    with DaemonProcess(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store("a", "b", "c"))
+        pin_blocks(daemon, tmp_path / "hashes", "prompt", "a", "b")
+        pin_blocks(daemon, tmp_path / "hashes", "other", "c")
+        assert run("unpin", "other", "--socket", daemon.socket).returncode == 0
+        first = seconds_left(daemon)["prompt"]
+        rank.close()
+        daemon.process.kill()
+        daemon.process.wait(SECONDS)
+    for stop in (True, False):
+        with DaemonProcess(short_dir, *flags) as daemon:
+            rank = Rank(daemon.wait_ready())
+            shown = run("pins", "--socket", daemon.socket).stdout
+            assert "prompt" in shown
+            assert "other" not in shown
+            assert "24 KiB" in shown
+            left = seconds_left(daemon)["prompt"]
+            assert 0 < left < first, "a restart has lengthened it"
+            first = left
+            (line,) = [line for line in daemon.log if line["event"] == "pins of an earlier daemon"]
+            assert (line["kept"], line["lost"]) == (["prompt"], {})
+            for number in range(100):
+                done(rank.store(number, at=[0]))
+            assert (rank.hits("a", "b"), rank.hits("c")) == (2, 0)
+            done(rank.load("a", "b", at=[1, 2]))
+            assert rank.holds(1, "a")
+            assert rank.holds(2, "b")
+            rank.close()
+            if stop:
+                assert daemon.terminate() == 0
+            else:
+                daemon.process.kill()
+                daemon.process.wait(SECONDS)
+    with DaemonProcess(short_dir, *flags, "--cold-start", "on") as daemon:
+        daemon.wait_ready()
+        assert seconds_left(daemon) == {}
+
+
+def test_pins_of_the_whole_pool_do_not_keep_a_daemon_from_starting(
+    short_dir: Path, pool_dir: Path, tmp_path: Path
+) -> None:
+    """The self-test needs a place, in which no kept block lies."""
+    flags = ("--pool-dir", str(pool_dir), "--pin-max", "100%")
+    names = [f"{number}" for number in range(85)]
+    with DaemonProcess(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready(), groups=layout(num_blocks=100))
+        done(rank.store(*names))
+        pin_blocks(daemon, tmp_path / "hashes", "large", *names[:80])
+        pin_blocks(daemon, tmp_path / "hashes", "small", *names[80:])
+        rank.close()
+        daemon.process.kill()
+        daemon.process.wait(SECONDS)
+    with DaemonProcess(short_dir, *flags) as daemon:
+        line = daemon.wait_log("a pin has ended: pins hold the whole pool, and the self-test needs a place")
+        assert line["pin"] == "small"
+        rank = Rank(daemon.wait_ready(), groups=layout(num_blocks=100))
+        assert set(seconds_left(daemon)) == {"large"}
+        assert rank.hits(*names[:80]) == 80
+        done(rank.load(*names[:80], at=list(range(80))))
+        assert all(rank.holds(block_id, name) for block_id, name in enumerate(names[:80]))
+        rank.close()
+
+
+def test_a_chunk_full_of_pinned_blocks_is_served_behind_the_next_one(
+    short_dir: Path, pool_dir: Path, tmp_path: Path
+) -> None:
+    flags = (*CHUNKS, "--pool-dir", str(pool_dir), "--pin-max", "100%")
+    names = [f"{number}" for number in range(15)]
+    with DaemonProcess(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready(), groups=layout(num_blocks=100))
+        done(rank.store(*names))
+        pin_blocks(daemon, tmp_path / "hashes", "prompt", *names)
+        rank.close()
+        daemon.process.kill()
+        daemon.process.wait(SECONDS)
+    with DaemonProcess(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready(), groups=layout(num_blocks=100))
+        assert set(seconds_left(daemon)) == {"prompt"}
+        done(rank.load(*names, at=list(range(15))))
+        assert all(rank.holds(block_id, name) for block_id, name in enumerate(names))
         rank.close()

@@ -21,7 +21,7 @@ from kvsidecar.support import failpoints
 from kvsidecar.support.failpoints import FailpointError, hit
 from tests.e2e.test_disk import disk_daemon, evict_all, fetched, keep_on_disk
 from tests.failpoints import active
-from tests.harness import Gate, Rank
+from tests.harness import Gate, Rank, eventually
 
 
 @pytest.fixture(autouse=True)
@@ -222,11 +222,13 @@ def test_some_test_goes_wrong_at_every_point() -> None:
 
 def test_an_engines_ordinary_day_passes_every_point(short_dir: Path) -> None:
     everywhere = ";".join(f"{name}=delay(0)" for name in failpoints.KNOWN)
-    with disk_daemon(short_dir, "--verify", "always", KVSIDECAR_FAILPOINTS=everywhere) as daemon:
+    with disk_daemon(short_dir, "--verify", "always", "--zero-freed", "on", KVSIDECAR_FAILPOINTS=everywhere) as daemon:
         rank = Rank(daemon.wait_ready())
         keep_on_disk(daemon, rank, "a")
         evict_all(rank)
         assert fetched(rank, "a").groups[0].hits == 1
+        rank.client.clear(rank.namespace)
+        eventually(lambda: daemon.metric("kvsidecar_zeroed_bytes_total") > 0)
         rank.close()
         assert daemon.terminate() == 0
         daemon.wait_log("stopped")
