@@ -14,7 +14,7 @@ from kvsidecar.client.session import Session
 from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, JobDone
 from kvsidecar.client.waiting import Monitor
-from kvsidecar.types import Direction
+from kvsidecar.types import Direction, Priority
 
 
 class Jobs:
@@ -39,6 +39,7 @@ class Jobs:
         seconds: float | None,
         traceparent: str | None,
         ttl: float | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> int:
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
@@ -55,6 +56,7 @@ class Jobs:
                 job.deadline = time.monotonic() + seconds
             if ttl is not None:
                 job.ttl_seconds = math.ceil(ttl)
+            job.priority = Priority(priority)
             if traceparent:
                 job.traceparent = traceparent.encode(errors="replace")
             self._ledger.add(job)

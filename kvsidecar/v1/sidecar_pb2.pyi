@@ -7,6 +7,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_NORMAL: _ClassVar[Priority]
+    PRIORITY_LOW: _ClassVar[Priority]
+    PRIORITY_HIGH: _ClassVar[Priority]
+PRIORITY_NORMAL: Priority
+PRIORITY_LOW: Priority
+PRIORITY_HIGH: Priority
+
 class Namespace(_message.Message):
     __slots__ = ("model", "dtype", "kv_layout", "block_size", "tp_size", "pp_size", "hash_algorithm", "hash_bytes", "extra")
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -154,20 +163,22 @@ class Blocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., notes: _Optional[bytes] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds")
+    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds", "priority")
     JOB_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     job: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
     event: int
     deadline_ms: int
     traceparent: bytes
     ttl_seconds: int
-    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("job", "lease", "blocks", "deadline_ms", "traceparent")

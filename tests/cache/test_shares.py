@@ -184,7 +184,9 @@ def test_an_eviction_looks_at_few_of_ten_thousand_namespaces(monkeypatch: pytest
     seen: list[int] = []
     original = type(spaces[0].blocks).oldest_use
     monkeypatch.setattr(
-        type(spaces[0].blocks), "oldest_use", lambda blocks: (seen.append(blocks.number), original(blocks))[1]
+        type(spaces[0].blocks),
+        "oldest_use",
+        lambda blocks, *args: (seen.append(blocks.number), original(blocks, *args))[1],
     )
     for name in range(200, 600):
         begin(cache, spaces[-1], keys(name))
