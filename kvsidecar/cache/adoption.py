@@ -171,7 +171,7 @@ def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Wo
         blocks.recycle(gone)
     np.maximum.at(blocks.expires, rows, (contents[:, SIZE] >> np.uint64(32)).astype(np.uint32))
     blocks.expires[(blocks.missing > 0).nonzero()[0]] = 0
-    priority = (contents[:, SIZE] >> np.uint64(PRIORITY_BITS)).astype(np.uint8) & 3
+    priority = (contents[:, SIZE] >> np.uint64(PRIORITY_BITS) & np.uint64(3)).astype(np.uint8)
     priority[priority > max(Priority)] = Priority.NORMAL
     blocks.set_priority(rows, priority)
     blocks.next_expiry = int(min(blocks.expires[blocks.expires > 0], default=0))

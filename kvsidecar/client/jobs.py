@@ -45,6 +45,7 @@ class Jobs:
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
         if ttl is not None and not 0 < ttl < 1 << 32:
             raise ValueError(f"ttl is {ttl}; it must be a positive number of seconds, or None")
+        priority = Priority(priority)
         number = self._ledger.next_number()
         with self._monitor.lock:
             session = self._supervisor.session
@@ -56,7 +57,7 @@ class Jobs:
                 job.deadline = time.monotonic() + seconds
             if ttl is not None:
                 job.ttl_seconds = math.ceil(ttl)
-            job.priority = Priority(priority)
+            job.priority = priority
             if traceparent:
                 job.traceparent = traceparent.encode(errors="replace")
             self._ledger.add(job)

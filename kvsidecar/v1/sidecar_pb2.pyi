@@ -7,15 +7,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    PRIORITY_NORMAL: _ClassVar[Priority]
-    PRIORITY_LOW: _ClassVar[Priority]
-    PRIORITY_HIGH: _ClassVar[Priority]
-PRIORITY_NORMAL: Priority
-PRIORITY_LOW: Priority
-PRIORITY_HIGH: Priority
-
 class Namespace(_message.Message):
     __slots__ = ("model", "dtype", "kv_layout", "block_size", "tp_size", "pp_size", "hash_algorithm", "hash_bytes", "extra")
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +155,14 @@ class Blocks(_message.Message):
 
 class Store(_message.Message):
     __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds", "priority")
+    class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PRIORITY_NORMAL: _ClassVar[Store.Priority]
+        PRIORITY_LOW: _ClassVar[Store.Priority]
+        PRIORITY_HIGH: _ClassVar[Store.Priority]
+    PRIORITY_NORMAL: Store.Priority
+    PRIORITY_LOW: Store.Priority
+    PRIORITY_HIGH: Store.Priority
     JOB_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
@@ -177,8 +176,8 @@ class Store(_message.Message):
     deadline_ms: int
     traceparent: bytes
     ttl_seconds: int
-    priority: Priority
-    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+    priority: Store.Priority
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ..., priority: _Optional[_Union[Store.Priority, str]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("job", "lease", "blocks", "deadline_ms", "traceparent")
