@@ -183,7 +183,8 @@ def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
 class Selection:
     """The blocks of one store, from all groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: Priority = Priority.NORMAL) -> None:
+        self.priority = priority
         self._parts: dict[int, list[Chosen]] = {}
         self.count = 0
         self.traceparent: str | None = None

@@ -68,7 +68,6 @@ class _Store:
     """Ranks that have not reported yet."""
     begun: tuple[float, int]
     """Monotonic seconds and step number when it was sent to the ranks."""
-    priority: Priority = Priority.NORMAL
     failed: bool = False
     retry: bool = True
     """Whether to store its blocks later if it fails."""
@@ -416,7 +415,7 @@ class Stores:
         return planned
 
     def _planned_as(self, priority: Priority) -> Selection:
-        return self._planned.setdefault(priority, Selection())
+        return self._planned.setdefault(priority, Selection(priority))
 
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
         """Record which requests the chosen blocks belong to, for the trace and the KV events."""
@@ -442,17 +441,17 @@ class Stores:
         if not self._planned:
             return ()
         planned, self._planned = self._planned, {}
-        return tuple(self._job(each, priority) for priority, each in planned.items() if each.count)
+        return tuple(self._job(each) for each in planned.values() if each.count)
 
-    def _job(self, planned: Selection, priority: Priority) -> StoreJob:
+    def _job(self, planned: Selection) -> StoreJob:
         number, blocks = next(self._numbers), planned.packed()
         if self._noted and self._events is not None:
             events = self._events
             blocks = tuple(replace(each, notes=events.notes(each.group, each.split())) for each in blocks)
-        self._running[number] = _Store(planned, blocks, self._world_size, (self._now, self._step), priority)
+        self._running[number] = _Store(planned, blocks, self._world_size, (self._now, self._step))
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
-        return StoreJob(number, blocks, planned.traceparent, priority)
+        return StoreJob(number, blocks, planned.traceparent, planned.priority)
 
     def take_report(self, report: RankReport) -> None:
         for number, count in report.stored.items():
@@ -463,7 +462,7 @@ class Stores:
             store.ranks -= count
             if store.ranks <= 0:
                 del self._running[number]
-                self._end(store.selection, store.blocks, store.failed, store.retry, store.priority)
+                self._end(store.selection, store.blocks, store.failed, store.retry)
 
     def reset(self) -> None:
         """Drop the planned blocks and the backlog, and do not retry the running stores."""
@@ -476,14 +475,7 @@ class Stores:
             if self._events is not None:
                 self._events.not_stored(part.group, part.split())
 
-    def _end(
-        self,
-        selection: Selection,
-        blocks: Sequence[GroupBlocks],
-        failed: bool,
-        retry: bool,
-        priority: Priority = Priority.NORMAL,
-    ) -> None:
+    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, retry: bool) -> None:
         assert self._pool is not None
         self._held -= len(selection)
         self._pool.free_blocks(selection.in_order_of_eviction())
@@ -499,6 +491,6 @@ class Stores:
             tags = tags_of(each.group, each.hashes, len(each))
             self._stored_filter.discard(tags)
             if retry:
-                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags, priority))
+                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags, selection.priority))
             elif self._events is not None:
                 self._events.not_stored(each.group, each.split())
