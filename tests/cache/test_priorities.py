@@ -193,6 +193,26 @@ def test_low_blocks_do_not_shield_the_others_of_their_share() -> None:
     assert names_readable(cache, a, *range(4), "low") == [1, 2, 3]
 
 
+def test_a_low_block_does_not_stand_in_the_way_of_a_guarantee() -> None:
+    """Of a's pages two are borrowed, and b is entitled to them: the large block's, which are enough, rather than the low
+    one's, beside which the large one cannot go."""
+    cache = new_cache(6)
+    large, small, b = open_space(cache, "a large", shards=(1, 1)), open_space(cache, "a small"), open_space(cache, "b")
+    store(cache, large, "large")
+    store_as(cache, small, LOW, "low")
+    cache.set_shares(
+        [
+            ShareLimits("a", lambda space: space.model.startswith("a"), PAGE),
+            ShareLimits("b", lambda space: space.model == "b", 5 * PAGE),
+        ]
+    )
+    fill_as(cache, b, NORMAL, range(3))
+    store(cache, b, 3, 4)
+    assert names_readable(cache, b, *range(5)) == list(range(5)), "b has evicted its own"
+    assert (names_readable(cache, large, "large"), names_readable(cache, small, "low")) == ([], ["low"])
+    check_integrity(cache)
+
+
 def test_a_share_at_its_maximum_evicts_its_low_blocks_first() -> None:
     cache = new_cache(8)
     cache.set_shares([ShareLimits("m", lambda _: True, most=3 * PAGE)])
