@@ -21,7 +21,7 @@ epoch               random number of one daemon run
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import Enum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 
 PROTOCOL = 2
 """Version of the wire protocol. A client with another version is refused at Attach."""
@@ -48,6 +48,21 @@ class Direction(StrEnum):
     """Device to host (D2H)."""
     LOAD = "load"
     """Host to device (H2D)."""
+
+
+class Priority(IntEnum):
+    """How long the blocks of a store are worth keeping, compared with others of their share. The numbers are those on
+    the wire and in the records."""
+
+    NORMAL = 0
+    LOW = 1
+    """They go before others."""
+    HIGH = 2
+    """They go after others."""
+
+
+EVICTION_ORDER = (Priority.LOW, Priority.NORMAL, Priority.HIGH)
+"""Which blocks of a share go first."""
 
 
 class State(StrEnum):

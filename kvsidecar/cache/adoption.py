@@ -16,9 +16,21 @@ import numpy as np
 from kvsidecar.cache.arrays import Bools, Ints, Words, all_true, any_true
 from kvsidecar.cache.block import NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.block_table import BlockTable, create_unknown, require
-from kvsidecar.cache.records import COMMIT, HASH, ORDER_BITS, SIZE, SLOT, TABLE, USED, Records, SpaceEntry
+from kvsidecar.cache.records import (
+    COMMIT,
+    HASH,
+    ORDER_BITS,
+    PRIORITY_BITS,
+    SIZE,
+    SIZE_MASK,
+    SLOT,
+    TABLE,
+    USED,
+    Records,
+    SpaceEntry,
+)
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
-from kvsidecar.types import HASH_BYTES_MAX
+from kvsidecar.types import HASH_BYTES_MAX, Priority
 
 
 @dataclass(slots=True)
@@ -94,7 +106,7 @@ class _Sealed:
 
 def size_classes(contents: Words) -> Words:
     """Size class in bytes of each of these records."""
-    sizes: Words = (contents[:, SIZE] & np.uint64(0xFFFFFFFF)) * np.uint64(SLOT_ALIGN)
+    sizes: Words = (contents[:, SIZE] & np.uint64(SIZE_MASK)) * np.uint64(SLOT_ALIGN)
     return sizes
 
 
@@ -159,6 +171,9 @@ def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Wo
         blocks.recycle(gone)
     np.maximum.at(blocks.expires, rows, (contents[:, SIZE] >> np.uint64(32)).astype(np.uint32))
     blocks.expires[(blocks.missing > 0).nonzero()[0]] = 0
+    priority = (contents[:, SIZE] >> np.uint64(PRIORITY_BITS) & np.uint64(3)).astype(np.uint8)
+    priority[priority > max(Priority)] = Priority.NORMAL
+    blocks.set_priority(rows, priority)
     blocks.next_expiry = int(min(blocks.expires[blocks.expires > 0], default=0))
     used = np.zeros(blocks.rows_used, np.uint64)
     np.maximum.at(used, rows, contents[:, USED])
@@ -185,7 +200,7 @@ def _make_evictable(table: BlockTable, records: Records, found: Iterable[_Found]
         last_used = np.searchsorted(distinct, used >> np.uint64(ORDER_BITS)) + 1
         blocks.last_used[rows] = last_used
         blocks.evictable[rows] = True
-        blocks.policy.insert(rows)
+        blocks.insert(rows)
         blocks.readable = len(rows)
         blocks.used_bytes = blocks.evictable_bytes = len(rows) * blocks.space.block_bytes
         report.kept_blocks += len(rows)

@@ -17,6 +17,7 @@ Slots = Ints | list[int]
 Words = npt.NDArray[np.uint64]
 """Block hashes, [n, words]: each padded with zeros to a multiple of eight bytes."""
 Bools = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
 
 NO_INTS: Ints = np.empty(0, np.int64)
 _ZERO: Ints = np.zeros(1, np.int64)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Words, any_true, as_list, extended
+from kvsidecar.cache.arrays import FEW, NO_INTS, Bytes, Ints, Words, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import LruPolicy
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.slots import size_class
-from kvsidecar.types import Namespace
+from kvsidecar.types import EVICTION_ORDER, Namespace, Priority
 
 NO_SLOT = -1
 """This shard is not stored."""
@@ -27,7 +27,19 @@ SLOTS_BYTES = 1 << 32
 SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
-COLUMNS = ("slots", "missing", "pins", "evictable", "last_used", "expires", "marks", "detached", "tiers", "_freed_rows")
+COLUMNS = (
+    "slots",
+    "missing",
+    "pins",
+    "evictable",
+    "last_used",
+    "expires",
+    "priority",
+    "marks",
+    "detached",
+    "tiers",
+    "_freed_rows",
+)
 
 
 class SpaceBlocks:
@@ -64,6 +76,9 @@ class SpaceBlocks:
     def _start_empty(self) -> None:
         # One row though there is no block: a lookup of many hashes also reads the columns at row -1.
         self.policy = LruPolicy(1)
+        """The evictable blocks of normal priority."""
+        self._ranked: dict[Priority, LruPolicy] = {}
+        """Those of all priorities, once a block had another one than normal: until then they cost nothing."""
         self.index = BlockIndex(self.space.namespace.hash_bytes, 1, self._seed)
         """The blocks that can be found, readable or not."""
         self.slots = np.zeros((self.space.num_shards, 1), np.int64)
@@ -78,6 +93,8 @@ class SpaceBlocks:
         """Tick of the last use that has ended. The eviction policy has its blocks in this order."""
         self.expires = np.zeros(1, np.uint32)
         """Second from which on it is a miss; 0: never."""
+        self.priority = np.zeros(1, np.uint8)
+        """`Priority`, from the store that created the block."""
         self.marks = np.zeros(1, np.uint8)
         """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
@@ -109,8 +126,53 @@ class SpaceBlocks:
         self.missing[rows] = self.space.num_shards
         self.tiers[rows] = 0
         self.expires[rows] = 0
+        if self._ranked:
+            self.priority[rows] = Priority.NORMAL
         self.index.add(keys, rows)
         return rows
+
+    def set_priority(self, rows: Ints, priority: Priority | Bytes) -> None:
+        """Set the priorities of blocks that are not evictable yet."""
+        if not self._ranked and np.any(priority):
+            capacity = len(self.pins)
+            self._ranked = {each: LruPolicy(capacity) for each in (Priority.LOW, Priority.HIGH)}
+            self._ranked[Priority.NORMAL] = self.policy
+        self.priority[rows] = priority
+
+    @property
+    def priorities(self) -> Sequence[Priority]:
+        """Those that its blocks may have."""
+        return EVICTION_ORDER if self._ranked else (Priority.NORMAL,)
+
+    def priorities_of(self, rows: Ints) -> Bytes | None:
+        """The priorities of these blocks; None: all are normal."""
+        return self.priority[rows] if self._ranked else None
+
+    def insert(self, rows: Ints) -> None:
+        """Add blocks to the eviction order, as `LruPolicy.insert`."""
+        if not self._ranked:
+            self.policy.insert(rows)
+            return
+        for priority, policy in self._ranked.items():
+            mine = rows[self.priority[rows] == priority]
+            if len(mine):
+                policy.insert(mine)
+                self.space.share.orders[priority].add(self)
+
+    def remove(self, rows: Ints) -> None:
+        """Remove blocks from the eviction order."""
+        if not self._ranked:
+            self.policy.remove(rows)
+            return
+        for priority, policy in self._ranked.items():
+            mine = rows[self.priority[rows] == priority]
+            if len(mine):
+                policy.remove(mine)
+
+    def candidates(self, priority: Priority = Priority.NORMAL) -> Iterator[Ints]:
+        """The evictable blocks of one priority, least recently used first, in pieces."""
+        policy = self._ranked.get(priority) if self._ranked else self.policy if not priority else None
+        return iter(()) if policy is None else policy.candidates()
 
     def recycle(self, rows: Ints) -> None:
         """Make the rows of deleted blocks available again."""
@@ -141,18 +203,20 @@ class SpaceBlocks:
         Returns:
             The slots of the blocks and their new owners; None, with nothing changed, if a block is pinned.
         """
-        rows = np.concatenate((NO_INTS, *self.policy.candidates()))
+        rows = np.concatenate((NO_INTS, *(piece for each in self.priorities for piece in self.candidates(each))))
         if len(rows) < len(self):
             return None
         kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used", "tiers", "expires")}
+        priority = self.priority[rows]
         keys = self.index.keys_of(rows)
         self.rebuilds += 1
         self.free_memory()
         new = self.create(keys)
         for name, values in kept.items():
             getattr(self, name)[..., new] = values
+        self.set_priority(new, priority)
         self.evictable[new] = True
-        self.policy.insert(new)
+        self.insert(new)
         held = kept["slots"] >= 0
         return kept["slots"][held], np.broadcast_to(self.owners(new), held.shape)[held]
 
@@ -166,7 +230,8 @@ class SpaceBlocks:
             # With many shards, a huge page for each would be mostly empty.
             setattr(self, name, extended(column, length, huge=column.ndim == 1 or len(column) == 1))
         self.index.reserve(length)
-        self.policy.reserve(length)
+        for policy in self._ranked.values() or (self.policy,):
+            policy.reserve(length)
 
     def unpin(self, rows: Ints) -> Ints:
         """Remove one pin of each of these blocks. Returns the blocks that are no longer pinned."""
@@ -186,11 +251,11 @@ class SpaceBlocks:
         slots: Ints = self.slots[:, rows].ravel()
         return slots[slots >= 0]
 
-    def oldest_use(self) -> int | None:
-        """Tick of the last use of the block that would be evicted first; None if none can be."""
+    def oldest_use(self, priority: Priority = Priority.NORMAL) -> int | None:
+        """Tick of the last use of the block of this priority that would be evicted first; None if none can be."""
         if not self.evictable_bytes:
             return None
-        oldest = next(self.policy.candidates(), NO_INTS)
+        oldest = next(self.candidates(priority), NO_INTS)
         return self.last_used.item(oldest[0]) if len(oldest) else None
 
     def bytes_of_each(self, rows: Ints) -> Ints:

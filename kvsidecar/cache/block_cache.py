@@ -5,6 +5,7 @@ Not thread-safe: the daemon calls it from its event loop only. Times are seconds
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ from kvsidecar.cache.shares import Share, ShareLimits, Shares
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.cache.stats import CacheStats
 from kvsidecar.errors import InvalidRequest, Refusal
-from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.types import LookupMode, Namespace, Priority
 
 Hashes = Sequence[bytes] | bytes
 """Block hashes, or all of them concatenated, as they arrive over the wire: splitting and joining 4096 of them takes as
@@ -177,7 +178,11 @@ class BlockCache:
     # -- store -------------------------------------------------------------------------------------------------
 
     def begin_store(
-        self, parts: Sequence[ShardPart], node: int | None = None, ttl: float = 0.0
+        self,
+        parts: Sequence[ShardPart],
+        node: int | None = None,
+        ttl: float = 0.0,
+        priority: Priority = Priority.NORMAL,
     ) -> StoreGrant | Refusal:
         """Reserve a slot for every block whose shard is neither sealed nor being filled.
 
@@ -188,6 +193,7 @@ class BlockCache:
             parts: what to store; may contain a hash twice.
             node: NUMA node to prefer.
             ttl: seconds from its end after which the blocks that it stores expire; 0: when their share's do.
+            priority: of the blocks that are new.
 
         Raises:
             InvalidRequest: no rank with this shard has attached.
@@ -201,6 +207,8 @@ class BlockCache:
         for (space, shard, _), part_keys in zip(parts, keys, strict=True):
             self._expiry.drop(space.blocks, part_keys)
             part, present = table.claim(space, shard, part_keys)
+            if priority is not Priority.NORMAL:
+                part.blocks.set_priority(part.created, priority)
             grant.parts.append(part)
             grant.present += present
             grant.in_flight += len(part_keys) - present - len(part.index)
@@ -536,7 +544,7 @@ class BlockCache:
 
 def _oldest_below(blocks: SpaceBlocks, below: int) -> Chain | None:
     """The evictable block of this table that was used least recently, of those with a slot below this offset."""
-    for rows in () if blocks.cleared else blocks.policy.candidates():
+    for rows in () if blocks.cleared else itertools.chain.from_iterable(map(blocks.candidates, blocks.priorities)):
         slots = blocks.slots[:, rows]
         there = rows[((slots >= 0) & (slots < below)).any(axis=0)]
         if len(there):

@@ -195,7 +195,17 @@ class BlockTable:
         blocks, rows = part.blocks, part.rows
         if self.records is not None:
             words, places = blocks.index.words_of(rows), self.slots.places(part.slots)
-            self.records.seal(blocks.number, part.shard, part.slot_size, part.slots, words, places, tick, expires)
+            self.records.seal(
+                blocks.number,
+                part.shard,
+                part.slot_size,
+                part.slots,
+                words,
+                places,
+                tick,
+                expires,
+                blocks.priorities_of(rows),
+            )
         blocks.slots[part.shard, rows] = part.slots
         blocks.missing[rows] -= 1
         if blocks.space.num_shards > 1:
@@ -247,8 +257,8 @@ class BlockTable:
             blocks.last_used[rows] = tick
             rows = rows[blocks.evictable[rows]]
             rows = rows[first_of_each(rows)][::-1]
-            blocks.policy.remove(rows)
-            blocks.policy.insert(rows)
+            blocks.remove(rows)
+            blocks.insert(rows)
             slots = blocks.held_slots(rows)
             self.slots.touch(slots, tick)
             if self.records is not None:
@@ -261,7 +271,7 @@ class BlockTable:
         blocks, rows = chain.blocks, chain.rows
         require(all_true(blocks.evictable[rows]), "a block was chosen for eviction that is in use")
         self._detach(blocks, rows)
-        blocks.policy.remove(rows)
+        blocks.remove(rows)
         nbytes = self._free(blocks, rows, evictable=True)
         self.evicted_blocks += len(rows)
         self.evicted_bytes += nbytes
@@ -327,7 +337,7 @@ class BlockTable:
         """Make evictable blocks not evictable."""
         if len(rows):
             blocks.evictable[rows] = False
-            blocks.policy.remove(rows)
+            blocks.remove(rows)
             slots = blocks.held_slots(rows)
             self.slots.hold(slots)
             self.shares.change(blocks, 0, -self._nbytes(blocks, slots))
@@ -356,7 +366,7 @@ class BlockTable:
     def _mark_evictable(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState) -> None:
         blocks.evictable[rows] = True
         blocks.last_used[rows] = tick
-        blocks.policy.insert(rows)
+        blocks.insert(rows)
         slots = blocks.held_slots(rows)
         self.slots.mark_evictable(slots, tick, slots_are)
         self.shares.change(blocks, 0, self._nbytes(blocks, slots))

@@ -10,6 +10,10 @@ the node would never get more than its first slab.
 
 A block is evicted as a whole, with its slots in other slabs and classes. A later victim may therefore provide what an
 earlier one was chosen for. At the end the plan takes back the victims that turned out to be unnecessary, newest first.
+
+Priorities order the blocks within a share. How much each share gives is decided by age alone, as if all blocks had the
+same priority; then each share gives as much of its blocks of the lowest priority. So a share cannot hold what it has
+borrowed by giving its blocks a high priority: it pays for them with its other blocks. A slab goes by its age alone.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints
 from kvsidecar.cache.block import Chain, SpaceBlocks
-from kvsidecar.cache.shares import Budget, Share, Shares
+from kvsidecar.cache.shares import Budget, Share, Shares, TableOrder
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.types import EVICTION_ORDER, Priority
 
 REQUESTED, VICTIM = 1, 2
 """Values of `SpaceBlocks.marks` during planning."""
@@ -34,6 +39,9 @@ AHEAD_SLOTS = 256
 store of as many; to evict eight times as many takes little longer (measured)."""
 AHEAD_SHARE = 64
 """No more than this part of the pool is freed ahead: that much of the cache is empty at worst."""
+
+Queue = tuple[SpaceBlocks, Priority]
+"""The blocks of one priority of a table."""
 
 
 def choose_victims(
@@ -107,10 +115,55 @@ def _oldest(
 ) -> list[Chain]:
     """The oldest blocks of these shares that provide ``missing`` slots of a class, or bytes if there is none, or all of
     them; none used after ``until``. It looks at the tables that have some of the oldest blocks, and few more."""
-    tables: list[SpaceBlocks] = []
+    shares = list(shares)
+    ranked = [share for share in shares if share.ranked]
+    if ranked == shares and len(shares) == 1:
+        return _lowest_first(shares[0], size, missing, until, budget)[0]
+    found, _ = _by_age(
+        [order for share in shares for order in share.orders.values() if order], size, missing, until, budget
+    )
+    for share in ranked:
+        given = [chain for chain in found if chain.blocks.space.share is share]
+        amount = sum([int(_provided(chain, size).sum()) for chain in given])
+        instead, left = _lowest_first(share, size, amount, None, budget)
+        if left <= 0:  # else blocks of several sizes stand in the way
+            found = [chain for chain in found if chain.blocks.space.share is not share] + instead
+    return found
+
+
+def _lowest_first(
+    share: Share, size: int | None, missing: int, until: int | None, budget: Budget | None
+) -> tuple[list[Chain], int]:
+    """`_by_age` of one share, blocks of a lower priority first. When slabs are asked as well (``until``), all blocks of
+    a low priority go before any slab, and all slabs before blocks of a high one."""
+    found: list[Chain] = []
+    for priority, order in share.orders.items():
+        if missing <= 0 or (until is not None and priority is Priority.HIGH):
+            break
+        if order:
+            limit = None if priority is Priority.LOW else until
+            chains, missing = _by_age([order], size, missing, limit, _less(budget, found))
+            found += chains
+    return found, missing
+
+
+def _less(budget: Budget | None, taken: Iterable[Chain]) -> Budget | None:
+    """What is left of a budget when these blocks are evicted."""
+    return (
+        None
+        if budget is None
+        else budget.without((each.blocks.space.share, each.blocks.bytes_of(each.rows)) for each in taken)
+    )
+
+
+def _by_age(
+    orders: Iterable[TableOrder], size: int | None, missing: int, until: int | None, budget: Budget | None
+) -> tuple[list[Chain], int]:
+    """The oldest blocks of these orders, as `_oldest`, and what is missing still."""
+    tables: list[Queue] = []
     with ExitStack() as streams:
-        orders = [streams.enter_context(closing(share.order.oldest_first())) for share in shares]
-        for tick, _, blocks in merge(*orders):
+        streams_of = [streams.enter_context(closing(order.oldest_first())) for order in orders]
+        for tick, _, priority, blocks in merge(*streams_of):
             if until is not None and tick > until:
                 break
             if size is not None and size not in blocks.space.slot_sizes:
@@ -118,16 +171,17 @@ def _oldest(
             if len(tables).bit_count() == 1:  # not each time: it visits all of them
                 found, left = _oldest_in(tables, size, missing, tick - 1, budget)
                 if left <= 0:
-                    return found
-            tables.append(blocks)
-    return _oldest_in(tables, size, missing, until, budget)[0]
+                    return found, left
+            tables.append((blocks, priority))
+    return _oldest_in(tables, size, missing, until, budget)
 
 
 def _oldest_in(
-    tables: Iterable[SpaceBlocks], size: int | None, missing: int, until: int | None, budget: Budget | None
+    tables: Iterable[Queue], size: int | None, missing: int, until: int | None, budget: Budget | None
 ) -> tuple[list[Chain], int]:
     """`_oldest` of these tables, and what is missing still."""
-    found = [_candidates(blocks, size, missing, until) for blocks in sorted(tables, key=lambda blocks: blocks.number)]
+    ordered = sorted(tables, key=lambda table: (table[0].number, table[1]))
+    found = [_candidates(blocks, priority, size, missing, until) for blocks, priority in ordered]
     found = [each for each in found if len(each[1])]
     queues = [queue for queue, _ in found]
     if (
@@ -158,14 +212,16 @@ def _oldest_in(
     return [chain for chain in chains if len(chain.rows)], missing
 
 
-def _candidates(blocks: SpaceBlocks, size: int | None, missing: int, until: int | None) -> tuple[Chain, Ints]:
-    """`_oldest` of one table, and what each of these blocks provides."""
+def _candidates(
+    blocks: SpaceBlocks, priority: Priority, size: int | None, missing: int, until: int | None
+) -> tuple[Chain, Ints]:
+    """`_by_age` of the blocks of one table with this priority, and what each of these blocks provides."""
     pieces: list[Ints] = []
     given: list[Ints] = []
     one_shard = blocks.space.num_shards == 1
     each = 1 if size is not None else blocks.space.slot_sizes[0]
     """What a block of one shard provides."""
-    for piece in blocks.policy.candidates():
+    for piece in blocks.candidates(priority):
         rows = piece[blocks.marks[piece] == 0]
         if until is not None:
             rows = rows[blocks.last_used[rows] <= until]
@@ -196,6 +252,11 @@ def _provided(chain: Chain, size: int | None) -> Ints:
     shards = [shard for shard, slot_size in enumerate(blocks.space.slot_sizes) if slot_size == size]
     gives: Ints = (blocks.slots[np.array(shards)[:, None], chain.rows] >= 0).sum(axis=0)
     return gives
+
+
+def _rank_of(queue: Chain) -> int:
+    """How late the blocks of a queue go: their place in `EVICTION_ORDER`."""
+    return EVICTION_ORDER.index(Priority(queue.blocks.priority.item(queue.rows[0]))) if len(queue.rows) else 0
 
 
 def oldest_first(queues: Sequence[Chain]) -> list[tuple[int, int]]:
@@ -292,8 +353,15 @@ class _EvictionPlan:
         unmet = self._allocation.unmet()
         if unmet is None:
             return []
-        victims, _ = _candidates(blocks, unmet.size, unmet.missing, None)
-        return [victims] if len(victims.rows) == unmet.missing else None
+        victims, missing = [], unmet.missing
+        for priority in blocks.priorities:
+            chain, _ = _candidates(blocks, priority, unmet.size, missing, None)
+            missing -= len(chain.rows)
+            if len(chain.rows):
+                victims.append(chain)
+            if not missing:
+                return victims
+        return None
 
     def chosen(self) -> list[Chain]:
         """All chosen blocks, including those that were taken back."""
@@ -359,6 +427,9 @@ class _EvictionPlan:
         if surplus is not None:  # only one class is needed: a block with more slots than the surplus is required
             chains = [Chain(chain.blocks, chain.rows[_provided(chain, size) <= surplus]) for chain in chains]
         order = oldest_first(chains)[::-1] if any(len(chain.rows) for chain in chains) else []
+        if len({chain.blocks.priority.item(chain.rows[0]) for chain in chains if len(chain.rows)}) > 1:
+            ranks = [_rank_of(chain) for chain in chains]
+            order.sort(key=lambda each: -ranks[each[0]])
         return [[Chain(chains[queue].blocks, chains[queue].rows[at : at + 1])] for queue, at in order]
 
     def _owners(self, slab: int) -> list[Chain]:

@@ -17,7 +17,7 @@ from kvsidecar.cache.arrays import Bools, Ints, any_true
 from kvsidecar.cache.block import Chain, SpaceBlocks, StoreGrant
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.block_table import BlockTable
-from kvsidecar.cache.shares import Share
+from kvsidecar.cache.shares import Share, TableOrder
 
 SCAN = 1 << 16
 """Rows of a table to look at in one step: less than a millisecond."""
@@ -138,7 +138,12 @@ class Expiry:
 
     def collect(self, limit: int) -> bool:
         """Evict expired blocks: about ``limit`` at most. False if there are no more at present."""
-        return self._collect_timed() or any(self._collect_idle(share, limit) for share in self._table.shares.idling)
+        return self._collect_timed() or any(
+            self._collect_idle(share, order, limit)
+            for share in self._table.shares.idling
+            for order in share.orders.values()
+            if order
+        )
 
     def _collect_timed(self) -> bool:
         if self._scan is None:
@@ -171,13 +176,13 @@ class Expiry:
         self._evict(blocks, gone)
         return True
 
-    def _collect_idle(self, share: Share, limit: int) -> bool:
-        order = share.order.oldest_first()
-        tick, _, blocks = next(order, (share.idle_tick + 1, 0, None))
-        order.close()
+    def _collect_idle(self, share: Share, order: TableOrder, limit: int) -> bool:
+        oldest_first = order.oldest_first()
+        tick, _, _, blocks = next(oldest_first, (share.idle_tick + 1, 0, order.priority, None))
+        oldest_first.close()
         if blocks is None or tick > share.idle_tick:
             return False
-        rows = next(blocks.policy.candidates())[:limit]
+        rows = next(blocks.candidates(order.priority))[:limit]
         self._evict(blocks, rows[blocks.last_used[rows] <= share.idle_tick])
         return True
 

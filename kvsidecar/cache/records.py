@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, Bools, Ints, Slots, Words, as_list
+from kvsidecar.cache.arrays import FEW, Bools, Bytes, Ints, Slots, Words, as_list
 from kvsidecar.cache.slots import SLOT_ALIGN
 from kvsidecar.types import HASH_BYTES_MAX, Namespace
 
@@ -42,8 +42,8 @@ TABLE = 1
 SLOT = 2
 """Byte offset in the pool."""
 SIZE = 3
-"""Size class of the slot in units of `SLOT_ALIGN`; in the high 32 bits the second from which on its block is a miss, or
-0."""
+"""Size class of the slot in units of `SLOT_ALIGN`; in bits 30 and 31 the priority of its block; in the high 32 bits the
+second from which on the block is a miss, or 0."""
 HASH = 4
 """Block hash, padded with zeros to `HASH_BYTES_MAX`."""
 DIGEST = 12
@@ -55,6 +55,8 @@ USED = 15
 RECORD_WORDS = 16
 
 ORDER_BITS = 16
+PRIORITY_BITS = 30
+SIZE_MASK = (1 << PRIORITY_BITS) - 1
 SPACES = 1024
 PAGE_WORDS = 512
 """A space entry is a page: CRC of its commit word and the rest, number, length, JSON. Its commit word is elsewhere: to
@@ -160,6 +162,7 @@ class Records:
         places: Slots,
         tick: int,
         expires: int = 0,
+        priorities: Bytes | None = None,
     ) -> None:
         """Record that these slots are whole, and were used at ``tick``.
 
@@ -169,6 +172,7 @@ class Records:
             words: their block hashes, in prefix order.
             places: of their records.
             expires: second from which on their blocks are misses; 0: never.
+            priorities: of their blocks; None: all are normal.
         """
         commit = self._next_commit()
         table = number << 32 | shard
@@ -176,6 +180,8 @@ class Records:
         size_word = size // SLOT_ALIGN | expires << 32
         if len(places) == 1 <= FEW:
             (place,) = as_list(places)
+            if priorities is not None:
+                size_word |= priorities.item() << PRIORITY_BITS
             packed = _DIGESTED.pack(commit, table, slots.item(), size_word, words.tobytes())
             digest = sum(map(mul, _FACTORS, _LANES.unpack(packed))) & MASK
             self._slabs[place // self.slots_per_slab] = slab_word
@@ -187,6 +193,8 @@ class Records:
         body[:, TABLE - 1] = table
         body[:, SLOT - 1] = slots
         body[:, SIZE - 1] = size_word
+        if priorities is not None:
+            body[:, SIZE - 1] |= priorities.astype(np.uint64) << np.uint64(PRIORITY_BITS)
         body[:, HASH - 1 : HASH - 1 + words.shape[1]] = words
         digests = _digest(body[:, : HASH - 1 + words.shape[1]], TABLE)
         body[:, DIGEST - 1] = digests + _digest(np.array([[commit]], np.uint64), COMMIT)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from typing import Any, Protocol
 
-from kvsidecar.types import UNASSIGNED, Namespace
+from kvsidecar.types import EVICTION_ORDER, UNASSIGNED, Namespace, Priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +55,46 @@ class Table(Protocol):
 
     @property
     def space(self) -> PayingSpace: ...
-    def oldest_use(self) -> int | None: ...
+    @property
+    def priorities(self) -> Sequence[Priority]: ...
+    def oldest_use(self, priority: Priority = ...) -> int | None: ...
 
 
 class TableOrder:
-    """The tables of a share that have evictable blocks, by the last use of the oldest of these.
+    """The tables of a share that have evictable blocks of one priority, by the last use of the oldest of these.
 
     A heap whose ticks are put right when they are looked at: the oldest block of a table only ever gets younger. So a
     use of a block costs nothing here, and an eviction looks at as many tables as it takes blocks from, and one more.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Any]] = []
-        """Tick that is not later than the last use of the table's oldest block, its number, table."""
+    def __init__(self, priority: Priority = Priority.NORMAL) -> None:
+        self.priority = priority
+        self._heap: list[tuple[int, int, Priority, Any]] = []
+        """Tick that is not later than the last use of the table's oldest block, its number, the priority, table."""
         self._listed: set[int] = set()
 
     def add(self, blocks: Table) -> None:
         if blocks.number not in self._listed:
             self._listed.add(blocks.number)
-            heappush(self._heap, (0, blocks.number, blocks))
+            heappush(self._heap, (0, blocks.number, self.priority, blocks))
 
-    def oldest_first(self) -> Generator[tuple[int, int, Any]]:
-        """Tick of the oldest block, number, table. Nothing may change until the iterator is closed."""
+    def __bool__(self) -> bool:
+        """Whether there may be any."""
+        return bool(self._heap)
+
+    def oldest_first(self) -> Generator[tuple[int, int, Priority, Any]]:
+        """Tick of the oldest block, number, priority, table. Nothing may change until the iterator is closed."""
         heap = self._heap
-        seen: list[tuple[int, int, Any]] = []
+        seen: list[tuple[int, int, Priority, Any]] = []
         try:
             while heap:
-                tick, number, blocks = heap[0]
-                oldest = blocks.oldest_use()
+                tick, number, priority, blocks = heap[0]
+                oldest = blocks.oldest_use(priority)
                 if oldest is None:
                     heappop(heap)
                     self._listed.discard(number)
                 elif oldest > tick:
-                    heapreplace(heap, (oldest, number, blocks))
+                    heapreplace(heap, (oldest, number, priority, blocks))
                 else:
                     seen.append(heappop(heap))
                     yield seen[-1]
@@ -114,11 +121,19 @@ class Share:
     weight: int = 1
     idle_tick: int = 0
     """Blocks that were last used at this tick or before have expired."""
-    order: TableOrder = field(default_factory=TableOrder)
+    orders: dict[Priority, TableOrder] = field(
+        default_factory=lambda: {priority: TableOrder(priority) for priority in EVICTION_ORDER}
+    )
+    """In the order in which blocks go."""
 
     @property
     def busy(self) -> int:
         return self.used - self.evictable
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it has blocks whose priority is not normal."""
+        return bool(self.orders[Priority.LOW] or self.orders[Priority.HIGH])
 
     @property
     def over(self) -> int:
@@ -161,7 +176,7 @@ class Shares:
     def change(self, blocks: Table, used: int, evictable: int) -> None:
         """Account for slots of this table, by the change of the bytes that it uses, and that could be evicted."""
         if evictable > 0 and not blocks.evictable_bytes:
-            blocks.space.share.order.add(blocks)
+            blocks.space.share.orders[Priority.NORMAL].add(blocks)
         blocks.used_bytes += used
         blocks.evictable_bytes += evictable
         if self.limited:
@@ -174,7 +189,8 @@ class Shares:
             if self.limited:
                 self._change(share, blocks.used_bytes, blocks.evictable_bytes)
             if blocks.evictable_bytes:
-                share.order.add(blocks)
+                for priority in blocks.priorities:
+                    share.orders[priority].add(blocks)
 
     def pin_room(self, share: Share, capacity: int) -> int:
         """Bytes that this share may still pin or fill without taking what is guaranteed to others.
@@ -213,6 +229,14 @@ class Budget:
         incoming = self._incoming.get(share, 0)
         allowed = share.used if self._own and incoming else share.used + incoming - share.guaranteed
         return max(0, allowed - self._taken.get(share, 0))
+
+    def without(self, taken: Iterable[tuple[Share, int]]) -> Budget:
+        """What is left when these bytes are evicted as well."""
+        rest = Budget(self._incoming, own=self._own)
+        rest._taken = dict(self._taken)
+        for share, nbytes in taken:
+            rest.take(share, nbytes)
+        return rest
 
     def take(self, share: Share, nbytes: int) -> None:
         """Evict these bytes, or with a negative number do not."""

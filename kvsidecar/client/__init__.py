@@ -40,7 +40,7 @@ from kvsidecar.errors import (
 )
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
-from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, Residency, State
+from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Priority, Region, Residency, State
 
 __all__ = [
     "BACKPRESSURE",
@@ -74,6 +74,7 @@ __all__ = [
     "NotExportable",
     "Outcome",
     "PendingLookup",
+    "Priority",
     "Readiness",
     "Region",
     "RemoteClient",

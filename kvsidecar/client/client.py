@@ -22,7 +22,7 @@ from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
-from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, State
+from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Priority, State
 
 
 class Default(Enum):
@@ -246,6 +246,7 @@ class Client(OperatorCalls):
         timeout: float | Default | None = DEFAULT,
         traceparent: str | None = None,
         ttl: float | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> int:
         """Copy blocks from the device to the pool. Returns the job's number at once.
 
@@ -261,10 +262,12 @@ class Client(OperatorCalls):
                 trace, and ignores an invalid one.
             ttl: seconds after which these blocks are misses, rounded up; None: as the daemon's shares say, or never.
                 Blocks that are present already keep the time that they have.
+            priority: ``LOW`` blocks are evicted before, and ``HIGH`` ones after, others of their share. Blocks that are
+                present already keep the priority that they have.
         """
         if after is Order.DEVICE and self._jobs.events is None:
             raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
-        return self._jobs.submit(Direction.STORE, blocks, after, 0, self._seconds(timeout), traceparent, ttl)
+        return self._jobs.submit(Direction.STORE, blocks, after, 0, self._seconds(timeout), traceparent, ttl, priority)
 
     def load(
         self,

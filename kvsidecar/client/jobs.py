@@ -14,7 +14,7 @@ from kvsidecar.client.session import Session
 from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, JobDone
 from kvsidecar.client.waiting import Monitor
-from kvsidecar.types import Direction
+from kvsidecar.types import Direction, Priority
 
 
 class Jobs:
@@ -39,11 +39,13 @@ class Jobs:
         seconds: float | None,
         traceparent: str | None,
         ttl: float | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> int:
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
         if ttl is not None and not 0 < ttl < 1 << 32:
             raise ValueError(f"ttl is {ttl}; it must be a positive number of seconds, or None")
+        priority = Priority(priority)
         number = self._ledger.next_number()
         with self._monitor.lock:
             session = self._supervisor.session
@@ -55,6 +57,7 @@ class Jobs:
                 job.deadline = time.monotonic() + seconds
             if ttl is not None:
                 job.ttl_seconds = math.ceil(ttl)
+            job.priority = priority
             if traceparent:
                 job.traceparent = traceparent.encode(errors="replace")
             self._ledger.add(job)

@@ -15,7 +15,7 @@ from enum import IntEnum
 from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.types import Blocks, JobDone
 from kvsidecar.errors import Refusal
-from kvsidecar.types import Direction, Outcome
+from kvsidecar.types import Direction, Outcome, Priority
 
 MAX_UNPOLLED = 1 << 16
 """Results of jobs that are kept until they are polled: about 15 MB. Beyond it the older half is dropped."""
@@ -49,6 +49,7 @@ class Job:
     """Entry of the event ring, from 1; 0 for none."""
     traceparent: bytes = b""
     ttl_seconds: int = 0
+    priority: Priority = Priority.NORMAL
     phase: Phase = Phase.WAITING
 
 

@@ -18,6 +18,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.wire import (
     MODE_TO_WIRE,
     OUTCOME_FROM_WIRE,
+    PRIORITY_TO_WIRE,
     STATE_FROM_WIRE,
     layout_to_wire,
     namespace_to_wire,
@@ -124,6 +125,7 @@ def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
         request = message.store
         request.event = job.event
         request.ttl_seconds = job.ttl_seconds
+        request.priority = PRIORITY_TO_WIRE[job.priority]
     else:
         request = message.load
         request.lease = job.lease

@@ -14,7 +14,7 @@ from kvsidecar.copier.copiers import Copier
 from kvsidecar.copier.link import Copying
 from kvsidecar.copier.messages import Checks, Done, Part
 from kvsidecar.errors import DeviceLost, Refusal
-from kvsidecar.types import Direction, Outcome
+from kvsidecar.types import Direction, Outcome, Priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,14 @@ class Job:
         lease: the lease that a load names, if it names one.
         order: what a store waits for on the device; None if the client has waited.
         ttl: seconds after which the blocks of a store expire; 0: when their share's do.
+        priority: of the blocks of a store.
         traceparent: as the client sent it; empty for none.
         on_done: called once, with the result.
     """
 
     __slots__ = (
         "_copying", "_over", "direction", "ended", "grant", "lease", "num_blocks", "number", "on_done", "order",
-        "parts", "result", "stopped", "taken", "timer", "traceparent", "ttl",
+        "parts", "priority", "result", "stopped", "taken", "timer", "traceparent", "ttl",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +83,7 @@ class Job:
         lease: int | None = None,
         order: StoreOrder | None = None,
         ttl: float = 0.0,
+        priority: Priority = Priority.NORMAL,
         traceparent: bytes = b"",
         on_done: Callable[[JobResult], None] = lambda _: None,
     ) -> None:
@@ -92,6 +94,7 @@ class Job:
         self.lease = lease
         self.order = order
         self.ttl = ttl
+        self.priority = priority
         self.traceparent = traceparent
         self.on_done = on_done
         self.taken = 0.0

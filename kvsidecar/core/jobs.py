@@ -147,7 +147,8 @@ class JobRunner:
         groups = _groups(session, job.parts)
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
-        grant = self._cache.begin_store(_shard_parts(groups, job.parts), session.copier.numa_node, job.ttl)
+        parts_of = _shard_parts(groups, job.parts)
+        grant = self._cache.begin_store(parts_of, session.copier.numa_node, job.ttl, job.priority)
         if isinstance(grant, Refusal):
             return _declined(grant)
         job.grant = grant

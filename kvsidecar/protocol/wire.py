@@ -9,7 +9,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Region, Residency, State
+from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Priority, Region, Residency, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ STATE_TO_WIRE = {state: getattr(pb.Readiness, f"STATE_{state.name}") for state i
 STATE_FROM_WIRE = {wire: state for state, wire in STATE_TO_WIRE.items()}
 OUTCOME_TO_WIRE = {outcome: getattr(pb.JobDone, f"OUTCOME_{outcome.name}") for outcome in Outcome}
 OUTCOME_FROM_WIRE = {wire: outcome for outcome, wire in OUTCOME_TO_WIRE.items()}
+PRIORITY_TO_WIRE = {priority: getattr(pb.Store, f"PRIORITY_{priority.name}") for priority in Priority}
+PRIORITY_FROM_WIRE = {number: priority for priority, number in PRIORITY_TO_WIRE.items()}
 MODE_TO_WIRE = {mode: getattr(pb.LookupRequest, f"MODE_{mode.name}") for mode in LookupMode}
 RESIDENCY_TO_WIRE = {kind: getattr(pb.ResidencyChange, f"KIND_{kind.name}") for kind in Residency if kind.is_change}
 RESIDENCY_FROM_WIRE = {wire: kind for kind, wire in RESIDENCY_TO_WIRE.items()}

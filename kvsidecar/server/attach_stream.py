@@ -14,7 +14,7 @@ from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.server import convert
 from kvsidecar.support import log
-from kvsidecar.types import Direction
+from kvsidecar.types import Direction, Priority
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_JOBS = 8192
@@ -112,9 +112,11 @@ class AttachStream:
 
     def _job(self, message: pb.Store | pb.Load, direction: Direction) -> Job:
         parts = convert.blocks_from(message.blocks, self._session.registration.namespace.hash_bytes)
-        order, lease, ttl = None, None, 0.0
+        order, lease, ttl, priority = None, None, 0.0, Priority.NORMAL
         if isinstance(message, pb.Store):
             ttl = message.ttl_seconds
+            if message.priority:
+                priority = convert.priority_from(message.priority)
             order = self._order(message.event) if message.event else None
             for each in message.blocks:
                 if each.notes and self._watches is not None:
@@ -129,6 +131,7 @@ class AttachStream:
             lease=lease,
             order=order,
             ttl=ttl,
+            priority=priority,
             traceparent=message.traceparent,
             on_done=partial(self._done, message.job),
         )

@@ -18,12 +18,13 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import (
     MODE_FROM_WIRE,
     OUTCOME_TO_WIRE,
+    PRIORITY_FROM_WIRE,
     RESIDENCY_TO_WIRE,
     STATE_TO_WIRE,
     namespace_from_wire,
     region_from_wire,
 )
-from kvsidecar.types import GroupLayout, LookupMode, Region
+from kvsidecar.types import GroupLayout, LookupMode, Priority, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_PARTS = 512
@@ -94,6 +95,13 @@ def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[JobBlocks]:
         JobBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))
         for message in messages
     ]
+
+
+def priority_from(priority: int) -> Priority:
+    """Raises InvalidRequest if there is no such priority."""
+    if priority not in PRIORITY_FROM_WIRE:
+        raise InvalidRequest(f"priority is {priority}; it must be one of {sorted(PRIORITY_FROM_WIRE)}")
+    return PRIORITY_FROM_WIRE[priority]
 
 
 def mode_from(mode: int) -> LookupMode:

@@ -154,20 +154,30 @@ class Blocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., notes: _Optional[bytes] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds")
+    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds", "priority")
+    class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PRIORITY_NORMAL: _ClassVar[Store.Priority]
+        PRIORITY_LOW: _ClassVar[Store.Priority]
+        PRIORITY_HIGH: _ClassVar[Store.Priority]
+    PRIORITY_NORMAL: Store.Priority
+    PRIORITY_LOW: Store.Priority
+    PRIORITY_HIGH: Store.Priority
     JOB_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     job: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
     event: int
     deadline_ms: int
     traceparent: bytes
     ttl_seconds: int
-    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
+    priority: Store.Priority
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ..., priority: _Optional[_Union[Store.Priority, str]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("job", "lease", "blocks", "deadline_ms", "traceparent")

@@ -13,6 +13,7 @@ from kvsidecar.cache.leases import RELEASED, LeaseTable
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.slabs import LEVELS
 from kvsidecar.cache.slots import NO_OWNER, SlotAllocator, SlotState
+from kvsidecar.types import Priority
 from tests.cache.inside import rows_in, state_of
 
 Row = tuple[int, int]
@@ -217,11 +218,14 @@ def _check_space(space: Space, tables: dict[int, SpaceBlocks]) -> None:
     assert tables.get(blocks.number) is blocks, f"the blocks of group {space.group} are not listed"
     assert blocks.space is space, f"the blocks of group {space.group} are of another space"
     assert not blocks.cleared, f"the blocks of group {space.group} were cleared"
-    candidates = [row for rows in blocks.policy.candidates() for row in rows.tolist()]
-    evictable = blocks.evictable.nonzero()[0].tolist()
-    assert sorted(candidates) == evictable, f"the policy has {candidates}; evictable are {evictable}"
-    used = blocks.last_used[candidates].tolist()
-    assert used == sorted(used), f"the candidates for eviction are not in the order of their use: {used}"
+    evictable = set(blocks.evictable.nonzero()[0].tolist())
+    for priority in Priority:
+        candidates = [row for rows in blocks.candidates(priority) for row in rows.tolist()]
+        expected = {row for row in evictable if blocks.priority[row] == priority}
+        assert len(candidates) == len(expected), f"the policy has {candidates}; evictable are {expected}"
+        assert set(candidates) == expected, f"the policy has {candidates}; evictable are {expected}"
+        used = blocks.last_used[candidates].tolist()
+        assert used == sorted(used), f"the candidates for eviction are not in the order of their use: {used}"
 
 
 # -- leases --------------------------------------------------------------------------------------------------------
@@ -267,14 +271,17 @@ def _check_shares(cache: BlockCache) -> None:
                     evictable[share] += size * (state is SlotState.EVICTABLE)
         counted = (used[share] - before[0], evictable[share] - before[1])
         assert counted == (blocks.used_bytes, blocks.evictable_bytes), f"table {blocks.number} miscounts its bytes"
-        listed = [entry[2] for entry in share.order._heap]
-        assert listed.count(blocks) == 1 or not blocks.evictable_bytes, f"table {blocks.number} would not be evicted"
+        for priority, order in share.orders.items():
+            listed = [entry[3] for entry in order._heap].count(blocks)
+            there = bool(blocks.evictable_bytes) and next(blocks.candidates(priority), None) is not None
+            assert listed == 1 or not there, f"table {blocks.number} would not be evicted"
     for share in shares if shares.limited else ():
         assert (share.used, share.evictable) == (used[share], evictable[share]), f"the share {share.name} miscounts"
-        assert {entry[1] for entry in share.order._heap} == share.order._listed, "tables are listed twice or lost"
-        for tick, _, blocks in share.order._heap:
-            oldest = blocks.oldest_use()
-            assert oldest is None or tick <= oldest, f"table {blocks.number} would be looked at too late"
+        for order in share.orders.values():
+            assert {entry[1] for entry in order._heap} == order._listed, "tables are listed twice or lost"
+            for tick, _, priority, blocks in order._heap:
+                oldest = blocks.oldest_use(priority)
+                assert oldest is None or tick <= oldest, f"table {blocks.number} would be looked at too late"
     for state in (SlotState.RESERVED, SlotState.HELD, SlotState.EVICTABLE):
         assert table.slots.bytes_in(state) == states[state], f"{state.name} slots belong to nobody"
     if not shares.limited:

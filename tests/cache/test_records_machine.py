@@ -9,7 +9,7 @@ must hold the tokens of its shards; and it must find all blocks that were readab
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -158,20 +158,20 @@ class CommitFirst(Records):
     """The state is written before the record."""
 
     def seal(
-        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, expires: int = 0
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, *more: Any
     ) -> None:
         self._commits[places] = self._last_commit + 2
-        super().seal(number, shard, size, slots, words, places, tick, expires)
+        super().seal(number, shard, size, slots, words, places, tick, *more)
 
 
 class HashLast(Records):
     """The hash is written after the state."""
 
     def seal(
-        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, expires: int = 0
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, *more: Any
     ) -> None:
         hashes = self._records[places, 4:8].copy()
-        super().seal(number, shard, size, slots, words, places, tick, expires)
+        super().seal(number, shard, size, slots, words, places, tick, *more)
         written = self._records[places, 4:8].copy()
         np.asarray(self._records)[places, 4:8] = hashes
         cast(CutMemory, self._records).on_write()
@@ -185,11 +185,11 @@ class UnsealLate(Records):
         self.late = [*getattr(self, "late", ()), *places]
 
     def seal(
-        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, expires: int = 0
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, *more: Any
     ) -> None:
         self._commits[getattr(self, "late", [])] = 0
         self.late = []
-        super().seal(number, shard, size, slots, words, places, tick, expires)
+        super().seal(number, shard, size, slots, words, places, tick, *more)
 
 
 class ClearLater(Records):

@@ -14,7 +14,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.errors import Refusal
-from kvsidecar.types import UNASSIGNED, LookupMode
+from kvsidecar.types import UNASSIGNED, LookupMode, Priority
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
@@ -184,7 +184,9 @@ def test_an_eviction_looks_at_few_of_ten_thousand_namespaces(monkeypatch: pytest
     seen: list[int] = []
     original = type(spaces[0].blocks).oldest_use
     monkeypatch.setattr(
-        type(spaces[0].blocks), "oldest_use", lambda blocks: (seen.append(blocks.number), original(blocks))[1]
+        type(spaces[0].blocks),
+        "oldest_use",
+        lambda blocks, *args: (seen.append(blocks.number), original(blocks, *args))[1],
     )
     for name in range(200, 600):
         begin(cache, spaces[-1], keys(name))
@@ -239,15 +241,15 @@ class SharesMachine(RuleBasedStateMachine):
         self.before = {share: (share.used, share.evictable) for share in self.cache.shares}
         self.before_committed = self.committed
 
-    @rule(model=models, names=names)
-    def store(self, model: str, names: list[int]) -> None:
+    @rule(model=models, names=names, priority=st.sampled_from(Priority))
+    def store(self, model: str, names: list[int], priority: Priority) -> None:
         self.look()
         space = self.spaces[model]
         share, total = space.share, self.cache._table.slots.total_bytes
         present = sum(readable(self.cache, space, *names))
         wanted = (len(names) - present) * PAGE
         entitled = share.used + wanted <= share.guaranteed and self.committed <= total
-        grant = self.cache.begin_store([(space, 0, keys(*names))])
+        grant = self.cache.begin_store([(space, 0, keys(*names))], priority=priority)
         assert isinstance(grant, StoreGrant) or not entitled, f"{grant} within the guarantee"
         if isinstance(grant, StoreGrant):
             self.stores.append(grant)

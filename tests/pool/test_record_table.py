@@ -69,7 +69,7 @@ def test_a_table_of_another_pool_is_refused_and_stays_as_it_is(file: int, now: T
     [
         (0, 0, "no header"),
         (0, 1, "no header"),
-        (1, 1, "format 1; this daemon reads 2"),
+        (1, 1, "format 1; this daemon reads 3"),
         (2, 5, "damaged"),
         (3, 1 << 60, "damaged"),
         (5, 7, "damaged"),

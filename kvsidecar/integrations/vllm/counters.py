@@ -44,6 +44,9 @@ class Counters:
     unnamed_resets: int = _counter(
         "Resets without a new name for the weights; from then on the engine shares its blocks with no other engine."
     )
+    hints: int = _counter("KV hints of requests that were heeded: retain, demote, pin and prefetch.")
+    pin_hints: int = _counter("KV hints that ask for a pin. Only operators pin, so that they count as retain.")
+    unknown_hints: int = _counter("KV hints of other kinds, and those beyond the first 64 of a request; ignored.")
     _reported: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def take(self) -> dict[str, int]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvsidecar.types import Priority
+
 ID_BYTES = 8
 
 
@@ -55,6 +57,8 @@ class StoreJob:
     blocks: tuple[GroupBlocks, ...]
     traceparent: str | None = None
     """Of the first of its requests with a sampled trace."""
+    priority: Priority = Priority.NORMAL
+    """Of its blocks in the pool."""
 
 
 @dataclass(frozen=True, slots=True)

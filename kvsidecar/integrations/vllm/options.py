@@ -38,6 +38,14 @@ class Options:
         0.25, read_seconds, "eager mode: longest time that blocks of running requests wait to be stored together"
     )
     store_prompt_only: bool = option(False, read_flag, "eager mode: store only the blocks of prompts, not of answers")
+    kv_hints: bool = option(
+        True, read_flag, "heed the KV hints that routers send with a request: retain, pin and demote its blocks"
+    )
+    request_priority: bool = option(
+        False,
+        read_flag,
+        "blocks of requests whose priority is below 0 are evicted after, and above 0 before, others of their share",
+    )
     lazy_watermark: int = option(
         0,
         read_count,

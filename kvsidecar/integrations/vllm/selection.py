@@ -8,6 +8,7 @@ may still be in flight; stores are ordered after it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from kvsidecar.client import pack_ids
 from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
+from kvsidecar.types import Priority
 
 KeysOf = Callable[[Sequence[Any]], bytes]
 """Returns the joined keys of blocks of the pool."""
@@ -83,6 +85,28 @@ class Chosen:
     tags: Tags
     places: Sequence[int]
     """Their indices among the candidates, ascending."""
+
+    def only(self, which: Sequence[int]) -> Chosen:
+        """Those of these indices."""
+        hashes, ids, packed = self.packed.split(), self.packed.ids(), self.packed
+        part = GroupBlocks(packed.group, b"".join([hashes[i] for i in which]), pack_ids([ids[i] for i in which]))
+        return Chosen(
+            part, [self.blocks[i] for i in which], self.tags[np.array(which)], [self.places[i] for i in which]
+        )
+
+
+def by_priority(
+    chosen: Chosen, candidates: Candidates, priorities: Mapping[str, Priority]
+) -> list[tuple[Priority, Chosen]]:
+    """The chosen blocks by the priority of their requests, of which ``priorities`` has those that are not normal."""
+    of_spans = [priorities.get(span.request.request_id, Priority.NORMAL) for span in candidates.spans]
+    if len(set(of_spans)) < 2:
+        return [(of_spans[0] if of_spans else Priority.NORMAL, chosen)]
+    begins = [span.begin for span in candidates.spans]
+    found: dict[Priority, list[int]] = {}
+    for i, place in enumerate(chosen.places):
+        found.setdefault(of_spans[bisect_right(begins, place) - 1], []).append(i)
+    return [(priority, chosen.only(which)) for priority, which in found.items()]
 
 
 def keys_reader(pool: Pool) -> KeysOf:
@@ -159,7 +183,8 @@ def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
 class Selection:
     """The blocks of one store, from all groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: Priority = Priority.NORMAL) -> None:
+        self.priority = priority
         self._parts: dict[int, list[Chosen]] = {}
         self.count = 0
         self.traceparent: str | None = None

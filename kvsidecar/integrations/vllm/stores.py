@@ -21,11 +21,13 @@ from kvsidecar.integrations.vllm.selection import (
     Pool,
     Selection,
     block_range,
+    by_priority,
     choose,
     default_watermark,
     keys_reader,
     walk,
 )
+from kvsidecar.types import Priority
 
 STEP_BLOCKS = 2048
 """Most blocks that one step plans to store, which bounds its cost."""
@@ -131,7 +133,10 @@ class Stores:
         self._candidates = {group.index: Candidates() for group in groups}
         self._considered = 0
         """Blocks considered in this call."""
-        self._planned = Selection()
+        self.priorities: dict[str, Priority] = {}
+        """By request id: the priority of its blocks in the pool, if it is not normal."""
+        self._planned: dict[Priority, Selection] = {}
+        """By priority: the blocks of the next job."""
         self._running: dict[int, _Store] = {}
         self._backlog = Backlog(0)
         self._most_held_backlog = 0
@@ -154,7 +159,7 @@ class Stores:
     @property
     def outstanding(self) -> bool:
         """Whether references are held."""
-        return bool(self._running or self._planned)
+        return bool(self._running or self._num_planned)
 
     def gpu_is_empty(self) -> bool:
         """Whether no GPU block is in use or can be hit, so that no earlier KV gets into later stores. Checks every
@@ -174,7 +179,7 @@ class Stores:
         """
         if self._oldest_runs_for(SOON_SECONDS, now):
             return False
-        selections = (self._planned, *(store.selection for store in self._running.values()))
+        selections = (*self._planned.values(), *(store.selection for store in self._running.values()))
         return any(block.ref_cnt == 1 for each in selections for block in each)
 
     # -- planning --------------------------------------------------------------------------------------------------
@@ -326,7 +331,8 @@ class Stores:
                 (span,) = candidates.spans
                 for i in chosen.places:
                     self._events.note(span.request, group, span.first + i, candidates.hashes[i])
-            self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags))
+            priority = self.priorities.get(progress.request.request_id, Priority.NORMAL)
+            self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags, priority))
         progress.done = aligned
 
     def _add_to_backlog(self, part: BlockHashes) -> None:
@@ -342,19 +348,21 @@ class Stores:
     def _plan_backlog(self) -> None:
         if self._oldest_runs_for(HUNG_SECONDS, self._now):
             return
-        room = min(BACKLOG_BLOCKS, STEP_BLOCKS - len(self._planned), self._most_held_backlog - self._held)
-        hashes_of: dict[int, dict[bytes, None]] = {}
+        room = min(BACKLOG_BLOCKS, STEP_BLOCKS - self._num_planned, self._most_held_backlog - self._held)
+        hashes_of: dict[Priority, dict[int, dict[bytes, None]]] = {}
         # Reversed, so that the oldest are freed, and so evicted, first.
         for part in reversed(self._backlog.take(room)):
             unknown = part.only(~self._stored_filter.find(part.tags))
-            hashes_of.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
-        for index, hashes in hashes_of.items():
-            self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
-        planned = self._plan()
-        for index, hashes in hashes_of.items():
-            places = set(planned[index].places) if index in planned else set()
-            if evicted := [each for i, each in enumerate(hashes) if i not in places]:
-                self._abandon(index, evicted)
+            of_groups = hashes_of.setdefault(part.priority, {})
+            of_groups.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
+        for priority, of_groups in hashes_of.items():
+            for index, hashes in of_groups.items():
+                self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
+            planned = self._plan(priority)
+            for index, hashes in of_groups.items():
+                places = set(planned[index].places) if index in planned else set()
+                if evicted := [each for i, each in enumerate(hashes) if i not in places]:
+                    self._abandon(index, evicted)
 
     def _room(self) -> int:
         """Number of further blocks that this step may consider."""
@@ -363,7 +371,7 @@ class Stores:
             return 0
         if self._held >= self._most_held:
             self._counters.held_back_stores += 1
-        return min(STEP_BLOCKS - len(self._planned), self._most_held - self._held) - self._considered
+        return min(STEP_BLOCKS - self._num_planned, self._most_held - self._held) - self._considered
 
     def _oldest_runs_for(self, seconds: float, now: float) -> bool:
         """Whether the oldest store runs for at least ``seconds``, and longer than its report takes."""
@@ -372,9 +380,17 @@ class Stores:
         began, step = next(iter(self._running.values())).begun
         return now - began >= seconds and self._step - step >= REPORT_STEPS
 
-    def _plan(self) -> dict[int, Chosen]:
+    @property
+    def _num_planned(self) -> int:
+        return sum(map(len, self._planned.values()))
+
+    def _plan(self, priority: Priority | None = None) -> dict[int, Chosen]:
         """Choose from the candidates of all requests at once, which is faster than one call per request. Returns the
-        choice by group."""
+        choice by group.
+
+        Args:
+            priority: of their blocks; None: their requests'.
+        """
         assert self._pool is not None
         self._considered, planned = 0, {}
         for group in self._groups:
@@ -385,7 +401,11 @@ class Stores:
             chosen = choose(self._pool, self._keys_of, self._stored_filter, group, candidates)
             if chosen is None:
                 continue
-            self._planned.add(chosen)
+            if priority is not None or not self.priorities:
+                self._planned_as(priority or Priority.NORMAL).add(chosen)
+            else:
+                for each, part in by_priority(chosen, candidates, self.priorities):
+                    self._planned_as(each).add(part)
             self._stored_filter.add(chosen.tags)
             self._held += len(chosen.blocks)
             # Now, not when the job is sent: vLLM may reuse these blocks in between.
@@ -394,18 +414,22 @@ class Stores:
             planned[group.index] = chosen
         return planned
 
+    def _planned_as(self, priority: Priority) -> Selection:
+        return self._planned.setdefault(priority, Selection(priority))
+
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
         """Record which requests the chosen blocks belong to, for the trace and the KV events."""
         if self._events is None and not any(span.request.trace_headers for span in candidates.spans):
             return
         ends = [*(span.begin for span in candidates.spans[1:]), len(candidates.hashes)]
         for span, end in zip(candidates.spans, ends, strict=False):
-            traceparent = sampled_traceparent_of(span.request) if self._planned.traceparent is None else None
+            planned = self._planned_as(self.priorities.get(span.request.request_id, Priority.NORMAL))
+            traceparent = sampled_traceparent_of(span.request) if planned.traceparent is None else None
             if traceparent is None and self._events is None:
                 continue
             mine = chosen.places[bisect_left(chosen.places, span.begin) : bisect_left(chosen.places, end)]
             if mine and traceparent is not None:
-                self._planned.traceparent = traceparent
+                planned.traceparent = traceparent
             if self._events is not None:
                 for i in mine:
                     self._events.note(span.request, group, span.first + i - span.begin, candidates.hashes[i])
@@ -414,9 +438,12 @@ class Stores:
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
         """Make a job of the planned blocks, to send to the ranks."""
-        if not self._planned.count:
+        if not self._planned:
             return ()
-        planned, self._planned = self._planned, Selection()
+        planned, self._planned = self._planned, {}
+        return tuple(self._job(each) for each in planned.values() if each.count)
+
+    def _job(self, planned: Selection) -> StoreJob:
         number, blocks = next(self._numbers), planned.packed()
         if self._noted and self._events is not None:
             events = self._events
@@ -424,7 +451,7 @@ class Stores:
         self._running[number] = _Store(planned, blocks, self._world_size, (self._now, self._step))
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
-        return (StoreJob(number, blocks, planned.traceparent),)
+        return StoreJob(number, blocks, planned.traceparent, planned.priority)
 
     def take_report(self, report: RankReport) -> None:
         for number, count in report.stored.items():
@@ -439,9 +466,9 @@ class Stores:
 
     def reset(self) -> None:
         """Drop the planned blocks and the backlog, and do not retry the running stores."""
-        planned, self._planned = self._planned, Selection()
-        if planned:
-            self._end(planned, planned.packed(), failed=True, retry=False)
+        planned, self._planned = self._planned, {}
+        for each in planned.values():
+            self._end(each, each.packed(), failed=True, retry=False)
         for store in self._running.values():
             store.retry = False
         for part in self._backlog.take(self._backlog.count):
@@ -464,6 +491,6 @@ class Stores:
             tags = tags_of(each.group, each.hashes, len(each))
             self._stored_filter.discard(tags)
             if retry:
-                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags))
+                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags, selection.priority))
             elif self._events is not None:
                 self._events.not_stored(each.group, each.split())

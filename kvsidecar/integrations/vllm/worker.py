@@ -221,7 +221,8 @@ class WorkerSide:
                 blocks = [
                     Blocks(each.group, each.hashes, each.block_ids, each.notes if noted else b"") for each in mine
                 ]
-                self._stores[client.store(blocks, after=after, traceparent=store.traceparent)] = store
+                job = client.store(blocks, after=after, traceparent=store.traceparent, priority=store.priority)
+                self._stores[job] = store
 
     def submit_rest(self) -> None:
         """Submit the remaining jobs at the end of a step: vLLM 0.26 calls no hook in steps without a forward pass."""
