@@ -194,8 +194,8 @@ def test_low_blocks_do_not_shield_the_others_of_their_share() -> None:
 
 
 def test_a_low_block_does_not_stand_in_the_way_of_a_guarantee() -> None:
-    """Of a's pages two are borrowed, and b is entitled to them: the large block's, which are enough, rather than the
-    low one's, beside which the large one cannot go."""
+    """Of a's pages two are borrowed, and b is entitled to them. The large block has as many; beside the low one it
+    could not go."""
     cache = new_cache(6)
     large, small, b = open_space(cache, "a large", shards=(1, 1)), open_space(cache, "a small"), open_space(cache, "b")
     store(cache, large, "large")
