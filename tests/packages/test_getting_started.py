@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -38,10 +39,16 @@ BLOCKS: dict[str, list[str]] = {
 """Section -> its commands."""
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Below those that the kernel gives to others between now and when they are used."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 200):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            found.append(port)
+            if len(found) == count:
+                break
+    return found
 
 
 class Terminals:
@@ -49,7 +56,7 @@ class Terminals:
 
     def __init__(self, directory: Path, sockets: Path, wheels: Path, repository: Path) -> None:
         self.directory = directory
-        self.ports = {name: free_port() for name in ("9464", "9090", "3000")}
+        self.ports = dict(zip(("9464", "9090", "3000"), free_ports(3), strict=True))
         self._env = environment(
             # The directory of python3, and no environment that is active already.
             PATH=f"{Path(sys.base_prefix) / 'bin'}:{os.environ['PATH']}",
