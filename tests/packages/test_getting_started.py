@@ -30,6 +30,7 @@ from kvsidecar.support.child_process import environment
 from tests.harness import SECONDS, eventually
 from tests.page.browser import BROWSER, DRIVER, Browser
 
+pytestmark = pytest.mark.timeout(900)  # the first test installs, also where the machine has others to serve
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "getting-started.md").read_text()
 BLOCKS: dict[str, list[str]] = {
@@ -82,7 +83,7 @@ class Terminals:
 
     def run(self, block: str) -> str:
         command = self.typed(block)
-        ran = subprocess.run(command, cwd=self.directory, env=self._env, capture_output=True, text=True, timeout=280)
+        ran = subprocess.run(command, cwd=self.directory, env=self._env, capture_output=True, text=True, timeout=800)
         assert ran.returncode == 0, f"{block}\n{ran.stdout}\n{ran.stderr}"
         return ran.stdout
 
