@@ -157,7 +157,9 @@ check-spelling:
 check-deploy:
 	$(BIN)/hadolint Dockerfile deploy/kubernetes/vllm.Dockerfile
 	@deploy/systemd/check
+	$(BIN)/shellcheck .ci/run deploy/systemd/check
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec examples/compose.yaml
 
 check-documents:

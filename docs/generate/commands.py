@@ -1,4 +1,9 @@
-"""docs/commands.md, from the command line of `kvsidecar.cli.main`."""
+"""docs/commands.md, from the command line of `kvsidecar.cli.main`.
+
+sphinx-click and mkdocs-click were tried, and are worse to read: the first makes a page three times as long, which
+GitHub does not show, repeats each variable, and has the options of serve in full beside configuration.md; the second
+shows types instead of values, and click's own marker as the default of an option that has none.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,8 @@ EXAMPLES = DEPLOY / "helm" / "examples"
 ALL_MONITORING: Manifest = {
     "podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}, "dashboard": {"enabled": True}
 }  # fmt: skip
-DISK = {"size": "1TiB", "volume": {"hostPath": {"path": "/var/cache/kvsidecar"}}}
+CLAIM = {"size": "1TiB", "volume": {"persistentVolumeClaim": {"claimName": "disk"}}}
+DISK = {"size": "1TiB", "volume": {"hostPath": {"path": "/var/cache/kvsidecar", "type": "DirectoryOrCreate"}}}
 EVERYTHING: dict[str, Manifest] = {
     "defaults": {},
     "engine": {"engine": {"enabled": True, "args": ["--max-model-len", "8192"]}},
@@ -49,6 +53,8 @@ EVERYTHING: dict[str, Manifest] = {
     },
     "cluster": {"tiers": {"cluster": {"master": "kv-master:50051"}}},
     "policy": {"policy": '[{uids = [1001], namespaces = ["meta-llama/*"]}]', "settings": {"log_level": "debug"}},
+    "shares": {"shares": '[{name = "chat", namespaces = ["chat/*"], guaranteed = "40%"}]'},
+    "sidecar with a disk": {"mode": "sidecar", "podSecurity": "baseline", "tiers": {"disk": CLAIM}},
     "pods": {
         "imagePullSecrets": [{"name": "registry"}], "priorityClassName": "system-node-critical", "hostPID": True,
         "podLabels": {"team": "kv"}, "podAnnotations": {"a": "b"}, "image": {"tag": "1.2.3", "pullPolicy": "Always"},
@@ -102,6 +108,20 @@ def test_the_chart_renders_what_kustomize_has(values: Manifest, kind: str, path:
     assert plain(of_kind(render(values), kind)) == plain(base(path))
 
 
+def test_what_is_patched_by_the_component_of_the_disk_is_rendered_too() -> None:
+    (patch,) = documents((kubernetes.HERE / "components" / "disk-tier" / "daemonset.yaml").read_text())
+    wanted = patch["spec"]["template"]["spec"]
+    ((_, template),) = pods(render({"tiers": {"disk": DISK}}))
+    (daemon,) = daemons(template)
+    (patched,) = wanted["containers"]
+    for key in ("env", "volumeMounts"):
+        assert [each for each in patched[key] if each not in daemon[key]] == []
+    assert [each for each in wanted["volumes"] if each not in template["spec"]["volumes"]] == []
+    given = {each["name"]: each for each in template["spec"]["initContainers"]}
+    for each in wanted["initContainers"]:
+        assert given[each["name"]] == {**each, "image": given[each["name"]]["image"]}
+
+
 def test_what_is_patched_by_the_component_of_huge_pages_is_rendered_too() -> None:
     (patch,) = documents((kubernetes.HERE / "components" / "huge-pages" / "daemonset.yaml").read_text())
     (wanted,) = patch["spec"]["template"]["spec"]["containers"]
@@ -124,6 +144,20 @@ def test_what_is_rendered_is_valid(name: str, tmp_path: Path) -> None:
     for number, (_, template) in enumerate(pods(manifests)):
         for daemon in daemons(template):
             _holds(daemon, template, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("name", ["tiers", "sidecar with a disk"])
+def test_the_disk_belongs_to_the_daemons_user(name: str) -> None:
+    """kubelet makes a directory of the host for root alone."""
+    ((_, template),) = pods(render(EVERYTHING[name]))
+    (daemon,) = daemons(template)
+    inits = [each["name"] for each in template["spec"]["initContainers"]]
+    (gives,) = [each for each in template["spec"]["initContainers"] if each["name"] == "disk-directory"]
+    user = daemon["securityContext"]["runAsUser"]
+    path = str(settings(daemon).disk_dir)
+    assert gives["command"] == ["install", "--directory", f"--owner={user}", f"--group={user}", "--mode=0700", path]
+    assert kubernetes.volumes(template, gives)[path] == kubernetes.volumes(template, daemon)[path]
+    assert "kvsidecar" not in inits or inits.index("disk-directory") < inits.index("kvsidecar")
 
 
 def _holds(daemon: Manifest, template: Manifest, directory: Path) -> None:
@@ -169,6 +203,10 @@ def beyond_baseline(template: Manifest) -> Iterator[str]:
 
 def test_the_profile_baseline_asks_for_nothing_that_baseline_refuses() -> None:
     found = {name: list(beyond_baseline(template)) for name, template in pods(render(EVERYTHING["baseline"]))}
+    assert found == {"vllm": []}
+    found = {
+        name: list(beyond_baseline(template)) for name, template in pods(render(EVERYTHING["sidecar with a disk"]))
+    }
     assert found == {"vllm": []}
     ((_, usual),) = pods(render(EVERYTHING["sidecar"]))
     assert list(beyond_baseline(usual)) == ["SYS_NICE"]
@@ -225,6 +263,20 @@ def test_an_archive_of_the_chart_renders_the_same(tmp_path: Path) -> None:
     assert rendered[0] == rendered[1]
 
 
+def test_the_commands_of_the_page_find_what_is_rendered_valid() -> None:
+    """By Helm and kubeconform themselves where they are installed, else by their equals from PyPI."""
+    page = (ROOT / "docs" / "helm.md").read_text()
+    (block,) = [each for each in re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "template" in each]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:{Path(__file__).with_name('equals')}"
+    command = ["bash", "-euo", "pipefail", "-c", block]
+    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert len(re.findall(r"Valid: [1-9].*Invalid: 0", ran.stdout)) == 2
+    wrong = block.replace("kubeconform", "sed 's/containerPort/containerPrt/' | kubeconform")
+    ran = subprocess.run([*command[:-1], wrong], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True)
+    assert ran.returncode != 0
+
+
 # -- examples ------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +291,7 @@ def test_engines_of_the_production_stack_find_the_daemon() -> None:
     (model,) = spec["modelSpec"]
     given = connector(model["vllmConfig"]["extraArgs"])
     assert model["vllmConfig"]["enablePrefixCaching"] is True
+    assert "PYTHONHASHSEED" not in {each["name"] for each in model["env"]}, "that chart has it: two are refused"
     _an_engine(given, {each["name"]: each["value"] for each in model["env"]}, model["extraVolumes"], spec)
 
 
@@ -251,6 +304,8 @@ def test_pods_of_a_leader_worker_set_find_the_daemon() -> None:
         (engine,) = pod["containers"]
         (command,) = engine["args"]
         assert f"--tensor-parallel-size {engine['resources']['limits']['nvidia.com/gpu']} " in command, "it spans nodes"
+        seeds = [each["value"] for each in engine["env"] if each["name"] == "PYTHONHASHSEED"]
+        assert seeds == ["0"]
         _an_engine(connector([command]), {each["name"]: each["value"] for each in engine["env"]}, pod["volumes"], pod)
 
 
@@ -258,7 +313,7 @@ def _an_engine(given: Manifest, env: dict[str, str], volumes: list[Manifest], po
     assert given["kv_connector_module_path"] == "kvsidecar.integrations.vllm"
     assert given["kv_load_failure_policy"] == "recompute"
     Options.parse(given.get("kv_connector_extra_config", {}))
-    assert env == {"KVSIDECAR_SOCKET": "/run/kvsidecar/kvsidecar.sock", "PYTHONHASHSEED": "0"}
+    assert env["KVSIDECAR_SOCKET"] == "/run/kvsidecar/kvsidecar.sock"
     ((_, node),) = pods(render())
     (of_node,) = [each["hostPath"] for each in node["spec"]["volumes"] if "hostPath" in each]
     assert [each["hostPath"] for each in volumes if "hostPath" in each] == [of_node]

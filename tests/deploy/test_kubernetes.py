@@ -26,6 +26,8 @@ from tests.harness import DaemonProcess, Gate, Rank, wait_until_ready
 from tests.support.test_memory_limits import in_pod
 
 HERE = DEPLOY / "kubernetes"
+PATCHES = ("disk-tier", "huge-pages")
+"""Components that patch the DaemonSet."""
 FIRST_VERSION = "1.29"
 """The first Kubernetes that runs native sidecars without a feature gate."""
 
@@ -48,9 +50,7 @@ def overlays() -> list[Path]:
 def sources() -> list[Path]:
     """Every manifest that stands for itself: not a patch, and not a kustomization."""
     return sorted(
-        path
-        for path in HERE.rglob("*.yaml")
-        if path.name != "kustomization.yaml" and path.parent.name not in ("huge-pages",)
+        path for path in HERE.rglob("*.yaml") if path.name != "kustomization.yaml" and path.parent.name not in PATCHES
     )
 
 
@@ -136,7 +136,7 @@ def test_every_component_can_be_added(tmp_path: Path) -> None:
     """Also those that no overlay has."""
     shutil.copytree(HERE, tmp_path / "k")
     for component in sorted(path.name for path in (HERE / "components").iterdir()):
-        base = "daemonset" if component == "huge-pages" else "sidecar"
+        base = "daemonset" if component in PATCHES else "sidecar"
         overlay = tmp_path / "k" / "overlays" / f"try-{component}"
         overlay.mkdir()
         text = {"resources": [f"../../base/{base}"], "components": [f"../../components/{component}"]}
@@ -144,6 +144,9 @@ def test_every_component_can_be_added(tmp_path: Path) -> None:
         manifests = build(overlay)
         for manifest in manifests:
             validate(manifest, latest())
+        if component == "disk-tier":
+            ((daemon,),) = [daemons(template) for _, template in pods(manifests)]
+            assert settings(daemon).disk_size
         if component == "serve-without-pool":
             ((daemon,),) = [daemons(template) for _, template in pods(manifests)]
             assert "readinessProbe" not in daemon

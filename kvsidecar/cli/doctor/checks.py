@@ -55,14 +55,16 @@ def _host(facts: Facts) -> Iterable[Result]:
     host, on_gpus = facts.host, facts.config.device != "host" and (facts.driver.installed or bool(facts.nvidia_nodes))
     named = f"cgroup v{host.cgroup}" if host.cgroup else "no cgroups"
     if host.gvisor:
-        text = "gVisor, which shares neither memory nor CUDA IPC: engines in other containers cannot attach"
-        yield _PROBLEM, text, "Run the daemon and its engines with another runtime (runc), or all in one container."
+        text = "gVisor, whose sandboxes (a pod, a container of Docker) share no memory: engines in others cannot attach"
+        yield _PROBLEM, text, "Run the daemon and its engines with another runtime (runc), or all in one sandbox."
     elif host.wsl and on_gpus:
-        text = "WSL2: its CUDA driver has no IPC, and pins part of the memory only; engines on GPUs cannot attach"
-        yield _PROBLEM, text, "Use Linux on the machine itself, or --device host for development."
+        # NVIDIA's guide to WSL: pinned memory is limited, and legacy CUDA IPC is supported since driver 510.
+        text = "WSL2, where CUDA pins part of the memory only, and where sharing GPU memory was not tested"
+        yield _WARNING, text, "Keep the pool small, use Linux on the machine itself, or --device host for development."
     elif host.confidential:
+        # NVIDIA's release notes of trusted computing: cuMemHostRegister is not allowed, and CUDA IPC not everywhere.
         text = f"a confidential virtual machine ({host.confidential}): devices cannot read its memory"
-        fix = "Expect slower copies, through the driver's bounce buffers, if the GPU takes a pool at all: see GPU."
+        fix = "Expect that no pool can be pinned: the CUDA driver refuses cuMemHostRegister there."
         yield (_WARNING if on_gpus else _OK), text, (fix if on_gpus else "")
     else:
         yield _OK, named
@@ -161,7 +163,7 @@ def _gpus(facts: Facts) -> Iterable[Result]:
 
 def _gpu_trouble(gpu: Gpu, named: str, *, mps: bool) -> Result | None:
     if gpu.uuid.startswith("MIG-"):
-        return _PROBLEM, f"{named} is a MIG device, which CUDA IPC does not support", "Turn MIG off and use whole GPUs."
+        return _PROBLEM, f"{named} is a MIG device, which is not supported", "Turn MIG off and use whole GPUs."
     if not gpu.registers_host_memory:
         text = f"{named} registers no host memory (confidential computing): no pool can be pinned for it"
         return _PROBLEM, text, "Turn confidential computing off for this GPU, or run the engines without offload."

@@ -110,7 +110,7 @@ class CudaPlatform:
             visible = ", ".join(self._handles)
             raise DeviceNotFound(f"device {uuid} is not visible to the daemon; visible: {visible}")
         if uuid.startswith("MIG-"):
-            raise DeviceNotFound(f"device {uuid} is a MIG device, which CUDA IPC does not support: use whole GPUs")
+            raise DeviceNotFound(f"device {uuid} is a MIG device, which the daemon does not support: use whole GPUs")
         return handle
 
     def _device(self, uuid: str) -> CudaDevice:

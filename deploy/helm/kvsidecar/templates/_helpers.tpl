@@ -57,6 +57,39 @@ cdi.k8s.io/kvsidecar: {{ . }}
 {{- end }}
 {{- end }}
 
+{{- /* An init container that gives a directory to the daemon's user: kubelet makes one on the host for root alone, and fsGroup does
+not reach into it. */ -}}
+{{- define "kvsidecar.directory" -}}
+- name: {{ .name }}-directory
+  image: {{ include "kvsidecar.image" .root }}
+  command: [install, --directory, --owner=10001, --group=10001, --mode={{ .mode }}, {{ .path }}]
+  resources:
+    requests:
+      cpu: "1"
+      memory: 64Mi
+    limits:
+      cpu: "1"
+      memory: 64Mi
+  securityContext:
+    runAsUser: 0
+    runAsGroup: 0
+    readOnlyRootFilesystem: true
+    allowPrivilegeEscalation: false
+    capabilities:
+      drop: [ALL]
+      # FOWNER: install sets the mode after the owner, when the directory is no longer root's.
+      add: [CHOWN, FOWNER]
+  volumeMounts:
+    - name: {{ .name }}
+      mountPath: {{ .path }}
+{{- end }}
+
+{{- define "kvsidecar.diskDirectory" -}}
+{{- if .Values.tiers.disk.size }}
+{{- include "kvsidecar.directory" (dict "root" . "name" "disk" "path" "/disk" "mode" "0700") }}
+{{- end }}
+{{- end }}
+
 {{- /* The daemon's container: the same in both modes, but for what a native sidecar has beside. */ -}}
 {{- define "kvsidecar.container" -}}
 {{- $sidecar := eq .Values.mode "sidecar" -}}
@@ -89,6 +122,10 @@ cdi.k8s.io/kvsidecar: {{ . }}
     {{- end }}
     {{- with .Values.policy }}
     - name: KVSIDECAR_POLICY
+      value: {{ . | quote }}
+    {{- end }}
+    {{- with .Values.shares }}
+    - name: KVSIDECAR_SHARE
       value: {{ . | quote }}
     {{- end }}
     {{- if .Values.tiers.disk.size }}

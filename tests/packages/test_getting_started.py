@@ -1,0 +1,245 @@
+"""docs/getting-started.md: its commands run as they stand, from an empty directory, with the built wheels.
+
+Only what two runs on one machine cannot share is replaced: the ports, the socket, and 1 GiB by the 4 MiB that the page
+offers for an ordinary user. ``pip`` finds the wheels, and ``git`` the repository, by their own settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvsidecar.support.child_process import environment
+from tests.harness import SECONDS, eventually
+from tests.page.browser import BROWSER, DRIVER, Browser
+
+pytestmark = pytest.mark.timeout(900)  # the first test installs, also where the machine has others to serve
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "getting-started.md").read_text()
+BLOCKS: dict[str, list[str]] = {
+    section.partition("\n")[0]: re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+}
+"""Section -> its commands."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Below those that the kernel gives to others between now and when they are used."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 200):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            found.append(port)
+            if len(found) == count:
+                break
+    return found
+
+
+class Terminals:
+    """Where a reader types the commands of the page. Each command of a block must succeed."""
+
+    def __init__(self, directory: Path, sockets: Path, wheels: Path, repository: Path) -> None:
+        self.directory = directory
+        self.ports = dict(zip(("9464", "9090", "3000"), free_ports(3), strict=True))
+        self._env = environment(
+            # The directory of python3, and no environment that is active already.
+            PATH=f"{Path(sys.base_prefix) / 'bin'}:{os.environ['PATH']}",
+            KVSIDECAR_SOCKET=str(sockets / "kvsidecar.sock"),
+            KVSIDECAR_HTTP_PORT=str(self.ports["9464"]),
+            PIP_FIND_LINKS=str(wheels),
+            PIP_QUIET="1",
+            PIP_NO_COMPILE="1",
+            PIP_DISABLE_PIP_VERSION_CHECK="1",
+            GIT_CONFIG_COUNT="1",
+            GIT_CONFIG_KEY_0=f"url.file://{repository}.insteadOf",
+            GIT_CONFIG_VALUE_0="https://github.com/kvsidecar/kvsidecar",
+        )
+        self._env.pop("PYTHONPATH", None)
+        self._left: list[subprocess.Popen[bytes]] = []
+
+    def typed(self, block: str) -> list[str]:
+        for name, port in self.ports.items():
+            block = block.replace(f"localhost:{name}", f"localhost:{port}")
+        block = block.replace("1GiB", "4MiB").replace("--seconds 60", "--seconds 1")
+        active = ". .venv/bin/activate; " if (self.directory / ".venv").exists() else ""
+        return ["bash", "-euo", "pipefail", "-c", active + block]
+
+    def run(self, block: str) -> str:
+        command = self.typed(block)
+        ran = subprocess.run(command, cwd=self.directory, env=self._env, capture_output=True, text=True, timeout=800)
+        assert ran.returncode == 0, f"{block}\n{ran.stdout}\n{ran.stderr}"
+        return ran.stdout
+
+    def start(self, block: str) -> None:
+        """For what runs until its reader ends it."""
+        lines = block.splitlines()
+        command = self.typed("\n".join([*lines[:-1], f"exec {lines[-1]}"]))
+        with open(self.directory / f"log-{len(self._left)}", "wb") as log:
+            self._left.append(subprocess.Popen(command, cwd=self.directory, env=self._env, stdout=log, stderr=log))
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.directory.glob("log-*")))
+
+    def url(self, port: str, path: str = "/") -> str:
+        return f"http://localhost:{self.ports[port]}{path}"
+
+    def answers(self, port: str, path: str) -> Any:
+        """The JSON that is answered; nothing until there is some."""
+        assert all(each.poll() is None for each in self._left), self.logs()
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.url(port, path), timeout=SECONDS) as reply:
+            return json.load(reply)
+
+    def close(self) -> None:
+        for process in reversed(self._left):
+            process.terminate()
+            process.wait(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def terminals(tmp_path_factory: pytest.TempPathFactory, built: dict[str, Path], source: Path) -> Iterator[Terminals]:
+    """The daemon of the wheel is ready, and the repository lies beside it."""
+    wheels = next(iter(built.values())).parent
+    with tempfile.TemporaryDirectory(prefix="kvs-") as sockets:  # short: the path of a socket is
+        terminals = Terminals(tmp_path_factory.mktemp("empty"), Path(sockets), wheels, source)
+        try:
+            (install,) = BLOCKS["Install"]
+            serve, look = BLOCKS["Run"]
+            terminals.run(install)
+            terminals.start(serve)
+            eventually(lambda: terminals.answers("9464", "/ready"), terminals.logs)
+            said = terminals.run(look)
+            assert '"ready": true' in said
+            assert "kvsidecar_ready 1" in said
+            assert "kvsidecar ready" in said
+            (engine,) = BLOCKS["Store and load"]
+            said = terminals.run(engine)
+            assert "3 blocks can be loaded" in said
+            assert re.search(r"\b3 blocks, ", said), "the status after the engine has exited"
+            yield terminals
+        finally:
+            terminals.close()
+
+
+def needs(*programs: str | None) -> pytest.MarkDecorator:
+    """Debian and Ubuntu: apt install chromium chromium-driver jq prometheus."""
+    missing = [str(each) for each in programs if each is None or shutil.which(each) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def test_every_block_of_the_page_is_run_here() -> None:
+    assert {section: len(blocks) for section, blocks in BLOCKS.items() if blocks} == {
+        "Install": 1, "Run": 2, "Store and load": 1, "Look": 2, "Prometheus": 2, "Grafana": 2, "A whole scenario": 1,
+    }  # fmt: skip
+    _, compose = BLOCKS["Grafana"]
+    assert compose.split() == ["docker", "compose", "--file", "checkout/examples/compose.yaml", "up"], (
+        "tests/examples looks at what that file says"
+    )
+
+
+def test_there_is_something_to_see(terminals: Terminals) -> None:
+    load, look = BLOCKS["Look"]
+    assert "blocks were hits" in terminals.run(load)
+    top, _ = look.splitlines()
+    assert "Hits" in terminals.run(f"{top} --once")
+
+
+@needs(BROWSER, DRIVER)
+def test_the_page_opens_in_a_browser(terminals: Terminals) -> None:
+    _, open_page = BLOCKS["Look"][1].splitlines()
+    assert open_page == "xdg-open http://localhost:9464"
+    browser = Browser()
+    try:
+        browser.open(terminals.url("9464"))
+        browser.until("#state", "ready")
+    finally:
+        browser.close()
+
+
+def test_the_scenario_runs(terminals: Terminals) -> None:
+    (demo,) = BLOCKS["A whole scenario"]
+    terminals.run(demo)
+
+
+# -- Prometheus and Grafana -------------------------------------------------------------------------------------------
+
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "kvsidecar.json").read_text())
+VARIABLES = {"$job": ".*", "$instance": ".*", "$link": "55e9", "$__rate_interval": "20s", "$__range": "5m"}
+
+
+def queries() -> Iterator[str]:
+    """Of every panel, with what Grafana fills in by default."""
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", ()):
+            query = target["expr"]
+            for name, value in VARIABLES.items():
+                query = query.replace(name, value).replace(f"${{{name[1:]}}}", value)
+            assert "$" not in query, query
+            yield query
+
+
+@needs("prometheus", "promtool")
+def test_a_real_prometheus_scrapes_the_daemon_and_answers_the_dashboard(terminals: Terminals) -> None:
+    prometheus, ask = BLOCKS["Prometheus"]
+    terminals.start(prometheus)
+    eventually(lambda: terminals.answers("9090", "/api/v1/query?query=kvsidecar_ready"), terminals.logs, pause=0.2)
+    eventually(lambda: json.loads(terminals.run(ask))["data"]["result"], terminals.logs, pause=0.2)
+    (ready,) = json.loads(terminals.run(ask))["data"]["result"]
+    assert ready["value"][1] == "1"
+    (group, *_) = terminals.answers("9090", "/api/v1/rules")["data"]["groups"]
+    assert group["rules"]
+    wanted = list(queries())
+    assert len(wanted) > 20
+    for query in wanted:
+        said = terminals.answers("9090", "/api/v1/query?" + urllib.parse.urlencode({"query": query}))
+        assert said is not None, f"Prometheus refuses {query}"
+        assert said["status"] == "success"
+
+
+class Grafana(BaseHTTPRequestHandler):
+    """Its API for dashboards: takes what its own model of dashboards reads."""
+
+    got: ClassVar[list[Any]] = []
+
+    def do_POST(self) -> None:
+        dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fits = self.path == "/api/dashboards/db" and self.headers["Authorization"].startswith("Basic ")
+        self.got.append(dashboard.Dashboard.from_json(body["dashboard"]) if fits else None)
+        self.send_response(200 if fits else 404)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@needs("jq", "curl")
+def test_the_dashboard_is_imported_by_a_command(terminals: Terminals) -> None:
+    pytest.importorskip("grafana_foundation_sdk", reason="the extra dev is not installed")
+    import_dashboard, _ = BLOCKS["Grafana"]
+    with ThreadingHTTPServer(("127.0.0.1", terminals.ports["3000"]), Grafana) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            terminals.run(import_dashboard)
+        finally:
+            server.shutdown()
+            thread.join()
+    (read,) = Grafana.got
+    assert (read.title, len(read.panels)) == (DASHBOARD["title"], len(DASHBOARD["panels"]))
