@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif(unusable() is not None, reason=unusable() or "")
 def other_user(
     *arguments: str, gids: Sequence[int] = (), inside: DaemonProcess | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A command as another user, in the mount namespace of a daemon."""
-    command = ["nsenter", "-t", str(inside.process.pid), "--mount"] if inside else []
+    """A command as another user, in the mount namespace of a daemon, or where no daemon ever was."""
+    command = ["nsenter", "-t", str(inside.process.pid), "--mount"] if inside else list(OWN_RUN)
     groups = f"--groups={','.join(map(str, gids))}" if gids else "--clear-groups"
     command += ["setpriv", f"--reuid={UID}", f"--regid={UID}", groups, sys.executable, "-m", "kvsidecar", *arguments]
     variables = environment(PYTHONPATH=str(Path(__file__).parents[2]), PYTHONDONTWRITEBYTECODE="1")

@@ -26,7 +26,7 @@ import xxhash
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
 from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
-from kvsidecar.tiers.files.sweep import SWEEP_SECONDS, TRASH, Sweeper, Usage
+from kvsidecar.tiers.files.sweep import SWEEP_SECONDS, TRASH, Sweeper, sweep
 from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
 from kvsidecar.types import Namespace
 
@@ -72,14 +72,18 @@ class FilesEngine:
         """Bytes since the last sweep."""
         self._swept_at = 0.0
         self._finders = ThreadPoolExecutor(FINDS, "look")
-        self._sweeper = Sweeper(self._root, capacity_bytes, self._swept, sweep_seconds)
+        self._sweeper = Sweeper(self._root, self._sweep, sweep_seconds)
         self._sweeper.start()
         _log.info("shared tier opened", directory=str(path), capacity_bytes=capacity_bytes)
 
-    def _swept(self, usage: Usage) -> None:
+    def _sweep(self, due_seconds: float) -> None:
+        with self._lock:
+            before = self._written
+        usage = sweep(self._root, self._capacity, due_seconds)
         with self._lock:
             if usage.at != self._swept_at:  # else what this node has written since then is not in it
-                self._bytes, self._files, self._written = usage.nbytes, usage.files, 0
+                meanwhile = self._written - before  # which the sweep may have seen or not
+                self._bytes, self._files, self._written = usage.nbytes + meanwhile, usage.files, meanwhile
                 self._evicted += usage.removed
                 self._swept_at = usage.at
 

@@ -56,15 +56,12 @@ class Sweeper:
     """A thread that sweeps again and again.
 
     Args:
-        root: of the files.
-        capacity_bytes: that they may have together.
-        on_swept: called from the thread with what there is, also after another node's sweep.
+        root: of the files, for the log.
+        sweep: called from the thread with the seconds after which a sweep is due. May raise OSError.
     """
 
-    def __init__(
-        self, root: Path, capacity_bytes: int, on_swept: Callable[[Usage], None], seconds: float = SWEEP_SECONDS
-    ) -> None:
-        self._root, self._capacity, self._on_swept, self._seconds = root, capacity_bytes, on_swept, seconds
+    def __init__(self, root: Path, sweep: Callable[[float], None], seconds: float = SWEEP_SECONDS) -> None:
+        self._root, self._sweep, self._seconds = root, sweep, seconds
         self._wake = threading.Event()
         self._soon = self._closing = False
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
@@ -86,7 +83,7 @@ class Sweeper:
         while not self._closing:
             due, self._soon = min(EARLY_SECONDS, self._seconds) if self._soon else self._seconds, False
             try:
-                self._on_swept(sweep(self._root, self._capacity, due))
+                self._sweep(due)
             except OSError as error:
                 _log.warning("the shared directory cannot be swept", directory=str(self._root), reason=str(error))
             except Exception:  # noqa: BLE001 - the thread must go on, and the reason be heard

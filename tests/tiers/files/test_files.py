@@ -235,17 +235,28 @@ def test_a_full_directory_refuses_writes_until_its_own_thread_has_swept(
 ) -> None:
     monkeypatch.setattr(sweeping, "EARLY_SECONDS", 0.0)
     node = FilesEngine(tmp_path / "tier", 10 * FILE)
-    of, ends, number = space(), [], 0
-    while WriteEnd.FULL not in ends:
-        ends += write(node, of, [number])
-        number += 1
-    assert number > 10
-    eventually(lambda: write(node, of, [number]) == [WriteEnd.DONE])
-    stats = node.stats()
-    assert stats.evicted_blocks > 0
-    assert stats.used_bytes <= stats.capacity_bytes == 10 * FILE
-    assert len(files(tmp_path)) <= 11
+    numbers, ends = iter(range(1 << 20)), set()
+
+    def is_full_and_swept() -> bool:
+        ends.update(write(node, space(), [next(numbers)]))
+        assert len(files(tmp_path)) <= 10
+        return WriteEnd.FULL in ends and node.stats().evicted_blocks > 0
+
+    eventually(is_full_and_swept)
+    eventually(lambda: write(node, space(), [next(numbers)]) == [WriteEnd.DONE])
     node.close()
+
+
+def test_what_is_written_while_a_sweep_looks_is_counted(node: FilesEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sweeps(*args: Any) -> Any:
+        seen = sweep(*args)
+        write(node, space(), [7])
+        return seen
+
+    write(node, space(), range(2))
+    monkeypatch.setattr(module, "sweep", sweeps)
+    node._sweep(0.0)
+    assert node.stats().used_bytes == 3 * FILE
 
 
 def test_what_this_node_has_written_counts_though_the_last_sweep_did_not_see_it(tmp_path: Path) -> None:
@@ -254,23 +265,22 @@ def test_what_this_node_has_written_counts_though_the_last_sweep_did_not_see_it(
     eventually(lambda: lock.exists() and lock.stat().st_size)
     ends = write(node, space(), range(20))
     assert ends.count(WriteEnd.DONE) == 10
-    node._swept(sweeping.sweep(node._root, 10 * FILE, 60.0))
+    node._sweep(60.0)
     assert write(node, space(), [30]) == [WriteEnd.FULL], "what it was told is of before"
     node.close()
 
 
 def test_a_sweep_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed, swept = threading.Event(), threading.Event()
-    real = sweeping.sweep
 
     def sweeps(*args: Any) -> Any:
         if not failed.is_set():
             failed.set()
             raise OSError(errno.EIO, "Input/output error")
         swept.set()
-        return real(*args)
+        return sweep(*args)
 
-    monkeypatch.setattr(sweeping, "sweep", sweeps)
+    monkeypatch.setattr(module, "sweep", sweeps)
     node = FilesEngine(tmp_path / "tier", CAPACITY, sweep_seconds=0.01)
     assert swept.wait(60)
     node.close()

@@ -1,0 +1,187 @@
+"""How fast SGLang's linker loads pages into the GPU, as a whole and layer by layer.
+
+python -m benchmarks.sglang.load_layers [--device cuda|host] [--tokens 8192] [--json FILE] [-- FLAGS OF kvsidecar serve]
+
+For each ``load_chunks``, an engine's side of the linker stores the pages of a prompt and loads them again, in turns:
+the time until the first layer may be computed, until the last one may, and the rate of the whole. The default shape is
+that of Llama-3.1-8B. On the host device the copies are the processor's, which shows only that it works. Needs no
+SGLang; on a GPU it needs torch, whose tensors have the layout of SGLang's pools: an allocation for each layer, K and V
+its halves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.groups import KV, Groups, groups_of
+from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.rank_side import RankMemory, RankSide
+from kvsidecar.integrations.sglang.weights import Weights
+from kvsidecar.support.units import parse_size
+from tests.harness import SECONDS, DaemonProcess, eventually
+
+
+class OneRank:
+    rank, size = 0, 1
+
+    def agree(self, yes: bool) -> bool:
+        return yes
+
+
+def host_memory(groups: Groups, row: int, pages: int) -> RankMemory:
+    layers = sum(len(each.layers) for each in groups.all)
+    buffer = HostBuffer(layers * pages * row)
+    layouts = [
+        GroupLayout(
+            each.index, pages, 0, 1, (Region(0, each.layers[0] * pages * row, pages * row, row, row, len(each.layers)),)
+        )
+        for each in groups.all
+    ]
+    return RankMemory(buffer.kv_buffers(), tuple(layouts))
+
+
+def cuda_memory(
+    groups: Groups, layers: int, page: int, heads: int, dim: int, pages: int
+) -> tuple[RankMemory, Any, Any]:
+    """The memory, what keeps it alive, and the order behind the current stream."""
+    import torch
+
+    from kvsidecar.integrations.sglang import pools
+
+    fused = [torch.ones((2, pages * page, heads, dim), dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+    kvcache = type("MHATokenToKVPool", (), {})()
+    kvcache.kv_cache_layout, kvcache.k_scale_buffer, kvcache.v_scale_buffer = "nhd", None, None
+    kvcache.layer_num = layers
+    kvcache.k_buffer, kvcache.v_buffer = [each[0] for each in fused], [each[1] for each in fused]
+    params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
+    found, _ = pools.pools_of(kvcache, params, page, set())
+    return pools.export(found, groups, 0, 1), fused, pools.Order(torch.device("cuda"), None)
+
+
+class Engine:
+    def __init__(self, socket: str, chunks: int, options: argparse.Namespace) -> None:
+        self.page, self.pages = options.page, -(-options.tokens // options.page)
+        row = 2 * options.page * options.heads * options.dim * 2
+        self.bytes = row * options.layers * self.pages
+        groups = groups_of([(KV, range(options.layers), False)], options.layers, chunks)
+        order = None
+        if options.device == "cuda":
+            memory, self._kept, order = cuda_memory(
+                groups, options.layers, options.page, options.heads, options.dim, 2 * self.pages
+            )
+        else:
+            memory = host_memory(groups, row, 2 * self.pages)
+        self.layers = options.layers
+        self.side = RankSide(
+            Options.parse(
+                {
+                    "socket": socket,
+                    "lookup_budget": SECONDS,
+                    "load_timeout": SECONDS,
+                    "lease_seconds": 2 * SECONDS,
+                    "load_chunks": chunks,
+                }
+            ),
+            Namespace("bench", "bf16", f"sglang, {chunks} parts", options.page, 1, 1, "sglang sha256"),
+            f"bench {chunks}",
+            groups,
+            memory,
+            OneRank(),
+            Weights(32, lambda: "default", "bench"),
+            Counters(),
+            page_size=options.page,
+            order=order,
+        )
+        assert self.side._client.wait_attached(SECONDS)
+        assert self.side._client.wait_ready(SECONDS).ready
+        self._loads = iter(range(1 << 40))
+        assert self.side.offload([self.transfer(0)])
+        eventually(self.side.completed, "an offload")
+        self.side.pop()
+
+    def transfer(self, first: int) -> Any:
+        keys = [hashlib.sha256(str(page).encode()).hexdigest() for page in range(self.pages)]
+        slots = ((first + np.arange(self.pages))[:, None] * self.page + np.arange(self.page)).ravel()
+        return SimpleNamespace(name=KV, keys=keys, device_indices=slots)
+
+    def load(self) -> tuple[float, float]:
+        """Seconds until the first layer, and until the last one, may be computed. What SGLang does before the load is
+        queued is not in it."""
+        rid, to = str(next(self._loads)), self.transfer(self.pages)
+        assert self.side.lookup(rid, [to])[-1] == self.pages
+        began = time.perf_counter()
+        assert self.side.load(rid, [to])
+        index = self.side.loads.start()
+        self.side.loads.set_consumer(index)
+        self.side.loads.wait_until(0)
+        first = time.perf_counter() - began
+        for layer in range(1, self.layers):
+            self.side.loads.wait_until(layer)
+        last = time.perf_counter() - began
+        assert self.side.loads.finish(index)
+        return first, last
+
+
+def measure(options: argparse.Namespace, flags: Iterable[str]) -> dict[int, dict[str, Any]]:
+    results: dict[int, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
+        flags = ("--pool-size", str(options.pool_size), "--log-level", "warning", *flags)
+        with DaemonProcess(Path(directory), *flags, device=options.device, until="ready") as daemon:
+            engines = {chunks: Engine(daemon.socket, chunks, options) for chunks in options.chunks}
+            took: dict[int, list[tuple[float, float]]] = {chunks: [] for chunks in engines}
+            for _ in range(options.rounds + 1):
+                for chunks, engine in engines.items():
+                    took[chunks].append(engine.load())
+            for chunks, engine in engines.items():
+                first, last = np.array(took[chunks][1:]).T  # the first one warms up
+                results[chunks] = {
+                    "bytes": engine.bytes, "first": first.tolist(), "last": last.tolist(),
+                }  # fmt: skip
+                engine.side.close()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--page", type=int, default=64, help="tokens in a page")
+    parser.add_argument("--heads", type=int, default=8, help="for keys and values")
+    parser.add_argument("--dim", type=int, default=128, help="of a head, bfloat16")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="load_chunks")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--pool-size", type=parse_size, default=parse_size("8GiB"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("flags", nargs="*", help="of kvsidecar serve, behind --")
+    options = parser.parse_args()
+    results = measure(options, options.flags)
+    (size,) = {each["bytes"] for each in results.values()}
+    table = Table(title=f"{size / 1e6:.0f} MB a load, pages of {options.page} tokens: median (p90) of {options.rounds}")
+    for column in ("load_chunks", "first layer, ms", "last layer, ms", "GB/s"):
+        table.add_column(column, justify="right")
+    for chunks, each in results.items():
+        cells = [np.percentile(each[name], (50, 90)) * 1e3 for name in ("first", "last")]
+        rate = size / np.median(each["last"]) / 1e9
+        table.add_row(str(chunks), *(f"{median:.2f} ({high:.2f})" for median, high in cells), f"{rate:.1f}")
+    Console(width=100).print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
