@@ -29,7 +29,7 @@ SERVE = "Its options are in [configuration.md](configuration.md)."
 
 
 def page() -> str:
-    with mock.patch.dict(os.environ, COLUMNS="200"):  # wider than the widest help
+    with mock.patch.dict(os.environ, COLUMNS="100"):  # what a page shows without scrolling
         lines = make_command_docs("kvsidecar", _with_short_serve())
         text = "\n".join(itertools.dropwhile(lambda line: not line.startswith("## "), lines))
     return f"{HEAD}\n{text.rstrip()}\n"
