@@ -38,6 +38,7 @@ OPEN = {
     "version": "version of kvsidecar",
     "backend": "`cuda` or `host`",
     "device": "a GPU's UUID, or `host`",
+    "model": "the model of a namespace, cut at 128 characters; `other`: all but 32",
     "share": "a share's name; `unassigned`: all namespaces that no share covers; `other`: all but the 32 largest",
 }
 """Labels whose values depend on the machine."""
@@ -56,17 +57,27 @@ GROUPS = {
     ),
     "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "expired_", "lookup_"),
     "Shares": ("share_",),
+    "Models and devices": ("model_", "device_"),
     "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
     "Disk": ("tier_",),
     "Refusals": ("refusals",),
 }
 """Title -> how the names of its metrics begin, after ``kvsidecar_``."""
 
+MODELS = """\
+Namespaces are counted by their model. At most 32 models have labels of their own at a time: those that came first or,
+after a restart, have the most bytes. A model that was not counted for an hour makes room for another one. With a
+policy, models are not named, because whoever reaches the HTTP port would learn them; shares are.
+"""
+
 REASONS = """\
 Refused requests and declined jobs are counted by reason in `kvsidecar_refusals_total`. A declined job carries the same
 `reason` ([client.md](client.md#when-a-job-ends)). None of these is an error of the daemon: a declined store is a miss
 later, and the engine computes the blocks of a declined load.
 """
+
+TEXTS = {"Models and devices": (MODELS,)}
+"""Title -> what is said above the table."""
 
 PROCESS = """\
 Metrics of the daemon's process, from the standard Prometheus process collector.
@@ -80,7 +91,8 @@ def families() -> list[Metric]:
     cache = CacheStats(**dict.fromkeys(CacheStats.__annotations__, 0))
     gauges = Gauges(Snapshot(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
     tiers = [TierGauges(name, "", None, TierCounts(), write_budget_bytes=0) for name in ("disk", "cluster", "shared")]
-    gauges = replace(gauges, tiers=tiers, shares=[Share("chat", most=0), Share()])
+    gauges = replace(gauges, tiers=tiers, shares=[Share("chat", most=0), Share()], used_by_model=dict)
+    metrics.devices.of("host")
     for refused, reasons in (metrics.unfetched, FetchRefusal), (metrics.unwritten, WriteRefusal):
         for reason, tier in product(reasons, tiers):
             refused.labels(tier.name, reason.value)
@@ -98,7 +110,7 @@ def page() -> str:
     parts = [HEAD]
     for title, prefixes in GROUPS.items():
         members = [each for each in own if each.name.removeprefix("kvsidecar_").startswith(prefixes)]
-        parts += [f"## {title}\n", _table(members) + "\n"]
+        parts += [f"## {title}\n", *TEXTS.get(title, ()), _table(members) + "\n"]
         own = [each for each in own if each not in members]
     if own:  # nobody has found a place for these yet
         parts += ["## Others\n", _table(own) + "\n"]

@@ -258,7 +258,10 @@ class JobRunner:
             session.remove(job)
             self._keep_awake_for(session, job)
             self._count(job.direction, result)
-            session.copied_bytes[job.direction] += result.nbytes
+            if result.nbytes:
+                session.copied_bytes[job.direction] += result.nbytes
+                self._metrics.devices.of(session.copier.uuid).copied(job.direction, result.nbytes)
+                self._metrics.models.copied(session.registration.namespace.model, job.direction, result.nbytes)
             job.end(result, self._clock())
             if self._on_ended is not None:
                 # The client is answered in this turn of the loop, and need not wait for the record.

@@ -144,8 +144,10 @@ class LookupService:
             found = [self._cache.lookup(space, hashes, mode) for space, hashes in parts]
         result = tuple(_hits(group, hits, mode) for (group, _), hits in zip(groups, found, strict=True))
         hits = sum([each.hits for each in result])
+        misses = sum([len(hashes) for _, hashes in groups]) - hits
         self._hits.inc(hits)
-        self._misses.inc(sum([len(hashes) for _, hashes in groups]) - hits)
+        self._misses.inc(misses)
+        self._metrics.models.looked_up(namespace.model, hits, misses)
         if lease_seconds > 0 and lease is None and hits:
             self._metrics.refuse(Refusal.QUOTA)
         asking = False

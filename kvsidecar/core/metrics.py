@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvsidecar import __version__
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
+from kvsidecar.core.labels import DeviceCounts, ModelCounts
 from kvsidecar.core.readiness import Snapshot, WarmStart
 from kvsidecar.core.shares import REST
 from kvsidecar.errors import Refusal
@@ -99,6 +100,8 @@ class Gauges:
     tiers: Sequence[TierGauges] = ()
     shares: Sequence[Share] = ()
     """The last one is that of the namespaces that no other covers."""
+    used_by_model: Callable[[], Mapping[str, int]] | None = None
+    """Bytes of the pool; None if whoever reads the metrics may not learn which models there are."""
 
 
 class Metrics:
@@ -206,6 +209,7 @@ class Metrics:
             "Delay between the time a timer was due and the time the event loop ran it.",
             buckets=(1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0),
         )
+        self.models, self.devices = ModelCounts(), DeviceCounts()
         # A series that appears with its first event cannot be alarmed on: create them all at zero.
         for reason in Refusal:
             self.refusals.labels(reason.value)
@@ -327,6 +331,9 @@ class Metrics:
         yield imported
         yield from _tier_metrics(now.tiers)
         yield from _share_metrics(now.shares)
+        yield from self.devices.metrics()
+        if now.used_by_model is not None:
+            yield from self.models.metrics(now.used_by_model())
 
 
 def _share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:

@@ -131,6 +131,7 @@ class Daemon:
         self._metrics = Metrics(backend)
         for uuid in copiers.hello.devices:
             self._metrics.copier_deaths.labels(uuid)  # 0 from the start: an alert sees the first one
+            self._metrics.devices.of(uuid)
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
         self._tasks = TaskSet(task_failed)
         self._guard = guard

@@ -100,7 +100,20 @@ class Report:
             notes_bytes=0 if self._watches is None else self._watches.notes_bytes,
             tiers=[] if self._tiering is None else self._tiering.gauges(),
             shares=self._cache.shares,
+            used_by_model=self._used_by_model if self._shows_names else None,
         )
+
+    def _used_by_model(self) -> dict[str, int]:
+        used: dict[str, int] = {}
+        for space in self._cache.spaces:
+            model = space.namespace.model
+            used[model] = used.get(model, 0) + space.blocks.readable * space.block_bytes
+        return used
+
+    @property
+    def _shows_names(self) -> bool:
+        """Whether clients that nobody has identified, such as those of the HTTP port, may see whose it is."""
+        return self._instances.access.anonymous.grant.admin
 
     def tiers(self) -> dict[str, str]:
         """For /ready: by name, why a tier is off."""
@@ -223,7 +236,7 @@ class Report:
 
         Without names it has no more than /metrics.
         """
-        return self.reply(Caller(None, Grant((EVERYTHING,), admin=True))), self._instances.access.anonymous.grant.admin
+        return self.reply(Caller(None, Grant((EVERYTHING,), admin=True))), self._shows_names
 
     def devices(self) -> list[Device]:
         """For the page."""

@@ -44,6 +44,9 @@ NOT_ON_A_PANEL = {
     "kvsidecar_residency_notes_bytes": "of engines with KV events alone",
     "kvsidecar_share_pinned_bytes": "status says it",
     "kvsidecar_share_borrowed_bytes": "used and guaranteed bytes are on a panel",
+    "kvsidecar_device_copies": "the bytes are on a panel",
+    "kvsidecar_model_copies": "the bytes are on a panel",
+    "kvsidecar_model_copied_bytes": "of models, bytes in the pool and hits are on panels",
     "kvsidecar_spans": "of the tracing, which is off by default",
 }
 

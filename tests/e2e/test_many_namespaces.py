@@ -16,6 +16,7 @@ import pytest
 from kvsidecar.cli.operate.commands import LISTED
 from kvsidecar.cli.status_view import SHOWN
 from kvsidecar.client import HostBuffer
+from kvsidecar.core.labels import LABEL_CHARACTERS, MODELS_SHOWN
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.server.report import NAMESPACES_BYTES, RANKS_BYTES
@@ -169,7 +170,7 @@ def _namespace(wanted: str, client: Any) -> Any:
     return find_namespace(wanted, client.status(everything=True))
 
 
-def test_status_over_http_is_bounded_and_metrics_know_nothing_of_namespaces(daemon: DaemonProcess) -> None:
+def test_status_over_http_is_bounded_and_metrics_have_labels_for_a_few_models(daemon: DaemonProcess) -> None:
     code, body = daemon.get("/status")
     assert code == 200
     assert len(json.dumps(body)) < MAX_MESSAGE_BYTES
@@ -180,9 +181,16 @@ def test_status_over_http_is_bounded_and_metrics_know_nothing_of_namespaces(daem
     def series(text: str) -> list[str]:
         return [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
 
-    assert set(series(metrics)) - set(series(daemon.metrics_before)) == {  # type: ignore[attr-defined]
-        'kvsidecar_imported_gpu_bytes{device="host"}'
-    }
+    new = set(series(metrics)) - set(series(daemon.metrics_before))  # type: ignore[attr-defined]
+    of_models = {each for each in new if each.startswith("kvsidecar_model_")}
+    assert new - of_models == {'kvsidecar_imported_gpu_bytes{device="host"}'}
+    used = {each for each in of_models if each.startswith("kvsidecar_model_used_bytes")}
+    assert len(used) == MODELS_SHOWN
+    assert len(of_models) == 7 * MODELS_SHOWN
+    assert max(map(len, of_models)) < 2 * LABEL_CHARACTERS
+    shown = sum(map(daemon.metric, used))
+    pool = daemon.metric("kvsidecar_pool_used_bytes")
+    assert 0 < daemon.metric('kvsidecar_model_used_bytes{model="other"}') == pool - shown
 
 
 def test_an_unknown_namespace_is_refused_with_some_of_those_there_are(daemon: DaemonProcess) -> None:

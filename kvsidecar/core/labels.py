@@ -1,0 +1,135 @@
+"""Copies and lookups by model and by device, for the metrics: few labels, whatever clients send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvsidecar.core.shares import REST
+from kvsidecar.types import Direction
+
+MODELS_SHOWN: Final = 32
+"""Models with a label of their own at a time."""
+LABEL_CHARACTERS: Final = 128
+"""Of a model's name. Names that begin alike share a label."""
+QUIET_SECONDS: Final = 3600.0
+"""A model that was not counted for so long may lose its label to another one."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was counted under one label."""
+
+    copies: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
+    copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
+    hits: int = 0
+    misses: int = 0
+    counted_at: float = 0.0
+
+    def copied(self, direction: Direction, nbytes: int) -> None:
+        self.copies[direction] += 1
+        self.copied_bytes[direction] += nbytes
+
+
+class ModelCounts:
+    """Counts by model. `MODELS_SHOWN` models have labels of their own: those that came first, by a copy or by blocks
+    that were kept. The others are counted as one. A lookup gives no label: anybody may name any model in it.
+
+    A label stays with its model, so that its counters only grow, until another model comes and this one was not counted
+    for `QUIET_SECONDS`. Its counters go with it.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: dict[str, Counts] = {}
+        self._rest = Counts()
+
+    def copied(self, model: str, direction: Direction, nbytes: int) -> None:
+        label = model[:LABEL_CHARACTERS]
+        counts = self._counts.get(label) or self._admit(label)
+        counts.counted_at = self._clock()
+        counts.copied(direction, nbytes)
+
+    def looked_up(self, model: str, hits: int, misses: int) -> None:
+        counts = self._counts.get(model[:LABEL_CHARACTERS], self._rest)
+        counts.counted_at = self._clock()
+        counts.hits += hits
+        counts.misses += misses
+
+    def _admit(self, label: str) -> Counts:
+        """Give it a label, if there is one."""
+        if label == REST:
+            return self._rest
+        if len(self._counts) >= MODELS_SHOWN:
+            quiet = min(self._counts, key=lambda each: self._counts[each].counted_at)
+            if self._clock() - self._counts[quiet].counted_at < QUIET_SECONDS:
+                return self._rest
+            del self._counts[quiet]
+        return self._counts.setdefault(label, Counts(counted_at=self._clock()))
+
+    def metrics(self, used: Mapping[str, int]) -> Iterable[Metric]:
+        """
+        Args:
+            used: bytes of the pool by model.
+        """
+        by_label: dict[str, int] = {}
+        for model, nbytes in used.items():
+            label = model[:LABEL_CHARACTERS]
+            by_label[label] = by_label.get(label, 0) + nbytes
+        for label in sorted(by_label, key=lambda label: -by_label[label])[:MODELS_SHOWN]:
+            if label not in self._counts:  # such as a model whose blocks were kept over a restart
+                self._admit(label)
+        labelled = {**self._counts, REST: self._rest}
+        used_bytes = {label: by_label.get(label, 0) for label in self._counts}
+        used_bytes[REST] = sum(by_label.values()) - sum(used_bytes.values())
+        gauge = GaugeMetricFamily(
+            "kvsidecar_model_used_bytes", "Bytes of the pool that the model's blocks have.", labels=["model"]
+        )
+        for label in labelled:
+            gauge.add_metric([label], used_bytes[label])
+        yield gauge
+        lookups = CounterMetricFamily(
+            "kvsidecar_model_lookup_blocks",
+            "Blocks requested by lookups, by model and result.",
+            labels=["model", "result"],
+        )
+        for label, counts in labelled.items():
+            lookups.add_metric([label, "hit"], counts.hits)
+            lookups.add_metric([label, "miss"], counts.misses)
+        yield lookups
+        yield from _copies("model", labelled)
+
+
+class DeviceCounts:
+    """Counts by device."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counts] = {}
+
+    def of(self, device: str) -> Counts:
+        return self._counts.get(device) or self._counts.setdefault(device, Counts())
+
+    def metrics(self) -> Iterable[Metric]:
+        return _copies("device", self._counts)
+
+
+def _copies(name: str, labelled: Mapping[str, Counts]) -> Iterable[Metric]:
+    copies = CounterMetricFamily(
+        f"kvsidecar_{name}_copies", f"Successful copies, by {name} and direction.", labels=[name, "direction"]
+    )
+    nbytes = CounterMetricFamily(
+        f"kvsidecar_{name}_copied_bytes", f"Bytes moved by them, by {name} and direction.", labels=[name, "direction"]
+    )
+    for label, counts in labelled.items():
+        for direction in Direction:
+            copies.add_metric([label, direction.value], counts.copies[direction])
+            nbytes.add_metric([label, direction.value], counts.copied_bytes[direction])
+    yield copies
+    yield nbytes
