@@ -1,10 +1,10 @@
 """What it costs a daemon to tell watchers what it holds: rates and lookups with and without them, in turns.
 
-    python -m benchmarks.residency_turns [--rounds 40] [--jobs 400] [--lookups 300] [--watchers 2]
+    python -m benchmarks.residency_turns [--rounds 40] [--jobs 400] [--lookups 300] [--watchers 2] [--block 64KiB]
 
 One daemon of the host device, one rank, watchers in a process of their own, which follow what they are told as engines
 with KV events do. With them, stores carry notes on 16 tokens a block. In each round the same is done without and with
-them, in changing order: jobs of 32 blocks of 64 KiB, each of which evicts as many, four in flight; and lookups of 512
+them, in changing order: jobs of 32 blocks, each of which evicts as many, four in flight; and lookups of 512
 blocks. Printed are the medians over the rounds, in microseconds, and with / without of the same round: its median, and
 the first and the last tenth. "cpu" is what a job takes of the daemon's main thread, which the rest of a busy machine
 hardly changes.
@@ -20,14 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, Namespace, Outcome, Region
+from kvsidecar.support.units import parse_size
 
 SECONDS = 60.0
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
-BLOCKS, HITS, ROW = 32, 512, 65536
+BLOCKS, HITS = 32, 512
 NOTE = bytes(105)
 
 WATCHERS = """
@@ -56,10 +58,10 @@ for line in sys.stdin:
 class Rank:
     """Stores and looks up."""
 
-    def __init__(self, address: str) -> None:
-        self.buffer = HostBuffer(HITS * ROW)
+    def __init__(self, address: str, block_bytes: int) -> None:
+        self.buffer = HostBuffer(HITS * block_bytes)
         self.client = Client(address, timeout=SECONDS, step_budget=SECONDS)
-        layout = GroupLayout(0, HITS, 0, 1, (Region(0, 0, 0, ROW, ROW, 1),))
+        layout = GroupLayout(0, HITS, 0, 1, (Region(0, 0, 0, block_bytes, block_bytes, 1),))
         self.client.attach(
             instance="bench", namespace=NAMESPACE, buffers=self.buffer.kv_buffers(), groups=[layout]
         )  # fmt: skip
@@ -84,14 +86,16 @@ class Rank:
         self.finish(jobs)
         return (time.perf_counter() - began) / count
 
-    def lookups(self, count: int) -> float:
+    def lookups(self, count: int, lease_seconds: float = 0.0) -> float:
         """Median seconds of one, while nothing is stored."""
         taken = []
         for _ in range(count):
             began = time.perf_counter()
-            found = self.client.lookup(NAMESPACE, {0: self.known}, lease_seconds=0.0)
+            found = self.client.lookup(NAMESPACE, {0: self.known}, lease_seconds=lease_seconds)
             taken.append(time.perf_counter() - began)
             assert found.groups[0].hits == HITS
+            if found.lease is not None:
+                self.client.release(found.lease)
         return median(taken)
 
 
@@ -100,16 +104,31 @@ def cpu_seconds(pid: int) -> float:
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
+def report(took: Mapping[tuple[str, bool], Sequence[float]]) -> None:
+    """Print the seconds of each round, by what was done and whether with it."""
+    print("            without us   with us   with / without   first and last tenth")
+    for what in ("job", "cpu", "lookup"):
+        off, on = took[what, False], took[what, True]
+        shares = [after / before for before, after in zip(off, on, strict=True)]
+        tenths = quantiles(shares, n=10)
+        print(
+            f"{what:10} {median(off) * 1e6:11.1f} {median(on) * 1e6:9.1f} {median(shares):16.3f}"
+            f"   {tenths[0]:.3f} {tenths[-1]:.3f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=400)
     parser.add_argument("--lookups", type=int, default=300)
     parser.add_argument("--watchers", type=int, default=2)
+    parser.add_argument("--block", type=parse_size, default=parse_size("64KiB"), help="bytes of a block")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
         address = str(Path(directory, "s"))
-        serve = ["serve", "--device", "host", "--socket", address, "--http-port", "0", "--pool-size", "128MiB"]
+        serve = ["serve", "--device", "host", "--socket", address, "--http-port", "0"]
+        serve += ["--pool-size", str(4 * HITS * arguments.block), "--memory-check", "off"]
         daemon = subprocess.Popen([sys.executable, "-m", "kvsidecar", *serve], stderr=subprocess.DEVNULL)
         watchers = subprocess.Popen(
             [sys.executable, "-c", WATCHERS, address, str(arguments.watchers)],
@@ -127,7 +146,7 @@ def main() -> None:
         try:
             while not Path(address + ".attach").exists():
                 time.sleep(0.01)
-            rank = Rank(address)
+            rank = Rank(address, arguments.block)
             took: dict[tuple[str, bool], list[float]] = {
                 each: [] for each in itertools.product(["job", "cpu", "lookup"], [False, True])
             }
@@ -154,15 +173,7 @@ def main() -> None:
                 process.kill()
                 process.wait()
     print(f"{told} blocks were told to {arguments.watchers} watchers")
-    print("            without us   with us   with / without   first and last tenth")
-    for what in ("job", "cpu", "lookup"):
-        off, on_ = took[what, False], took[what, True]
-        shares = [after / before for before, after in zip(off, on_, strict=True)]
-        tenths = quantiles(shares, n=10)
-        print(
-            f"{what:10} {median(off) * 1e6:11.1f} {median(on_) * 1e6:9.1f} {median(shares):16.3f}"
-            f"   {tenths[0]:.3f} {tenths[-1]:.3f}"
-        )
+    report(took)
 
 
 if __name__ == "__main__":
