@@ -15,6 +15,8 @@ from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.stores import RETRY_SECONDS
+from kvsidecar.integrations.vllm.waking import Alarm
 from tests.integrations.engine import (
     EPOCH,
     Block,
@@ -160,6 +162,33 @@ def test_a_declined_store_is_tried_again_later_and_later_until_one_is_stored() -
     made.take_report(RankReport(stored={job.number: 1}))
     clock.now += 1
     assert drain(made) == [request.block_hashes]  # now that the daemon takes something
+
+
+def test_a_sleeping_engine_is_woken_when_a_declined_store_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    alarms: list[float] = []
+    monkeypatch.setattr(Alarm, "set", lambda _, seconds: alarms.append(seconds))
+    pool, clock = TinyPool(40), Clock()
+    made = attached(pool=pool, clock=clock)
+    request = Request("r", list(range(8)))
+    ends(made, pool, request, run(made, pool, request, 8))
+    assert drain(made, failed=True)
+    assert alarms.pop() == pytest.approx(RETRY_SECONDS, abs=1e-3)
+    clock.now += RETRY_SECONDS / 4
+    assert not made.has_pending_push_work()
+    assert alarms.pop() == pytest.approx(RETRY_SECONDS * 3 / 4, abs=1e-3)
+    clock.now += RETRY_SECONDS
+    assert drain(made) == [request.block_hashes]
+    assert not made.has_pending_push_work()
+    assert not alarms
+
+
+def test_without_a_daemon_nobody_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Alarm, "set", lambda *_: pytest.fail("woken"))
+    pool = TinyPool(16)
+    made = side(pool=pool)
+    request = Request("r", list(range(8)))
+    ends(made, pool, request, run(made, pool, request, 8))
+    assert not made.has_pending_push_work()
 
 
 def test_another_run_of_the_daemon_is_given_at_once_what_the_one_before_did_not_take() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm import stores
+from tests.cli.test_main import run
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, EngineProcess, blocks, join, kvsidecar, prompt, running
@@ -109,6 +110,21 @@ def test_what_was_computed_while_the_pool_was_pinned_is_stored_when_it_is(
         answers = engine.generate(first, second)
         assert [each.cached for each in answers] == [288, 288]
         assert [each.tokens for each in answers] == truth(first, second)
+
+
+@pytest.mark.alone
+def test_what_was_declined_is_stored_by_an_engine_that_sleeps(model: str, daemon: DaemonProcess, truth: Truth) -> None:
+    with EngineProcess(model, kvsidecar(daemon.socket), OWN_PROCESS) as engine:
+        engine.wait_started()
+        join(engine, daemon)
+        before = blocks(daemon)
+        assert run("drain", "--socket", daemon.socket).returncode == 0
+        engine.generate(LONG)
+        eventually(lambda: daemon.metric('kvsidecar_refusals_total{reason="draining"}'), "its stores are declined")
+        assert blocks(daemon) == before
+        assert run("drain", "--cancel", "--socket", daemon.socket).returncode == 0
+        eventually(lambda: blocks(daemon) >= before + WHOLE // BLOCK, "no request has come since then")
+    another_engine_hits(model, daemon, truth)
 
 
 def _has_both(engine: Engine, daemon: DaemonProcess) -> bool:

@@ -139,7 +139,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._client(f"{self._instance} scheduler"),
             events=Events(self._groups, hash_bytes, watch) if wants_events else None,
             watch=watch,
-            on_news=waker(),
+            wake=waker(),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
         )

@@ -25,6 +25,7 @@ from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.integrations.vllm.selection import Pool
 from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
+from kvsidecar.integrations.vllm.waking import Alarm
 from kvsidecar.integrations.weights_version import WeightsVersion, read_name
 from kvsidecar.types import Namespace, Priority
 
@@ -43,7 +44,7 @@ class SchedulerSide:
         client: never attaches; closed by `shutdown`.
         events: collects KV cache events, if vLLM publishes them.
         watch: tells the events what the daemon holds; closed by `shutdown`. None: nobody does.
-        on_news: called in another thread when it has something to tell.
+        wake: makes an idle engine step, for the daemon's news and for what waits to be stored; called in any thread.
         step_tokens: most tokens that one step computes (``max_num_batched_tokens``).
         longest_blocks: most blocks that one request needs; stores leave it as many.
         clock: seconds, monotonic.
@@ -59,7 +60,7 @@ class SchedulerSide:
         *,
         events: Events | None = None,
         watch: Client | None = None,
-        on_news: Callable[[], object] = lambda: None,
+        wake: Callable[[], object] = lambda: None,
         step_tokens: int = 8192,
         longest_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -72,7 +73,7 @@ class SchedulerSide:
         self._client = SchedulerClient(client, self._weights_version, options.fetch_patience, options.prefill_rate)
         self._alignment = groups[0].alignment
         self._stored_filter, self._events = StoredFilter(), events
-        self._watch, self._on_news = watch, on_news
+        self._watch, self._wake, self._alarm = watch, wake, Alarm(wake)
         if watch is not None and events is not None:
             events.keys = self._weights_version.keys
         numbers = itertools.count(1)
@@ -183,7 +184,7 @@ class SchedulerSide:
             self._client.namespace = namespace
             _log.info("kvsidecar: namespace %s", namespace)
             if self._watch is not None:
-                self._watch.watch(namespace, self._on_news)
+                self._watch.watch(namespace, self._wake)
         elif namespace != self._client.namespace:
             _log.error("kvsidecar: no offload: ranks hold KV of %s and of %s", self._client.namespace, namespace)
             return False
@@ -227,12 +228,18 @@ class SchedulerSide:
         return self._stores.outstanding or self._loads.outstanding
 
     def has_pending_push_work(self) -> bool:
-        """Whether jobs wait to be sent or reported, so that an idle engine must continue to step."""
-        return (
-            self._jobs_outstanding
-            or (self._enabled and self._stores.has_backlog(self._clock()))
-            or (self._events is not None and self._events.pending)
-        )
+        """Whether jobs wait to be sent or reported, so that an idle engine must continue to step.
+
+        vLLM does not ask again while it sleeps: it is woken when the backlog may be tried again.
+        """
+        if self._jobs_outstanding or (self._events is not None and self._events.pending):
+            return True
+        if not self._enabled:
+            return False
+        now = self._clock()
+        if seconds := self._stores.backlog_waits(now):
+            self._alarm.set(seconds)
+        return self._stores.has_backlog(now)
 
     def has_pending_block_frees(self) -> bool:
         """Whether GPU blocks that only stores hold become free soon.

@@ -171,6 +171,10 @@ class Stores:
         """Whether an idle engine should step to store the backlog."""
         return self._backlog.count > 0 and now >= self._retry
 
+    def backlog_waits(self, now: float) -> float:
+        """Seconds until the backlog may be tried again; 0 if there is none, or if it need not wait."""
+        return max(0.0, self._retry - now) if self._backlog.count else 0.0
+
     def frees_soon(self, now: float) -> bool:
         """Whether stores that end soon hold blocks that have no other reference.
 

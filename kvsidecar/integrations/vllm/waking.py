@@ -1,11 +1,12 @@
-"""Wakes an idle engine, which would tell its router of the daemon's news only in its next step."""
+"""Wakes an idle engine: only in a step does it tell its router of the daemon's news, and store what waits."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 
 def waker() -> Callable[[], object]:
@@ -28,6 +29,29 @@ def waker() -> Callable[[], object]:
             return lambda: queue.put_nowait(nothing_to_do)
         frame = frame.f_back
     return _nobody
+
+
+MARGIN_SECONDS: Final = 0.01
+"""An engine that was woken too early would sleep again."""
+
+
+class Alarm:
+    """Wakes the engine when something is due. Used by one thread; a thread of its own sleeps while it is set.
+
+    Args:
+        wake: may be called in any thread.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake
+        self._timer: threading.Timer | None = None
+
+    def set(self, seconds: float) -> None:
+        """Wake the engine once in ``seconds``, unless that is to happen already, be it sooner or later."""
+        if self._timer is None or self._timer.finished.is_set():
+            self._timer = threading.Timer(seconds + MARGIN_SECONDS, self._wake)
+            self._timer.name, self._timer.daemon = "kvsidecar-alarm", True
+            self._timer.start()
 
 
 def _nobody() -> None:
