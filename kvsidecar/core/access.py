@@ -12,12 +12,11 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import Any
 
+from kvsidecar.support.patterns import EVERYTHING, covers
 from kvsidecar.types import Namespace
 
-EVERYTHING = "*"
 OVERFLOW_ID = 65534
 """The id that the kernel shows for every user and group without an id in this user namespace (user_namespaces(7))."""
 
@@ -120,17 +119,6 @@ class Access:
         if self.policy is not None:
             return Caller(None, Grant())
         return Caller(None, Grant((EVERYTHING,), admin=self.private))
-
-
-def covers(patterns: tuple[str, ...], namespace: Namespace) -> bool:
-    """Whether one of these patterns is of the namespace."""
-    return EVERYTHING in patterns or _fits(patterns, namespace)
-
-
-@lru_cache(maxsize=4096)
-def _fits(patterns: tuple[str, ...], namespace: Namespace) -> bool:
-    full = str(namespace)
-    return any(fnmatchcase(namespace.model, each) or fnmatchcase(full, each) for each in patterns)
 
 
 # -- reading it --------------------------------------------------------------------------------------------------

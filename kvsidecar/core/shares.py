@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kvsidecar.core.access import Policy, Rule, covers, read_owners, read_tables, read_texts
+from kvsidecar.core.access import Policy, Rule, read_owners, read_tables, read_texts
 from kvsidecar.errors import ConfigError
+from kvsidecar.support.patterns import covers
 from kvsidecar.support.units import Size, format_size
+from kvsidecar.tiers.engine import TierShare
 from kvsidecar.types import UNASSIGNED
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class ShareRule:
     """Seconds after the last use."""
     weight: int = 1
     """Of the turns of each of its engines on the link."""
+    disk_most: Size | None = None
+    """Of the disk tier."""
 
 
 def parse(value: object) -> tuple[ShareRule, ...]:
@@ -77,12 +81,7 @@ def resolve(rules: Sequence[ShareRule], policy: Policy | None, pool_bytes: int) 
 
     limits = []
     for rule in rules:
-        patterns = rule.namespaces
-        if _has_owners(rule.owners):
-            owned = _owned(rule.owners, policy)
-            if not owned:
-                raise ConfigError(f"share {rule.name!r} names owners to whom no rule of the policy gives a namespace")
-            patterns += owned
+        patterns = _patterns(rule, policy)
         guaranteed = 0 if rule.guaranteed is None else rule.guaranteed.of(pool_bytes)
         most = None if rule.most is None else rule.most.of(pool_bytes)
         if most is not None and most < guaranteed:
@@ -97,6 +96,39 @@ def resolve(rules: Sequence[ShareRule], policy: Policy | None, pool_bytes: int) 
             f"the shares are guaranteed {format_size(total)} together; the pool has {format_size(pool_bytes)}"
         )
     return limits
+
+
+def resolve_disk(rules: Sequence[ShareRule], policy: Policy | None, disk_bytes: int) -> list[TierShare]:
+    """What each share covers, and the most that it may have of the disk tier. Of all shares: the first that covers a
+    namespace is its share.
+
+    Args:
+        disk_bytes: of the tier; 0 if there is none.
+
+    Raises:
+        ConfigError: a share has a maximum of a disk that is not there, or an owner has no namespace.
+    """
+    for rule in rules:
+        if rule.disk_most is not None and not disk_bytes:
+            raise ConfigError(f"share {rule.name!r} has disk_max, but there is no disk tier (--disk-dir)")
+    return [
+        TierShare(
+            rule.name,
+            _patterns(rule, policy),
+            None if rule.disk_most is None else rule.disk_most.of(disk_bytes),
+        )
+        for rule in rules
+    ]
+
+
+def _patterns(rule: ShareRule, policy: Policy | None) -> tuple[str, ...]:
+    """Of the namespaces that it covers. Raises ConfigError."""
+    if not _has_owners(rule.owners):
+        return rule.namespaces
+    owned = _owned(rule.owners, policy)
+    if not owned:
+        raise ConfigError(f"share {rule.name!r} names owners to whom no rule of the policy gives a namespace")
+    return rule.namespaces + owned
 
 
 def _owned(owners: Rule, policy: Policy | None) -> tuple[str, ...]:
@@ -115,7 +147,8 @@ def _has_owners(rule: Rule) -> bool:
 
 
 def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
-    known = {"name", "namespaces", "uids", "gids", "certificates", "guaranteed", "max", "ttl", "idle_ttl", "weight"}
+    limits = {"guaranteed", "max", "disk_max", "ttl", "idle_ttl", "weight"}
+    known = {"name", "namespaces", "uids", "gids", "certificates", *limits}
     if unknown := [key for key in table if key not in known]:
         raise ValueError(f"has a {where} with {unknown[0]!r}; known are {', '.join(sorted(known))}")
     name = table.get("name")
@@ -133,6 +166,7 @@ def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
         ttl=_seconds(where, "ttl", table),
         idle_ttl=_seconds(where, "idle_ttl", table),
         weight=_weight(where, table),
+        disk_most=_size(where, "disk_max", table),
     )
     if not rule.namespaces and not _has_owners(rule.owners):
         raise ValueError(f"has a {where} that covers nothing: give namespaces, uids, gids or certificates")

@@ -37,7 +37,7 @@ from kvsidecar.core.pins import Pins
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import ID_BITS, Instances, Peer
-from kvsidecar.core.shares import resolve
+from kvsidecar.core.shares import resolve, resolve_disk
 from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.daemon.config import Settings
@@ -148,12 +148,12 @@ class Daemon:
             )
 
         self._cache = make_cache(None) if kept is None else kept.fill(make_cache)
-        self._cache.set_shares(resolve(settings.share, settings.policy, pool.nbytes))
+        self._tiers = [plan.tier for plan in tiers]
+        self._share_out(settings)
         if kept is not None:
             self._started_with(kept.found)
         self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, self._cache)
-        self._tiers = [plan.tier for plan in tiers]
         for tier in self._tiers:
             tier.on_change = lambda _: self._own()
         freed = self._cache.freed
@@ -499,8 +499,17 @@ class Daemon:
             # One reload after the other: the service manager expects RELOADING and READY in pairs.
             await self._life.notifier.reloading(reloader.reload)
 
+    def _share_out(self, settings: Settings) -> None:
+        """Divide the pool and the tiers among the shares. Raises ConfigError, and changes nothing then."""
+        of_pool = resolve(settings.share, settings.policy, self._pool.nbytes)
+        disk_bytes = settings.disk_size if settings.disk_dir is not None else None
+        of_disk = resolve_disk(settings.share, settings.policy, disk_bytes or 0)
+        self._cache.set_shares(of_pool)
+        for tier in self._tiers:
+            tier.set_shares(of_disk)
+
     def _apply(self, settings: Settings) -> None:
-        self._cache.set_shares(resolve(settings.share, settings.policy, self._pool.nbytes))  # may raise
+        self._share_out(settings)
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
         self._copiers.set_log_level(settings.log_level)

@@ -15,7 +15,7 @@ from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.shares import Share
 from kvsidecar.copier.copiers import Copiers
-from kvsidecar.core.access import EVERYTHING, Caller, Grant
+from kvsidecar.core.access import Caller, Grant
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
 from kvsidecar.core.pins import Pin
@@ -26,6 +26,7 @@ from kvsidecar.core.tiering import Tiering
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
 from kvsidecar.server.overview import Device
+from kvsidecar.support.patterns import EVERYTHING
 from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvsidecar.types import Namespace
 
@@ -34,6 +34,17 @@ def namespace_digest(namespace: Namespace) -> str:
     """32 hexadecimal digits that name it on every node and in every run."""
     facts = json.dumps(asdict(namespace), sort_keys=True).encode()
     return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier name").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TierShare:
+    """One share of the tenants."""
+
+    name: str
+    patterns: tuple[str, ...]
+    """Of the namespaces that it covers, unless an earlier share does."""
+    most: int | None = None
+    """Bytes that it may have of the tier; None for all."""
 
 
 class ReadEnd(IntEnum):
@@ -116,4 +127,13 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """No call may be under way."""
+        ...
+
+
+@runtime_checkable
+class LimitsShares(Protocol):
+    """What an engine has besides if it limits shares. Others take what comes."""
+
+    def set_shares(self, shares: Sequence[TierShare]) -> None:
+        """Limit them from now on. What is there stays; a share that has too much evicts it when it writes."""
         ...

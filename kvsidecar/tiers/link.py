@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -19,8 +19,8 @@ from kvsidecar.errors import TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support.child_process import how_ended
 from kvsidecar.support.memory_limits import Pages
-from kvsidecar.tiers.engine import EngineStats, ShardSpace
-from kvsidecar.tiers.messages import MAX_FRAME, Reply, Request, pack_space, stats_of
+from kvsidecar.tiers.engine import EngineStats, ShardSpace, TierShare
+from kvsidecar.tiers.messages import MAX_FRAME, Reply, Request, pack_shares, pack_space, stats_of
 
 _ROOT: Final = str(Path(kvsidecar.__file__).resolve().parents[1])
 START_SECONDS: Final = 60.0
@@ -123,6 +123,10 @@ class TierLink(asyncio.Protocol):
             number = self._spaces[space] = len(self._spaces) + 1
             self._write(pack_space(number, space))
         return number
+
+    def set_shares(self, shares: Sequence[TierShare]) -> None:
+        """What each share may have, of what is asked from now on."""
+        self._write(pack_shares(shares))
 
     def ask(self, make: Callable[[int], Request], on_end: OnEnd) -> None:
         """Send a request.

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvsidecar.cache.arrays import Ints, Words
 from kvsidecar.protocol.framing import frame
-from kvsidecar.tiers.engine import EngineStats, ShardSpace
+from kvsidecar.tiers.engine import EngineStats, ShardSpace, TierShare
 from kvsidecar.types import Namespace
 
 MAX_FRAME: Final = 1 << 20
@@ -41,6 +41,8 @@ class Do(IntEnum):
     """A namespace, or all."""
     PROBE = 5
     STATS = 6
+    SHARES = 7
+    """Not answered: what each share may have from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Request:
     space: int = 0
     """Number of the space; 0 for none."""
     hashes: bytes = b""
-    """Block hashes, joined; of `Do.SPACE` and `Do.FORGET` JSON."""
+    """Block hashes, joined; of `Do.SPACE`, `Do.FORGET` and `Do.SHARES` JSON."""
     slots: Ints | None = None
     """Byte offsets in the pool, one per hash."""
     checksums: tuple[Words, Words] | None = None
@@ -107,6 +109,14 @@ def pack_space(number: int, space: ShardSpace) -> bytes:
 def space_of(request: Request) -> ShardSpace:
     fields: dict[str, Any] = json.loads(request.hashes)
     return ShardSpace(**{**fields, "namespace": Namespace(**fields["namespace"])})
+
+
+def pack_shares(shares: Sequence[TierShare]) -> bytes:
+    return Request(Do.SHARES, hashes=json.dumps([asdict(each) for each in shares]).encode()).pack()
+
+
+def shares_of(request: Request) -> list[TierShare]:
+    return [TierShare(**{**each, "patterns": tuple(each["patterns"])}) for each in json.loads(request.hashes)]
 
 
 def pack_namespace(namespace: Namespace | None) -> bytes:

@@ -28,9 +28,9 @@ from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.memory_limits import PageKind, Pages
-from kvsidecar.tiers.engine import Engine, ShardSpace, WriteEnd
+from kvsidecar.tiers.engine import Engine, LimitsShares, ShardSpace, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
-from kvsidecar.tiers.messages import MAX_FRAME, Do, Reply, Request, namespace_of, pack_stats, space_of, split
+from kvsidecar.tiers.messages import MAX_FRAME, Do, Reply, Request, namespace_of, pack_stats, shares_of, space_of, split
 
 ENGINES: Final = {
     "cluster": "kvsidecar.tiers.mooncake:open_engine",
@@ -92,6 +92,10 @@ class TierProcess:
     def _take(self, request: Request) -> None:
         if request.do is Do.SPACE:
             self._spaces[request.space] = space_of(request)
+            return
+        if request.do is Do.SHARES:
+            if isinstance(self._engine, LimitsShares):
+                self._engine.set_shares(shares_of(request))
             return
         space = self._spaces.get(request.space)
         call = self._threads[request.do].submit(self._answer, request, space)

@@ -21,7 +21,7 @@ from kvsidecar.cache.arrays import Bools, Ints, Words
 from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.support import log
 from kvsidecar.support.breaker import Backoff, CircuitBreaker
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, TierShare, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
 from kvsidecar.tiers.link import PoolMemory, TierLink, TierOptions
 from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
@@ -97,6 +97,7 @@ class Tier:
         self._asked_stats = 0.0
         """When its process was last asked for its gauges."""
         self._link: TierLink | None = None
+        self._shares: Sequence[TierShare] = ()
         self._closing = False
         self._to_forget: list[Namespace | None] = []
         """Namespaces that it has to forget before it is asked for anything else."""
@@ -141,6 +142,7 @@ class Tier:
                 continue
             began = self._clock()
             self._breaker.reset()
+            self._link.set_shares(self._shares)
             self._set_down("")
             self._forget_next()
             reason = await asyncio.shield(self._link.ended)
@@ -174,6 +176,12 @@ class Tier:
             self._link.kill("the daemon ends")
             await asyncio.shield(self._link.ended)
         os.close(self._filter_fd)
+
+    def set_shares(self, shares: Sequence[TierShare]) -> None:
+        """What each share of the tenants may have, for this process and the next ones."""
+        self._shares = shares
+        if self._link is not None and not self._link.ended.done():
+            self._link.set_shares(shares)
 
     def set_log_level(self, level: str) -> None:
         """For the next process."""

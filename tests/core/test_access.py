@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.core.access import EVERYTHING, Access, Grant, Identity, Policy, Rule, parse
+from kvsidecar.core.access import Access, Grant, Identity, Policy, Rule, parse
 from kvsidecar.core.quota import Quota
 from kvsidecar.daemon.config import load_settings
 from kvsidecar.errors import ConfigError, LimitExceeded
+from kvsidecar.support.patterns import EVERYTHING
 from tests.harness import NAMESPACE
 
 LLAMA = dataclasses.replace(NAMESPACE, model="meta-llama/Llama-3.1-8B", extra="team-a")

@@ -11,6 +11,7 @@ from kvsidecar.core import access, shares
 from kvsidecar.core.metrics import SHARES_SHOWN, Gauges, Metrics
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import ConfigError
+from kvsidecar.tiers.engine import TierShare
 from kvsidecar.types import State
 from tests.cache.support import new_cache
 from tests.harness import NAMESPACE
@@ -38,6 +39,17 @@ def test_a_share_covers_patterns_and_has_sizes_or_parts_of_the_pool() -> None:
         ("night", GiB, 30 * GiB, [False, True]),
         ("all", 0, None, [True, True]),
     ]
+
+
+def test_a_share_has_a_maximum_of_the_disk_in_bytes_or_as_a_part_of_it() -> None:
+    rules = shares.parse("[{name='a', namespaces=['a', 'b'], disk_max='25%'}, {name='c', namespaces=['c']}]")
+    assert shares.resolve_disk(rules, None, 8 * GiB) == [
+        TierShare("a", ("a", "b"), 2 * GiB), TierShare("c", ("c",), None),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="share 'a' has disk_max, but there is no disk tier"):
+        shares.resolve_disk(rules, None, 0)
+    owned = shares.parse("[{name='a', uids=[1], disk_max='1GiB'}]")
+    assert shares.resolve_disk(owned, access.parse(POLICY), 8 * GiB) == [TierShare("a", ("chat/*",), GiB)]
 
 
 def test_a_share_has_a_weight() -> None:

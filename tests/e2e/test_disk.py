@@ -7,10 +7,12 @@ import shutil
 import signal
 from pathlib import Path
 
+from kvsidecar.cache.slots import size_class
 from kvsidecar.client import LookupMode, LookupResult
 from kvsidecar.tiers.disk.directory import EXTENTS
+from tests.cli.test_main import run
 from tests.e2e.test_warm_restart import owners_in
-from tests.harness import SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes
+from tests.harness import NAMESPACE, SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes
 
 POOL_BLOCKS = 8
 TIER = "kvsidecar.tiers.process"
@@ -107,6 +109,45 @@ def test_of_a_window_only_the_blocks_that_are_wanted_come_back(short_dir: Path) 
         assert rank.holds(0, "b")
         assert rank.holds(1, "d")
         rank.close()
+
+
+def test_a_share_has_its_maximum_of_the_disk_and_a_reload_changes_it(short_dir: Path) -> None:
+    config, extent = short_dir / "kvsidecar.toml", size_class(SHARD_BYTES)
+
+    def write(most: str) -> None:
+        config.write_text(f'[[share]]\nname = "a"\nnamespaces = ["{NAMESPACE.model}"]\n{most}\n')
+
+    write(f"disk_max = {4 * extent}")
+    with disk_daemon(short_dir, "--config", str(config), "--disk-admission=all") as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+
+        def store(first: int) -> None:
+            for number in range(first, first + 12):
+                before = written(daemon)
+                done(rank.store(str(number)))
+                eventually(lambda: written(daemon) == before + 1)  # noqa: B023  # called at once
+
+        store(0)
+        eventually(lambda: tier_metric(daemon, "used_bytes") == 4 * extent)
+        evict_all(rank)
+        write(f"disk_max = {10 * extent}")
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.wait_log("settings reloaded")
+        store(100)
+        eventually(lambda: tier_metric(daemon, "used_bytes") == 10 * extent)
+        write('disk_max = "many"')
+        daemon.process.send_signal(signal.SIGHUP)
+        assert "disk_max" in daemon.wait_log("settings not reloaded")["reason"]
+        rank.close()
+
+
+def test_a_share_of_a_disk_that_is_not_there_stops_the_start(short_dir: Path) -> None:
+    share = "[{name='a', namespaces=['*'], disk_max='1MiB'}]"
+    refused = run("serve", "--device", "host", "--socket", str(short_dir / "kvs.sock"), "--share", share)
+    assert refused.returncode == 78
+    assert refused.stderr.endswith("kvsidecar: share 'a' has disk_max, but there is no disk tier (--disk-dir)\n")
+    assert "Traceback" not in refused.stderr
 
 
 def test_a_block_is_written_before_it_is_evicted(short_dir: Path) -> None:

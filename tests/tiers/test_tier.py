@@ -19,7 +19,7 @@ from kvsidecar.errors import TierFailed
 from kvsidecar.support import failpoints, host_memory
 from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.tiers import tier as tier_module
-from kvsidecar.tiers.engine import ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.engine import ReadEnd, ShardSpace, TierShare, WriteEnd
 from kvsidecar.tiers.link import TierOptions
 from kvsidecar.tiers.policy import GUESSED_RATE
 from kvsidecar.tiers.tier import FAILURES, Tier
@@ -92,6 +92,26 @@ async def bench(*, deadline: float = NEVER, engine: str = memory_engine.NAME, **
         await asyncio.wait_for(running, SECONDS)
         host_memory.unmap(address, POOL)
         os.close(fd)
+
+
+async def test_shares_hold_in_its_process_in_the_next_one_and_after_a_reload(tmp_path: Path) -> None:
+    disk = {"directory": str(tmp_path / "tier"), "capacity_bytes": 64 * SHARD}
+
+    async def stays(tier: Bench, first: int) -> int:
+        for number in range(first, first + 20):
+            assert await tier.write(number) == [WriteEnd.DONE]
+        return sum(await tier.find(*range(first, first + 20)))
+
+    async with bench(engine="disk", **disk) as tier:
+        tier.tier.set_shares([TierShare("a", (NAMESPACE.model,), 6 * SHARD)])
+        await tier.on()
+        assert await stays(tier, 0) == 6
+        os.kill(tier.tier.pid, signal.SIGKILL)
+        await eventually_in_loop(lambda: tier.tier.counts.deaths)
+        await tier.on()
+        assert await stays(tier, 20) == 6
+        tier.tier.set_shares([TierShare("a", ("another",), 6 * SHARD)])
+        assert await stays(tier, 40) == 20
 
 
 async def test_what_was_written_is_found_and_read_back() -> None:

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,14 +25,16 @@ import xxhash
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, size_class
 from kvsidecar.errors import TierFailed
 from kvsidecar.pool.record_table import TableFacts
 from kvsidecar.support import log
+from kvsidecar.support.patterns import covers
 from kvsidecar.support.units import MiB, format_size
 from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
 from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
+from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, TierShare, WriteEnd, namespace_digest
 from kvsidecar.types import LookupMode, Namespace
 
 SLAB_BYTES: Final = 64 * MiB
@@ -81,6 +84,9 @@ class DiskEngine:
         """Per slab, how many of its slots have disk space for their records, as far as known."""
         self._forgotten_blocks = 0
         """With the spaces that were too many."""
+        self._shares: list[ShareLimits] = []
+        self._namespaces: dict[str, Namespace] = {}
+        """By their digests, which are all that the files tell. A call for one of its blocks tells which one it is."""
         self._probe = threading.Lock()
         report = self._cache.adopted
         _log.info(
@@ -113,7 +119,7 @@ class DiskEngine:
 
     def find(self, space: ShardSpace, hashes: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            known = self._cache.find_space(_name(space), space.group)
+            known = self._cache.find_space(self._learn(space), space.group)
             return [False] * len(hashes) if known is None else self._cache.lookup(known, hashes, LookupMode.BITMAP)
 
     # -- read ------------------------------------------------------------------------------------------------------
@@ -150,7 +156,7 @@ class DiskEngine:
 
     def _pin(self, space: ShardSpace, hashes: Sequence[bytes]) -> tuple[list[int], LoadGrant | None]:
         """Which of these are there; they stay until the grant ends."""
-        known = self._cache.find_space(_name(space), space.group)
+        known = self._cache.find_space(self._learn(space), space.group)
         if known is None:
             return [], None
         hits = self._cache.lookup(known, hashes, LookupMode.BITMAP)
@@ -192,7 +198,7 @@ class DiskEngine:
 
     def _open_space(self, space: ShardSpace) -> Space | None:
         """Open the space for one write. None if its shards are too large, or too many spaces are in use."""
-        cache, name = self._cache, _name(space)
+        cache, name = self._cache, self._learn(space)
         if size_class(space.shard_bytes) > self._files.facts.slab_bytes:
             return None
         if cache.find_space(name, space.group) is None and len(cache.spaces) >= MAX_SPACES:
@@ -208,6 +214,8 @@ class DiskEngine:
         """Extents for these shards, or for as many of the first as there is room for; and how many these are."""
         count = len(hashes)
         try:
+            if known.share.most is not None and known.share.used > known.share.most:
+                self._cache.sweep()  # its maximum was lowered, or its kept blocks had no share: a piece with each write
             while count:
                 grant = self._cache.begin_store([(known, 0, hashes[:count])])
                 if isinstance(grant, StoreGrant):
@@ -239,6 +247,30 @@ class DiskEngine:
             self._cache.close_space(known)
 
     # -- the rest --------------------------------------------------------------------------------------------------
+
+    def set_shares(self, shares: Sequence[TierShare]) -> None:
+        with self._lock:
+            self._shares = [
+                ShareLimits(each.name, partial(self._covers, each.patterns), most=each.most) for each in shares
+            ]
+            self._cache.set_shares(self._shares)
+
+    def _covers(self, patterns: tuple[str, ...], name: Namespace) -> bool:
+        namespace = self._namespaces.get(name.model)
+        return namespace is not None and covers(patterns, namespace)
+
+    def _learn(self, space: ShardSpace) -> Namespace:
+        """The space's name in the cache. What is there of a namespace that was not heard of before counts for its share
+        from now on."""
+        name = _name(space)
+        if name.model not in self._namespaces:
+            if len(self._namespaces) >= MAX_SPACES:
+                there = {each.namespace.model for each in self._cache.spaces}
+                self._namespaces = {digest: each for digest, each in self._namespaces.items() if digest in there}
+            self._namespaces[name.model] = space.namespace
+            if self._shares and any(each.namespace.model == name.model for each in self._cache.spaces):
+                self._cache.set_shares(self._shares)
+        return name
 
     def forget(self, namespace: Namespace | None) -> int:
         count = 0
