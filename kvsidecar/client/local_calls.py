@@ -43,6 +43,8 @@ class LocalCalls:
         self._posted: dict[int, tuple[str, OnAnswer]] = {}
         self._answers: deque[tuple[OnAnswer, Any]] = deque()
         """Answers to posted calls, not delivered yet. Delivered without the lock: the receiver may post again."""
+        self._delivery = threading.RLock()
+        """Held while they are delivered, so that whoever waits for one sees that it was."""
         self._closed = False
 
     @property
@@ -115,6 +117,7 @@ class LocalCalls:
             self._deliver_answers()
             if is_done is None or is_done() or _remaining(deadline) <= 0:
                 return
+        self._deliver_answers()  # another thread has read them, and may not have delivered them yet
 
     def close(self) -> None:
         """Close the connection. A call that waits ends."""
@@ -163,19 +166,19 @@ class LocalCalls:
             return
         if not reply.call:
             raise ConnectionError(reply.error.text)
-        if (posted := self._posted.pop(reply.call, None)) is not None:
+        if (posted := self._posted.get(reply.call)) is not None:
             method, on_answer = posted
             if kind not in (method, "error"):
                 raise ConnectionError(f"the daemon answered a {method} with {kind}")
+            # Before it is not waited for any more: `collect` looks at both without the lock.
             self._answers.append((on_answer, error_from(reply.error) if kind == "error" else getattr(reply, method)))
+            del self._posted[reply.call]
 
     def _deliver_answers(self) -> None:
-        while self._answers:
-            try:
+        with self._delivery:
+            while self._answers:
                 on_answer, answer = self._answers.popleft()
-            except IndexError:  # another thread has taken the last one
-                return
-            on_answer(answer)
+                on_answer(answer)
 
     def _disconnect(self) -> None:
         """Close the connection. The caller delivers the answers afterwards, without the lock."""

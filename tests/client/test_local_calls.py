@@ -133,6 +133,38 @@ def test_who_is_given_an_answer_may_post_again(calls: LocalCalls, peers: list[Fa
     assert posted == [True]
 
 
+def test_an_answer_that_another_thread_delivers_is_not_taken_for_none(
+    calls: LocalCalls, peers: list[FakeConnection]
+) -> None:
+    """The supervisor closes a lost connection while the scheduler waits for its lookup on it."""
+    answer(peers, lookup_reply(1, 1))
+    ask(calls)
+    answers: list[Any] = []
+    delivering, may_go_on, collected = threading.Event(), threading.Event(), threading.Event()
+
+    def take(given: Any) -> None:
+        delivering.set()
+        assert may_go_on.wait(SECONDS)
+        answers.append(given)
+
+    def collect() -> None:
+        calls.collect(lambda: answers, SECONDS)
+        collected.set()
+
+    assert calls.post(LOOKUP, take)
+    closer = threading.Thread(target=calls.close)
+    closer.start()
+    assert delivering.wait(SECONDS)
+    waiter = threading.Thread(target=collect)
+    waiter.start()
+    assert not collected.wait(0.05)
+    may_go_on.set()
+    assert collected.wait(SECONDS)
+    assert [each.code for each in answers] == [grpc.StatusCode.UNAVAILABLE]
+    for thread in (closer, waiter):
+        thread.join(SECONDS)
+
+
 def test_a_refusal_is_handed_on_and_so_is_that_the_connection_was_lost(
     calls: LocalCalls, peers: list[FakeConnection]
 ) -> None:
@@ -161,7 +193,7 @@ def test_an_answer_of_another_kind_ends_the_connection(calls: LocalCalls, peers:
     assert calls.post(RELEASE, got.append)
     peers[0].far.sendall(lookup_reply(2, 5))
     calls.collect()
-    assert not got
+    assert [each.code for each in got] == [grpc.StatusCode.UNAVAILABLE]
     assert not calls.post(RELEASE, got.append)
 
 
