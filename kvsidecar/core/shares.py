@@ -27,6 +27,8 @@ REST: Final = "other"
 """In the metrics, all shares together that have no label of their own."""
 MAX_TTL: Final = 366 * 86400
 MAX_WEIGHT: Final = 100
+MAX_DISK_PATTERNS: Final = 1 << 17
+"""Characters of all patterns that the disk tier's process is told: its messages are bounded."""
 _NOBODY: Final = Rule()
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -99,26 +101,31 @@ def resolve(rules: Sequence[ShareRule], policy: Policy | None, pool_bytes: int) 
 
 
 def resolve_disk(rules: Sequence[ShareRule], policy: Policy | None, disk_bytes: int) -> list[TierShare]:
-    """What each share covers, and the most that it may have of the disk tier. Of all shares: the first that covers a
-    namespace is its share.
+    """What each share covers, and the most that it may have of the disk tier. Up to the last share with a maximum: the
+    first that covers a namespace is its share.
 
     Args:
         disk_bytes: of the tier; 0 if there is none.
 
     Raises:
-        ConfigError: a share has a maximum of a disk that is not there, or an owner has no namespace.
+        ConfigError: a share has a maximum of a disk that is not there, an owner has no namespace, or the patterns are
+            too long together.
     """
-    for rule in rules:
-        if rule.disk_most is not None and not disk_bytes:
-            raise ConfigError(f"share {rule.name!r} has disk_max, but there is no disk tier (--disk-dir)")
-    return [
-        TierShare(
-            rule.name,
-            _patterns(rule, policy),
-            None if rule.disk_most is None else rule.disk_most.of(disk_bytes),
-        )
-        for rule in rules
+    limited = [number for number, rule in enumerate(rules, 1) if rule.disk_most is not None]
+    if not limited:
+        return []
+    if not disk_bytes:
+        raise ConfigError(f"share {rules[limited[0] - 1].name!r} has disk_max, but there is no disk tier (--disk-dir)")
+    shares = [
+        TierShare(rule.name, _patterns(rule, policy), None if rule.disk_most is None else rule.disk_most.of(disk_bytes))
+        for rule in rules[: limited[-1]]
     ]
+    if (characters := sum(len(pattern) for each in shares for pattern in each.patterns)) > MAX_DISK_PATTERNS:
+        raise ConfigError(
+            f"the shares up to {shares[-1].name!r}, which has disk_max, have patterns of {characters} characters; "
+            f"{MAX_DISK_PATTERNS} are possible"
+        )
+    return shares
 
 
 def _patterns(rule: ShareRule, policy: Policy | None) -> tuple[str, ...]:

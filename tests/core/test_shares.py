@@ -43,9 +43,13 @@ def test_a_share_covers_patterns_and_has_sizes_or_parts_of_the_pool() -> None:
 
 def test_a_share_has_a_maximum_of_the_disk_in_bytes_or_as_a_part_of_it() -> None:
     rules = shares.parse("[{name='a', namespaces=['a', 'b'], disk_max='25%'}, {name='c', namespaces=['c']}]")
-    assert shares.resolve_disk(rules, None, 8 * GiB) == [
-        TierShare("a", ("a", "b"), 2 * GiB), TierShare("c", ("c",), None),
-    ]  # fmt: skip
+    assert shares.resolve_disk(rules, None, 8 * GiB) == [TierShare("a", ("a", "b"), 2 * GiB)]
+    later = shares.parse("[{name='c', namespaces=['c']}, {name='a', namespaces=['*'], disk_max='1GiB'}]")
+    assert shares.resolve_disk(later, None, 8 * GiB) == [TierShare("c", ("c",), None), TierShare("a", ("*",), GiB)]
+    assert shares.resolve_disk(shares.parse("[{name='c', namespaces=['c']}]"), None, 0) == []
+    long = shares.parse(f"[{{name='a', namespaces=['{'x' * 131072}']}}, {{name='b', namespaces=['b'], disk_max=1}}]")
+    with pytest.raises(ConfigError, match="the shares up to 'b', which has disk_max, have patterns of 131073 char"):
+        shares.resolve_disk(long, None, GiB)
     with pytest.raises(ConfigError, match="share 'a' has disk_max, but there is no disk tier"):
         shares.resolve_disk(rules, None, 0)
     owned = shares.parse("[{name='a', uids=[1], disk_max='1GiB'}]")
