@@ -130,7 +130,6 @@ def test_a_share_has_its_maximum_of_the_disk_and_a_reload_changes_it(short_dir: 
 
         store(0)
         eventually(lambda: tier_metric(daemon, "used_bytes") == 4 * extent)
-        evict_all(rank)
         write(f"disk_max = {10 * extent}")
         daemon.process.send_signal(signal.SIGHUP)
         daemon.wait_log("settings reloaded")
