@@ -217,6 +217,19 @@ CHUNKS = 2
 """By default; each page is so many blocks."""
 
 
+def attach(engine: SGLangProcess, daemon: DaemonProcess) -> None:
+    """Wait until the engine offloads to this daemon. Nothing is loaded, and no other prompt stored."""
+    before, numbers = blocks(daemon), itertools.count()
+
+    def stores() -> bool:
+        one_page = prompt(("attach", daemon.process.pid, next(numbers)), PAGE + 1)
+        engine.ask(one_page, tokens=1)
+        engine.forget()
+        return blocks(daemon) > before
+
+    eventually(stores, lambda: f"the engine does not use the daemon: {engine.text()[-4000:]}")
+
+
 def join(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     """Wait until the engine offloads to this daemon, and hits there."""
     numbers = itertools.count()

@@ -9,7 +9,7 @@ import pytest
 from kvsidecar.client import Namespace
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, eventually
 from tests.sglang.conftest import POOL, Engines
-from tests.sglang.engine import SGLangProcess, forgotten, join, stored
+from tests.sglang.engine import SGLangProcess, attach, forgotten, join, stored
 from tests.vllm.engine import EngineProcess, blocks, kvsidecar, prompt
 
 VLLM = Path(".venv-vllm/bin/python")
@@ -120,17 +120,9 @@ def test_a_daemon_killed_during_a_load_costs_that_request(engine: SGLangProcess,
 
 
 def warm(engine: SGLangProcess, daemon: DaemonProcess) -> tuple[int, ...]:
-    """Store `LONG`, without a load before. Returns the tokens that follow."""
-
-    def answer() -> tuple[int, ...] | None:
-        before = blocks(daemon)
-        found = engine.ask(LONG)
-        engine.forget()
-        return found.tokens if blocks(daemon) > before else None
-
-    tokens = eventually(answer, "the engine stores")
-    assert tokens is not None
-    return tokens
+    """Store all of `LONG`, without a load before. Returns the tokens that follow."""
+    attach(engine, daemon)  # else the engine may attach in the middle of `LONG`, and store only its end
+    return stored(engine, daemon, LONG).tokens
 
 
 def test_a_load_that_fails_costs_that_request(engine: SGLangProcess, home: Path) -> None:
