@@ -1,12 +1,13 @@
 """Lookups of two versions of the code: a daemon of each runs, and both are asked in turns.
 
-    git worktree add ../old COMMIT && make -C ../old venv
-    python -m benchmarks.lookup_turns --old ../old/.venv/bin/python [--rounds 20] [--lookups 300] [--busy]
+  git worktree add ../old COMMIT && make -C ../old venv
+  python -m benchmarks.lookup_turns --old ../old/.venv/bin/python [--rounds 20] [--lookups 300] [--busy] [--pause 0.005]
 
 Hits only, without a lease, of the host device. "daemon": one process sends the same bytes to both daemons and reads the
 answers, so that the time is theirs. "client": `Client.lookup` of each version, in a process of its own. Printed are the
 median over the rounds of each round's median, in microseconds, and new / old of the same round: its median, and the
 first and the last tenth. ``--busy``: four ranks of each keep jobs of 32 blocks outstanding while its daemon is asked.
+``--pause``: seconds between two lookups, as a scheduler makes them; without, they take their share of the loop.
 """
 
 from __future__ import annotations
@@ -57,13 +58,14 @@ clients = {"local": client, "grpc": Client(socket, timeout=60.0, step_budget=60.
 print(json.dumps({"protocol": PROTOCOL, "hashes": [name.hex() for name in names]}), flush=True)
 
 
-def ask(way, count, lookups):
+def ask(way, count, lookups, pause):
     taken = []
     for _ in range(lookups):
         began = time.perf_counter()
         found = clients[way].lookup(namespace, {0: names[:count]})
         taken.append(time.perf_counter() - began)
         assert found.groups[0].hits == count
+        time.sleep(pause)
     return median(taken)
 
 
@@ -167,7 +169,7 @@ class Side:
             data += more
         return data[4:]
 
-    def of_the_daemon(self, way: str, count: int, lookups: int) -> float:
+    def of_the_daemon(self, way: str, count: int, lookups: int, pause: float) -> float:
         """Median seconds of the round trips of one request."""
         request = pb.LookupRequest(
             namespace=namespace_to_wire(Namespace(*NAMESPACE)), mode=pb.LookupRequest.MODE_PREFIX
@@ -191,12 +193,13 @@ class Side:
             found = once()
             taken.append(time.perf_counter() - began)
             assert found.groups[0].hits == count
+            time.sleep(pause)
         return median(taken)
 
-    def measure(self, who: str, way: str, count: int, lookups: int) -> float:
+    def measure(self, who: str, way: str, count: int, lookups: int, pause: float) -> float:
         if who == "daemon":
-            return self.of_the_daemon(way, count, lookups)
-        return float(self.asker.call("ask", way, count, lookups))
+            return self.of_the_daemon(way, count, lookups, pause)
+        return float(self.asker.call("ask", way, count, lookups, pause))
 
     @contextmanager
     def at_work(self, jobs: list[float]) -> Iterator[None]:
@@ -225,6 +228,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--lookups", type=int, default=300, help="of each kind in a round")
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS")
     options = parser.parse_args()
     ways = [(who, way, count) for who in ("daemon", "client") for way in ("local", "grpc") for count in COUNTS]
     taken: dict[tuple[str, str, int], list[tuple[float, float]]] = {way: [] for way in ways}
@@ -242,11 +246,11 @@ def main() -> None:
                 for side in order:
                     with sides[side].at_work(jobs[side]):
                         for way in ways:
-                            seconds[way][side] = sides[side].measure(*way, options.lookups)
+                            seconds[way][side] = sides[side].measure(*way, options.lookups, options.pause)
             else:
                 for way in ways:
                     for side in order:
-                        seconds[way][side] = sides[side].measure(*way, options.lookups)
+                        seconds[way][side] = sides[side].measure(*way, options.lookups, options.pause)
             if number >= 0:
                 for way, (old, new) in seconds.items():
                     taken[way].append((old, new))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from kvsidecar.device.base import Device
 from kvsidecar.device.host import HostDevice
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
+from kvsidecar.support.steps import Steps
 from kvsidecar.types import Direction
 
 Answer = Callable[[dict[str, Any], Sequence[int]], dict[str, Any] | None]
@@ -69,6 +71,8 @@ class NoProcessLink(CopierLink):
         self._process: Any = NoProcess(pid, on_kill)
         self._control: Any = SimpleNamespace(close=lambda: None)
         self._guard = NO_GUARD
+        self._steps = Steps(seconds=math.inf)
+        self._records = {direction: deque() for direction in Direction}
         self._mapped = True
         self._pidfd = os.eventfd(0)
         self._rings = []
@@ -177,7 +181,7 @@ class NoProcessCopier(Copier):
     pool: npt.NDArray[np.uint8] | None = None
 
     def __init__(self, uuid: str, first_pid: int = 1) -> None:
-        super().__init__(uuid, None, Options("host"), lambda _: None, NO_GUARD)
+        super().__init__(uuid, None, Options("host"), lambda _: None, NO_GUARD, Steps())
         self.on_request: Callable[[str], None] = lambda _: None
         """Called in the thread of a request, with its name, before it is answered."""
         self.after_request: Callable[[str], None] = lambda _: None

@@ -19,6 +19,7 @@ from kvsidecar.device.base import MemorySource
 from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed
 from kvsidecar.support import log
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
+from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout
 
@@ -67,6 +68,7 @@ class Copier:
         options: Options,
         on_change: Callable[[Copier], None],
         guard: SleepGuard,
+        steps: Steps,
     ) -> None:
         self.uuid = uuid
         self.numa_node = numa_node
@@ -74,7 +76,7 @@ class Copier:
         """How many of its processes have ended unexpectedly."""
         self.down = "the copier has not started yet"
         """Why it takes no copies; empty while it does."""
-        self._options, self._on_change, self._guard = options, on_change, guard
+        self._options, self._on_change, self._guard, self._steps = options, on_change, guard, steps
         self._link: CopierLink | None = None
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -114,7 +116,7 @@ class Copier:
         Raises:
             OSError: no process can be started.
         """
-        self._link = first or CopierLink(launch(self._options.kept), self._guard)
+        self._link = first or CopierLink(launch(self._options.kept), self._guard, self._steps)
 
     async def run(self) -> None:
         """Set its process up, and replace it whenever it ends; until `close`."""
@@ -309,6 +311,7 @@ class Copiers:
         hello: what the first process has found.
         first: that process, which becomes the copier of the first device.
         store_chunk: bytes of stores in flight at a time while an engine is busy on their device; None for no bound.
+        steps: turns of the ends of copies; those of the link of ``first``.
         on_error: called with (task name, error) if the supervision of a copier fails.
     """
 
@@ -320,16 +323,19 @@ class Copiers:
         *,
         store_chunk: int | None = None,
         guard: SleepGuard = NO_GUARD,
+        steps: Steps | None = None,
         on_error: Callable[[str, BaseException], None] = lambda *_: None,
     ) -> None:
         self.hello = hello
         self.on_change: Callable[[Copier], None] = lambda _: None
         """Called with a copier when it stops working, and when it works again."""
         self._first, self._guard = first, guard
+        self.steps = Steps() if steps is None else steps
+        """Turns of the steps of all jobs."""
         self._options = replace(options, device=hello.platform)
         self._tasks = TaskSet(on_error)
         self._copiers = {
-            uuid: Copier(uuid, node, self._options, lambda copier: self.on_change(copier), guard)
+            uuid: Copier(uuid, node, self._options, lambda copier: self.on_change(copier), guard, self.steps)
             for uuid, node in hello.devices.items()
         }
         self._store_chunk = store_chunk

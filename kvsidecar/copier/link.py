@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvsidecar import errors
@@ -32,6 +34,7 @@ from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarErr
 from kvsidecar.support.child_process import how_ended
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.support.memory_limits import Pages
+from kvsidecar.support.steps import Steps
 from kvsidecar.types import Direction, GroupLayout
 
 T = TypeVar("T")
@@ -178,13 +181,17 @@ class CopierLink:
 
     Args:
         guard: keeps the loop awake for a copy that is about to end.
+        steps: turns of the ends of copies.
     """
 
-    def __init__(self, launched: Launched, guard: SleepGuard = NO_GUARD) -> None:
+    def __init__(self, launched: Launched, guard: SleepGuard = NO_GUARD, steps: Steps | None = None) -> None:
+        self._steps = Steps() if steps is None else steps
         self._process, self._control, self._guard = launched.process, Control(launched.connection), guard
         self._rings: list[Ring] = []
         self._senders: dict[Direction, Sender] = {}
         self._receivers: dict[Direction, Receiver] = {}
+        self._records: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
+        """That it has written and that have not been handled; the first one waits for its turn."""
         self._mapped = False
         """It has the pool: its threads take records."""
         self._taken = dict.fromkeys(Direction, (-1, 0.0))
@@ -437,8 +444,22 @@ class CopierLink:
         return ""
 
     def _rang(self, direction: Direction) -> None:
-        for record in self._receivers[direction].take():
-            match kind_of(record):
+        records = self._records[direction]
+        if not records:  # else all that come meanwhile are taken at once, when these have had their turns
+            records += self._receivers[direction].take()
+            self._take_records(direction)
+        self._senders[direction].flush()
+
+    def _take_records(self, direction: Direction, *, at_once: bool = False) -> None:
+        """Handle the records, or those before the end of a copy that must wait for its turn."""
+        records = self._records[direction]
+        while records:
+            kind = kind_of(records[0])
+            if kind is Kind.DONE and not at_once and not self._steps.may_begin():
+                self._steps.later(partial(self._step, direction))
+                return
+            record = records.popleft()
+            match kind:
                 case Kind.DONE:
                     self._done(Done.unpack(record))
                 case Kind.STARTED:
@@ -449,7 +470,12 @@ class CopierLink:
                     self._guard.keep_awake()
                 case Kind.LAST_WORDS:
                     self._last_words = last_words_of(record)
-        self._senders[direction].flush()
+
+    def _step(self, direction: Direction) -> None:
+        """The turn of the end of a copy, and of what follows it."""
+        if self._records[direction]:  # else the process has ended meanwhile
+            self._done(Done.unpack(self._records[direction].popleft()))
+            self._take_records(direction)
 
     def _done(self, done: Done) -> None:
         copying = self._copies.pop(done.number)
@@ -471,7 +497,8 @@ class CopierLink:
             self._control.close()  # else `ask` does, whose thread still uses it
         # The records that it wrote before are taken first: a copy that was done stays done.
         for direction, receiver in self._receivers.items():
-            self._rang(direction)
+            self._records[direction] += receiver.take()
+            self._take_records(direction, at_once=True)
             self._loop.remove_reader(receiver.bell)
         code = self._process.wait()
         reason = f"the copier has ended ({self._last_words or how_ended(code)})"

@@ -218,6 +218,7 @@ class Daemon:
             tasks=self._tasks,
             status=self._report.reply,
             watches=self._watches,
+            steps=copiers.steps,
         )
         self._attach = AttachSocket(
             endpoint.attach_path,

@@ -30,6 +30,7 @@ from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
 from kvsidecar.support import failpoints, log, memory_limits, terminal
+from kvsidecar.support.steps import Steps
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
 
@@ -155,7 +156,8 @@ def _load(
             log_format=settings.log_format,
             log_level=settings.log_level,
         )
-        link = CopierLink(first, guard)
+        steps = Steps()
+        link = CopierLink(first, guard, steps)
         try:
             hello = await link.hello(
                 options.device, options.devices, log_format=options.log_format, log_level=options.log_level
@@ -165,7 +167,9 @@ def _load(
         except DeviceLost as error:
             raise DriverUnusable(f"no copier starts: {error}") from error
         log.get("daemon").info("device", backend=hello.platform, why=hello.why, devices=list(hello.devices))
-        copiers = Copiers(hello, link, options, store_chunk=settings.store_chunk, guard=guard, on_error=task_failed)
+        copiers = Copiers(
+            hello, link, options, store_chunk=settings.store_chunk, guard=guard, steps=steps, on_error=task_failed
+        )
         pins = PinsInCopiers(copiers, geometry.slab_bytes)
         spec = PoolSpec(
             nbytes=geometry.pool_bytes,

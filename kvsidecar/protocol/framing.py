@@ -74,6 +74,11 @@ class FrameReader:
         length = self.announced
         return (HEADER_BYTES if length is None else HEADER_BYTES + length) - (len(self._buffer) - self._start)
 
+    @property
+    def buffered(self) -> int:
+        """Bytes that were fed and have not been taken out."""
+        return len(self._buffer) - self._start
+
     def clear(self) -> None:
         self._buffer.clear()
         self._start = 0

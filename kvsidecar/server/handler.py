@@ -34,6 +34,7 @@ from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import log
+from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -59,6 +60,7 @@ class Handler:
         tasks: owns work that must outlive the connection, such as ending sessions.
         status: builds the reply to Status for this caller, or a page of it.
         watches: of what the pool holds; None: nobody may watch.
+        steps: turns of the messages of Attach streams.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Handler:
         tasks: TaskSet,
         status: Callable[[Caller, pb.StatusPage | None], pb.StatusReply],
         watches: Watches | None = None,
+        steps: Steps | None = None,
     ) -> None:
+        self.steps = Steps() if steps is None else steps
         self._epoch = epoch
         self._watches = watches
         self._watching: set[WatchStream] = set()
@@ -249,6 +253,7 @@ class Handler:
     # -- lookups and leases ----------------------------------------------------------------------------------------
 
     def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
+        self.steps.called()
         namespace = _namespace(request.namespace)
         permit(caller, namespace)
         if len(request.groups) > MAX_GROUPS:

@@ -29,6 +29,8 @@ MAX_EARLY_BYTES = 1024 * 1024
 """Limit of messages that are buffered while the driver imports the rank's memory."""
 FRAMES_PER_ITERATION = 64
 """Frames of one connection to handle per iteration of the event loop: about a millisecond."""
+MAX_HELD_BYTES = 64 * 1024
+"""Limit of what is read of one connection while its next message waits for its turn; a read may go over it once."""
 LINGER_SECONDS = 5.0
 """Time for a refused client to read the reason."""
 
@@ -56,6 +58,10 @@ class LocalConnection(asyncio.Protocol):
         self._early: list[pb.AttachRequest] = []
         """Messages that arrived during the registration."""
         self._early_bytes = 0
+        self._waiting: pb.AttachRequest | None = None
+        """The next message, whose step waits for its turn. What follows it stays in the frames."""
+        self._held_back = False
+        """Whether reading is paused because of that."""
         self._session: RankSession | None = None
         self._stream: AttachStream | WatchStream | None = None
         """None unless the Attach stream accepts messages."""
@@ -91,7 +97,11 @@ class LocalConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused is None:
             self._frames.feed(data)
-            self._take_frames()
+            if self._waiting is None:
+                self._take_frames()
+            elif self._frames.buffered > MAX_HELD_BYTES and not self._held_back:
+                self._held_back = True
+                self._transport.pause_reading()
 
     # -- frames ----------------------------------------------------------------------------------------------------
 
@@ -107,7 +117,7 @@ class LocalConnection(asyncio.Protocol):
                     self._partial_messages.end(self._partial)
                     self._partial = None
                 self._take(payload)
-                if self._refused is not None:
+                if self._refused is not None or self._waiting is not None:
                     return
         except FrameTooLong as error:
             self._refuse(LimitExceeded(str(error)))
@@ -127,6 +137,7 @@ class LocalConnection(asyncio.Protocol):
 
     def _forget_frames(self) -> None:
         self._frames.clear()
+        self._waiting = None
         if self._partial is not None:
             self._partial_messages.end(self._partial)
             self._partial = None
@@ -144,7 +155,7 @@ class LocalConnection(asyncio.Protocol):
             return
         kind = request.WhichOneof("message")
         if kind == "attach":
-            self._attach(request.attach, len(payload))
+            self._take_turn(request.attach, len(payload))
             return
         reply = pb.LocalReply(call=request.call)
         try:
@@ -168,6 +179,27 @@ class LocalConnection(asyncio.Protocol):
             _log.error("a request failed unexpectedly", request=kind, error=str(error), exc_info=error)
             reply.error.CopyFrom(_error(KVSidecarError(INTERNAL)))
         self._send(reply)
+
+    def _take_turn(self, message: pb.AttachRequest, nbytes: int) -> None:
+        """Handle a message of the Attach stream, or hold it until its turn has come."""
+        taken_in_turns = self._stream is not None and not isinstance(self._stream, WatchStream)
+        if not taken_in_turns or self._handler.steps.may_begin():
+            self._attach(message, nbytes)
+        else:
+            self._waiting = message
+            self._handler.steps.later(self._step)
+
+    def _step(self) -> None:
+        """The turn of the message that waits, and of what follows it."""
+        message, self._waiting = self._waiting, None
+        if message is None:
+            return  # the connection has ended
+        self._attach(message, 0)
+        if self._held_back:
+            self._held_back = False
+            self._resume()
+        else:
+            self._take_frames()
 
     def _send(self, reply: pb.LocalReply) -> None:
         if not self._transport.is_closing():

@@ -20,12 +20,13 @@ from kvsidecar.client.buffers import HostBuffer
 from kvsidecar.copier import link as link_module
 from kvsidecar.copier.launch import launch
 from kvsidecar.copier.link import CopierLink, Copying, PoolFile
-from kvsidecar.copier.messages import CHECK, Done, Ended, Part
+from kvsidecar.copier.messages import CHECK, Done, Ended, Kind, Part, kind_of
 from kvsidecar.copier.ring import RING_BYTES
 from kvsidecar.device.base import MemfdSource
 from kvsidecar.errors import CopyFailed, DeviceLost, DeviceNotFound, ImportRefused
 from kvsidecar.support import failpoints, host_memory
 from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.support.steps import Steps
 from kvsidecar.types import Direction, GroupLayout, Region
 from tests.harness import Gate, eventually_in_loop
 
@@ -295,6 +296,37 @@ async def test_a_copy_that_was_done_when_its_process_died_stays_done(bench: Benc
     bench.signal(signal.SIGKILL)
     assert await bench.link.ended == "the copier has ended (SIGKILL)"
     assert isinstance(copying.ended.result(), Done)
+
+
+async def _all_done(bench: Bench, count: int) -> list[Copying]:
+    """Stores that are done, of whose ends the link takes one in each turn of the loop, and has taken the first."""
+    bench.link._steps = Steps(clock=lambda: 0.0, seconds=0.0)
+    bench.link._steps.called()
+    receiver, records = bench.link._receivers[Direction.STORE], bench.link._records[Direction.STORE]
+    bench.link._loop.remove_reader(receiver.bell)  # the loop is busy with other things
+    copies = [bench.store(slot) for slot in range(count)]
+    while sum(kind_of(each) is Kind.DONE for each in records) < count:
+        select.select([receiver.bell], [], [])
+        records += receiver.take()
+    bench.link._take_records(Direction.STORE)
+    return copies
+
+
+async def test_the_ends_of_copies_take_turns(bench: Bench) -> None:
+    copies = await _all_done(bench, 4)
+    for count in range(1, 5):
+        assert [each.end is not None for each in copies] == [True] * count + [False] * (4 - count)
+        await asyncio.sleep(0)
+    assert bench.link.copies(Direction.STORE) == (0, 0)
+
+
+async def test_an_end_that_waits_for_its_turn_comes_before_the_end_of_the_process(bench: Bench) -> None:
+    copies = await _all_done(bench, 3)
+    bench.signal(signal.SIGKILL)
+    select.select([bench.link.pidfd], [], [])
+    bench.link._died()
+    assert all(isinstance(each.end, Done) for each in copies)
+    await asyncio.sleep(0)
 
 
 async def test_a_cancelled_wait_for_the_end_does_not_cancel_the_end(bench: Bench) -> None:

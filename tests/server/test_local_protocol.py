@@ -13,8 +13,9 @@ import pytest
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.handler import INTERNAL
-from kvsidecar.server.local_protocol import FRAMES_PER_ITERATION, MAX_EARLY_BYTES, LocalConnection
+from kvsidecar.server.local_protocol import FRAMES_PER_ITERATION, MAX_EARLY_BYTES, MAX_HELD_BYTES, LocalConnection
 from kvsidecar.server.partial_messages import PartialMessages
+from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -57,6 +58,8 @@ class Handler:
         self.registered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.lookup: Callable[[Any, Any], Any] = lambda *_: pb.LookupReply(ready=True)
         self.taken: list[int] = []
+        self.steps = Steps(clock=lambda: 0.0, seconds=0.0)  # one a turn
+        self.steps.called()
         self.ended = False
 
     def count_refusal(self, _error: Exception) -> None:
@@ -137,6 +140,73 @@ async def test_a_flood_lets_others_have_their_turn() -> None:
         await asyncio.sleep(0)
     assert turns == [FRAMES_PER_ITERATION, 2 * FRAMES_PER_ITERATION, 3 * FRAMES_PER_ITERATION]
     assert transport.reading
+
+
+def lookup(call: int) -> pb.LocalRequest:
+    return pb.LocalRequest(call=call, lookup=pb.LookupRequest())
+
+
+async def attached(connection: LocalConnection, handler: Handler) -> None:
+    connection.data_received(framed(register()))
+    handler.registered.set_result(SimpleNamespace())
+    await settled(handler)
+
+
+async def test_a_lookup_waits_for_one_job_and_not_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [made() for _ in range(8)]
+    steps = ranks[0][2].steps
+    for connection, _, handler in ranks:
+        await attached(connection, handler)
+        monkeypatch.setattr(handler, "steps", steps)
+    scheduler, answers, _ = made()
+    for connection, _, _ in ranks:
+        connection.data_received(framed(store(1), store(2)))
+    scheduler.data_received(framed(lookup(1)))
+    assert [reply.call for reply in answers.replies] == [1]
+    assert sum(len(handler.taken) for *_, handler in ranks) == 1
+    turns = 0
+    while any(len(handler.taken) < 2 for *_, handler in ranks):
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns == 15, "each turn takes one job"
+    assert all(handler.taken == [1, 2] for *_, handler in ranks)
+
+
+async def test_on_one_connection_nothing_overtakes_a_job_that_waits() -> None:
+    """A release behind a load may end the lease that the load names."""
+    connection, transport, handler = made()
+    await attached(connection, handler)
+    before = len(transport.replies)
+    connection.data_received(framed(store(1), store(2), lookup(1)))
+    connection.data_received(framed(lookup(2)))
+    assert (handler.taken, len(transport.replies)) == ([1], before)
+    await asyncio.sleep(0)
+    assert handler.taken == [1, 2]
+    assert [reply.call for reply in transport.replies[before:]] == [1, 2]
+
+
+async def test_what_is_read_while_a_job_waits_is_bounded() -> None:
+    connection, transport, handler = made()
+    await attached(connection, handler)
+    connection.data_received(framed(store(1), store(2)))
+    connection.data_received(framed(store(3, MAX_HELD_BYTES // 2)))
+    assert transport.reading
+    connection.data_received(framed(store(4, MAX_HELD_BYTES)))
+    assert not transport.reading
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert handler.taken == [1, 2, 3, 4]
+    assert transport.reading
+
+
+async def test_a_job_that_waits_ends_with_its_connection() -> None:
+    connection, _, handler = made()
+    await attached(connection, handler)
+    connection.data_received(framed(store(1), store(2), store(3)))
+    connection.connection_lost(None)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert handler.taken == [1]
 
 
 @pytest.mark.filterwarnings("ignore")

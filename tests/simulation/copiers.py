@@ -20,6 +20,7 @@ from kvsidecar.copier.process import Sessions
 from kvsidecar.copier.slot_check import SlotCheck
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
+from kvsidecar.support.steps import Steps
 from kvsidecar.types import Direction
 from tests.copiers import NoProcessLink
 from tests.plans import copies_of
@@ -34,6 +35,8 @@ class SimLink(NoProcessLink):
 
     def __init__(self, process: SimProcess) -> None:
         super().__init__(process.pid, process.answer, process.kill)
+        self._steps = Steps(clock=lambda: 0.0, seconds=0.0)  # one a turn
+        self._steps.called()
         self._at = process
 
     def submit(
@@ -246,7 +249,7 @@ class SimCopier(Copier):
     """The real copier, whose processes are of the simulation."""
 
     def __init__(self, copiers: SimCopiers, uuid: str, options: Options) -> None:
-        super().__init__(uuid, None, options, lambda copier: copiers.on_change(copier), NO_GUARD)
+        super().__init__(uuid, None, options, lambda copier: copiers.on_change(copier), NO_GUARD, copiers.steps)
         self._copiers = copiers
 
     def launch(self, first: CopierLink | None = None) -> None:
