@@ -54,7 +54,8 @@ class Bench:
                 pages,
                 0,
                 1,
-                (Region(0, each.layers[0] * pages * ROW, pages * ROW, ROW, ROW, len(each.layers)),),
+                tuple(Region(0, own[0] * pages * ROW, pages * ROW, ROW, ROW, len(own)) for own in each.slices.values()),
+                (1,) * len(each.slices) if len(each.slices) > 1 else (),
             )
             for each in groups.all
         )

@@ -47,7 +47,12 @@ def host_memory(groups: Groups, row: int, pages: int) -> RankMemory:
     buffer = HostBuffer(layers * pages * row)
     layouts = [
         GroupLayout(
-            each.index, pages, 0, 1, (Region(0, each.layers[0] * pages * row, pages * row, row, row, len(each.layers)),)
+            each.index,
+            pages,
+            0,
+            1,
+            tuple(Region(0, own[0] * pages * row, pages * row, row, row, len(own)) for own in each.slices.values()),
+            (1,) * len(each.slices) if len(each.slices) > 1 else (),
         )
         for each in groups.all
     ]

@@ -139,7 +139,7 @@ def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
         nbytes += len(job.traceparent)
     for each in job.blocks:
         hashes, block_ids = pack_hashes(each.hashes), pack_ids(each.block_ids)
-        request.blocks.add(group=each.group, hashes=hashes, block_ids=block_ids, notes=each.notes)
+        request.blocks.add(group=each.group, hashes=hashes, block_ids=block_ids, notes=each.notes, slice=each.slice)
         nbytes += len(hashes) + len(block_ids) + len(each.notes) + FIELDS_BYTES
     return nbytes
 

@@ -41,6 +41,8 @@ class Blocks:
     block_ids: bytes | Sequence[int] | npt.NDArray[np.int64]
     notes: bytes = b""
     """Stores only: what watchers need to know about each block, as many bytes for each, joined; empty: nothing."""
+    slice: int = 0
+    """Loads only: which of `GroupLayout.slices` to copy, from 1 on; 0: all of each block."""
 
 
 @dataclass(frozen=True, slots=True)

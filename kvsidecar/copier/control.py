@@ -93,6 +93,7 @@ def pack_layouts(layouts: Sequence[GroupLayout]) -> list[list[Any]]:
             each.shard,
             each.num_shards,
             [list(_fields_of(region)) for region in each.regions],
+            each.slices,
         ]
         for each in layouts
     ]
@@ -100,6 +101,6 @@ def pack_layouts(layouts: Sequence[GroupLayout]) -> list[list[Any]]:
 
 def layouts_of(message: Sequence[Sequence[Any]]) -> list[GroupLayout]:
     return [
-        GroupLayout(group, num_blocks, shard, num_shards, tuple(Region(*region) for region in regions))
-        for group, num_blocks, shard, num_shards, regions in message
+        GroupLayout(group, num_blocks, shard, num_shards, tuple(Region(*region) for region in regions), tuple(slices))
+        for group, num_blocks, shard, num_shards, regions, slices in message
     ]

@@ -92,7 +92,7 @@ class Columns:
     def __len__(self) -> int:
         return len(self.address)
 
-    def where(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> Columns:
+    def where(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> Columns:
         return Columns(*[getattr(self, each.name)[mask] for each in fields(self)])
 
 
@@ -120,23 +120,24 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class BoundGroup:
-    """A layout at its addresses, made once per registration."""
+    """A layout, or a slice of one, at its addresses; made once per registration."""
 
     num_blocks: int
-    shard_bytes: int
-    """Bytes of one slot's content."""
+    nbytes: int
+    """Of one block."""
     few: Recipe
     """As few copies as possible."""
     fast: Recipe
     """The copies that take the least time when there are many."""
 
 
-def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
+def bind(layout: GroupLayout, base_addresses: Sequence[int], number: int = 0) -> BoundGroup:
     """Put a checked layout at the addresses of its allocations.
 
     Args:
         layout: checked, with all of its regions.
         base_addresses: where each allocation is mapped in this process, in the registration's order.
+        number: of a slice of the layout, from 1 on; 0: all of it. A slice lies in the slot where it lies in the whole.
     """
     regions = layout.regions
 
@@ -154,16 +155,21 @@ def bind(layout: GroupLayout, base_addresses: Sequence[int]) -> BoundGroup:
         num_rows=np.where(one_row, np.uint64(1), num_rows),
         slot_offset=np.cumsum(nbytes) - nbytes,
     )
-    longest_run = max(1, SLICE_BYTES // layout.shard_bytes)
+    if number:
+        first = sum(layout.slices[: number - 1])
+        mine = slice(first, first + layout.slices[number - 1])
+        columns, allocation, nbytes = columns.where(mine), allocation[mine], nbytes[mine]
+    block_bytes = int(nbytes.sum())
+    longest_run = max(1, SLICE_BYTES // block_bytes)
     few = _recipe(_joined_where_they_touch(columns, allocation), longest_run)
     split = (columns.num_rows > 1) & ~pitched_pays(columns.num_rows, columns.row_bytes)
     if not split.any():
-        return BoundGroup(layout.num_blocks, layout.shard_bytes, few, few)
+        return BoundGroup(layout.num_blocks, block_bytes, few, few)
     counts = np.where(split, columns.num_rows, 1).astype(np.int64)
     fast = _recipe(
         _joined_where_they_touch(_one_by_one(columns, split, counts), np.repeat(allocation, counts)), longest_run
     )
-    return BoundGroup(layout.num_blocks, layout.shard_bytes, few, fast)
+    return BoundGroup(layout.num_blocks, block_bytes, few, fast)
 
 
 def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> Columns:
@@ -238,7 +244,7 @@ class BlockCopies:
             if len(block_ids) and not 0 <= int(block_ids.min()) <= int(block_ids.max()) < bound.num_blocks:
                 bad = next(each for each in block_ids.tolist() if not 0 <= each < bound.num_blocks)
                 raise ValueError(f"block id {bad} is outside the {bound.num_blocks} blocks of its group")
-            self.nbytes += len(block_ids) * bound.shard_bytes
+            self.nbytes += len(block_ids) * bound.nbytes
         self._parts = parts
         self._boundary = boundary
         self.rewind()
@@ -262,7 +268,7 @@ class BlockCopies:
             # Paced, a batch would be cut into small ones, each with its start-up cost: few operations are faster.
             few = self._lead or chunk is not None
             nbytes = SLICE_BYTES if not few else LEAD_BYTES if chunk is None else PACED_CALLS * chunk
-            size = max(1, nbytes // bound.shard_bytes)
+            size = max(1, nbytes // bound.nbytes)
             first, self._next = self._next, self._next + size
             # Unsigned throughout: numpy makes floats of uint64 with int64, and floats lose the low bits of an address.
             ids = block_ids[first : self._next].astype(np.uint64)

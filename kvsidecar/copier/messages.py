@@ -18,8 +18,9 @@ from kvsidecar.types import Direction
 
 _COPY: Final = struct.Struct("<BBHIQQB")
 """Kind, direction, parts, event + 1 (0: none), number, session, weight."""
-_PART: Final = struct.Struct("<II")
-"""Group, blocks; then as many block ids and as many offsets of slots, 8 bytes each. Behind the last part: checks."""
+_PART: Final = struct.Struct("<III")
+"""Group, slice, blocks; then as many block ids and as many offsets of slots, 8 bytes each. Behind the last part:
+checks."""
 CHECK: Final = np.dtype([("slot", np.int64), ("nbytes", np.int64), ("expected", np.uint64)])
 """A slot whose checksum is wanted: where it begins, in bytes from the pool's base; how many bytes count; what a load
 must find (unused in a store)."""
@@ -75,6 +76,8 @@ class Part:
     block_ids: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
     """Where each block's slot begins, in bytes from the pool's base."""
+    slice: int = 0
+    """Which slice of the group's regions, from 1 on; 0 for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ class Copy:
         )  # fmt: skip
         pieces = [head]
         for part in self.parts:
-            pieces += (_PART.pack(part.group, len(part.block_ids)), part.block_ids.tobytes(), part.slots.tobytes())
+            head = _PART.pack(part.group, part.slice, len(part.block_ids))
+            pieces += (head, part.block_ids.tobytes(), part.slots.tobytes())
         if self.checks is not None:
             pieces.append(self.checks.tobytes())
         return b"".join(pieces)
@@ -114,12 +118,12 @@ class Copy:
         _, direction, num_parts, event, number, session, weight = _COPY.unpack_from(record)
         position, parts = _COPY.size, []
         for _ in range(num_parts):
-            group, count = _PART.unpack_from(record, position)
+            group, number_of_slice, count = _PART.unpack_from(record, position)
             position += _PART.size
             ids = np.frombuffer(record, np.int64, count, position)
             slots = np.frombuffer(record, np.int64, count, position + 8 * count)
             position += 16 * count
-            parts.append(Part(group, ids, slots))
+            parts.append(Part(group, ids, slots, number_of_slice))
         checks = np.frombuffer(record, CHECK, offset=position) if position < len(record) else None
         return cls(number, session, _DIRECTIONS[direction], parts, event - 1 if event else None, checks, weight)
 

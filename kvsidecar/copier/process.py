@@ -69,7 +69,8 @@ class Session:
     """A rank's memory and events, imported by this process."""
 
     memories: list[DeviceMemory]
-    groups: dict[int, BoundGroup]
+    groups: dict[tuple[int, int], BoundGroup]
+    """By group and slice; slice 0 is all of the group."""
     events: list[DeviceEvent] = field(default_factory=list)
     lanes: Mapping[Direction, Lane] = field(default_factory=dict)
     """Of its engine's fence, if it has one."""
@@ -97,7 +98,11 @@ class Sessions:
                 else:
                     session.memories.append(self._device.import_memory(source))
             bases = [memory.address for memory in session.memories]
-            session.groups = {each.group: bind(each, bases) for each in layouts_of(request["groups"])}
+            session.groups = {
+                (layout.group, number): bind(layout, bases, number)
+                for layout in layouts_of(request["groups"])
+                for number in range(len(layout.slices) + 1)
+            }
             refused = self._open_events(session, request["events"])
             if (fence := request["fence"]) is not None:
                 session.lanes = lanes(descriptor(fds, fence))
@@ -107,7 +112,7 @@ class Sessions:
         self._sessions[request["session"]] = session
         return {
             "memories": [[memory.key.hex(), memory.nbytes] for memory in session.memories],
-            "kinds": [bound.fast.kinds for bound in session.groups.values()],
+            "kinds": [bound.fast.kinds for (_, number), bound in session.groups.items() if not number],
             "num_events": len(session.events),
             "events_refused": refused,
         }
@@ -232,7 +237,7 @@ class CopyLoop:
     def _copy(self, copy: Copy) -> None:
         try:
             session = self._sessions[copy.session]
-            parts = [(session.groups[part.group], part.block_ids, part.slots) for part in copy.parts]
+            parts = [(session.groups[part.group, part.slice], part.block_ids, part.slots) for part in copy.parts]
             plan = BlockCopies(parts, boundary=self._slab_bytes)
             after = None if copy.event is None else session.events[copy.event]
         except Exception as error:  # noqa: BLE001 - nothing was issued; the daemon is told, whatever it was

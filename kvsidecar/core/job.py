@@ -24,6 +24,8 @@ class JobBlocks:
     group: int
     hashes: Sequence[bytes]
     block_ids: npt.NDArray[np.int64]
+    slice: int = 0
+    """Of a load: which slice of the group's regions is copied, from 1 on; 0 for all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,8 @@ class JobRunner:
         if (refusal := self._readiness.refusal) is not None:
             return _declined(refusal)
         groups = _groups(session, job.parts)
+        if any(part.slice for part in job.parts):
+            raise InvalidRequest("a store names a slice of a group: it stores all of its blocks")
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
         parts_of = _shard_parts(groups, job.parts)
@@ -193,7 +195,10 @@ class JobRunner:
         job.grant = grant
         if not job.num_blocks:
             return JobResult(Outcome.DONE)
-        parts = [Part(part.group, part.block_ids, slots) for part, slots in zip(job.parts, grant.slots, strict=True)]
+        parts = [
+            Part(part.group, part.block_ids, slots, part.slice)
+            for part, slots in zip(job.parts, grant.slots, strict=True)
+        ]
         checks = None
         places: list[tuple[int, int]] = []
         if self._checksums is not None:
@@ -330,6 +335,8 @@ def _group(session: RankSession, part: JobBlocks) -> SessionGroup:
         raise InvalidRequest(f"group {part.group} is not registered; this rank registered {sorted(session.groups)}")
     if len(part.hashes) != len(part.block_ids):
         raise InvalidRequest(f"group {part.group}: {len(part.hashes)} hashes but {len(part.block_ids)} block ids")
+    if part.slice > len(group.layout.slices):
+        raise InvalidRequest(f"group {part.group} has {len(group.layout.slices)} slices, and no slice {part.slice}")
     check_block_ids(part.block_ids, group.layout.num_blocks)
     return group
 

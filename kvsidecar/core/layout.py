@@ -49,6 +49,9 @@ def checking_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> Ge
         raise InvalidRequest(f"{name}: num_blocks is {layout.num_blocks}; it must be 1 to {MAX_BLOCKS}")
     if not layout.regions:
         raise InvalidRequest(f"{name} has no regions; name at least one")
+    if layout.slices and (min(layout.slices) < 1 or sum(layout.slices) != len(layout.regions)):
+        sizes = ", ".join(map(str, layout.slices[:8]))
+        raise InvalidRequest(f"{name}: slices of {sizes} regions do not make up its {len(layout.regions)}")
     rows = 0
     by_allocation: defaultdict[int, list[int]] = defaultdict(list)
     for index, region in enumerate(layout.regions):

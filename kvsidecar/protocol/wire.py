@@ -50,6 +50,7 @@ def layout_to_wire(layout: GroupLayout) -> pb.Group:
         shard=layout.shard,
         num_shards=layout.num_shards,
         regions=regions,
+        slices=layout.slices,
     )
 
 

@@ -63,7 +63,8 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
             found.append(region_from_wire(region))
             if len(found) % STEP == 0:
                 yield
-        groups.append(GroupLayout(group.group, group.num_blocks, group.shard, group.num_shards, tuple(found)))
+        slices = tuple(group.slices)
+        groups.append(GroupLayout(group.group, group.num_blocks, group.shard, group.num_shards, tuple(found), slices))
         yield
     return RankRegistration(
         token=message.token,
@@ -92,7 +93,7 @@ def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[JobBlocks]:
             f"a job of {len(messages)} parts is over the limit of {MAX_PARTS}: send one part per group"
         )
     return [
-        JobBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids))
+        JobBlocks(message.group, PackedHashes(message.hashes, width), ids_from(message.block_ids), message.slice)
         for message in messages
     ]
 

@@ -56,18 +56,20 @@ class Region(_message.Message):
     def __init__(self, allocation: _Optional[int] = ..., offset: _Optional[int] = ..., row_stride: _Optional[int] = ..., block_stride: _Optional[int] = ..., row_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("group", "num_blocks", "shard", "num_shards", "regions")
+    __slots__ = ("group", "num_blocks", "shard", "num_shards", "regions", "slices")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
     group: int
     num_blocks: int
     shard: int
     num_shards: int
     regions: _containers.RepeatedCompositeFieldContainer[Region]
-    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("protocol", "token", "instance", "namespace", "rank", "world_size", "device", "allocations", "groups", "event_handles")
@@ -142,16 +144,18 @@ class Readiness(_message.Message):
     def __init__(self, state: _Optional[_Union[Readiness.State, str]] = ..., pool_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pin_bytes_per_second: _Optional[float] = ..., eta_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., serves_kept: bool = ...) -> None: ...
 
 class Blocks(_message.Message):
-    __slots__ = ("group", "hashes", "block_ids", "notes")
+    __slots__ = ("group", "hashes", "block_ids", "notes", "slice")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
     group: int
     hashes: bytes
     block_ids: bytes
     notes: bytes
-    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., notes: _Optional[bytes] = ...) -> None: ...
+    slice: int
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., notes: _Optional[bytes] = ..., slice: _Optional[int] = ...) -> None: ...
 
 class Store(_message.Message):
     __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds", "priority")

@@ -15,7 +15,7 @@ from kvsidecar.types import GroupLayout, Region
 
 def test_a_request_arrives_whole_and_with_its_descriptors() -> None:
     ours, theirs = map(Control, socket.socketpair())
-    layouts = [GroupLayout(3, 64, 1, 2, (Region(0, 1, 2, 3, 4, 5), Region(1, 6, 7, 8, 9, 10)))]
+    layouts = [GroupLayout(3, 64, 1, 2, (Region(0, 1, 2, 3, 4, 5), Region(1, 6, 7, 8, 9, 10)), (1, 1))]
     files = [os.memfd_create("each") for _ in range(2)]
     fds: list[int] = []
     sources = [

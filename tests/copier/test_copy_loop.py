@@ -93,7 +93,7 @@ class Bench:
 def running(direction: Direction) -> Iterator[Bench]:
     device, there, back = Device(), Ring.create(), Ring.create()
     sessions = Sessions(device)
-    sessions._sessions[7] = Session([], {each.group: bind(each, [0]) for each in LAYOUTS})
+    sessions._sessions[7] = Session([], {(each.group, 0): bind(each, [0]) for each in LAYOUTS})
     loop = CopyLoop(device, direction, sessions, POOL, 1 << 40, 60.0, Receiver(there), Sender(back))
     raised: list[BaseException] = []
 

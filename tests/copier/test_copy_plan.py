@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -96,6 +97,10 @@ def legal_layouts(draw: st.DrawFn) -> tuple[GroupLayout, list[int]]:
     layout = group(*draw(st.permutations(regions)), num_blocks=num_blocks)
     count = 1 + max(r.allocation for r in regions)
     sizes = [max(r.end(num_blocks) for r in regions if r.allocation == a) for a in range(count)]
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, len(regions) - 1)), max_size=3)))
+        ends = [*(cut for cut in cuts if cut < len(regions)), len(regions)]
+        layout = dataclasses.replace(layout, slices=tuple(np.diff([0, *ends]).tolist()))
     return layout, sizes
 
 
@@ -135,16 +140,22 @@ def test_a_plan_moves_what_the_triple_loop_moves(
     chunk = data.draw(st.sampled_from([None, 1, 5, 50]))
     split = data.draw(st.integers(0, len(ids)))  # two parts of one job
     with mock.patch.multiple(copy_plan, **constants):
-        bound = bind(layout, bases)
-        plan = BlockCopies(
-            [(bound, ints(*ids[:split]), ints(*slots[:split])), (bound, ints(*ids[split:]), ints(*slots[split:]))],
-            boundary=boundary,
-        )
-        calls = calls_of(plan, chunk)
-        assert plan.take(chunk) == []
-    assert plan.nbytes == len(ids) * layout.shard_bytes == sum(call.nbytes for call in calls)
+        # All slices, one after the other, are the whole.
+        parts = [bind(layout, bases, number) for number in range(1, len(layout.slices) + 1)] or [bind(layout, bases)]
+        calls: list[CopyCall] = []
+        nbytes = 0
+        for bound in parts:
+            plan = BlockCopies(
+                [(bound, ints(*ids[:split]), ints(*slots[:split])), (bound, ints(*ids[split:]), ints(*slots[split:]))],
+                boundary=boundary,
+            )
+            calls += calls_of(plan, chunk)
+            assert plan.take(chunk) == []
+            nbytes += plan.nbytes
+    assert nbytes == len(ids) * layout.shard_bytes == sum(call.nbytes for call in calls)
     # Rows of regions that touch are one row.
-    rows = [kind.row_bytes.tolist() for each in (bound.few, bound.fast) for kind in (each.pitched, each.narrow)]
+    each_recipe = [each for bound in parts for each in (bound.few, bound.fast)]
+    rows = [kind.row_bytes.tolist() for each in each_recipe for kind in (each.pitched, each.narrow)]
     indivisible = max([constants["CUT_BYTES"], *itertools.chain(*rows)])
     for call in calls:
         assert len(call.copies) <= max(constants["MAX_BATCH"], constants["MAX_PITCHED"])

@@ -18,16 +18,16 @@ def test_a_copy_arrives_as_it_was_sent_and_no_byte_is_for_checks_that_there_are_
     event: int | None, checks: Checks | None
 ) -> None:
     ids = np.arange(3, dtype=np.int64)
-    parts = [Part(group, ids[group:], ids[group:] * 4096) for group in range(2)]
+    parts = [Part(group, ids[group:], ids[group:] * 4096, slice=5 * group) for group in range(2)]
     record = Copy(7, 9, Direction.LOAD, parts, event, checks, weight=3).pack()
     assert len(record) == messages._COPY.size + 2 * messages._PART.size + 16 * (3 + 2) + 24 * (
         0 if checks is None else len(checks)
     )
     copy = Copy.unpack(record)
     assert (copy.number, copy.session, copy.direction, copy.event) == (7, 9, Direction.LOAD, event)
-    assert [(part.group, part.block_ids.tolist(), part.slots.tolist()) for part in copy.parts] == [
-        (0, [0, 1, 2], [0, 4096, 8192]),
-        (1, [1, 2], [4096, 8192]),
+    assert [(part.group, part.slice, part.block_ids.tolist(), part.slots.tolist()) for part in copy.parts] == [
+        (0, 0, [0, 1, 2], [0, 4096, 8192]),
+        (1, 5, [1, 2], [4096, 8192]),
     ]
     assert (copy.checks is None) if checks is None else np.array_equal(copy.checks, checks)
 

@@ -96,6 +96,8 @@ GOOD = Region(allocation=0, offset=0, row_stride=64, block_stride=16, row_bytes=
         (group(GOOD, num_blocks=0), [128], "num_blocks is 0"),
         (group(GOOD, num_blocks=2**31), [2**62], "num_blocks is 2147483648"),
         (group(), [128], "no regions"),
+        (replace(group(GOOD), slices=(1, 1)), [128], "slices of 1, 1 regions do not make up its 1"),
+        (replace(group(GOOD), slices=(1, 0)), [128], "slices of 1, 0 regions"),
         (group(replace(GOOD, row_stride=8)), [128], "rows overlap: row_stride 8 is less than row_bytes 16"),
         (group(replace(GOOD, block_stride=8)), [128], "blocks overlap: block_stride 8 is less than row_bytes 16"),
         # row 1 begins inside the blocks of row 0

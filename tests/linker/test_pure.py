@@ -27,22 +27,30 @@ from tests.linker.transfers import PoolName, Transfer, keys
 @given(st.integers(1, 90), st.integers(1, 12))
 def test_chunks_hold_every_layer_once_and_in_order(num_layers: int, num_chunks: int) -> None:
     groups = groups_of([(KV, range(num_layers), False)], num_layers, num_chunks)
-    assert [layer for group in groups.all for layer in group.layers] == list(range(num_layers))
-    assert [group.index for group in groups.all] == list(range(len(groups.all)))
-    assert all(groups.chunk_of(layer) == group.chunk for group in groups.all for layer in group.layers)
-    assert groups.num_chunks == min(num_chunks, num_layers) == len(groups.all)
+    (group,) = groups.all
+    assert group.layers == tuple(range(num_layers))
+    assert all(groups.chunk_of(layer) == chunk for chunk, layers in group.slices.items() for layer in layers)
+    assert groups.num_chunks == min(num_chunks, num_layers) == len(group.slices)
+    numbers = [group.slice_of(chunk) for chunk in range(groups.num_chunks)]
+    assert numbers == ([0] if groups.num_chunks == 1 else list(range(1, groups.num_chunks + 1)))
 
 
 def test_pools_that_take_turns_share_chunks() -> None:
     """A hybrid model: what the forward needs first comes first, from whichever pool."""
     groups = groups_of([(KV, [2, 5], True), (SWA, [0, 1, 3, 4], False)], 6, 2)
-    assert [(each.pool, each.chunk, each.layers, each.replicated) for each in groups.all] == [
-        (KV, 0, (2,), True),
-        (KV, 1, (5,), True),
-        (SWA, 0, (0, 1), False),
-        (SWA, 1, (3, 4), False),
+    assert [(each.index, each.pool, each.slices, each.replicated) for each in groups.all] == [
+        (0, KV, {0: (2,), 1: (5,)}, True),
+        (1, SWA, {0: (0, 1), 1: (3, 4)}, False),
     ]
-    assert groups.of(MAMBA) == ()
+    assert groups.of(MAMBA) is None
+
+
+def test_a_pool_without_layers_in_a_chunk_has_nothing_to_load_there() -> None:
+    groups = groups_of([(KV, [0, 1], False), (MAMBA, [3], False), (SWA, [], False)], 4, 2)
+    assert [(each.pool, each.slice_of(0), each.slice_of(1)) for each in groups.all] == [
+        (KV, 0, None),
+        (MAMBA, None, 0),
+    ]
 
 
 # -- transfers -------------------------------------------------------------------------------------------------------
@@ -278,6 +286,7 @@ def namespace(path: str = "org/model", **different: Any) -> Any:
 
 def test_namespaces_are_equal_exactly_where_the_bytes_are() -> None:
     assert namespace() == namespace(random_seed=2), "weights from a checkpoint do not depend on the seed"
+    assert namespace() == namespace(chunks=2), "how a page is loaded does not change it"
     assert namespace().problem() is None
     for different in (
         {"path": "org/other"},
@@ -287,7 +296,6 @@ def test_namespaces_are_equal_exactly_where_the_bytes_are() -> None:
         {"tp_size": 2},
         {"is_eagle": True},
         {"facts": ["sglang 2"]},
-        {"chunks": 2},
         {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "org/draft"},
         {"attention_backend": "other"},
     ):

@@ -196,7 +196,7 @@ def stored(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt, tokens: i
     before = blocks(daemon)
     answer = engine.ask(what, tokens=tokens)
     assert answer.status == 200, engine.text()[-4000:]
-    new = (len(what.ids) // PAGE - answer.cached // PAGE) * CHUNKS
+    new = len(what.ids) // PAGE - answer.cached // PAGE
     eventually(lambda: blocks(daemon) >= before + new, lambda: f"{blocks(daemon)} blocks, not {before + new}")
     engine.forget()
     return answer
@@ -211,10 +211,6 @@ def forgotten(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt) -> Non
 
     eventually(found, "a prompt in the daemon")
     engine.forget()
-
-
-CHUNKS = 2
-"""By default; each page is so many blocks."""
 
 
 def attach(engine: SGLangProcess, daemon: DaemonProcess) -> None:

@@ -55,7 +55,9 @@ class SimLink(NoProcessLink):
             session, direction, parts, event=event, on_start=on_start, checks=checks, weight=weight, on_end=on_end
         )
         slots = [
-            (slot, slot + self._at.shard_bytes[session, part.group]) for part in parts for slot in part.slots.tolist()
+            (slot, slot + self._at.shard_bytes[session, part.group, part.slice])
+            for part in parts
+            for slot in part.slots.tolist()
         ]
         copy = messages.Copy.unpack(self.to_process[direction].sent[-1])
         self._at.machine.submitted(Copy(self, copy.number, session, direction, slots))
@@ -77,8 +79,8 @@ class SimProcess:
         self.machine, self.uuid, self.pid, self.slab_bytes = machine, uuid, pid, slab_bytes
         self.device = SimDevice(machine, uuid, pid)
         self.sessions = Sessions(self.device)
-        self.shard_bytes: dict[tuple[int, int], int] = {}
-        """Of every session that it has ever opened, by group."""
+        self.shard_bytes: dict[tuple[int, int, int], int] = {}
+        """Of every session that it has ever opened, by group and slice."""
         self.link = SimLink(self)
         self.workers = [SimWorker(self, direction) for direction in Direction]
         self._loop = loop
@@ -94,8 +96,8 @@ class SimProcess:
                 return {}
             case "open":
                 reply = self.sessions.open(request, fds)
-                for group, bound in self.sessions[request["session"]].groups.items():
-                    self.shard_bytes[request["session"], group] = bound.shard_bytes
+                for (group, number), bound in self.sessions[request["session"]].groups.items():
+                    self.shard_bytes[request["session"], group, number] = bound.nbytes
                 return reply
             case "close":
                 if any(copy.link is self.link and copy.session == request["session"] for copy in self.machine.inflight):
@@ -173,7 +175,7 @@ class SimWorker:
         """As `CopyLoop._copy`."""
         try:
             session = self._process.sessions[copy.session]
-            parts = [(session.groups[part.group], part.block_ids, part.slots) for part in copy.parts]
+            parts = [(session.groups[part.group, part.slice], part.block_ids, part.slots) for part in copy.parts]
             plan = BlockCopies(parts, boundary=self._process.slab_bytes)
             after: Any = None if copy.event is None else session.events[copy.event]
         except Exception as error:

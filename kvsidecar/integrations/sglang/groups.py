@@ -1,7 +1,7 @@
-"""The daemon's KV cache groups of one SGLang engine: a pool's layers, split into chunks. Pure.
+"""The daemon's KV cache groups of one SGLang engine: a pool each, whose layers are cut into slices. Pure.
 
-A load is one job per chunk, in the order of the layers, so that the forward runs on the first layers while the others
-are still being copied.
+A page of a pool is one block. A load is one job per chunk of layers, in their order, so that the forward runs on the
+first ones while the others are still being copied: of each pool, such a job copies the slice that lies in its chunk.
 """
 
 from __future__ import annotations
@@ -15,15 +15,25 @@ KV, SWA, MAMBA = "kv", "swa", "mamba"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One pool's layers of one chunk."""
+    """One pool's layers."""
 
     index: int
     pool: str
-    chunk: int
-    layers: tuple[int, ...]
-    """Counted from the first layer of the pipeline stage, as SGLang waits for them."""
+    slices: Mapping[int, tuple[int, ...]]
+    """By chunk, in their order: its layers there, counted from the first layer of the pipeline stage, as SGLang waits
+    for them. No slice is empty."""
     replicated: bool = False
     """The KV is the same on all tensor-parallel ranks: the first rank stores it."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(layer for layers in self.slices.values() for layer in layers)
+
+    def slice_of(self, chunk: int) -> int | None:
+        """What `kvsidecar.client.Blocks.slice` is for a chunk; None: the pool has no layer there."""
+        if chunk not in self.slices:
+            return None
+        return 0 if len(self.slices) == 1 else list(self.slices).index(chunk) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +43,10 @@ class Groups:
     all: tuple[Group, ...]
     num_layers: int
     num_chunks: int
-    _by_pool: Mapping[str, tuple[Group, ...]] = field(default_factory=dict)
+    _by_pool: Mapping[str, Group] = field(default_factory=dict)
 
-    def of(self, pool: str) -> tuple[Group, ...]:
-        return self._by_pool.get(pool, ())
+    def of(self, pool: str) -> Group | None:
+        return self._by_pool.get(pool)
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -59,9 +69,10 @@ def groups_of(pools: Sequence[tuple[str, Iterable[int], bool]], num_layers: int,
     num_chunks = max(1, min(num_chunks, num_layers))
     found: list[Group] = []
     for pool, layers, replicated in pools:
-        for chunk in range(num_chunks):
-            mine = tuple(sorted(each for each in set(layers) if chunk_of(each, num_layers, num_chunks) == chunk))
-            if mine:
-                found.append(Group(len(found), pool, chunk, mine, replicated))
-    by_pool = {pool: tuple(each for each in found if each.pool == pool) for pool, _, _ in pools}
-    return Groups(tuple(found), num_layers, num_chunks, by_pool)
+        slices: dict[int, tuple[int, ...]] = {}
+        for layer in sorted(set(layers)):
+            chunk = chunk_of(layer, num_layers, num_chunks)
+            slices[chunk] = (*slices.get(chunk, ()), layer)
+        if slices:
+            found.append(Group(len(found), pool, slices, replicated))
+    return Groups(tuple(found), num_layers, num_chunks, {each.pool: each for each in found})

@@ -122,13 +122,14 @@ class Loads:
 
     def _blocks(self, requests: Mapping[str, _Queued], chunk: int) -> list[list[Blocks]]:
         """The blocks of one chunk, for each of its jobs."""
-        groups = [group for group in self._groups.all if group.chunk == chunk]
         parts = []
-        for group in groups:
+        for group in self._groups.all:
+            if (number := group.slice_of(chunk)) is None:
+                continue
             mine = [found for each in requests.values() if (found := each.pages.get(group.pool)) is not None]
             if sum(map(len, mine)):
                 keys, ids = b"".join(each.keys for each in mine), np.concatenate([each.ids for each in mine])
-                parts.append(Blocks(group.index, keys, ids))
+                parts.append(Blocks(group.index, keys, ids, slice=number))
         return split(parts, MAX_JOB_BLOCKS)
 
     def _submit(self, batch: _Batch, blocks: Sequence[Blocks], after: Completion | None) -> int:
@@ -163,8 +164,9 @@ class Loads:
             self._counters.loaded_pages += loaded
             for each in batch.requests.values():
                 for pool, pages in each.pages.items():
-                    # SGLang offers them at once: they need not be stored.
-                    self._known.add(tags_of(self._groups.of(pool)[0].index, pages.keys, len(pages)))
+                    if (group := self._groups.of(pool)) is not None:
+                        # SGLang offers them at once: they need not be stored.
+                        self._known.add(tags_of(group.index, pages.keys, len(pages)))
         return not batch.failed
 
     def reset(self) -> None:
@@ -205,6 +207,7 @@ def split(parts: Sequence[Blocks], most: int) -> list[list[Blocks]]:
                 room = most
             end = min(count, first + room)
             assert isinstance(part.hashes, bytes)
-            jobs[-1].append(Blocks(part.group, part.hashes[first * width : end * width], part.block_ids[first:end]))
+            hashes, ids = part.hashes[first * width : end * width], part.block_ids[first:end]
+            jobs[-1].append(Blocks(part.group, hashes, ids, slice=part.slice))
             room, first = room - (end - first), end
     return jobs

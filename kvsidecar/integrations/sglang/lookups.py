@@ -14,7 +14,7 @@ from kvsidecar.client import Client, LeaseRenewal, LookupMode, Namespace
 from kvsidecar.client.messages import MAX_REQUEST_BYTES
 from kvsidecar.client.types import LookupResult
 from kvsidecar.integrations.sglang.counters import Counters
-from kvsidecar.integrations.sglang.groups import KV, Groups
+from kvsidecar.integrations.sglang.groups import KV, Group, Groups
 from kvsidecar.integrations.sglang.restorable import restorable
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of, name_of
 from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
@@ -120,31 +120,28 @@ class Lookups:
         return lengths
 
     def _lengths(self, result: LookupResult, pages: int, windows: dict[str, int], keys: bytes) -> list[int]:
-        prefix = pages
-        for group in self._groups.of(KV):
+        prefix = 0
+        if (group := self._groups.of(KV)) is not None:
             answer = result.groups[group.index]
             if self._trailing:
-                hits = next((i for i, found in enumerate(answer.found) if not found), pages)
+                prefix = next((i for i, found in enumerate(answer.found) if not found), pages)
             else:
-                hits = answer.hits
-            prefix = min(prefix, hits)
-        self._forget_pages(KV, keys[prefix * HASH_BYTES :])
+                prefix = answer.hits
+            self._forget_pages(group, keys[prefix * HASH_BYTES :])
         if not windows:
             return list(range(1, prefix + 1))
         needed: dict[int, list[npt.NDArray[np.bool_]]] = {}
         for pool, window in windows.items():
-            everywhere = np.ones(pages, bool)
-            for group in self._groups.of(pool):
+            if (group := self._groups.of(pool)) is not None:
                 found = np.asarray(result.groups[group.index].found, bool)
-                everywhere &= found
                 needed.setdefault(window, []).append(found)
-            self._forget_pages(pool, np.frombuffer(keys, np.uint8).reshape(-1, HASH_BYTES)[~everywhere].tobytes())
+                self._forget_pages(group, np.frombuffer(keys, np.uint8).reshape(-1, HASH_BYTES)[~found].tobytes())
         return restorable(pages, prefix, needed)
 
-    def _forget_pages(self, pool: str, keys: bytes) -> None:
+    def _forget_pages(self, group: Group, keys: bytes) -> None:
         """Evicted, or never stored: they are stored when SGLang offers them again."""
         if keys:
-            self._known.discard(tags_of(self._groups.of(pool)[0].index, keys, len(keys) // HASH_BYTES))
+            self._known.discard(tags_of(group.index, keys, len(keys) // HASH_BYTES))
 
     def take(self, rid: str, lease_seconds: float) -> LeaseRenewal | None:
         """The lease of a request's hit, extended until its load has ended. None: it has ended, or the daemon that has

@@ -53,14 +53,14 @@ def namespace_of(
         "draft_checkpoint": checkpoint_of(draft, None).identity if draft else None,
         "random_weights": server_args.random_seed if server_args.load_format == "dummy" else None,
         "eagle": is_eagle,
-        "groups": [(each.pool, each.chunk, each.layers, each.replicated) for each in groups.all],
+        "groups": [(each.pool, each.layers, each.replicated) for each in groups.all],
         "facts": list(facts),
         "arguments": {name: plain(getattr(server_args, name, None)) for name in FIELDS},
     }
     return Namespace(
         model=model if len(model) <= 200 else hashlib.sha256(model.encode()).hexdigest(),
         dtype=f"{server_args.dtype}/{getattr(server_args, 'kv_cache_dtype', None) or 'auto'}",
-        kv_layout="sglang pages by layer",
+        kv_layout="sglang pages",
         block_size=page_size,
         tp_size=tp_size,
         pp_size=1,

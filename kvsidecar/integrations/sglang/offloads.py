@@ -69,13 +69,12 @@ class Offloads:
         offload = _Offload(now, sum(map(len, pages.values())))
         parts, known = [], False
         for pool, found in pages.items():
-            mine = [group for group in self._groups.of(pool) if self._stores(group.index)]
-            if not mine or not len(found):
+            group = self._groups.of(pool)
+            if group is None or not self._stores(group.index) or not len(found):
                 continue
-            # One tag for all chunks of a page: they are stored together.
-            tags = tags_of(mine[0].index, found.keys, len(found))
+            tags = tags_of(group.index, found.keys, len(found))
             if not self._known.find(tags).all():
-                parts += [Blocks(group.index, found.keys, found.ids) for group in mine]
+                parts.append(Blocks(group.index, found.keys, found.ids))
                 offload.tags.append(tags)
             else:
                 known = True

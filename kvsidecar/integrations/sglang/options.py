@@ -27,8 +27,7 @@ class Options:
     load_chunks: int = option(
         2,
         read_count,
-        "parts, by layers, in which KV is stored and loaded: the forward begins when the first one is there, but each "
-        "makes lookups longer; engines share blocks only if they have the same number",
+        "parts, by layers, in which KV is loaded, each a job: the forward begins when the first one is there",
     )
     lookup_budget: float = option(
         0.005, read_seconds, "longest time that one lookup may keep the scheduler's thread waiting; then it misses"

@@ -204,14 +204,18 @@ def export(pools: Sequence[Pool], groups: Groups, rank: int, size: int) -> RankM
     for group in groups.all:
         pool = by_name[group.pool]
         shard, shards = (0, 1) if group.replicated else (rank, size)
-        tensors = [tensor[: pool.num_pages] for layer in group.layers for tensor in pool.layers[layer]]
-        try:
-            regions = exporter.regions(tensors)
-        except NotExportable as error:
-            if tensors[0].is_cuda:
-                raise NotExportable(f"{error} (SGLang: start it without --enable-memory-saver)") from error
-            raise
-        layouts.append(GroupLayout(group.index, pool.num_pages, shard, shards, regions))
+        slices = []
+        for layers in group.slices.values():
+            tensors = [tensor[: pool.num_pages] for layer in layers for tensor in pool.layers[layer]]
+            try:
+                slices.append(exporter.regions(tensors))
+            except NotExportable as error:
+                if tensors[0].is_cuda:
+                    raise NotExportable(f"{error} (SGLang: start it without --enable-memory-saver)") from error
+                raise
+        regions = tuple(region for each in slices for region in each)
+        cuts = tuple(map(len, slices)) if len(slices) > 1 else ()
+        layouts.append(GroupLayout(group.index, pool.num_pages, shard, shards, regions, cuts))
     return RankMemory(exporter.kv_buffers(), tuple(layouts))
 
 
