@@ -171,9 +171,27 @@ class Fetches:
         """Of these questions."""
         self._digests: dict[Space, bytes] = {}
         self._next_trial = clock() + TRIAL_SECONDS
+        self._off_misses = 0
+        """That have not been counted."""
         self.waiting_blocks = 0
         """That have been found, and not handed to the tier yet."""
         self.reading_bytes = 0
+
+    def may_come(self, space: Space, block_hash: bytes) -> bool:
+        """Whether the tier may have a block that a lookup has missed, and is asked. Nearly every miss ends here."""
+        if not self._tier.may_have(self._digest(space), block_hash):
+            return False
+        if self._tier.off:
+            self._off_misses += 1
+            return False
+        return True
+
+    def count(self) -> None:
+        """Count the misses for which a tier that is off was not asked: to count each by itself takes as long as all of
+        `may_come`."""
+        if self._off_misses:
+            self._refused(FetchRefusal.OFF, self._off_misses)
+            self._off_misses = 0
 
     def coming(
         self,
@@ -184,7 +202,7 @@ class Fetches:
         prefill_rate: float = 0.0,
         gain: Gain | None = None,
     ) -> Coming:
-        """What may follow the hits of a lookup. Begins to fetch it, if that is worth it.
+        """What may follow the hits of a lookup, if its first miss `may_come`. Begins to fetch it, if that is worth it.
 
         Args:
             hashes: of the lookup; all of them are in prefix order.
@@ -194,10 +212,6 @@ class Fetches:
             gain: what the blocks are for, together with others; None: they are of use by themselves.
         """
         first = hashes[hits]
-        if not self._tier.may_have(self._digest(space), first):  # first of all: nearly every miss ends here
-            if self._tier.off:
-                self._refused(FetchRefusal.OFF, 1)
-            return NOTHING
         now = self._clock()
         if (known := self._by_hash.get(space, {}).get(first)) is not None:
             fetch, at = known

@@ -33,7 +33,9 @@ class PackedHashes(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         if isinstance(index, slice):
             return [self[each] for each in range(len(self))[index]]
-        start = range(0, len(self.packed), self._width)[index]
+        start = index * self._width
+        if not 0 <= start < len(self.packed):
+            start = range(0, len(self.packed), self._width)[index]
         return self.packed[start : start + self._width]
 
 

@@ -162,19 +162,19 @@ class LookupService:
         parts: Sequence[Part],
         groups: Sequence[tuple[int, Sequence[bytes]]],
         found: Sequence[list[bool]],
-        answers: Sequence[GroupAnswer],
+        answers: tuple[GroupAnswer, ...],
         seconds: float,
         prefill_rate: float,
     ) -> tuple[tuple[GroupAnswer, ...], bool]:
         """The answers with what is coming, and whether a tier is being asked."""
-        result, asking = list(answers), False
+        asking = False
         for i, hits in enumerate(found):
             if False in hits:
                 coming = tiering.coming(parts[i][0], groups[i][1], hits.index(False), seconds, prefill_rate)
                 if coming is not NOTHING:
                     asking |= coming.asking
-                    result[i] = replace(result[i], coming=coming.blocks)
-        return tuple(result), asking
+                    answers = (*answers[:i], replace(answers[i], coming=coming.blocks), *answers[i + 1 :])
+        return answers, asking
 
     @staticmethod
     def _fetch_chosen(

@@ -92,6 +92,7 @@ class Tiering:
         self._tiers = [behind(plan, 1 << number) for number, plan in enumerate(plans)]
 
     def gauges(self) -> list[TierGauges]:
+        self.count()
         return [
             TierGauges(
                 each.tier.name,
@@ -104,6 +105,11 @@ class Tiering:
             )
             for each in self._tiers
         ]
+
+    def count(self) -> None:
+        """As `Fetches.count`."""
+        for each in self._tiers:
+            each.fetches.count()
 
     def off(self) -> dict[str, str]:
         """By name, why a tier is not used at present; empty while it is."""
@@ -132,7 +138,10 @@ class Tiering:
         from another one at the same time: one run of each tier."""
         first, asking = hits, False
         for _ in self._tiers:
+            block_hash = hashes[first]
             for each in self._tiers:
+                if not each.fetches.may_come(space, block_hash):
+                    continue
                 piece = each.fetches.coming(space, hashes, first, seconds, prefill_rate, gain)
                 if piece.blocks or piece.asking:
                     break

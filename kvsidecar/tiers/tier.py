@@ -94,6 +94,8 @@ class Tier:
         self._filter_fd = os.memfd_create("kvsidecar-tier-filter", os.MFD_CLOEXEC)
         os.ftruncate(self._filter_fd, filter_bytes(options.capacity_bytes))
         self._filter = KeyFilter(self._filter_fd)
+        self.may_have: Final = self._filter.may_have
+        """False: it does not have this block. Asks nobody. Takes the digest of a shard space and a block hash."""
         self._asked_stats = 0.0
         """When its process was last asked for its gauges."""
         self._link: TierLink | None = None
@@ -206,16 +208,8 @@ class Tier:
 
     # -- what it is asked for --------------------------------------------------------------------------------------
 
-    def may_have(self, digest: bytes, block_hash: bytes) -> bool:
-        """False: it does not have this block, or is not used at present. Asks nobody.
-
-        Args:
-            digest: of the shard space.
-        """
-        return self._filter.may_have(digest, block_hash) and not self.off
-
     def may_have_each(self, digest: bytes, words: Words) -> Bools:
-        """`may_have` of many at once.
+        """`may_have` of many at once; False for all while it is off.
 
         Args:
             words: the first eight bytes of each block hash, little endian.

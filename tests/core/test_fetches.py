@@ -56,6 +56,9 @@ class Bench:
                 self.tier.kept[shard_space(space, shard), keys(name)[0]] = (name, shard)
 
     def ask(self, *names: int, hits: int = 0, seconds: float = 10.0, rate: float = 0.0) -> Coming:
+        if not self.fetches.may_come(self.space, keys(*names)[hits]):
+            self.fetches.count()
+            return NOTHING
         return self.fetches.coming(self.space, keys(*names), hits, seconds, rate)
 
     def find(self) -> None:

@@ -62,6 +62,7 @@ class Bench:
         self.cache.end_load(grant)
 
     def refused(self, tier: str, reason: str) -> float:
+        self.tiering.count()  # as each scrape does
         return self.metrics.value("kvsidecar_tier_unfetched_blocks_total", tier=tier, reason=reason)
 
 
