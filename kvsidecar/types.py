@@ -105,6 +105,12 @@ class Residency(Enum):
     """No block of the group can any more."""
     NOTES = "notes"
     """What a client has noted about them."""
+    TIER_STORED = "tier_stored"
+    """The node's disk has them."""
+    TIER_REMOVED = "tier_removed"
+    """It does not any more."""
+    TIER_CLEARED = "tier_cleared"
+    """It has no block of the group any more, or is not used."""
     RESET = "reset"
     """A snapshot begins: all that was told before may be wrong."""
     COMPLETE = "complete"
@@ -115,7 +121,7 @@ class Residency(Enum):
     @property
     def is_change(self) -> bool:
         """Whether it concerns certain blocks, and is a change on the wire."""
-        return self in (Residency.STORED, Residency.REMOVED, Residency.CLEARED, Residency.NOTES)
+        return self not in (Residency.RESET, Residency.COMPLETE, Residency.LOST)
 
 
 class LookupMode(Enum):

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.metrics import Metrics, ResetReason
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.tiers.engine import ShardSpace
+from kvsidecar.tiers.telling import Told
 from kvsidecar.types import Namespace, Residency
 
 INTERVAL = 0.05
@@ -29,6 +32,8 @@ PIECES = 8
 """Updates of a snapshot per `INTERVAL` and watcher: 160,000 blocks a second, or notes on 40,000."""
 MAX_NOTES_BYTES = 64 * 1024 * 1024
 """Notes that are kept for watchers to come, in all namespaces. The one that has most gives up its oldest."""
+LISTING_TURNS = int(30 / INTERVAL) * PIECES * 32
+"""A snapshot does not wait for a tier for longer than half a minute: each turn of `flush` asks so often at most."""
 MAX_NOTE_BYTES = 16 * 1024
 """Of one block."""
 
@@ -71,6 +76,8 @@ class _Feed:
 
     def __init__(self, on_change: Callable[[], object]) -> None:
         self.watches: list[Watch] = []
+        self.behind: dict[int, _Behind] = {}
+        """By group."""
         self._on_change = on_change
         self._log: list[tuple[Residency, int, list[bytes], list[bytes]]] = []
         self._bytes = 0
@@ -119,6 +126,36 @@ class _Feed:
                 pieces[-1].append(change)
                 room -= nbytes
         return [tuple(piece) for piece in pieces]
+
+
+class Slower(Protocol):
+    """What of `kvsidecar.core.tiering.Tiering` is needed."""
+
+    def watch(self, space: Space, tell: Callable[[Told, bytes], object]) -> ShardSpace | None: ...
+
+    def unwatch(self, watched: ShardSpace) -> None: ...
+
+
+class _Behind:
+    """What the node's own tier has of one group: told to the namespace's feed."""
+
+    def __init__(self, feed: _Feed, group: int) -> None:
+        self._feed, self._group = feed, group
+        self.watched: ShardSpace | None = None
+        self.listed = False
+        """All that was there has been told since the last watcher began."""
+
+    def tell(self, what: Told, hashes: bytes) -> None:
+        self.listed |= what in (Told.LISTED, Told.CLEARED)
+        if what is not Told.LISTED:
+            self._feed.add(_OF_TIER[what], self._group, hashes)
+
+
+_OF_TIER: Final = {
+    Told.STORED: Residency.TIER_STORED,
+    Told.REMOVED: Residency.TIER_REMOVED,
+    Told.CLEARED: Residency.TIER_CLEARED,
+}
 
 
 class _Notes:
@@ -185,6 +222,7 @@ class Watches:
     Args:
         later: calls a function after so many seconds.
         is_ready: whether all that the cache has can be looked up; until then no snapshot begins.
+        slower: tells what the node's own tier has; None: there is none.
     """
 
     def __init__(
@@ -193,8 +231,10 @@ class Watches:
         metrics: Metrics,
         later: Callable[[float, Callable[[], None]], object],
         is_ready: Callable[[], bool],
+        slower: Slower | None = None,
     ) -> None:
         self._cache, self._metrics, self._later, self._is_ready = cache, metrics, later, is_ready
+        self._slower = slower
         self._feeds: dict[Namespace, _Feed] = {}
         self._notes = _Notes()
         self._armed = False
@@ -225,6 +265,8 @@ class Watches:
             if not feed.watches:
                 del self._feeds[watch.namespace]
                 self._cache.watch(watch.namespace, None)
+                for each in feed.behind.values():
+                    self._look_away(each)
 
     def note(self, namespace: Namespace, group: int, hashes: bytes, notes: bytes) -> None:
         """Keep what a client notes about blocks that it stores, for the watchers.
@@ -264,6 +306,24 @@ class Watches:
                 self._go_on(watch)
                 if watch.reset or watch.snapshot is not None:
                     self._arm()
+
+    def look(self) -> None:
+        """Called again and again: watch what the node's own tier has of groups that are new."""
+        if self._slower is not None and self._feeds:
+            for space in self._cache.spaces:
+                if (feed := self._feeds.get(space.namespace)) is not None:
+                    self._look_at(feed, space)
+
+    def _look_at(self, feed: _Feed, space: Space, *, anew: bool = False) -> None:
+        assert self._slower is not None
+        behind = feed.behind.setdefault(space.group, _Behind(feed, space.group))
+        if behind.watched is None or anew:
+            behind.listed = False
+            behind.watched = self._slower.watch(space, behind.tell)
+
+    def _look_away(self, behind: _Behind) -> None:
+        if behind.watched is not None and self._slower is not None:
+            self._slower.unwatch(behind.watched)
 
     def _arm(self) -> None:
         if not self._armed:
@@ -322,6 +382,20 @@ class Watches:
                 hashes = space.blocks.readable_hashes(first, first + SNAPSHOT_ROWS)
                 first += SNAPSHOT_ROWS
                 yield Change(Residency.STORED, group, hashes) if hashes else None
+        yield from self._snapshot_behind(namespace)
+
+    def _snapshot_behind(self, namespace: Namespace) -> Iterator[None]:
+        """What the node's own tier has comes as changes: this is over when all of it has been told."""
+        feed = self._feeds.get(namespace)
+        if self._slower is None or feed is None:
+            return
+        for space in self._cache.spaces:
+            if space.namespace == namespace:
+                self._look_at(feed, space, anew=True)
+        waits = LISTING_TURNS
+        while waits > 0 and any(each.watched is not None and not each.listed for each in feed.behind.values()):
+            waits -= 1
+            yield None
 
 
 def split(change: Change, width: int) -> list[Change]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.core.fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held
+from kvsidecar.core.fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held, shard_space
 from kvsidecar.core.metrics import Metrics, TierGauges
 from kvsidecar.core.writes import Writes, queue_share
 from kvsidecar.core.zeroing import Zeroing
+from kvsidecar.tiers.engine import ShardSpace
 from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
-from kvsidecar.tiers.tier import Tier
+from kvsidecar.tiers.tier import OnTold, Tier
 from kvsidecar.types import Namespace
 
 
@@ -25,6 +26,8 @@ class TierPlan:
     admission: Admission = Admission.SECOND_USE
     write_bytes_per_day: int | None = None
     """None for no limit."""
+    own: bool = False
+    """It is this node's alone, and knows what it has: watchers are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Tiering:
             return _Behind(tier, writes, fetches)
 
         self._tiers = [behind(plan, 1 << number) for number, plan in enumerate(plans)]
+        self._own = next((plan.tier for plan in plans if plan.own), None)
 
     def gauges(self) -> list[TierGauges]:
         self.count()
@@ -163,6 +167,23 @@ class Tiering:
             if held.asking or False not in there:
                 break
         return Held(sorted(places), held.asking)
+
+    def watch(self, space: Space, tell: OnTold) -> ShardSpace | None:
+        """Tell what the node's own tier has of a space, and what changes; from the beginning if it is watched already.
+        A block counts by its first shard: the shards of a block are written together, and looked for by the first.
+
+        Returns:
+            What is watched, for `unwatch`; None: there is no such tier, or no rank has said yet what a block is.
+        """
+        if self._own is None or space.shard_bytes[0] is None:
+            return None
+        watched = shard_space(space, 0)
+        self._own.watch(watched, tell)
+        return watched
+
+    def unwatch(self, watched: ShardSpace) -> None:
+        if self._own is not None:
+            self._own.unwatch(watched)
 
     def forget(self, namespace: Namespace | None) -> None:
         """A namespace is cleared, or all."""

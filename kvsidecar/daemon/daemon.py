@@ -176,6 +176,7 @@ class Daemon:
             self._metrics,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
             lambda: self._cache.readable_below is None and self.readiness.read_refusal is None,
+            tiering,
         )
         kept_pins = None if kept is None else kept.pins
         self._pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes), kept_pins, wall)
@@ -465,6 +466,7 @@ class Daemon:
             self._copiers.check(self._settings.stuck_after)
             for tier in self._tiers:
                 tier.check(self._settings.stuck_after)
+            self._watches.look()
 
     async def _sweep(self) -> None:
         """Free cleared blocks, a few at a time."""

@@ -219,7 +219,7 @@ def _tiers(settings: Settings, pool: HostPool, kept: tuple[int, ...]) -> list[Ti
         size = settings.disk_size or 0
         disk = start("disk", {"directory": settings.disk_dir, "capacity_bytes": size}, capacity_bytes=size)
         tier = Tier("disk", disk, pool, deadline=settings.disk_deadline)
-        plans.append(TierPlan(tier, settings.disk_admission, settings.disk_writes_per_day))
+        plans.append(TierPlan(tier, settings.disk_admission, settings.disk_writes_per_day, own=True))
     if settings.cluster_master is not None:
         cluster = {
             "master": settings.cluster_master,

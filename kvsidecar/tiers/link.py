@@ -20,7 +20,8 @@ from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support.child_process import how_ended
 from kvsidecar.support.memory_limits import Pages
 from kvsidecar.tiers.engine import EngineStats, ShardSpace, TierShare
-from kvsidecar.tiers.messages import MAX_FRAME, Reply, Request, pack_shares, pack_space, stats_of
+from kvsidecar.tiers.messages import MAX_FRAME, TOLD, Do, Reply, Request, pack_shares, pack_space, stats_of
+from kvsidecar.tiers.telling import Told
 
 _ROOT: Final = str(Path(kvsidecar.__file__).resolve().parents[1])
 START_SECONDS: Final = 60.0
@@ -74,6 +75,9 @@ class TierLink(asyncio.Protocol):
         self._waiting: dict[int, tuple[OnEnd, float]] = {}
         self._numbers = iter(range(1, 1 << 62))
         self._spaces: dict[ShardSpace, int] = {}
+        self._told_spaces: dict[int, ShardSpace] = {}
+        self.on_told: Callable[[ShardSpace, Told, bytes], object] = lambda *_: None
+        """Called with what a watched space has: block hashes, joined. It must not raise."""
         self._opened: asyncio.Future[EngineStats] = self._loop.create_future()
         self._why = ""
         self.ended: asyncio.Future[str] = self._loop.create_future()
@@ -121,12 +125,17 @@ class TierLink(asyncio.Protocol):
         number = self._spaces.get(space)
         if number is None:
             number = self._spaces[space] = len(self._spaces) + 1
+            self._told_spaces[number] = space
             self._write(pack_space(number, space))
         return number
 
     def set_shares(self, shares: Sequence[TierShare]) -> None:
         """What each share may have, of what is asked from now on."""
         self._write(pack_shares(shares))
+
+    def watch(self, space: ShardSpace, *, wanted: bool = True) -> None:
+        """Be told what is there of a space, from the beginning, and what changes; or no more."""
+        self._write(Request(Do.WATCH if wanted else Do.UNWATCH, space=self.space(space)).pack())
 
     def ask(self, make: Callable[[int], Request], on_end: OnEnd) -> None:
         """Send a request.
@@ -173,6 +182,10 @@ class TierLink(asyncio.Protocol):
                 self._why = reply.text
             elif not self._opened.done():
                 self._opened.set_result(stats_of(reply.body))
+            return
+        if reply.number & TOLD:
+            space = self._told_spaces[reply.number ^ TOLD]
+            self.on_told(space, Told(reply.body[0]), reply.body[1:])
             return
         on_end, _ = self._waiting.pop(reply.number)
         on_end(TierFailed(reply.text) if reply.failed else reply)

@@ -43,6 +43,14 @@ class Do(IntEnum):
     STATS = 6
     SHARES = 7
     """Not answered: what each share may have from now on."""
+    WATCH = 8
+    """Not answered: tell what is there of a space, and what changes."""
+    UNWATCH = 9
+    """Not answered."""
+
+
+TOLD: Final = 1 << 63
+"""In the number of a reply, with that of a space: what a watched space has. Its body: `telling.Told`, then hashes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,19 @@ from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.tiers.engine import Engine, LimitsShares, ShardSpace, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
-from kvsidecar.tiers.messages import MAX_FRAME, Do, Reply, Request, namespace_of, pack_stats, shares_of, space_of, split
+from kvsidecar.tiers.messages import (
+    MAX_FRAME,
+    TOLD,
+    Do,
+    Reply,
+    Request,
+    namespace_of,
+    pack_stats,
+    shares_of,
+    space_of,
+    split,
+)
+from kvsidecar.tiers.telling import Teller, Told
 
 ENGINES: Final = {
     "cluster": "kvsidecar.tiers.mooncake:open_engine",
@@ -71,6 +83,7 @@ class TierProcess:
         """Blocks that had been evicted when the filter was last made."""
         self._spaces: dict[int, ShardSpace] = {}
         self._sending = threading.Lock()
+        self._teller = Teller(engine, self._tell)
         others = ThreadPoolExecutor(2, "other")
         self._threads = {
             Do.FIND: ThreadPoolExecutor(1, "find"),
@@ -83,6 +96,7 @@ class TierProcess:
 
     def serve(self) -> None:
         """Answer until the daemon has gone."""
+        threading.Thread(target=_to_the_end, args=(self._teller.run,), name="tell", daemon=True).start()
         frames = FrameReader(MAX_FRAME)
         while data := self._connection.recv(1 << 18):
             frames.feed(data)
@@ -97,6 +111,12 @@ class TierProcess:
             if isinstance(self._engine, LimitsShares):
                 self._engine.set_shares(shares_of(request))
             return
+        if request.do is Do.WATCH:
+            self._teller.watch(request.space, self._spaces[request.space])
+            return
+        if request.do is Do.UNWATCH:
+            self._teller.unwatch(request.space)
+            return
         space = self._spaces.get(request.space)
         call = self._threads[request.do].submit(self._answer, request, space)
         call.add_done_callback(_heard)
@@ -110,9 +130,15 @@ class TierProcess:
         except Exception as error:  # noqa: BLE001 - the daemon must get an answer; a defect of the engine is a failure
             _log.exception("the tier's engine failed unexpectedly", request=request.do.name.lower())
             body, failed = f"{type(error).__name__}: {error}".encode(), True
-        reply = Reply(request.number, failed, time.monotonic() - began, body).pack()
+        self._send(Reply(request.number, failed, time.monotonic() - began, body))
+
+    def _tell(self, space: int, what: Told, hashes: bytes) -> None:
+        self._send(Reply(TOLD | space, False, 0.0, bytes([what]) + hashes))
+
+    def _send(self, reply: Reply) -> None:
+        data = reply.pack()
         with self._sending:
-            self._connection.sendall(reply)
+            self._connection.sendall(data)
 
     def _do(self, request: Request, space: ShardSpace | None) -> bytes:
         engine = self._engine
@@ -162,6 +188,15 @@ class TierProcess:
             if not 0 <= slot <= len(self._pool) - nbytes:
                 raise TierFailed(f"slot {slot} of {nbytes} bytes is not in the pool of {len(self._pool)} bytes")
         return [self._pool[slot : slot + nbytes] for slot in slots]
+
+
+def _to_the_end(run: Callable[[], None]) -> None:
+    """No thread ends unheard."""
+    try:
+        run()
+    except BaseException as error:  # noqa: BLE001 - see above
+        _log.error("the tier tells nothing more", error=str(error), exc_info=error)
+        os._exit(EXIT_FAILED)
 
 
 def _heard(call: Future[None]) -> None:

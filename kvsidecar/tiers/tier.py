@@ -26,6 +26,7 @@ from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
 from kvsidecar.tiers.link import PoolMemory, TierLink, TierOptions
 from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
 from kvsidecar.tiers.policy import ReadRate
+from kvsidecar.tiers.telling import Told
 from kvsidecar.types import Namespace
 
 FAILURES: Final = 3
@@ -37,6 +38,8 @@ STATS_SECONDS: Final = 1.0
 """Between questions for its gauges."""
 MAX_TO_FORGET: Final = 1024
 """Namespaces that wait to be forgotten."""
+OnTold = Callable[[Told, bytes], object]
+"""Called with what a watched space has: block hashes, joined. It must not raise."""
 
 _log = log.get("tier")
 
@@ -101,6 +104,7 @@ class Tier:
         self._link: TierLink | None = None
         self._shares: Sequence[TierShare] = ()
         self._closing = False
+        self._watched: dict[ShardSpace, OnTold] = {}
         self._to_forget: list[Namespace | None] = []
         """Namespaces that it has to forget before it is asked for anything else."""
         self._forgetting = False
@@ -145,12 +149,17 @@ class Tier:
             began = self._clock()
             self._breaker.reset()
             self._link.set_shares(self._shares)
+            self._link.on_told = self._told
+            for space in self._watched:
+                self._link.watch(space)
             self._set_down("")
             self._forget_next()
             reason = await asyncio.shield(self._link.ended)
             if not self._closing:
                 self.counts.deaths += 1
                 self._set_down(reason)
+                for tell in tuple(self._watched.values()):
+                    tell(Told.CLEARED, b"")
             if self._clock() - began > LONGEST_PAUSE_SECONDS:
                 pause = 0.0
 
@@ -205,6 +214,25 @@ class Tier:
                     capacity_bytes=self.stats.capacity_bytes,
                 )
             self.on_change(self)
+
+    # -- what it has -----------------------------------------------------------------------------------------------
+
+    def watch(self, space: ShardSpace, tell: OnTold) -> None:
+        """Tell what is there of a space, from the beginning, and what changes. What a process had that has ended is not
+        there; the next one begins with what it finds."""
+        self._watched[space] = tell
+        if not self.down and self._link is not None:
+            self._link.watch(space)
+        else:
+            tell(Told.CLEARED, b"")
+
+    def unwatch(self, space: ShardSpace) -> None:
+        if self._watched.pop(space, None) is not None and not self.down and self._link is not None:
+            self._link.watch(space, wanted=False)
+
+    def _told(self, space: ShardSpace, what: Told, hashes: bytes) -> None:
+        if (tell := self._watched.get(space)) is not None:
+            tell(what, hashes)
 
     # -- what it is asked for --------------------------------------------------------------------------------------
 

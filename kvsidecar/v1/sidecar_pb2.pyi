@@ -316,11 +316,17 @@ class ResidencyChange(_message.Message):
         KIND_REMOVED: _ClassVar[ResidencyChange.Kind]
         KIND_CLEARED: _ClassVar[ResidencyChange.Kind]
         KIND_NOTES: _ClassVar[ResidencyChange.Kind]
+        KIND_TIER_STORED: _ClassVar[ResidencyChange.Kind]
+        KIND_TIER_REMOVED: _ClassVar[ResidencyChange.Kind]
+        KIND_TIER_CLEARED: _ClassVar[ResidencyChange.Kind]
     KIND_UNSPECIFIED: ResidencyChange.Kind
     KIND_STORED: ResidencyChange.Kind
     KIND_REMOVED: ResidencyChange.Kind
     KIND_CLEARED: ResidencyChange.Kind
     KIND_NOTES: ResidencyChange.Kind
+    KIND_TIER_STORED: ResidencyChange.Kind
+    KIND_TIER_REMOVED: ResidencyChange.Kind
+    KIND_TIER_CLEARED: ResidencyChange.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]

@@ -10,9 +10,12 @@ import pytest
 
 from kvsidecar.cache.block import Space
 from kvsidecar.core import residency
+from kvsidecar.core.fetches import shard_space
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.residency import Change, Update, Watch, Watches, split
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.tiers.engine import ShardSpace
+from kvsidecar.tiers.telling import Told
 from kvsidecar.types import LookupMode, Residency
 from tests.cache.support import keys, namespace, new_cache, open_space, store
 
@@ -28,6 +31,7 @@ class Reader:
     notes: dict[bytes, bytes] = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
     complete: bool = False
+    on_disk: set[bytes] = field(default_factory=set)
 
     def has_room(self) -> bool:
         return self.room
@@ -48,6 +52,10 @@ class Reader:
                     mine -= set(hashes)
                 case Residency.CLEARED:
                     mine.clear()
+                case Residency.TIER_STORED:
+                    self.on_disk |= set(hashes)
+                case Residency.TIER_CLEARED:
+                    self.on_disk.clear()
                 case Residency.NOTES:
                     each = len(change.notes) // len(hashes)
                     self.notes |= {name: change.notes[i * each : (i + 1) * each] for i, name in enumerate(hashes)}
@@ -295,3 +303,108 @@ def test_no_update_is_longer_than_one_may_be() -> None:
     assert b"".join(each.hashes for each in pieces) == hashes
     assert all(len(each.hashes) + len(each.notes) <= residency.MAX_UPDATE_BYTES for each in pieces)
     assert all(len(each.notes) * WIDTH == len(each.hashes) * 100 for each in pieces)
+
+
+class Disk:
+    """The node's own tier, which tells when the test says so."""
+
+    def __init__(self) -> None:
+        self.tells: dict[ShardSpace, Callable[[Told, bytes], object]] = {}
+        self.begun = 0
+
+    def watch(self, space: Space, tell: Callable[[Told, bytes], object]) -> ShardSpace | None:
+        if space.shard_bytes[0] is None:
+            return None
+        self.begun += 1
+        self.tells[shard_space(space, 0)] = tell
+        return shard_space(space, 0)
+
+    def unwatch(self, watched: ShardSpace) -> None:
+        del self.tells[watched]
+
+    def tell(self, what: Told, *names: int) -> None:
+        (tell,) = self.tells.values()
+        tell(what, b"".join(keys(*names)))
+
+
+def with_disk() -> tuple[Daemon, Disk]:
+    daemon, disk = Daemon(), Disk()
+    daemon.watches._slower = disk
+    return daemon, disk
+
+
+def test_a_snapshot_waits_for_the_disk_to_be_told() -> None:
+    daemon, disk = with_disk()
+    store(daemon.cache, open_space(daemon.cache), 1)
+    reader = Reader()
+    watch = daemon.watch(reader)
+    for _ in range(5):
+        daemon.turn()
+    assert reader.readable == {0: set(keys(1))}
+    assert not reader.complete
+    disk.tell(Told.STORED, 2, 3)
+    daemon.turn()
+    assert (reader.on_disk, reader.complete) == (set(keys(2, 3)), False)
+    disk.tell(Told.LISTED)
+    daemon.turn()
+    assert reader.complete
+    daemon.watches.end(watch)
+    assert not disk.tells
+
+
+def test_a_disk_that_is_not_used_delays_no_snapshot() -> None:
+    daemon, disk = with_disk()
+    store(daemon.cache, open_space(daemon.cache), 1)
+    reader = Reader()
+    daemon.watch(reader)
+    daemon.turn()
+    disk.tell(Told.CLEARED)
+    daemon.turn()
+    assert reader.complete
+
+
+def test_a_disk_that_never_answers_ends_no_snapshot_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "LISTING_TURNS", 600)
+    daemon, _ = with_disk()
+    store(daemon.cache, open_space(daemon.cache), 1)
+    reader = Reader()
+    daemon.watch(reader)
+    turns = 0
+    while not reader.complete:
+        daemon.turn()
+        turns += 1
+        assert turns < 20
+
+
+def test_every_watcher_is_told_all_of_the_disk_and_groups_that_come_later() -> None:
+    daemon, disk = with_disk()
+    first, second = Reader(), Reader()
+    daemon.watch(first)
+    daemon.turn()
+    assert first.complete, "there is no group yet"
+    store(daemon.cache, open_space(daemon.cache), 1)
+    daemon.watches.look()
+    daemon.watches.look()
+    assert disk.begun == 1, "it is watched once"
+    disk.tell(Told.STORED, 2)
+    disk.tell(Told.LISTED)
+    daemon.turn()
+    assert first.on_disk == set(keys(2))
+    daemon.watch(second)
+    daemon.turn()
+    assert disk.begun == 2, "from the beginning"
+    disk.tell(Told.STORED, 2)
+    disk.tell(Told.LISTED)
+    daemon.turn()
+    assert first.on_disk == second.on_disk == set(keys(2))
+    assert second.complete
+    disk.tell(Told.CLEARED)
+    daemon.turn()
+    assert first.on_disk == second.on_disk == set()
+
+
+def test_nobody_watches_the_disk_while_nobody_watches() -> None:
+    daemon, disk = with_disk()
+    store(daemon.cache, open_space(daemon.cache), 1)
+    daemon.watches.look()
+    assert not disk.begun

@@ -24,6 +24,9 @@ class Watcher:
         self.client = daemon.client()
         self.namespace = namespace
         self.readable: set[bytes] = set()
+        self.on_disk: set[bytes] = set()
+        self.complete: list[set[bytes]] = []
+        """What was on the disk at the end of each snapshot."""
         self.notes: dict[bytes, bytes] = {}
         self.said: list[Residency] = []
         self.client.watch(namespace)
@@ -45,11 +48,25 @@ class Watcher:
             case Residency.NOTES:
                 each = len(change.notes) // len(names)
                 self.notes |= {name: change.notes[i * each : (i + 1) * each] for i, name in enumerate(names)}
-            case Residency.CLEARED | Residency.RESET | Residency.LOST:
+            case Residency.TIER_STORED:
+                self.on_disk |= set(names)
+            case Residency.TIER_REMOVED:
+                self.on_disk -= set(names)
+            case Residency.TIER_CLEARED:
+                self.on_disk.clear()
+            case Residency.COMPLETE:
+                self.complete.append(set(self.on_disk))
+            case Residency.CLEARED:
                 self.readable.clear()
+            case Residency.RESET | Residency.LOST:
+                self.readable.clear()
+                self.on_disk.clear()
 
     def wait_for(self, *names: object) -> None:
         eventually(lambda: self.read() == set(hashes(*names)), lambda: f"{self.said}, {len(self.readable)} blocks")
+
+    def wait_for_disk(self, *names: object) -> None:
+        eventually(lambda: self.read() is not None and self.on_disk == set(hashes(*names)), lambda: f"{self.said}")
 
     def wait_complete(self) -> None:
         eventually(lambda: self.read() is None or Residency.COMPLETE in self.said, "no snapshot")

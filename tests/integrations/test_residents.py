@@ -13,7 +13,7 @@ from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.vllm import known_blocks, residents
 from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.vllm.known_blocks import BlockInfo, KnownBlocks
-from kvsidecar.integrations.vllm.residents import Residents
+from kvsidecar.integrations.vllm.residents import DISK, Residents, media
 from kvsidecar.integrations.weights_version import WeightsVersion
 from tests.integrations.engine import chain, full, group
 
@@ -37,8 +37,8 @@ class Node:
         self.known = KnownBlocks(groups, WIDTH)
         self.version = WeightsVersion(WIDTH)
         self.residents = Residents(groups, WIDTH, self, self.known, self, lambda hashes: self.version.keys(hashes))
-        self.announced: dict[int, set[bytes]] = {0: set(), 1: set()}
-        self.doubted: dict[int, set[bytes]] = {0: set(), 1: set()}
+        self.announced: dict[int, set[bytes]] = {index: set() for index in media(groups)}
+        self.doubted: dict[int, set[bytes]] = {index: set() for index in media(groups)}
         self.events: list[tuple[str, bytes]] = []
 
     # -- the watch
@@ -158,7 +158,67 @@ def test_groups_that_need_no_whole_prefix_do_not_wait_for_it() -> None:
     node.tell(Residency.STORED, [CHAIN[1]], index=1)
     node.tell(Residency.STORED, [CHAIN[1]], index=7)
     node.settle()
-    assert node.announced == {0: set(), 1: {CHAIN[1]}}
+    assert node.announced == {0: set(), 1: {CHAIN[1]}, DISK: set(), 1 | DISK: set()}
+
+
+def test_the_disk_is_announced_for_itself() -> None:
+    node = Node()
+    for i, name in enumerate(CHAIN[:3]):
+        node.known.add(0, name, info(i))
+    node.snapshot(CHAIN[:3])
+    node.tell(Residency.TIER_STORED, CHAIN[:4])
+    node.tell(Residency.REMOVED, CHAIN[:2])
+    node.settle()
+    assert (node.announced[0], node.announced[DISK]) == ({CHAIN[2]}, set(CHAIN[:3]))
+    node.tell(Residency.TIER_REMOVED, [CHAIN[2]])
+    node.tell(Residency.TIER_STORED, [CHAIN[0]])
+    node.settle()
+    assert (node.announced[0], node.announced[DISK]) == ({CHAIN[2]}, set(CHAIN[:2]))
+    node.tell(Residency.TIER_CLEARED)
+    node.settle()
+    assert (node.announced[0], node.announced[DISK]) == ({CHAIN[2]}, set())
+    node.tell(Residency.TIER_STORED, [CHAIN[1]])
+    node.tell(Residency.LOST)
+    node.settle()
+    assert not any(node.announced.values())
+
+
+def test_a_block_on_the_disk_may_follow_its_parent_in_the_pool() -> None:
+    node = Node()
+    for i, name in enumerate(CHAIN[:4]):
+        node.known.add(0, name, info(i, own=False))
+    node.snapshot()
+    node.tell(Residency.TIER_STORED, [CHAIN[1], CHAIN[3]])
+    node.settle()
+    assert not any(node.announced.values()), "the router would not know their parents"
+    node.tell(Residency.STORED, [CHAIN[0], CHAIN[2]])
+    node.settle()
+    assert (node.announced[0], node.announced[DISK]) == ({CHAIN[0], CHAIN[2]}, {CHAIN[1], CHAIN[3]})
+    assert [each for _, each in node.events] == list(CHAIN[:4])
+
+
+def test_own_blocks_that_come_back_in_any_order_are_announced_parents_first() -> None:
+    """The GPU may have evicted them long ago, and with the daemon the router has forgotten all."""
+    for kind, index in ((Residency.STORED, 0), (Residency.TIER_STORED, DISK)):
+        node = Node()
+        for i, name in enumerate(CHAIN):
+            node.known.add(0, name, info(i, own=True))
+        node.snapshot()
+        node.tell(kind, reversed(CHAIN[1:]))
+        node.settle()
+        assert [each for _, each in node.events] == list(CHAIN[1:]), "the first one's parent is on the GPU at best"
+        assert node.announced[index] == set(CHAIN[1:])
+
+
+def test_notes_make_blocks_on_the_disk_known() -> None:
+    storing, node = Node(), Node()
+    for i, name in enumerate(CHAIN):
+        storing.known.add(0, name, info(i))
+    node.snapshot()
+    node.tell(Residency.TIER_STORED, CHAIN)
+    node.tell(Residency.NOTES, CHAIN, storing.known.notes(0, CHAIN))
+    node.settle()
+    assert node.announced[DISK] == set(CHAIN)
 
 
 def test_another_snapshot_takes_back_what_is_gone_and_repeats_nothing() -> None:

@@ -111,6 +111,11 @@ class Subscriber:
         with self._lock:
             return self._view.of("CPU")
 
+    def disk(self) -> dict[int, tuple[int, ...]]:
+        """What the router believes to be on the node's disk, with tokens."""
+        with self._lock:
+            return self._view.of("STORAGE")
+
     def gpu(self) -> dict[int, tuple[int, ...]]:
         with self._lock:
             return self._view.of("GPU")

@@ -145,6 +145,44 @@ def test_every_engine_of_the_node_announces_what_one_stores_and_hears_what_becom
             router.check()
 
 
+def test_every_engine_announces_what_moves_to_the_disk_of_the_node(model: str, short_dir: Path) -> None:
+    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "64MiB", "--disk-admission", "all")
+    with DaemonProcess(short_dir, *POOL, *disk) as daemon, two_engines(model, daemon.socket, short_dir) as both:
+        daemon.wait_ready().wait_log("tier on")
+        (storing, other), routers = both
+        for engine, router in zip((storing, other), routers, strict=True):
+            join(engine, daemon)
+            eventually(lambda router=router: router.batches, "the first events")  # type: ignore[misc]
+        first = prompt("first", 600)
+        storing.generate(first)
+        chain = whole_blocks(first)
+
+        def on_disk(router: Subscriber) -> bool:
+            return chain <= set(router.disk().values())
+
+        eventually(lambda: all(map(on_disk, routers)), "the disk's blocks are announced with their tokens")
+        number = 0
+        while not all(router.removed("CPU") for router in routers):
+            storing.generate(prompt(number, 600), tokens=1)
+            number += 1
+            assert number < 40, "the daemon evicts nothing"
+        last = whole_blocks(prompt(number - 1, 600))
+        eventually(lambda: last <= set(routers[1].cpu().values()), "all is stored")
+        assert all(map(on_disk, routers)), "what the pool has evicted is still on the disk"
+
+        daemon.process.kill()
+        daemon.process.wait(SECONDS)
+        eventually(lambda: not any(router.cpu() or router.disk() for router in routers), "they are removed")
+        with DaemonProcess(short_dir, *POOL, *disk) as cold:
+            cold.wait_ready().wait_log("tier on")
+            eventually(lambda: all(map(on_disk, routers)), "the next daemon has the disk's")
+            with Client(cold.socket) as operator:
+                operator.clear()
+            eventually(lambda: not any(chain & set(router.disk().values()) for router in routers), "it is removed")
+        for router in routers:
+            router.check()
+
+
 DYNAMO = os.environ.get("TEST_DYNAMO")
 """A Python with ``ai-dynamo-runtime``, whose dependencies are not those of an engine."""
 

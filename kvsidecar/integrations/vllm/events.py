@@ -15,7 +15,7 @@ from typing import Any
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.known_blocks import UNKNOWN, BlockInfo, KnownBlocks
-from kvsidecar.integrations.vllm.residents import Residents, Watch
+from kvsidecar.integrations.vllm.residents import DISK, Residents, Watch, group_of, media
 
 _SPEC_KINDS = {
     Kind.FULL: "full_attention",
@@ -44,27 +44,27 @@ class Events:
     """
 
     def __init__(self, groups: Iterable[Group], hash_bytes: int = 32, watch: Watch | None = None) -> None:
-        from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+        from vllm.distributed import kv_events
         from vllm.v1.core import kv_cache_utils
 
-        self._groups = {group.index: group for group in groups}
-        self._medium, self._stored, self._removed = MEDIUM_CPU, BlockStored, BlockRemoved
+        groups = list(groups)
+        self._groups = media(groups)
+        self._stored, self._removed = kv_events.BlockStored, kv_events.BlockRemoved
+        self._media = {0: kv_events.MEDIUM_CPU, DISK: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")}
         self._external = kv_cache_utils.maybe_convert_block_hash
         self._extra_keys = kv_cache_utils.generate_block_hash_extra_keys
         # Since 0.32 vLLM tags the keys that it hashes, and removes the tags for events.
         self._event_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
-        self._known = KnownBlocks(self._groups.values(), hash_bytes)
+        self._known = KnownBlocks(groups, hash_bytes)
         self.keys: Callable[[bytes], bytes] = lambda hashes: hashes
         """Converts between joined hashes and the daemon's keys, in both directions."""
         self._residents = (
             None
             if watch is None
-            else Residents(
-                self._groups.values(), hash_bytes, watch, self._known, self, lambda hashes: self.keys(hashes)
-            )
+            else Residents(groups, hash_bytes, watch, self._known, self, lambda hashes: self.keys(hashes))
         )
         self._doubted: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
-        self._most = max(1, MAX_ANNOUNCED // len(self._groups))
+        self._most = max(1, MAX_ANNOUNCED // len(groups))
         # By group, in the order of their announcement.
         self._announced: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
         self._to_retract: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
@@ -78,7 +78,8 @@ class Events:
         """
         self._known.add(group.index, block_hash, self._describe(request, group, index))
         if self._follows is not None:
-            self._follows.announce(group.index, block_hash)
+            for medium in self._media:
+                self._follows.announce(group.index | medium, block_hash)
 
     @property
     def _follows(self) -> Residents | None:
@@ -167,7 +168,7 @@ class Events:
                 token_ids=info.tokens,
                 block_size=group.block_tokens,
                 lora_id=info.lora_id,
-                medium=self._medium,
+                medium=self._media[index & DISK],
                 lora_name=info.lora_name,
                 extra_keys=info.extra_keys,
                 group_idx=group.index,
@@ -237,8 +238,8 @@ class Events:
         self._events.append(
             self._removed(
                 block_hashes=[self._external(each) for each in hashes],
-                medium=self._medium,
-                group_idx=index,
+                medium=self._media[index & DISK],
+                group_idx=group_of(index),
                 locality="LOCAL",
             )
         )

@@ -21,6 +21,27 @@ STEP_BLOCKS = 512
 """Most blocks that one step looks at: a millisecond, if each is announced."""
 
 
+DISK = 1 << 16
+"""Is added to a group's index for its blocks on the node's disk: they are told, announced and retracted for themselves.
+"""
+
+_OF_DISK = {
+    Residency.TIER_STORED: Residency.STORED,
+    Residency.TIER_REMOVED: Residency.REMOVED,
+    Residency.TIER_CLEARED: Residency.CLEARED,
+}
+
+
+def group_of(index: int) -> int:
+    """The index without `DISK`."""
+    return index & (DISK - 1)
+
+
+def media(groups: Iterable[Group]) -> dict[int, Group]:
+    """Groups by their index, in the pool and on the disk."""
+    return {group.index | medium: group for medium in (0, DISK) for group in groups}
+
+
 class Watch(Protocol):
     """What of `kvsidecar.client.Client` is needed."""
 
@@ -56,7 +77,8 @@ class Residents:
     """Follows the daemon, a little in every step.
 
     A block is announced when the daemon holds it, its tokens are known, and its parent is announced, or this engine has
-    had it. Routers ignore blocks without tokens, and blocks whose parent they have not heard of.
+    had it and the daemon does not hold it. Routers ignore blocks without tokens, and blocks whose parent they have not
+    heard of.
 
     Args:
         keys: between hashes and the daemon's keys, joined, in both directions.
@@ -71,14 +93,15 @@ class Residents:
         announcer: Announcer,
         keys: Callable[[bytes], bytes],
     ) -> None:
-        self._groups = {group.index: group for group in groups}
+        groups = list(groups)
+        self._groups = media(groups)
         self._hash_bytes, self._keys = hash_bytes, keys
         self._watch, self._known, self._announcer = watch, known, announcer
         self.live = False
         """The daemon tells everything: since a snapshot has begun."""
         self._told: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
         """By group: the daemon's keys of what it holds, announced or not."""
-        self._most = max(1, MAX_TOLD // len(self._groups))
+        self._most = max(1, MAX_TOLD // len(groups))
         self._orphans: dict[tuple[int, bytes], dict[bytes, None]] = {}
         """By group and parent: blocks that wait for its announcement."""
         self._num_orphans = 0
@@ -116,27 +139,34 @@ class Residents:
 
     def announce(self, index: int, block_hash: bytes) -> None:
         """Announce a block, and those that wait for it, if all that is needed has come together."""
-        waiting = [block_hash]
+        waiting = [(index, block_hash)]
         while waiting:
-            each = waiting.pop()
+            index, each = waiting.pop()
             if not self.is_held(index, each):
                 continue
             if not self._announcer.confirm(index, each) and self._may_announce(index, each):
-                info = self._known.get(index, each)
+                info = self._known.get(group_of(index), each)
                 assert info is not None
                 self._announcer.announce(index, each, info)
             if self._announcer.is_announced(index, each):
-                orphans = self._orphans.pop((index, each), {})
-                self._num_orphans -= len(orphans)
-                waiting += orphans
+                for medium in (index, index ^ DISK):
+                    orphans = self._orphans.pop((medium, each), {})
+                    self._num_orphans -= len(orphans)
+                    waiting += ((medium, orphan) for orphan in orphans)
 
     def _may_announce(self, index: int, block_hash: bytes) -> bool:
-        info = self._known.get(index, block_hash)
+        info = self._known.get(group_of(index), block_hash)
         if info is None or self._announcer.is_announced(index, block_hash):
             return False
-        if info.own or info.parent is None or self._groups[index].kind is not Kind.FULL:
+        if info.parent is None or self._groups[index].kind is not Kind.FULL:
             return True
-        if self._announcer.is_announced(index, info.parent):
+        media = (index, index ^ DISK)
+        if any(self._announcer.is_announced(each, info.parent) for each in media):
+            return True
+        # The router knows the parent of an own block from the GPU, or does not any more: if it is to be announced as
+        # well, that comes first.
+        comes = any(self.is_held(each, info.parent) for each in media) and self._known.get(group_of(index), info.parent)
+        if info.own and not comes:
             return True
         self._wait_for(index, info.parent, block_hash)
         return False
@@ -152,34 +182,37 @@ class Residents:
         """Returns how many blocks it has looked at."""
         if change.kind.is_change and change.group not in self._groups:
             return 0
-        match change.kind:
+        kind, index = change.kind, change.group
+        if kind in _OF_DISK:
+            kind, index = _OF_DISK[kind], index | DISK
+        match kind:
             case Residency.NOTES:
                 self._known.take_notes(
-                    change.group,
+                    index,
                     self._keys(change.hashes),
                     change.notes,
-                    lambda each: self._rest.append((change.group, each)),
+                    lambda each: self._rest.extend(((index, each), (index | DISK, each))),
                 )
             case Residency.STORED:
-                told = self._told[change.group]
+                told = self._told[index]
                 for each in self._split(change.hashes):
                     told[each] = None
-                    self._removed.pop((change.group, each), None)
+                    self._removed.pop((index, each), None)
                 if len(told) > self._most:
                     for each in list(told)[: len(told) - self._most + self._most // 64]:
                         del told[each]
-                self._rest.extend((change.group, each) for each in self._split(self._keys(change.hashes)))
+                self._rest.extend((index, each) for each in self._split(self._keys(change.hashes)))
             case Residency.REMOVED:
-                told = self._told[change.group]
+                told = self._told[index]
                 for each in self._split(change.hashes):
                     told.pop(each, None)
-                    self._removed[change.group, each] = None
+                    self._removed[index, each] = None
                 if len(self._removed) > MAX_REMOVED:
                     self._removed = dict(list(self._removed.items())[MAX_REMOVED // 2 :])
-                self._announcer.retract(change.group, self._split(self._keys(change.hashes)))
+                self._announcer.retract(index, self._split(self._keys(change.hashes)))
             case Residency.CLEARED:
-                self._told[change.group] = {}
-                self._announcer.retract_all(change.group)
+                self._told[index] = {}
+                self._announcer.retract_all(index)
             case Residency.RESET:
                 self._forget()
                 self.live = True

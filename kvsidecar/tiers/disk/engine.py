@@ -14,7 +14,7 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -25,6 +25,7 @@ import xxhash
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.block_table import Outlet
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, size_class
 from kvsidecar.errors import TierFailed
@@ -41,6 +42,9 @@ SLAB_BYTES: Final = 64 * MiB
 """Slabs are cut into extents of one size. No shard may be larger."""
 MAX_SPACES: Final = 1000
 """More spaces at a time are not kept: the one that was not used for longest is forgotten. The index has some more."""
+
+LISTED_ROWS: Final = 512
+"""Rows of a table that one piece of `DiskEngine.pieces` covers: 32 KiB of the longest hashes."""
 
 _log = log.get("disk tier")
 
@@ -291,6 +295,25 @@ class DiskEngine:
             with self._lock:
                 hashes = space.blocks.index.all_hashes()
             yield bytes.fromhex(space.namespace.extra), hashes, space.namespace.hash_bytes
+
+    def watch(self, space: ShardSpace, outlet: Outlet | None) -> None:
+        with self._lock:
+            self._cache.watch(self._learn(space), outlet)
+
+    def pieces(self, space: ShardSpace) -> Iterator[bytes]:
+        first, table = 0, None
+        while True:
+            with self._lock:
+                known = self._cache.find_space(self._learn(space), space.group)
+                if known is None:
+                    return
+                if table is not known.blocks.index:  # another table, or its rows were renumbered
+                    first, table = 0, known.blocks.index
+                if first >= known.blocks.rows_used:
+                    return
+                hashes = known.blocks.readable_hashes(first, first + LISTED_ROWS)
+            first += LISTED_ROWS
+            yield hashes
 
     def probe(self) -> None:
         area = memoryview(mmap.mmap(-1, 2 * PAGE))
