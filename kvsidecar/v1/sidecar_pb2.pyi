@@ -154,7 +154,7 @@ class Blocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., notes: _Optional[bytes] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds", "priority")
+    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds", "priority", "idle_ttl_seconds")
     class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PRIORITY_NORMAL: _ClassVar[Store.Priority]
@@ -170,6 +170,7 @@ class Store(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     job: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
     event: int
@@ -177,7 +178,8 @@ class Store(_message.Message):
     traceparent: bytes
     ttl_seconds: int
     priority: Store.Priority
-    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ..., priority: _Optional[_Union[Store.Priority, str]] = ...) -> None: ...
+    idle_ttl_seconds: int
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ..., priority: _Optional[_Union[Store.Priority, str]] = ..., idle_ttl_seconds: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("job", "lease", "blocks", "deadline_ms", "traceparent")
