@@ -523,7 +523,7 @@ class ShareStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., evicted_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "off", "capacity_bytes", "used_bytes", "blocks", "kept_blocks", "read_bytes", "written_bytes", "failures", "write_budget_bytes", "evicted_blocks")
+    __slots__ = ("name", "off", "capacity_bytes", "used_bytes", "blocks", "kept_blocks", "read_bytes", "written_bytes", "failures", "write_budget_bytes", "evicted_blocks", "shares")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OFF_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -535,6 +535,7 @@ class TierStatus(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     WRITE_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     name: str
     off: str
     capacity_bytes: int
@@ -546,7 +547,8 @@ class TierStatus(_message.Message):
     failures: int
     write_budget_bytes: int
     evicted_blocks: int
-    def __init__(self, name: _Optional[str] = ..., off: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., failures: _Optional[int] = ..., write_budget_bytes: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
+    shares: _containers.RepeatedCompositeFieldContainer[ShareStatus]
+    def __init__(self, name: _Optional[str] = ..., off: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., failures: _Optional[int] = ..., write_budget_bytes: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ...) -> None: ...
 
 class PinStatus(_message.Message):
     __slots__ = ("name", "owner", "namespace", "blocks", "bytes", "seconds_left")
