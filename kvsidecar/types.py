@@ -36,6 +36,10 @@ HASH_BYTES_MIN = 16
 """Shorter hashes collide by accident or by intent (CVE-2025-25183: Python's 8-byte ``hash()`` as block hash)."""
 HASH_BYTES_MAX = 64
 
+MAX_IDLE_SECONDS = (1 << 22) - 1
+"""Most seconds without a use after which a store may let its blocks expire (48 days): a block's record has no more
+bits for it."""
+
 MAX_TEXT_BYTES = 1024
 """Longest text from a client that the daemon keeps, in bytes of UTF-8. Namespaces outlive their engines, and every
 lookup, status and log line carries such texts."""

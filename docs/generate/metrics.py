@@ -17,6 +17,7 @@ from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import Refusal
 from kvsidecar.support.units import format_duration, format_size
+from kvsidecar.tiers.engine import EngineStats, ShareUse
 from kvsidecar.tiers.policy import FetchRefusal, WriteRefusal
 from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import State
@@ -90,7 +91,11 @@ def families() -> list[Metric]:
     metrics.copier_deaths.labels("host")
     cache = CacheStats(**dict.fromkeys(CacheStats.__annotations__, 0))
     gauges = Gauges(Snapshot(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
-    tiers = [TierGauges(name, "", None, TierCounts(), write_budget_bytes=0) for name in ("disk", "cluster", "shared")]
+    stats = EngineStats(0, 0, 0, 0, 0, {}, shares=[ShareUse("chat", 0, 0, None, 0, 0)])
+    tiers = [
+        TierGauges(name, "", stats if name == "disk" else None, TierCounts(), write_budget_bytes=0)
+        for name in ("disk", "cluster", "shared")
+    ]
     gauges = replace(gauges, tiers=tiers, shares=[Share("chat", most=0), Share()], used_by_model=dict)
     metrics.devices.of("host")
     for refused, reasons in (metrics.unfetched, FetchRefusal), (metrics.unwritten, WriteRefusal):

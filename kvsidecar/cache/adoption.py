@@ -19,8 +19,11 @@ from kvsidecar.cache.block_table import BlockTable, create_unknown, require
 from kvsidecar.cache.records import (
     COMMIT,
     HASH,
+    IDLE_MASK,
+    MAX_SHARDS,
     ORDER_BITS,
     PRIORITY_BITS,
+    SHARD_BITS,
     SIZE,
     SIZE_MASK,
     SLOT,
@@ -143,7 +146,7 @@ def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Wo
             space.set_shard(shard, nbytes)
     space.blocks = blocks = SpaceBlocks(space, entry.number, table.capacity(space), table.seed)
 
-    shards = (contents[:, TABLE] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    shards = (contents[:, TABLE] & np.uint64(MAX_SHARDS - 1)).astype(np.int64)
     known = shards < space.num_shards
     sizes = np.array(space.slot_sizes, np.uint64)
     wrong = ~known | (size_classes(contents) != sizes[np.where(known, shards, 0)])
@@ -175,10 +178,20 @@ def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Wo
     priority[priority > max(Priority)] = Priority.NORMAL
     blocks.set_priority(rows, priority)
     blocks.next_expiry = int(min(blocks.expires[blocks.expires > 0], default=0))
+    _keep_idle_times(blocks, rows, contents)
     used = np.zeros(blocks.rows_used, np.uint64)
     np.maximum.at(used, rows, contents[:, USED])
     whole = (blocks.missing[: blocks.rows_used] == 0).nonzero()[0]
     return _Found(blocks, whole, used[whole])
+
+
+def _keep_idle_times(blocks: SpaceBlocks, rows: Ints, contents: Words) -> None:
+    """Those after which blocks expire when nobody uses them. They begin again: the restart counts as a use."""
+    idle = (contents[:, TABLE] >> np.uint64(SHARD_BITS) & np.uint64(IDLE_MASK)).astype(np.uint32)
+    if any_true(idle > 0):
+        np.maximum.at(blocks.idle, rows, idle)
+        blocks.idling = True
+        blocks.next_expiry = 1  # the time is not known here; whoever looks at the table then finds the right one
 
 
 def _make_evictable(table: BlockTable, records: Records, found: Iterable[_Found], report: AdoptReport) -> None:

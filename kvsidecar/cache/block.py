@@ -34,6 +34,7 @@ COLUMNS = (
     "evictable",
     "last_used",
     "expires",
+    "idle",
     "priority",
     "marks",
     "detached",
@@ -93,6 +94,10 @@ class SpaceBlocks:
         """Tick of the last use that has ended. The eviction policy has its blocks in this order."""
         self.expires = np.zeros(1, np.uint32)
         """Second from which on it is a miss; 0: never."""
+        self.idle = np.zeros(1, np.uint32)
+        """Seconds without a use after which it is a miss; 0: no such time but its share's."""
+        self.idling = False
+        """Whether any block has such a time: until then they cost nothing."""
         self.priority = np.zeros(1, np.uint8)
         """`Priority`, from the store that created the block."""
         self.marks = np.zeros(1, np.uint8)
@@ -126,6 +131,8 @@ class SpaceBlocks:
         self.missing[rows] = self.space.num_shards
         self.tiers[rows] = 0
         self.expires[rows] = 0
+        if self.idling:
+            self.idle[rows] = 0
         if self._ranked:
             self.priority[rows] = Priority.NORMAL
         self.index.add(keys, rows)
@@ -207,13 +214,15 @@ class SpaceBlocks:
         if len(rows) < len(self):
             return None
         kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used", "tiers", "expires")}
-        priority = self.priority[rows]
+        priority, idle, idling = self.priority[rows], self.idle[rows], self.idling
         keys = self.index.keys_of(rows)
         self.rebuilds += 1
         self.free_memory()
         new = self.create(keys)
         for name, values in kept.items():
             getattr(self, name)[..., new] = values
+        self.idling = idling
+        self.idle[new] = idle
         self.set_priority(new, priority)
         self.evictable[new] = True
         self.insert(new)
@@ -369,6 +378,8 @@ class StoreGrant:
     """Number of blocks whose shard is already being filled, by another store or earlier in this one."""
     ttl: float = 0.0
     """Seconds after which its blocks expire, if their share's time is not shorter; 0: never."""
+    idle_ttl: float = 0.0
+    """The same after the last use of each."""
     checksums: tuple[Ints, Words] | None = None
     """Slots to fill, and the checksums of their bytes: recorded when the store is sealed, if anything is."""
     open: bool = True

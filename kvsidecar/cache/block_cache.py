@@ -183,6 +183,7 @@ class BlockCache:
         node: int | None = None,
         ttl: float = 0.0,
         priority: Priority = Priority.NORMAL,
+        idle_ttl: float = 0.0,
     ) -> StoreGrant | Refusal:
         """Reserve a slot for every block whose shard is neither sealed nor being filled.
 
@@ -194,6 +195,8 @@ class BlockCache:
             node: NUMA node to prefer.
             ttl: seconds from its end after which the blocks that it stores expire; 0: when their share's do.
             priority: of the blocks that are new.
+            idle_ttl: seconds after their last use after which the blocks that it stores expire; 0: when their share's
+                do. More than `MAX_IDLE_SECONDS` count as these.
 
         Raises:
             InvalidRequest: no rank with this shard has attached.
@@ -202,7 +205,7 @@ class BlockCache:
         for space, shard, _ in parts:
             require(space.users > 0, "the space is closed")
             _check_shard(space, shard)
-        table, grant = self._table, StoreGrant(ttl=ttl)
+        table, grant = self._table, StoreGrant(ttl=ttl, idle_ttl=idle_ttl)
         keys = [space.blocks.index.keys(hashes) for space, _, hashes in parts]  # may raise: before anything changes
         for (space, shard, _), part_keys in zip(parts, keys, strict=True):
             self._expiry.drop(space.blocks, part_keys)
@@ -244,11 +247,8 @@ class BlockCache:
         records, checked = self._table.records, grant.checksums
         # Known before the slots are sealed: those of a cleared space are free afterwards, and maybe of no size.
         places = [] if checked is None else self._table.slots.places(checked[0])
-        expires = self._expiry.expires(grant)
-        if expires:
-            for part in grant.parts:
-                self._expiry.set_expiry(part.blocks, part.rows, expires)
-        readable = sum([self._table.seal(part, tick, expires) for part in reversed(grant.parts)])
+        expires, idle = self._expiry.set_times(grant)
+        readable = sum([self._table.seal(part, tick, expires, idle) for part in reversed(grant.parts)])
         if records is not None and checked is not None:
             records.set_checksums(places, checked[1])
         if grant.present:
@@ -341,7 +341,7 @@ class BlockCache:
         absent: Bools = blocks.tiers[rows] & tier == 0
         # One that expires stays in the pool: a tier would bring it back.
         if blocks.next_expiry or blocks.space.share.idle_ttl:
-            absent &= (blocks.expires[rows] == 0) & (blocks.space.share.idle_ttl is None)
+            absent &= (blocks.expires[rows] == 0) & (blocks.idle[rows] == 0) & (blocks.space.share.idle_ttl is None)
         rows = rows[absent & (blocks.missing[rows] == 0) & ~blocks.detached[rows]]
         unwritten: Ints = rows[first_of_each(rows)] if len(rows) > 1 else rows
         return unwritten

@@ -186,11 +186,12 @@ class BlockTable:
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
         self.shares.change(blocks, part.slot_size * len(rows), 0)
 
-    def seal(self, part: StorePart, tick: int, expires: int = 0) -> int:
+    def seal(self, part: StorePart, tick: int, expires: int = 0, idle: int = 0) -> int:
         """Record that the shards are complete. Returns the number of blocks that became readable.
 
         Args:
             expires: second; for their records only.
+            idle: seconds; the same.
         """
         blocks, rows = part.blocks, part.rows
         if self.records is not None:
@@ -205,6 +206,7 @@ class BlockTable:
                 tick,
                 expires,
                 blocks.priorities_of(rows),
+                idle,
             )
         blocks.slots[part.shard, rows] = part.slots
         blocks.missing[rows] -= 1

@@ -1,7 +1,8 @@
 """Blocks that expire: a time after they were stored, or after they were last used.
 
 An expired block is a miss, and goes before any other. The time of a store is kept in its record, so that a restart does
-not lengthen a block's life; the time since the last use begins again there.
+not lengthen a block's life; the time since the last use begins again there. A share may bound the latter, and a store,
+whose bound is in the record, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvsidecar.cache.block import Chain, SpaceBlocks, StoreGrant
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.shares import Share, TableOrder
+from kvsidecar.types import MAX_IDLE_SECONDS
 
 SCAN = 1 << 16
 """Rows of a table to look at in one step: less than a millisecond."""
@@ -63,6 +65,8 @@ class Expiry:
         self._scan: _Scan | None = None
         self._ticks: list[tuple[float, int]] = []
         """Some times, and the tick of the last request before: the farther back, the fewer."""
+        self._indexed: tuple[Ints, Ints] | None = None
+        """The ticks of `_ticks`, and the seconds of their times with one more; None: they have changed since."""
         self._uses: dict[str, deque[tuple[float, int]]] = {}
         """Share -> some times, and the tick of the last request before."""
         for blocks in table.tables.values():
@@ -77,6 +81,7 @@ class Expiry:
         self._stepped = now
         if not self._ticks or self._ticks[-1][0] + 1 <= now:
             self._ticks.append((now, tick))
+            self._indexed = None
             if len(self._ticks) % THIN_AFTER == 0:
                 self._thin(now)
         for share in self._table.shares.idling:
@@ -101,16 +106,28 @@ class Expiry:
                 kept.append((time, tick))
         self._ticks = kept
 
-    def expires(self, grant: StoreGrant) -> int:
-        """When the blocks of this store will expire, if it is sealed now; 0 if they will not."""
+    def set_times(self, grant: StoreGrant) -> tuple[int, int]:
+        """This store is sealed now. Returns the second at which its blocks expire, and the seconds without a use after
+        which they do; 0 if they do not."""
+        expires, idle = self._expires(grant), min(ceil(grant.idle_ttl), MAX_IDLE_SECONDS)
+        for part in grant.parts if expires or idle else ():
+            if expires:
+                part.blocks.expires[part.rows] = expires
+                self._look_at(part.blocks, expires)
+            if idle:
+                part.blocks.idling = True
+                part.blocks.idle[part.rows] = idle
+                self._look_at(part.blocks, self.now + idle)
+        return expires, idle
+
+    def _expires(self, grant: StoreGrant) -> int:
         if not grant.parts:
             return 0
         times = [seconds for seconds in (grant.ttl, grant.parts[0].blocks.space.share.ttl) if seconds]
         return min(self.now + ceil(min(times)), LAST_SECOND) if times else 0
 
-    def set_expiry(self, blocks: SpaceBlocks, rows: Ints, second: int) -> None:
-        """These blocks expire then."""
-        blocks.expires[rows] = second
+    def _look_at(self, blocks: SpaceBlocks, second: int) -> None:
+        """Some of these blocks may expire then."""
         if self._scan is not None and self._scan.number == blocks.number:
             self._scan.see(second)
         if not blocks.next_expiry or second < blocks.next_expiry:
@@ -123,7 +140,22 @@ class Expiry:
         gone: Bools = (seconds != 0) & (seconds <= self.now)
         if tick := blocks.space.share.idle_tick:
             gone |= (blocks.last_used[rows] <= tick) & blocks.evictable[rows]
+        if blocks.idling:
+            gone |= (blocks.idle[rows] > 0) & (self._idle_until(blocks, rows) <= self.now)
         return gone
+
+    def _idle_until(self, blocks: SpaceBlocks, rows: Ints) -> Ints:
+        """The second at which nobody will have used a block for its time without a use, if nobody does: not earlier,
+        and up to one part in `IDLE_STEPS` and two seconds later."""
+        if self._indexed is None:
+            seconds = [ceil(time + self._wall) for time, _ in self._ticks]
+            self._indexed = np.array([tick for _, tick in self._ticks], np.int64), np.array([*seconds, 0], np.int64)
+        ticks, times = self._indexed
+        times[-1] = self.now + 1  # of what was used since the last of these times
+        used = times[np.searchsorted(ticks, blocks.last_used[rows])]
+        used[~blocks.evictable[rows]] = self.now + 1  # in use
+        until: Ints = used + blocks.idle[rows]
+        return until
 
     def drop(self, blocks: SpaceBlocks, keys: Keys) -> None:
         """Remove the expired ones of these blocks: they are going to be stored again."""
@@ -162,18 +194,25 @@ class Expiry:
         rows = np.arange(scan.row, min(scan.row + SCAN, blocks.rows_used))
         scan.row += SCAN
         seconds = blocks.expires[rows]
-        gone = rows[(seconds != 0) & (seconds <= self.now)]
-        if any_true(blocks.pins[gone] > 0):
+        gone = (seconds != 0) & (seconds <= self.now)
+        if any_true(blocks.pins[rows[gone]] > 0):
             scan.see(self.now + 1)  # as soon as nobody needs them
         later = seconds[seconds > self.now]
         if len(later):
             scan.see(int(later.min()))
+        if blocks.idling:
+            until = self._idle_until(blocks, rows)
+            # Rows without a block have what their last block had.
+            timed = (blocks.idle[rows] > 0) & (blocks.evictable[rows] | (blocks.pins[rows] > 0))
+            gone |= timed & (until <= self.now)
+            if any_true(idle := timed & (until > self.now)):
+                scan.see(int(until[idle].min()))
         if scan.row >= blocks.rows_used:
             self._scan = None
             blocks.next_expiry = scan.next
             if scan.next:
                 heappush(self._due, (scan.next, blocks.number))
-        self._evict(blocks, gone)
+        self._evict(blocks, rows[gone])
         return True
 
     def _collect_idle(self, share: Share, order: TableOrder, limit: int) -> bool:

@@ -32,13 +32,14 @@ import numpy as np
 
 from kvsidecar.cache.arrays import FEW, Bools, Bytes, Ints, Slots, Words, as_list
 from kvsidecar.cache.slots import SLOT_ALIGN
-from kvsidecar.types import HASH_BYTES_MAX, Namespace
+from kvsidecar.types import HASH_BYTES_MAX, MAX_IDLE_SECONDS, Namespace
 
 # Words of a record. 1 to 11 are its body; the digest covers these and the commit word.
 COMMIT = 0
 """Odd: sealed. 0: not. Anything else is damage."""
 TABLE = 1
-"""Number of the table of blocks, and the shard in the low 32 bits."""
+"""Number of the table of blocks in the high 32 bits; the shard in the low `SHARD_BITS`; between them the seconds after
+its last use from which on the block is a miss, or 0."""
 SLOT = 2
 """Byte offset in the pool."""
 SIZE = 3
@@ -55,6 +56,9 @@ USED = 15
 RECORD_WORDS = 16
 
 ORDER_BITS = 16
+SHARD_BITS = 10
+MAX_SHARDS = 1 << SHARD_BITS
+"""Shards that a block may have: every block carries a list of that length."""
 PRIORITY_BITS = 30
 SIZE_MASK = (1 << PRIORITY_BITS) - 1
 SPACES = 1024
@@ -62,6 +66,8 @@ PAGE_WORDS = 512
 """A space entry is a page: CRC of its commit word and the rest, number, length, JSON. Its commit word is elsewhere: to
 look for entries does not give all of them memory."""
 ENTRY_HEAD = 3
+IDLE_MASK = MAX_IDLE_SECONDS
+"""Of a word shifted by `SHARD_BITS`."""
 MAX_BYTES = 1 << 48
 """More than any shard has."""
 LAST_COMMIT = 1 << 62
@@ -163,6 +169,7 @@ class Records:
         tick: int,
         expires: int = 0,
         priorities: Bytes | None = None,
+        idle: int = 0,
     ) -> None:
         """Record that these slots are whole, and were used at ``tick``.
 
@@ -173,9 +180,10 @@ class Records:
             places: of their records.
             expires: second from which on their blocks are misses; 0: never.
             priorities: of their blocks; None: all are normal.
+            idle: seconds without a use after which their blocks are misses, at most `MAX_IDLE_SECONDS`; 0: never.
         """
         commit = self._next_commit()
-        table = number << 32 | shard
+        table = number << 32 | idle << SHARD_BITS | shard
         slab_word = _checked(size // SLOT_ALIGN)
         size_word = size // SLOT_ALIGN | expires << 32
         if len(places) == 1 <= FEW:

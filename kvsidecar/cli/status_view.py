@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -27,7 +27,8 @@ def render(reply: pb.StatusReply) -> RenderableType:
     pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply.pool)
     parts: list[RenderableType] = [head(reply), pool, *map(tier_bar, reply.tiers)]
     if reply.shares:
-        parts.append(_shares(reply))
+        parts.append(_shares("Shares", reply.shares))
+    parts += [_shares(f"Shares of the {tier.name}", tier.shares) for tier in reply.tiers if tier.shares]
     if reply.namespaces:
         parts.append(_namespaces(reply))
     parts.append(_ranks(reply) if reply.ranks else no_engine(reply))
@@ -134,9 +135,9 @@ def _with_rest(table: Table, not_shown: int, command: str) -> RenderableType:
     return Group(table, rest) if not_shown > 0 else table
 
 
-def _shares(reply: pb.StatusReply) -> RenderableType:
-    table = plain_table("\nShares", "name", "used", "guaranteed", "max", "pinned", "evicted")
-    for each in reply.shares[:SHOWN]:
+def _shares(title: str, shares: Sequence[pb.ShareStatus]) -> RenderableType:
+    table = plain_table(f"\n{title}", "name", "used", "guaranteed", "max", "pinned", "evicted")
+    for each in shares[:SHOWN]:
         table.add_row(
             each.name,
             format_size(each.used_bytes),
@@ -145,7 +146,7 @@ def _shares(reply: pb.StatusReply) -> RenderableType:
             format_size(each.pinned_bytes),
             format_size(each.evicted_bytes),
         )
-    return _with_rest(table, len(reply.shares) - SHOWN, "kvsidecar status --json")
+    return _with_rest(table, len(shares) - SHOWN, "kvsidecar status --json")
 
 
 def _namespaces(reply: pb.StatusReply) -> RenderableType:

@@ -247,6 +247,7 @@ class Client(OperatorCalls):
         traceparent: str | None = None,
         ttl: float | None = None,
         priority: Priority = Priority.NORMAL,
+        idle_ttl: float | None = None,
     ) -> int:
         """Copy blocks from the device to the pool. Returns the job's number at once.
 
@@ -264,10 +265,13 @@ class Client(OperatorCalls):
                 Blocks that are present already keep the time that they have.
             priority: ``LOW`` blocks are evicted before, and ``HIGH`` ones after, others of their share. Blocks that are
                 present already keep the priority that they have.
+            idle_ttl: seconds after their last use after which these blocks are misses, rounded up; at most 4,194,303
+                (48 days). Else as ``ttl``.
         """
         if after is Order.DEVICE and self._jobs.events is None:
             raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
-        return self._jobs.submit(Direction.STORE, blocks, after, 0, self._seconds(timeout), traceparent, ttl, priority)
+        seconds = self._seconds(timeout)
+        return self._jobs.submit(Direction.STORE, blocks, after, 0, seconds, traceparent, ttl, priority, idle_ttl)
 
     def load(
         self,

@@ -14,7 +14,7 @@ from kvsidecar.client.session import Session
 from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, JobDone
 from kvsidecar.client.waiting import Monitor
-from kvsidecar.types import Direction, Priority
+from kvsidecar.types import MAX_IDLE_SECONDS, Direction, Priority
 
 
 class Jobs:
@@ -40,11 +40,16 @@ class Jobs:
         traceparent: str | None,
         ttl: float | None = None,
         priority: Priority = Priority.NORMAL,
+        idle_ttl: float | None = None,
     ) -> int:
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
         if ttl is not None and not 0 < ttl < 1 << 32:
             raise ValueError(f"ttl is {ttl}; it must be a positive number of seconds, or None")
+        if idle_ttl is not None and not 0 < idle_ttl <= MAX_IDLE_SECONDS:
+            raise ValueError(
+                f"idle_ttl is {idle_ttl}; it must be positive, at most {MAX_IDLE_SECONDS} seconds, or None"
+            )
         priority = Priority(priority)
         number = self._ledger.next_number()
         with self._monitor.lock:
@@ -57,6 +62,8 @@ class Jobs:
                 job.deadline = time.monotonic() + seconds
             if ttl is not None:
                 job.ttl_seconds = math.ceil(ttl)
+            if idle_ttl is not None:
+                job.idle_ttl_seconds = math.ceil(idle_ttl)
             job.priority = priority
             if traceparent:
                 job.traceparent = traceparent.encode(errors="replace")

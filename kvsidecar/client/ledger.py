@@ -49,6 +49,7 @@ class Job:
     """Entry of the event ring, from 1; 0 for none."""
     traceparent: bytes = b""
     ttl_seconds: int = 0
+    idle_ttl_seconds: int = 0
     priority: Priority = Priority.NORMAL
     phase: Phase = Phase.WAITING
 

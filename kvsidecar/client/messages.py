@@ -125,6 +125,7 @@ def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
         request = message.store
         request.event = job.event
         request.ttl_seconds = job.ttl_seconds
+        request.idle_ttl_seconds = job.idle_ttl_seconds
         request.priority = PRIORITY_TO_WIRE[job.priority]
     else:
         request = message.load

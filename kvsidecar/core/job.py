@@ -66,14 +66,15 @@ class Job:
         lease: the lease that a load names, if it names one.
         order: what a store waits for on the device; None if the client has waited.
         ttl: seconds after which the blocks of a store expire; 0: when their share's do.
+        idle_ttl: the same after their last use.
         priority: of the blocks of a store.
         traceparent: as the client sent it; empty for none.
         on_done: called once, with the result.
     """
 
     __slots__ = (
-        "_copying", "_over", "direction", "ended", "grant", "lease", "num_blocks", "number", "on_done", "order",
-        "parts", "priority", "result", "stopped", "taken", "timer", "traceparent", "ttl",
+        "_copying", "_over", "direction", "ended", "grant", "idle_ttl", "lease", "num_blocks", "number", "on_done",
+        "order", "parts", "priority", "result", "stopped", "taken", "timer", "traceparent", "ttl",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +86,7 @@ class Job:
         lease: int | None = None,
         order: StoreOrder | None = None,
         ttl: float = 0.0,
+        idle_ttl: float = 0.0,
         priority: Priority = Priority.NORMAL,
         traceparent: bytes = b"",
         on_done: Callable[[JobResult], None] = lambda _: None,
@@ -96,6 +98,7 @@ class Job:
         self.lease = lease
         self.order = order
         self.ttl = ttl
+        self.idle_ttl = idle_ttl
         self.priority = priority
         self.traceparent = traceparent
         self.on_done = on_done

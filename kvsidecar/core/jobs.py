@@ -150,7 +150,7 @@ class JobRunner:
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
         parts_of = _shard_parts(groups, job.parts)
-        grant = self._cache.begin_store(parts_of, session.copier.numa_node, job.ttl, job.priority)
+        grant = self._cache.begin_store(parts_of, session.copier.numa_node, job.ttl, job.priority, job.idle_ttl)
         if isinstance(grant, Refusal):
             return _declined(grant)
         job.grant = grant

@@ -376,6 +376,28 @@ def _share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:
     yield evicted
 
 
+def _tier_share_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
+    """Of tiers of which shares have a part; as `_share_metrics`."""
+    used = GaugeMetricFamily(
+        "kvsidecar_tier_share_used_bytes", "Bytes of the tier that the share has.", labels=["tier", "share"]
+    )
+    guaranteed = GaugeMetricFamily(
+        "kvsidecar_tier_share_guaranteed_bytes",
+        "Bytes of the tier that no other share can take.",
+        labels=["tier", "share"],
+    )
+    for tier in tiers:
+        ordered = sorted(() if tier.stats is None else tier.stats.shares, key=lambda share: -share.used)
+        labels = [(share.name, [share]) for share in ordered[:SHARES_SHOWN]]
+        if rest := ordered[SHARES_SHOWN:]:
+            labels.append((REST, rest))
+        for label, members in labels:
+            used.add_metric([tier.name, label], sum([share.used for share in members]))
+            guaranteed.add_metric([tier.name, label], sum([share.guaranteed for share in members]))
+    yield used
+    yield guaranteed
+
+
 def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
     """Nothing without a tier."""
     if not tiers:
@@ -415,12 +437,18 @@ def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
             lambda tier: tier.counts.corrupt_blocks,
         ),
         ("evicted_blocks", "Shards that made room for others.", stat("evicted_blocks")),
+        (
+            "quota_blocks",
+            "Shards that were not read or written for the sake of what other shares are guaranteed.",
+            stat("quota_blocks"),
+        ),
     )
     for name, text, value in counters:
         counted = CounterMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
         for tier in tiers:
             counted.add_metric([tier.name], value(tier))
         yield counted
+    yield from _tier_share_metrics(tiers)
     for unit, text in (
         ("blocks", "Shards of blocks that were copied between the pool and the tier."),
         ("bytes", "Bytes that were copied between the pool and the tier."),

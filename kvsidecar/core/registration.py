@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from kvsidecar.cache.records import MAX_SHARDS
 from kvsidecar.core.layout import MAX_ROWS, checking_regions
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Namespace, text_problem
@@ -15,8 +16,6 @@ MAX_ALLOCATIONS = 4096
 """Allocations that one rank may register. Each costs a driver call."""
 MAX_GROUPS = 128
 """Groups that one rank may register. vLLM makes about ten, and at most one per layer."""
-MAX_SHARDS = 1024
-"""Shards that a block may have: every block carries a list of that length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,14 @@ class ShareRule:
     """Of the turns of each of its engines on the link."""
     disk_most: Size | None = None
     """Of the disk tier."""
+    disk_guaranteed: Size | None = None
+    """The same."""
+
+    @property
+    def disk_keys(self) -> list[str]:
+        """Of the table, those that are about the disk tier."""
+        keys = {"disk_max": self.disk_most, "disk_guaranteed": self.disk_guaranteed}
+        return [key for key, size in keys.items() if size is not None]
 
 
 def parse(value: object) -> tuple[ShareRule, ...]:
@@ -101,31 +109,44 @@ def resolve(rules: Sequence[ShareRule], policy: Policy | None, pool_bytes: int) 
 
 
 def resolve_disk(rules: Sequence[ShareRule], policy: Policy | None, disk_bytes: int) -> list[TierShare]:
-    """What each share covers, and the most that it may have of the disk tier. Up to the last share with a maximum: the
+    """What each share covers, and what it may have of the disk tier. Up to the last share of which that is said: the
     first that covers a namespace is its share.
 
     Args:
         disk_bytes: of the tier; 0 if there is none.
 
     Raises:
-        ConfigError: a share has a maximum of a disk that is not there, an owner has no namespace, or the patterns are
-            too long together.
+        ConfigError: a share has a part of a disk that is not there, the disk cannot keep all guarantees, an owner has
+            no namespace, or the patterns are too long together.
     """
-    limited = [number for number, rule in enumerate(rules, 1) if rule.disk_most is not None]
+    limited = [number for number, rule in enumerate(rules, 1) if rule.disk_keys]
     if not limited:
         return []
+    first, last = rules[limited[0] - 1], rules[limited[-1] - 1]
     if not disk_bytes:
-        raise ConfigError(f"share {rules[limited[0] - 1].name!r} has disk_max, but there is no disk tier (--disk-dir)")
-    shares = [
-        TierShare(rule.name, _patterns(rule, policy), None if rule.disk_most is None else rule.disk_most.of(disk_bytes))
-        for rule in rules[: limited[-1]]
-    ]
+        raise ConfigError(f"share {first.name!r} has {first.disk_keys[0]}, but there is no disk tier (--disk-dir)")
+    shares = [_of_disk(rule, policy, disk_bytes) for rule in rules[: limited[-1]]]
+    if (total := sum([each.guaranteed for each in shares])) > disk_bytes:
+        raise ConfigError(
+            f"the shares are guaranteed {format_size(total)} of the disk together; it has {format_size(disk_bytes)}"
+        )
     if (characters := sum(len(pattern) for each in shares for pattern in each.patterns)) > MAX_DISK_PATTERNS:
         raise ConfigError(
-            f"the shares up to {shares[-1].name!r}, which has disk_max, have patterns of {characters} characters; "
+            f"the shares up to {last.name!r}, which has {last.disk_keys[0]}, have patterns of {characters} characters; "
             f"{MAX_DISK_PATTERNS} are possible"
         )
     return shares
+
+
+def _of_disk(rule: ShareRule, policy: Policy | None, disk_bytes: int) -> TierShare:
+    guaranteed = 0 if rule.disk_guaranteed is None else rule.disk_guaranteed.of(disk_bytes)
+    most = None if rule.disk_most is None else rule.disk_most.of(disk_bytes)
+    if most is not None and most < guaranteed:
+        raise ConfigError(
+            f"share {rule.name!r} is guaranteed {format_size(guaranteed)} of the disk, more than its disk_max "
+            f"({format_size(most)})"
+        )
+    return TierShare(rule.name, _patterns(rule, policy), most, guaranteed)
 
 
 def _patterns(rule: ShareRule, policy: Policy | None) -> tuple[str, ...]:
@@ -154,7 +175,7 @@ def _has_owners(rule: Rule) -> bool:
 
 
 def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
-    limits = {"guaranteed", "max", "disk_max", "ttl", "idle_ttl", "weight"}
+    limits = {"guaranteed", "max", "disk_guaranteed", "disk_max", "ttl", "idle_ttl", "weight"}
     known = {"name", "namespaces", "uids", "gids", "certificates", *limits}
     if unknown := [key for key in table if key not in known]:
         raise ValueError(f"has a {where} with {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -174,6 +195,7 @@ def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
         idle_ttl=_seconds(where, "idle_ttl", table),
         weight=_weight(where, table),
         disk_most=_size(where, "disk_max", table),
+        disk_guaranteed=_size(where, "disk_guaranteed", table),
     )
     if not rule.namespaces and not _has_owners(rule.owners):
         raise ValueError(f"has a {where} that covers nothing: give namespaces, uids, gids or certificates")

@@ -96,8 +96,8 @@ class Settings(BaseModel):
     share: ShareRules = Field(
         (),
         description="Shares of the pool for tenants: which namespaces or users, how many bytes are guaranteed to them, "
-        "and how many they may have, as [[share]] tables of the file (docs/sharing.md). Without shares, whoever stores "
-        "most has most.",
+        "and how many they may have, of the pool and of the disk tier, as [[share]] tables of the file "
+        "(docs/sharing.md). Without shares, whoever stores most has most.",
     )
     local_protocol: Annotated[bool, Shown("on|off", "on")] = Field(
         True,

@@ -112,9 +112,9 @@ class AttachStream:
 
     def _job(self, message: pb.Store | pb.Load, direction: Direction) -> Job:
         parts = convert.blocks_from(message.blocks, self._session.registration.namespace.hash_bytes)
-        order, lease, ttl, priority = None, None, 0.0, Priority.NORMAL
+        order, lease, ttl, idle_ttl, priority = None, None, 0.0, 0.0, Priority.NORMAL
         if isinstance(message, pb.Store):
-            ttl = message.ttl_seconds
+            ttl, idle_ttl = message.ttl_seconds, message.idle_ttl_seconds
             if message.priority:
                 priority = convert.priority_from(message.priority)
             order = self._order(message.event) if message.event else None
@@ -131,6 +131,7 @@ class AttachStream:
             lease=lease,
             order=order,
             ttl=ttl,
+            idle_ttl=idle_ttl,
             priority=priority,
             traceparent=message.traceparent,
             on_done=partial(self._done, message.job),

@@ -27,6 +27,7 @@ from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
 from kvsidecar.server.overview import Device
 from kvsidecar.support.patterns import EVERYTHING
+from kvsidecar.tiers.engine import ShareUse
 from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -271,10 +272,11 @@ def _tier(tier: TierGauges) -> pb.TierStatus:
     if stats is not None:
         status.capacity_bytes, status.used_bytes, status.blocks = stats.capacity_bytes, stats.used_bytes, stats.blocks
         status.kept_blocks, status.evicted_blocks = stats.kept_blocks, stats.evicted_blocks
+        status.shares.extend(map(_share, sorted(stats.shares, key=lambda share: -share.used)))
     return status
 
 
-def _share(share: Share) -> pb.ShareStatus:
+def _share(share: Share | ShareUse) -> pb.ShareStatus:
     return pb.ShareStatus(
         name=share.name,
         used_bytes=share.used,

@@ -45,6 +45,20 @@ class TierShare:
     """Of the namespaces that it covers, unless an earlier share does."""
     most: int | None = None
     """Bytes that it may have of the tier; None for all."""
+    guaranteed: int = 0
+    """Bytes of the tier that no other share takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareUse:
+    """What a share has of a tier, and may have, in bytes; as `kvsidecar.cache.shares.Share`."""
+
+    name: str
+    used: int
+    guaranteed: int
+    most: int | None
+    busy: int
+    evicted: int
 
 
 class ReadEnd(IntEnum):
@@ -79,6 +93,10 @@ class EngineStats:
     """Those that an earlier run had left, at the start."""
     dropped_blocks: dict[str, int]
     """Those of an earlier run that could not be kept, by reason."""
+    quota_blocks: int = 0
+    """Those that were not read or written for the sake of what other shares are guaranteed."""
+    shares: Sequence[ShareUse] = ()
+    """Of the tenants, the one of all other namespaces last; empty without any."""
 
 
 class Engine(Protocol):

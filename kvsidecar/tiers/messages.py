@@ -17,7 +17,7 @@ import numpy as np
 
 from kvsidecar.cache.arrays import Ints, Words
 from kvsidecar.protocol.framing import frame
-from kvsidecar.tiers.engine import EngineStats, ShardSpace, TierShare
+from kvsidecar.tiers.engine import EngineStats, ShardSpace, ShareUse, TierShare
 from kvsidecar.types import Namespace
 
 MAX_FRAME: Final = 1 << 20
@@ -141,7 +141,8 @@ def pack_stats(stats: EngineStats) -> bytes:
 
 
 def stats_of(body: bytes) -> EngineStats:
-    return EngineStats(**json.loads(body))
+    fields: dict[str, Any] = json.loads(body)
+    return EngineStats(**{**fields, "shares": [ShareUse(**each) for each in fields["shares"]]})
 
 
 def split(hashes: bytes, width: int) -> Sequence[bytes]:

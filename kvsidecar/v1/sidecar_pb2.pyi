@@ -158,7 +158,7 @@ class Blocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., block_ids: _Optional[bytes] = ..., notes: _Optional[bytes] = ..., slice: _Optional[int] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds", "priority")
+    __slots__ = ("job", "blocks", "event", "deadline_ms", "traceparent", "ttl_seconds", "priority", "idle_ttl_seconds")
     class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PRIORITY_NORMAL: _ClassVar[Store.Priority]
@@ -174,6 +174,7 @@ class Store(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     job: int
     blocks: _containers.RepeatedCompositeFieldContainer[Blocks]
     event: int
@@ -181,7 +182,8 @@ class Store(_message.Message):
     traceparent: bytes
     ttl_seconds: int
     priority: Store.Priority
-    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ..., priority: _Optional[_Union[Store.Priority, str]] = ...) -> None: ...
+    idle_ttl_seconds: int
+    def __init__(self, job: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., event: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ..., ttl_seconds: _Optional[int] = ..., priority: _Optional[_Union[Store.Priority, str]] = ..., idle_ttl_seconds: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("job", "lease", "blocks", "deadline_ms", "traceparent")
@@ -531,7 +533,7 @@ class ShareStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., evicted_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "off", "capacity_bytes", "used_bytes", "blocks", "kept_blocks", "read_bytes", "written_bytes", "failures", "write_budget_bytes", "evicted_blocks")
+    __slots__ = ("name", "off", "capacity_bytes", "used_bytes", "blocks", "kept_blocks", "read_bytes", "written_bytes", "failures", "write_budget_bytes", "evicted_blocks", "shares")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OFF_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -543,6 +545,7 @@ class TierStatus(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     WRITE_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     name: str
     off: str
     capacity_bytes: int
@@ -554,7 +557,8 @@ class TierStatus(_message.Message):
     failures: int
     write_budget_bytes: int
     evicted_blocks: int
-    def __init__(self, name: _Optional[str] = ..., off: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., failures: _Optional[int] = ..., write_budget_bytes: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
+    shares: _containers.RepeatedCompositeFieldContainer[ShareStatus]
+    def __init__(self, name: _Optional[str] = ..., off: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., failures: _Optional[int] = ..., write_budget_bytes: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ...) -> None: ...
 
 class PinStatus(_message.Message):
     __slots__ = ("name", "owner", "namespace", "blocks", "bytes", "seconds_left")

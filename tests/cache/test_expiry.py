@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from math import inf
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -15,13 +18,13 @@ from kvsidecar.cache.records import Records, num_words
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.errors import Refusal
-from kvsidecar.types import LookupMode
+from kvsidecar.types import MAX_IDLE_SECONDS, LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import PAGE, keys, lease, names_readable, new_cache, open_space, readable, store
 
 
-def store_for(cache: BlockCache, space: Space, seconds: float, *names: int | str) -> None:
-    grant = cache.begin_store([(space, 0, keys(*names))], ttl=seconds)
+def store_for(cache: BlockCache, space: Space, seconds: float, *names: int | str, idle: float = 0.0) -> None:
+    grant = cache.begin_store([(space, 0, keys(*names))], ttl=seconds, idle_ttl=idle)
     assert isinstance(grant, StoreGrant), grant
     cache.seal_all(grant)
 
@@ -91,6 +94,100 @@ def test_a_block_that_nobody_uses_expires_and_one_in_use_does_not() -> None:
     assert names_readable(cache, space, "used", "held") == []
     sweep(cache)
     assert cache.stats().blocks == 0
+
+
+def test_a_request_bounds_the_time_without_a_use() -> None:
+    cache = new_cache(8)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 0, "idle", "used", "held", idle=64)
+    store_for(cache, space, 70, "both", idle=64)
+    store_for(cache, space, 0, "longer", idle=128)
+    store(cache, space, "for ever")
+    held = lease(cache, space, "held", ttl=1000.0)
+    for now in range(1, 65):
+        cache.expire(float(now))
+        cache.release(lease(cache, space, "used", "both", now=now, ttl=10.0))
+    assert names_readable(cache, space, "idle", "used", "held", "both") == ["idle", "used", "held", "both"]
+    cache.expire(67.0)
+    assert names_readable(cache, space, "idle", "used", "held", "both") == ["used", "held", "both"]
+    cache.expire(70.0)
+    assert names_readable(cache, space, "used", "held", "both", "longer") == ["used", "held", "longer"]
+    sweep(cache)
+    assert cache.stats().expired_blocks == 2
+    cache.release(held)
+    cache.expire(71.0)
+    cache.expire(128.0)
+    assert names_readable(cache, space, "used", "held", "longer") == ["used", "held", "longer"]
+    cache.expire(140.0)
+    assert names_readable(cache, space, "used", "held", "longer", "for ever") == ["for ever"]
+    sweep(cache)
+    assert cache.stats().blocks == 1
+
+
+def test_of_the_times_of_share_and_request_the_shorter_counts() -> None:
+    cache = new_cache(8)
+    cache.set_shares(limits(idle_ttl=32))
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 0, "shorter", idle=8)
+    store_for(cache, space, 0, "longer", idle=200)
+    for now in range(1, 13):
+        cache.expire(float(now))
+    assert names_readable(cache, space, "shorter", "longer") == ["longer"]
+    for now in range(13, 36):
+        cache.expire(float(now))
+    assert names_readable(cache, space, "shorter", "longer") == []
+
+
+def test_a_block_that_is_present_keeps_its_time_without_a_use() -> None:
+    cache = new_cache(8)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store(cache, space, "for ever")
+    store_for(cache, space, 0, "short", idle=4)
+    store_for(cache, space, 0, "for ever", "short", idle=100)
+    store(cache, space, "short")
+    cache.expire(1.0)
+    cache.expire(6.0)
+    assert names_readable(cache, space, "for ever", "short") == ["for ever"]
+    cache.expire(200.0)
+    assert names_readable(cache, space, "for ever") == ["for ever"]
+
+
+def test_a_row_that_is_used_again_has_no_time_of_its_last_block() -> None:
+    cache = new_cache(1)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 0, "a", idle=4)
+    store(cache, space, "b")
+    cache.expire(1.0)
+    cache.expire(100.0)
+    assert names_readable(cache, space, "a", "b") == ["b"]
+    sweep(cache)
+    assert cache.stats().blocks == 1
+
+
+def test_a_table_is_looked_through_no_more_when_nothing_in_it_expires() -> None:
+    cache = new_cache(8)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 0, "a", idle=4)
+    store_for(cache, space, 0, "b", idle=16)
+    store(cache, space, "for ever")
+    for now in range(1, 24):
+        cache.expire(float(now))
+        sweep(cache)
+    assert cache.stats().blocks == 1
+    assert space.blocks.next_expiry == 0
+
+
+def test_a_time_without_a_use_that_no_record_could_hold_is_the_longest_one() -> None:
+    cache = new_cache(8)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 0, "a", idle=1e12)
+    assert space.blocks.idle.max() == MAX_IDLE_SECONDS
 
 
 def test_an_expired_block_is_stored_again_also_while_a_lease_holds_the_old_one() -> None:
@@ -186,6 +283,8 @@ def test_a_block_that_expires_is_not_given_to_a_slower_tier() -> None:
     store_for(cache, space, 5, "a")
     store(cache, space, "b")
     assert len(cache.unwritten(cache.chain(space, keys("a", "b")), 1)) == 1
+    store_for(cache, space, 0, "c", idle=5)
+    assert len(cache.unwritten(cache.chain(space, keys("a", "b", "c")), 1)) == 1
     cache.set_shares(limits(idle_ttl=5))
     assert len(cache.unwritten(cache.chain(space, keys("a", "b")), 1)) == 0
 
@@ -215,6 +314,38 @@ def test_times_outlive_the_daemon() -> None:
     assert names_readable(cache, space, "b", "c", "d") == ["d"]
 
 
+@pytest.mark.parametrize("count", [1, 20])
+def test_times_without_a_use_outlive_the_daemon_and_begin_again(count: int) -> None:
+    pages = 2 * count + 2
+    words = np.zeros(num_words(pages * PAGE, pages * PAGE), np.uint64)
+
+    def start(wall: float) -> tuple[BlockCache, Space]:
+        records = Records(words, pages * PAGE, pages * PAGE)
+        cache = BlockCache(SlotAllocator(pages * PAGE, pages * PAGE), records=records, wall=wall)
+        assert not cache.adopted.dropped
+        return cache, open_space(cache)
+
+    many = range(count)
+    cache, space = start(1000.0)
+    cache.expire(100.0)
+    store_for(cache, space, 0, *many, idle=50)
+    store_for(cache, space, 0, "longest", idle=MAX_IDLE_SECONDS)
+    store(cache, space, "for ever")
+    cache, space = start(5000.0)  # long after
+    cache.expire(0.0)
+    assert readable(cache, space, *many) == [True] * count
+    for now in range(1, 50):
+        cache.expire(float(now))
+        sweep(cache)
+        cache.release(lease(cache, space, 0, now=now, ttl=10.0))
+    assert readable(cache, space, *many) == [True] * count, "the restart counts as a use"
+    cache.expire(52.0)
+    assert names_readable(cache, space, *many, "longest", "for ever") == [0, "longest", "for ever"]
+    sweep(cache)
+    assert cache.stats().blocks == 3
+    assert space.blocks.idle.max() == MAX_IDLE_SECONDS
+
+
 names = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
 
 
@@ -232,7 +363,11 @@ class ExpiryMachine(RuleBasedStateMachine):
         self.ttl = ttl
         self.space = open_space(self.cache)
         self.until: dict[int, float] = {}
-        self.leases: list[tuple[int, int]] = []
+        self.idle: dict[int, float] = {}
+        self.used: dict[int, float] = {}
+        """The time that was set after the last use; infinity before that."""
+        self.born: Counter[int] = Counter()
+        self.leases: list[tuple[int, int, int]] = []
         self.now = 0.0
 
     def teardown(self) -> None:
@@ -240,11 +375,17 @@ class ExpiryMachine(RuleBasedStateMachine):
             self.patch.undo()
 
     def lives(self, name: int) -> bool:
-        return name in self.until and self.until[name] > self.now
+        held = (name, self.born[name]) in [(leased, born) for _, leased, born in self.leases]
+        idle = not held and self.used.get(name, 0) + self.idle.get(name, 0) <= self.now
+        return name in self.until and self.until[name] > self.now and not idle
 
-    @rule(names=names, ttl=st.sampled_from([0.0, 0.0, 2.0, 5.0, 20.0]))
-    def store(self, names: list[int], ttl: float) -> None:
-        grant = self.cache.begin_store([(self.space, 0, keys(*names))], ttl=ttl)
+    @rule(
+        names=names,
+        ttl=st.sampled_from([0.0, 0.0, 2.0, 5.0, 20.0]),
+        idle=st.sampled_from([0.0, 0.0, 1.0, 3.0, 10.0]),
+    )
+    def store(self, names: list[int], ttl: float, idle: float) -> None:
+        grant = self.cache.begin_store([(self.space, 0, keys(*names))], ttl=ttl, idle_ttl=idle)
         assert isinstance(grant, StoreGrant)
         assert grant.present == sum(map(self.lives, names))
         self.cache.seal_all(grant)
@@ -252,23 +393,30 @@ class ExpiryMachine(RuleBasedStateMachine):
         for name in names:
             if not self.lives(name):
                 self.until[name] = self.now + min(times, default=1e9)
+                self.idle[name] = idle or 1e9
+                self.born[name] += 1
+            self.used[name] = inf
 
     @rule(seconds=st.sampled_from([1.0, 1.0, 3.0]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.cache.expire(self.now)
+        self.used = {name: min(used, self.now) for name, used in self.used.items()}
 
     @rule(name=st.integers(0, 5))
     def lease(self, name: int) -> None:
         granted, _ = self.cache.lookup_and_lease([(self.space, keys(name))], LookupMode.PREFIX, self.now, 1e9, "o")
         assert (granted is not None) == self.lives(name)
         if granted is not None:
-            self.leases.append((granted.id, name))
+            self.leases.append((granted.id, name, self.born[name]))
 
     @precondition(lambda self: self.leases)
     @rule()
     def release(self) -> None:
-        self.cache.release(self.leases.pop()[0])
+        number, name, born = self.leases.pop()
+        self.cache.release(number)
+        if born == self.born[name]:
+            self.used[name] = inf
 
     @rule(count=st.integers(1, 3))
     def sweep(self, count: int) -> None:
@@ -283,8 +431,7 @@ class ExpiryMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("the sweep does not end")
         if not self.leases:
-            self.now += 1
-            self.cache.expire(self.now)
+            self.pass_time(1.0)
             while self.cache.sweep(2):
                 pass
             assert self.cache.stats().blocks == sum(map(self.lives, range(6))), "an expired block is still there"

@@ -8,10 +8,11 @@ import pytest
 
 from kvsidecar.cache.shares import Share
 from kvsidecar.core import access, shares
-from kvsidecar.core.metrics import SHARES_SHOWN, Gauges, Metrics
+from kvsidecar.core.metrics import SHARES_SHOWN, Gauges, Metrics, TierGauges
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import ConfigError
-from kvsidecar.tiers.engine import TierShare
+from kvsidecar.tiers.engine import EngineStats, ShareUse, TierShare
+from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import State
 from tests.cache.support import new_cache
 from tests.harness import NAMESPACE
@@ -56,6 +57,40 @@ def test_a_share_has_a_maximum_of_the_disk_in_bytes_or_as_a_part_of_it() -> None
     assert shares.resolve_disk(owned, access.parse(POLICY), 8 * GiB) == [TierShare("a", ("chat/*",), GiB)]
 
 
+def test_a_share_is_guaranteed_bytes_or_a_part_of_the_disk() -> None:
+    rules = shares.parse(
+        "[{name='a', namespaces=['a'], disk_guaranteed='25%', disk_max='50%'},"
+        " {name='b', namespaces=['b'], disk_guaranteed='6GiB'}, {name='c', namespaces=['c'], guaranteed='1GiB'}]"
+    )
+    assert shares.resolve_disk(rules, None, 8 * GiB) == [
+        TierShare("a", ("a",), 4 * GiB, 2 * GiB),
+        TierShare("b", ("b",), None, 6 * GiB),
+    ]
+    with pytest.raises(ConfigError, match=r"^the shares are guaranteed 7\.5 GiB of the disk together; it has 6 GiB$"):
+        shares.resolve_disk(rules, None, 6 * GiB)
+    with pytest.raises(ConfigError, match=r"^share 'a' has disk_guaranteed, but there is no disk tier"):
+        shares.resolve_disk(shares.parse("[{name='a', namespaces=['a'], disk_guaranteed=1}]"), None, 0)
+    more = shares.parse("[{name='a', namespaces=['a'], disk_guaranteed='2GiB', disk_max='1GiB'}]")
+    with pytest.raises(ConfigError, match=r"'a' is guaranteed 2 GiB of the disk, more than its disk_max \(1 GiB\)$"):
+        shares.resolve_disk(more, None, 8 * GiB)
+
+
+def test_what_shares_have_of_a_tier_is_in_the_metrics_and_only_the_largest_by_name() -> None:
+    use = [ShareUse(f"s{number}", number, 1, None, 0, 0) for number in range(100)]
+    stats = EngineStats(100, 10, 1, 0, 0, {}, quota_blocks=5, shares=use)
+    tiers = [TierGauges("disk", "", stats, TierCounts()), TierGauges("cluster", "down", None, TierCounts())]
+    metrics = Metrics("host")
+    metrics.read_gauges_from(lambda: Gauges(Snapshot(State.READY, pool_bytes=0), new_cache(1).stats(), 0, tiers=tiers))
+    lines = metrics.render().decode().splitlines()
+    assert sum(line.startswith("kvsidecar_tier_share_used_bytes{") for line in lines) == SHARES_SHOWN + 1
+    assert metrics.value("kvsidecar_tier_share_used_bytes", tier="disk", share="s99") == 99
+    rest = 100 - SHARES_SHOWN
+    assert metrics.value("kvsidecar_tier_share_used_bytes", tier="disk", share="other") == sum(range(rest))
+    assert metrics.value("kvsidecar_tier_share_guaranteed_bytes", tier="disk", share="other") == rest
+    assert metrics.value("kvsidecar_tier_quota_blocks_total", tier="disk") == 5
+    assert metrics.value("kvsidecar_tier_quota_blocks_total", tier="cluster") == 0
+
+
 def test_a_share_has_a_weight() -> None:
     rules = shares.parse("[{name='a', namespaces=['a'], weight=4}, {name='b', namespaces=['b']}]")
     assert [each.weight for each in shares.resolve(rules, None, GiB)] == [4, 1]
@@ -83,6 +118,7 @@ def test_a_share_of_an_owner_covers_what_the_policy_gives_it() -> None:
         ("[{name='a', namespaces=['a'], most=3}]", "share 1 with 'most'; known are"),
         ("[{name='a', namespaces='a'}]", "share 1 whose namespaces is 'a'"),
         ("[{name='a', namespaces=['a'], max='3 apples'}]", "share 1 whose max '3 apples' is not a size"),
+        ("[{name='a', namespaces=['a'], disk_guaranteed=-1}]", "share 1 whose disk_guaranteed -1 is not a size"),
         ("[{name='a', namespaces=['a']}, {name='a', namespaces=['b']}]", "two shares with the name 'a'"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.support import DEPLOY, ROOT, Exported, alerts, exported, problems
-from tests.harness import DaemonProcess, Rank
+from tests.harness import DaemonProcess, Rank, eventually
 
 DASHBOARD = DEPLOY / "grafana" / "kvsidecar.json"
 
@@ -32,6 +32,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_zeroed_bytes": "for a question that a panel raises",
     "kvsidecar_tier_blocks": "the bytes are on a panel",
     "kvsidecar_tier_evicted_blocks": "for a question that a panel raises",
+    "kvsidecar_tier_quota_blocks": "for a question that a panel raises",
     "kvsidecar_tier_copied_blocks": "the bytes are on a panel",
     "kvsidecar_tier_copied_seconds": "for a question that a panel raises",
     "kvsidecar_tier_reading_bytes": "for a question that a panel raises",
@@ -56,8 +57,12 @@ def known() -> Exported:
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
         disk = ("--disk-dir", f"{directory}/disk", "--disk-size", "1MiB", "--disk-writes-per-day", "1MiB")
         config = Path(directory, "shares.toml")
-        config.write_text('[[share]]\nname = "a"\nnamespaces = ["*"]\nguaranteed = "256KiB"\nmax = "512KiB"\n')
+        config.write_text(
+            '[[share]]\nname = "a"\nnamespaces = ["*"]\nguaranteed = "256KiB"\nmax = "512KiB"\n'
+            'disk_guaranteed = "512KiB"\n'
+        )
         with DaemonProcess(Path(directory), "--config", str(config), *disk) as daemon:
+            eventually(lambda: "kvsidecar_tier_share_used_bytes{" in daemon.get("/metrics")[1])
             return exported(scrape(daemon))
 
 

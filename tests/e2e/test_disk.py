@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from kvsidecar.cache.slots import size_class
 from kvsidecar.client import LookupMode, LookupResult
 from kvsidecar.tiers.disk.directory import EXTENTS
+from kvsidecar.types import UNASSIGNED
 from tests.cli.test_main import run
 from tests.e2e.test_warm_restart import owners_in
 from tests.harness import NAMESPACE, SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes
@@ -138,6 +140,58 @@ def test_a_share_has_its_maximum_of_the_disk_and_a_reload_changes_it(short_dir: 
         write('disk_max = "many"')
         daemon.process.send_signal(signal.SIGHUP)
         assert "disk_max" in daemon.wait_log("settings not reloaded")["reason"]
+        rank.close()
+
+
+def test_what_is_guaranteed_on_the_disk_stays_over_restarts_and_a_reload_changes_it(short_dir: Path) -> None:
+    config, extent = short_dir / "kvsidecar.toml", size_class(SHARD_BYTES)
+    other = dataclasses.replace(NAMESPACE, model="other")
+
+    def write(guaranteed: str) -> None:
+        of = f'[[share]]\nname = "a"\nnamespaces = ["{NAMESPACE.model}"]\ndisk_guaranteed = {guaranteed}\n'
+        config.write_text(of)
+
+    def store(daemon: DaemonProcess, rank: Rank, *names: object) -> None:
+        for name in names:
+            before = written(daemon)
+            done(rank.store(name))
+            eventually(lambda: written(daemon) == before + 1)  # noqa: B023  # called at once
+
+    def use(daemon: DaemonProcess) -> dict[str, float]:
+        return {share: tier_metric(daemon, "share_used_bytes", share=share) / extent for share in ("a", UNASSIGNED)}
+
+    size = f"--disk-size={20 * extent}"
+    write(str(5 * extent))
+    flags = ("--config", str(config), "--disk-admission=all", size)
+    with disk_daemon(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        store(daemon, rank, *range(8))
+        rank.close()
+    with disk_daemon(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready(), namespace=other)
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        eventually(lambda: "kvsidecar_tier_share_used_bytes{" in daemon.get("/metrics")[1])
+        store(daemon, rank, *range(30))
+        eventually(lambda: use(daemon) == {"a": 5, UNASSIGNED: 15})
+        client = daemon.client()
+        (tier,) = client.status().tiers
+        assert [(each.name, each.used_bytes, each.guaranteed_bytes) for each in tier.shares] == [
+            (UNASSIGNED, 15 * extent, 0),
+            ("a", 5 * extent, 5 * extent),
+        ]
+        client.close()
+        table = run("status", "--socket", daemon.socket).stdout
+        assert "Shares of the disk" in table
+        write(str(2 * extent))
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.wait_log("settings reloaded")
+        store(daemon, rank, *range(100, 130))
+        eventually(lambda: use(daemon) == {"a": 2, UNASSIGNED: 18})
+        write(str(21 * extent))
+        daemon.process.send_signal(signal.SIGHUP)
+        assert "of the disk together; it has" in daemon.wait_log("settings not reloaded")["reason"]
+        assert tier_metric(daemon, "share_guaranteed_bytes", share="a") == 2 * extent
         rank.close()
 
 

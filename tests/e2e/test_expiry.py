@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from kvsidecar.client import Blocks
+from kvsidecar.types import MAX_IDLE_SECONDS
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes
 
 SECRET = dataclasses.replace(NAMESPACE, model="secret/llama")
@@ -40,3 +43,34 @@ def test_blocks_expire_and_a_restart_does_not_give_them_more_time(short_dir: Pat
         rank, secret = Rank(daemon), Rank(daemon, namespace=SECRET)
         eventually(lambda: not secret.hits("b"))
         assert rank.hits("kept") == 1
+
+
+def test_blocks_expire_that_nobody_uses_also_after_a_restart(short_dir: Path, pool_dir: Path, local: bool) -> None:
+    flags = ("--pool-dir", str(pool_dir))
+    with DaemonProcess(short_dir, *flags, local=local) as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        done(rank.store("kept", at=[0]))
+        idle = rank.client.store([Blocks(0, hashes("idle"), [2])], idle_ttl=0.5)
+        done(rank.finish(idle))
+        eventually(lambda: daemon.metric("kvsidecar_expired_blocks_total") == 1)
+        assert [rank.hits(name) for name in ("idle", "kept")] == [0, 1]
+        again = rank.client.store([Blocks(0, hashes("again"), [2])], idle_ttl=1)
+        done(rank.finish(again))
+        daemon.process.kill()
+        daemon.process.wait()
+    with DaemonProcess(short_dir, *flags, local=local) as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        eventually(lambda: not rank.hits("again"))
+        assert rank.hits("kept") == 1
+
+
+def test_a_client_refuses_a_time_without_a_use_that_no_record_can_hold(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    for wrong in (0, -1, MAX_IDLE_SECONDS + 1, float("nan")):
+        with pytest.raises(ValueError, match="idle_ttl is"):
+            rank.client.store([Blocks(0, hashes("a"), [0])], idle_ttl=wrong)
+    done(rank.finish(rank.client.store([Blocks(0, hashes("a"), [0])], idle_ttl=MAX_IDLE_SECONDS)))
+    assert rank.hits("a") == 1
+    rank.close()

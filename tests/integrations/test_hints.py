@@ -94,8 +94,8 @@ def three(made: SchedulerSide, pool: TinyPool) -> dict[Priority, Request]:
 
 
 def by_priority(jobs: tuple[StoreJob, ...]) -> dict[Priority, list[bytes]]:
-    assert len({job.priority for job in jobs}) == len(jobs)
-    return {job.priority: stored_hashes((job,)) for job in jobs}
+    assert len({job.terms for job in jobs}) == len(jobs)
+    return {job.terms.priority: stored_hashes((job,)) for job in jobs}
 
 
 def test_the_blocks_of_requests_with_hints_are_stored_in_jobs_of_their_own() -> None:
@@ -110,7 +110,7 @@ def test_the_blocks_of_requests_with_hints_are_stored_in_jobs_of_their_own() -> 
     for job in jobs:
         made.take_report(RankReport(stored={job.number: 1}))
     assert not made.has_pending_push_work()
-    assert not made._stores.priorities, "a request that has ended is forgotten"
+    assert not made._stores.terms, "a request that has ended is forgotten"
     assert made.counters.hints == 2
 
 

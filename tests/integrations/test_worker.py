@@ -13,7 +13,9 @@ import pytest
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, pack_ids
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.integrations.vllm.terms import Terms
 from kvsidecar.integrations.vllm.worker import LoadResults, Order, WorkerSide
+from kvsidecar.types import Priority
 from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, eventually, hashes, layout
 
 
@@ -87,6 +89,16 @@ def blocks(*names: str, at: list[int], group: int = 0) -> tuple[GroupBlocks, ...
 
 def store(number: int, *names: str, at: list[int], group: int = 0) -> StoreJob:
     return StoreJob(number, blocks(*names, at=at, group=group))
+
+
+def test_the_terms_of_a_store_reach_the_daemon(daemon: DaemonProcess) -> None:
+    worker = Worker(daemon.socket).register()
+    for number, terms in enumerate((Terms(ttl=1), Terms(idle_ttl=1), Terms(Priority.HIGH)), 1):
+        worker.step(replace(store(number, terms.priority.name + str(number), at=[number]), terms=terms))
+    worker.until(lambda w: len(w.report.stored) == 3)
+    assert not worker.report.not_stored
+    eventually(lambda: daemon.metric("kvsidecar_expired_blocks_total") == 2)
+    assert daemon.metric("kvsidecar_blocks") == 1
 
 
 def load(number: int, *names: str, at: list[int], request: str = "r", group: int = 0) -> LoadJob:

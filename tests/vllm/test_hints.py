@@ -30,6 +30,22 @@ def ask(engine: Engine, what: Prompt, kind: str | None = None, priority: int = 0
     return answer
 
 
+def test_a_hint_has_a_kind_and_a_payload_whose_content_nobody_specifies() -> None:
+    """Why a hint is for all blocks of its request, and for no time: fails when vLLM says more, to be read then."""
+    from vllm.v1 import kv_hints
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    assert kv_hints.__all__ == ["KvHintAction", "KvHintsEnvelope"], "no kinds of actions, no payloads"
+    assert KvHintsEnvelope.__struct_fields__ == ("protocol_version", "message_id", "actions")
+    assert KvHintAction.__struct_fields__ == ("action_id", "action_type", "action_version", "payload")
+    assert KvHintAction.__annotations__ == {
+        "action_id": str,
+        "action_type": str,
+        "action_version": str,
+        "payload": dict[str, Any],
+    }
+
+
 def cached_after_a_flood(engine: Engine, daemon: DaemonProcess, *firsts: dict[str, Any]) -> Iterator[int]:
     """Tokens of each of these requests' prompts that are still there after others have filled the pool."""
     join(engine, daemon)

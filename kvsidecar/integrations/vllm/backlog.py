@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsidecar.integrations.stored_filter import Mask, StoredFilter, Tags
 from kvsidecar.integrations.vllm.metadata import split_hashes
-from kvsidecar.types import Priority
+from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class BlockHashes:
     group: int
     hashes: bytes
     tags: Tags
-    priority: Priority = Priority.NORMAL
+    terms: Terms = DEFAULT_TERMS
     """In the pool, once they are stored."""
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class BlockHashes:
     def only(self, which: Mask | slice) -> BlockHashes:
         """These blocks alone. A copy, so that the memory of the others can be freed."""
         rows = np.frombuffer(self.hashes, np.uint8).reshape(len(self), -1)
-        return BlockHashes(self.group, rows[which].tobytes(), self.tags[which].copy(), self.priority)
+        return BlockHashes(self.group, rows[which].tobytes(), self.tags[which].copy(), self.terms)
 
 
 class Backlog:

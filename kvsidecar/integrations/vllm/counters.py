@@ -46,6 +46,10 @@ class Counters:
     )
     hints: int = _counter("KV hints of requests that were heeded: retain, demote, pin and prefetch.")
     pin_hints: int = _counter("KV hints that ask for a pin. Only operators pin, so that they count as retain.")
+    ttl_requests: int = _counter("Requests whose kv_transfer_params bound how long their blocks are kept.")
+    bad_ttls: int = _counter(
+        "Times in kv_transfer_params that cannot be read; their requests' blocks are kept for a second at most."
+    )
     unknown_hints: int = _counter("KV hints of other kinds, and those beyond the first 64 of a request; ignored.")
     _reported: tuple[int, ...] = field(default=(), init=False, repr=False)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvsidecar.types import Priority
+from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 ID_BYTES = 8
 
@@ -57,8 +57,8 @@ class StoreJob:
     blocks: tuple[GroupBlocks, ...]
     traceparent: str | None = None
     """Of the first of its requests with a sampled trace."""
-    priority: Priority = Priority.NORMAL
-    """Of its blocks in the pool."""
+    terms: Terms = DEFAULT_TERMS
+    """Of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)

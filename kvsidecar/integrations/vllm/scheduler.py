@@ -17,7 +17,6 @@ from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.hints import priority_of
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Lookups
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepPlan, StoreJob
@@ -25,9 +24,10 @@ from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.integrations.vllm.selection import Pool
 from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
+from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
 from kvsidecar.integrations.vllm.waking import Alarm
 from kvsidecar.integrations.weights_version import WeightsVersion, read_name
-from kvsidecar.types import Namespace, Priority
+from kvsidecar.types import Namespace
 
 _log = logging.getLogger("kvsidecar.vllm")
 
@@ -251,13 +251,11 @@ class SchedulerSide:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived: see what its blocks are worth, and send its lookup before its step."""
+        """A request has arrived: see on which terms to keep its blocks, and send its lookup before its step."""
         options = self._options
-        priority = priority_of(
-            request, self.counters, hints=options.kv_hints, request_priority=options.request_priority
-        )
-        if priority is not Priority.NORMAL:
-            self._stores.priorities[request.request_id] = priority
+        terms = terms_of(request, self.counters, hints=options.kv_hints, request_priority=options.request_priority)
+        if terms != DEFAULT_TERMS:
+            self._stores.terms[request.request_id] = terms
         if self._enabled and not request.skip_reading_prefix_cache:
             self._lookups.begin_early(request)
 
@@ -270,7 +268,7 @@ class SchedulerSide:
         if progress is not None:
             self._counts = True
             self._stores.store_remaining(progress, self._enabled)
-        self._stores.priorities.pop(request_id, None)
+        self._stores.terms.pop(request_id, None)
         return False, None
 
     # -- the engine ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from kvsidecar.client import pack_ids
 from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
-from kvsidecar.types import Priority
+from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 KeysOf = Callable[[Sequence[Any]], bytes]
 """Returns the joined keys of blocks of the pool."""
@@ -95,18 +95,16 @@ class Chosen:
         )
 
 
-def by_priority(
-    chosen: Chosen, candidates: Candidates, priorities: Mapping[str, Priority]
-) -> list[tuple[Priority, Chosen]]:
-    """The chosen blocks by the priority of their requests, of which ``priorities`` has those that are not normal."""
-    of_spans = [priorities.get(span.request.request_id, Priority.NORMAL) for span in candidates.spans]
+def by_terms(chosen: Chosen, candidates: Candidates, terms: Mapping[str, Terms]) -> list[tuple[Terms, Chosen]]:
+    """The chosen blocks by the terms of their requests, of which ``terms`` has those that are not the default."""
+    of_spans = [terms.get(span.request.request_id, DEFAULT_TERMS) for span in candidates.spans]
     if len(set(of_spans)) < 2:
-        return [(of_spans[0] if of_spans else Priority.NORMAL, chosen)]
+        return [(of_spans[0] if of_spans else DEFAULT_TERMS, chosen)]
     begins = [span.begin for span in candidates.spans]
-    found: dict[Priority, list[int]] = {}
+    found: dict[Terms, list[int]] = {}
     for i, place in enumerate(chosen.places):
         found.setdefault(of_spans[bisect_right(begins, place) - 1], []).append(i)
-    return [(priority, chosen.only(which)) for priority, which in found.items()]
+    return [(each, chosen.only(which)) for each, which in found.items()]
 
 
 def keys_reader(pool: Pool) -> KeysOf:
@@ -183,8 +181,8 @@ def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
 class Selection:
     """The blocks of one store, from all groups."""
 
-    def __init__(self, priority: Priority = Priority.NORMAL) -> None:
-        self.priority = priority
+    def __init__(self, terms: Terms = DEFAULT_TERMS) -> None:
+        self.terms = terms
         self._parts: dict[int, list[Chosen]] = {}
         self.count = 0
         self.traceparent: str | None = None

@@ -21,13 +21,13 @@ from kvsidecar.integrations.vllm.selection import (
     Pool,
     Selection,
     block_range,
-    by_priority,
+    by_terms,
     choose,
     default_watermark,
     keys_reader,
     walk,
 )
-from kvsidecar.types import Priority
+from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 STEP_BLOCKS = 2048
 """Most blocks that one step plans to store, which bounds its cost."""
@@ -133,10 +133,10 @@ class Stores:
         self._candidates = {group.index: Candidates() for group in groups}
         self._considered = 0
         """Blocks considered in this call."""
-        self.priorities: dict[str, Priority] = {}
-        """By request id: the priority of its blocks in the pool, if it is not normal."""
-        self._planned: dict[Priority, Selection] = {}
-        """By priority: the blocks of the next job."""
+        self.terms: dict[str, Terms] = {}
+        """By request id: the terms of its blocks, if they are not the default."""
+        self._planned: dict[Terms, Selection] = {}
+        """By terms: the blocks of the next job."""
         self._running: dict[int, _Store] = {}
         self._backlog = Backlog(0)
         self._most_held_backlog = 0
@@ -335,8 +335,8 @@ class Stores:
                 (span,) = candidates.spans
                 for i in chosen.places:
                     self._events.note(span.request, group, span.first + i, candidates.hashes[i])
-            priority = self.priorities.get(progress.request.request_id, Priority.NORMAL)
-            self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags, priority))
+            terms = self.terms.get(progress.request.request_id, DEFAULT_TERMS)
+            self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags, terms))
         progress.done = aligned
 
     def _add_to_backlog(self, part: BlockHashes) -> None:
@@ -353,16 +353,16 @@ class Stores:
         if self._oldest_runs_for(HUNG_SECONDS, self._now):
             return
         room = min(BACKLOG_BLOCKS, STEP_BLOCKS - self._num_planned, self._most_held_backlog - self._held)
-        hashes_of: dict[Priority, dict[int, dict[bytes, None]]] = {}
+        hashes_of: dict[Terms, dict[int, dict[bytes, None]]] = {}
         # Reversed, so that the oldest are freed, and so evicted, first.
         for part in reversed(self._backlog.take(room)):
             unknown = part.only(~self._stored_filter.find(part.tags))
-            of_groups = hashes_of.setdefault(part.priority, {})
+            of_groups = hashes_of.setdefault(part.terms, {})
             of_groups.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
-        for priority, of_groups in hashes_of.items():
+        for terms, of_groups in hashes_of.items():
             for index, hashes in of_groups.items():
                 self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
-            planned = self._plan(priority)
+            planned = self._plan(terms)
             for index, hashes in of_groups.items():
                 places = set(planned[index].places) if index in planned else set()
                 if evicted := [each for i, each in enumerate(hashes) if i not in places]:
@@ -388,12 +388,12 @@ class Stores:
     def _num_planned(self) -> int:
         return sum(map(len, self._planned.values()))
 
-    def _plan(self, priority: Priority | None = None) -> dict[int, Chosen]:
+    def _plan(self, terms: Terms | None = None) -> dict[int, Chosen]:
         """Choose from the candidates of all requests at once, which is faster than one call per request. Returns the
         choice by group.
 
         Args:
-            priority: of their blocks; None: their requests'.
+            terms: of their blocks; None: their requests'.
         """
         assert self._pool is not None
         self._considered, planned = 0, {}
@@ -405,10 +405,10 @@ class Stores:
             chosen = choose(self._pool, self._keys_of, self._stored_filter, group, candidates)
             if chosen is None:
                 continue
-            if priority is not None or not self.priorities:
-                self._planned_as(priority or Priority.NORMAL).add(chosen)
+            if terms is not None or not self.terms:
+                self._planned_as(terms or DEFAULT_TERMS).add(chosen)
             else:
-                for each, part in by_priority(chosen, candidates, self.priorities):
+                for each, part in by_terms(chosen, candidates, self.terms):
                     self._planned_as(each).add(part)
             self._stored_filter.add(chosen.tags)
             self._held += len(chosen.blocks)
@@ -418,8 +418,8 @@ class Stores:
             planned[group.index] = chosen
         return planned
 
-    def _planned_as(self, priority: Priority) -> Selection:
-        return self._planned.setdefault(priority, Selection(priority))
+    def _planned_as(self, terms: Terms) -> Selection:
+        return self._planned.setdefault(terms, Selection(terms))
 
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
         """Record which requests the chosen blocks belong to, for the trace and the KV events."""
@@ -427,7 +427,7 @@ class Stores:
             return
         ends = [*(span.begin for span in candidates.spans[1:]), len(candidates.hashes)]
         for span, end in zip(candidates.spans, ends, strict=False):
-            planned = self._planned_as(self.priorities.get(span.request.request_id, Priority.NORMAL))
+            planned = self._planned_as(self.terms.get(span.request.request_id, DEFAULT_TERMS))
             traceparent = sampled_traceparent_of(span.request) if planned.traceparent is None else None
             if traceparent is None and self._events is None:
                 continue
@@ -455,7 +455,7 @@ class Stores:
         self._running[number] = _Store(planned, blocks, self._world_size, (self._now, self._step))
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
-        return StoreJob(number, blocks, planned.traceparent, planned.priority)
+        return StoreJob(number, blocks, planned.traceparent, planned.terms)
 
     def take_report(self, report: RankReport) -> None:
         for number, count in report.stored.items():
@@ -495,6 +495,6 @@ class Stores:
             tags = tags_of(each.group, each.hashes, len(each))
             self._stored_filter.discard(tags)
             if retry:
-                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags, selection.priority))
+                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags, selection.terms))
             elif self._events is not None:
                 self._events.not_stored(each.group, each.split())

@@ -221,7 +221,14 @@ class WorkerSide:
                 blocks = [
                     Blocks(each.group, each.hashes, each.block_ids, each.notes if noted else b"") for each in mine
                 ]
-                job = client.store(blocks, after=after, traceparent=store.traceparent, priority=store.priority)
+                job = client.store(
+                    blocks,
+                    after=after,
+                    traceparent=store.traceparent,
+                    priority=store.terms.priority,
+                    ttl=store.terms.ttl,
+                    idle_ttl=store.terms.idle_ttl,
+                )
                 self._stores[job] = store
 
     def submit_rest(self) -> None:

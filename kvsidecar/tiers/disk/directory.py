@@ -20,6 +20,7 @@ from kvsidecar.support import log, private_files
 from kvsidecar.support.file_lock import RETRY_SECONDS, try_lock
 from kvsidecar.support.units import format_size
 from kvsidecar.tiers.disk.extents import PAGE
+from kvsidecar.tiers.disk.names import KeptNames
 
 EXTENTS: Final = "kvsidecar-disk-extents"
 INDEX: Final = "kvsidecar-disk-index"
@@ -106,6 +107,10 @@ class DiskDirectory:
                 time.sleep(RETRY_SECONDS)
         except OSError as error:
             raise TierFailed(f"the disk tier's directory {self.path} cannot be locked: {error.strerror}") from error
+
+    def names(self, limit: int) -> KeptNames:
+        """The file that says which namespaces the shards are of. Close it before the directory."""
+        return KeptNames(self._fd, self.path, limit)
 
     def open(self, facts: TableFacts) -> tuple[DiskFiles, bool]:
         """The files that an earlier run has left, if they fit, else new ones. Returns them, and whether they are new.

@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,16 +27,16 @@ from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_table import Outlet
-from kvsidecar.cache.shares import ShareLimits
+from kvsidecar.cache.shares import Share, ShareLimits
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, size_class
-from kvsidecar.errors import TierFailed
+from kvsidecar.errors import Refusal, TierFailed
 from kvsidecar.pool.record_table import TableFacts
 from kvsidecar.support import log
 from kvsidecar.support.patterns import covers
 from kvsidecar.support.units import MiB, format_size
 from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
 from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, TierShare, WriteEnd, namespace_digest
+from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, ShareUse, TierShare, WriteEnd, namespace_digest
 from kvsidecar.types import LookupMode, Namespace
 
 SLAB_BYTES: Final = 64 * MiB
@@ -86,11 +87,14 @@ class DiskEngine:
         self._extents = ExtentFile(self._files.extents_fd, str(path / EXTENTS), direct=self._files.direct)
         self._recorded = np.zeros(-(-capacity // facts.slab_bytes), np.int64)
         """Per slab, how many of its slots have disk space for their records, as far as known."""
+        self._quota_blocks = 0
+        """Shards that were not read or written for the sake of what other shares are guaranteed."""
         self._forgotten_blocks = 0
         """With the spaces that were too many."""
         self._shares: list[ShareLimits] = []
-        self._namespaces: dict[str, Namespace] = {}
-        """By their digests, which are all that the files tell. A call for one of its blocks tells which one it is."""
+        self._names = self._directory.names(2 * MAX_SPACES)
+        self._namespaces = self._names.open(self._digests())
+        """By their digests, which are all that the index tells."""
         self._probe = threading.Lock()
         report = self._cache.adopted
         _log.info(
@@ -159,7 +163,7 @@ class DiskEngine:
         return ends
 
     def _pin(self, space: ShardSpace, hashes: Sequence[bytes]) -> tuple[list[int], LoadGrant | None]:
-        """Which of these are there; they stay until the grant ends."""
+        """Which of these are there, or as many of the first as its share may pin; they stay until the grant ends."""
         known = self._cache.find_space(self._learn(space), space.group)
         if known is None:
             return [], None
@@ -167,10 +171,17 @@ class DiskEngine:
         which = [i for i, hit in enumerate(hits) if hit]
         if not which:
             return [], None
-        grant = self._cache.begin_load([(known, 0, [hashes[i] for i in which])], None, 0.0)
-        if isinstance(grant, LoadGrant):
-            return which, grant
-        raise AssertionError(f"what a lookup has just found cannot be pinned: {grant}")
+        wanted = len(which)
+        while which:
+            grant = self._cache.begin_load([(known, 0, [hashes[i] for i in which])], None, 0.0)
+            if isinstance(grant, LoadGrant):
+                self._quota_blocks += wanted - len(which)
+                return which, grant
+            if grant is not Refusal.QUOTA:
+                raise AssertionError(f"what a lookup has just found cannot be pinned: {grant}")
+            which = which[: len(which) // 2]  # others could not have their guarantee at once
+        self._quota_blocks += wanted
+        return [], None
 
     # -- write -----------------------------------------------------------------------------------------------------
 
@@ -178,6 +189,7 @@ class DiskEngine:
         self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview], checksums: Sequence[int | None]
     ) -> list[WriteEnd]:
         ends = [WriteEnd.FULL] * len(hashes)
+        self._names.add(space.namespace, self._digests_now)  # before a shard of it is there
         with self._lock:
             known = self._open_space(space)
             grant, count = (None, 0) if known is None else self._reserve(known, hashes)
@@ -206,7 +218,7 @@ class DiskEngine:
         if size_class(space.shard_bytes) > self._files.facts.slab_bytes:
             return None
         if cache.find_space(name, space.group) is None and len(cache.spaces) >= MAX_SPACES:
-            unused = [each for each in cache.spaces if not each.users]
+            unused = self._forgettable()
             if not unused:
                 return None
             oldest = min(unused, key=lambda each: int(each.blocks.last_used.max()))
@@ -214,22 +226,40 @@ class DiskEngine:
             self._forgotten_blocks += cache.clear(oldest.namespace)
         return cache.open_space(name, space.group, 1, 0, space.shard_bytes)
 
+    def _forgettable(self) -> list[Space]:
+        """Spaces that nobody writes to, and that may go: no share loses what it is guaranteed, unless it has more than
+        its part of all spaces."""
+        count = Counter(each.share for each in self._cache.spaces)
+        most = MAX_SPACES // len(self._cache.shares)
+
+        def may_go(payer: Share, nbytes: int) -> bool:
+            kept = payer.used - nbytes >= payer.guaranteed
+            return not payer.guaranteed or kept or count[payer] > most
+
+        return [each for each in self._cache.spaces if not each.users and may_go(each.share, each.blocks.used_bytes)]
+
     def _reserve(self, known: Space, hashes: Sequence[bytes]) -> tuple[StoreGrant | None, int]:
         """Extents for these shards, or for as many of the first as there is room for; and how many these are."""
-        count = len(hashes)
+        count, refusal = len(hashes), None
         try:
             if known.share.most is not None and known.share.used > known.share.most:
                 self._cache.sweep()  # its maximum was lowered, or its kept blocks had no share: a piece with each write
-            while count:
-                grant = self._cache.begin_store([(known, 0, hashes[:count])])
-                if isinstance(grant, StoreGrant):
-                    return grant, count
-                count //= 2
+            grant = None
+            while count and grant is None:
+                found = self._cache.begin_store([(known, 0, hashes[:count])])
+                if isinstance(found, StoreGrant):
+                    grant = found
+                else:
+                    refusal = found
+                    count //= 2
         except BaseException:
             self._cache.close_space(known)
             raise
-        self._cache.close_space(known)
-        return None, 0
+        if refusal is Refusal.QUOTA:
+            self._quota_blocks += len(hashes) - count
+        if grant is None:
+            self._cache.close_space(known)
+        return grant, count
 
     def _allocate_records(self, slots: Ints) -> None:
         """Take disk space for the records of these slots' slabs."""
@@ -255,7 +285,8 @@ class DiskEngine:
     def set_shares(self, shares: Sequence[TierShare]) -> None:
         with self._lock:
             self._shares = [
-                ShareLimits(each.name, partial(self._covers, each.patterns), most=each.most) for each in shares
+                ShareLimits(each.name, partial(self._covers, each.patterns), each.guaranteed, each.most)
+                for each in shares
             ]
             self._cache.set_shares(self._shares)
 
@@ -269,12 +300,20 @@ class DiskEngine:
         name = _name(space)
         if name.model not in self._namespaces:
             if len(self._namespaces) >= MAX_SPACES:
-                there = {each.namespace.model for each in self._cache.spaces}
+                there = self._digests()
                 self._namespaces = {digest: each for digest, each in self._namespaces.items() if digest in there}
             self._namespaces[name.model] = space.namespace
             if self._shares and any(each.namespace.model == name.model for each in self._cache.spaces):
                 self._cache.set_shares(self._shares)
         return name
+
+    def _digests(self) -> set[str]:
+        """Of the namespaces that have shards."""
+        return {each.namespace.model for each in self._cache.spaces}
+
+    def _digests_now(self) -> set[str]:
+        with self._lock:
+            return self._digests()
 
     def forget(self, namespace: Namespace | None) -> int:
         count = 0
@@ -336,9 +375,15 @@ class DiskEngine:
                 evicted_blocks=now.evicted_blocks + self._forgotten_blocks,
                 kept_blocks=report.kept_blocks,
                 dropped_blocks=dict(report.dropped),
+                quota_blocks=self._quota_blocks,
+                shares=[
+                    ShareUse(each.name, each.used, each.guaranteed, each.most, each.busy, each.evicted)
+                    for each in (self._cache.shares if self._shares else ())
+                ],
             )
 
     def close(self) -> None:
+        self._names.close()
         self._files.close()
         self._directory.close()
 

@@ -20,6 +20,7 @@ from kvsidecar.tiers.disk import directory, engine
 from kvsidecar.tiers.disk.directory import EXTENTS, INDEX, MAX_STARTS
 from kvsidecar.tiers.disk.engine import DiskEngine
 from kvsidecar.tiers.disk.extents import Unreadable
+from kvsidecar.tiers.disk.names import NAMES
 from kvsidecar.tiers.engine import ReadEnd, WriteEnd
 from tests.failpoints import active
 from tests.tiers.support import PAGE, key, memory, read, space, there, write
@@ -388,7 +389,9 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_what_is_made_is_for_nobody_else(tier: DiskEngine, tmp_path: Path) -> None:
     made = tmp_path / "tier"
     assert made.stat().st_mode & 0o777 == 0o700
-    assert {file.name: file.stat().st_mode & 0o777 for file in made.iterdir()} == {EXTENTS: 0o600, INDEX: 0o600}
+    assert {file.name: file.stat().st_mode & 0o777 for file in made.iterdir()} == dict.fromkeys(
+        (EXTENTS, INDEX, NAMES), 0o600
+    )
 
 
 def test_a_capacity_without_room_is_refused_in_one_sentence_and_leaves_nothing(

@@ -1,15 +1,19 @@
-"""Shares of tenants on a disk: the most that each may have."""
+"""Shares of tenants on a disk: what is guaranteed to each, and the most that each may have."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvsidecar.tiers.disk import engine as module
 from kvsidecar.tiers.disk.engine import DiskEngine
-from kvsidecar.tiers.engine import ReadEnd, TierShare, WriteEnd
+from kvsidecar.tiers.engine import ReadEnd, TierShare, WriteEnd, namespace_digest
 from tests.tiers.support import PAGE, read, space, there, write
 
 CAPACITY = 64
@@ -72,7 +76,96 @@ def test_a_smaller_maximum_moves_nothing_until_the_share_writes(tier: DiskEngine
     assert there(tier, A, range(40)) == list(range(32, 40))
 
 
-def test_what_was_kept_counts_from_the_first_call_that_names_it(tmp_path: Path) -> None:
+def guaranteed(a: int, b: int = 0) -> tuple[TierShare, ...]:
+    return TierShare("a", ("team-a/*",), None, a * PAGE), TierShare("b", ("team-b",), None, b * PAGE)
+
+
+def test_what_is_guaranteed_to_a_share_stays_whatever_others_write(tier: DiskEngine) -> None:
+    tier.set_shares(guaranteed(10))
+    write_each(tier, A, 20)
+    assert set(write_each(tier, B, 3 * CAPACITY)) == {WriteEnd.DONE}
+    assert there(tier, A, range(20)) == list(range(10, 20)), "what it had borrowed is gone"
+    assert set(read(tier, A, range(10, 20)).values()) == {ReadEnd.DONE}
+    use = {each.name: (each.used // PAGE, each.guaranteed // PAGE, each.most) for each in tier.stats().shares}
+    assert use == {"a": (10, 10, None), "b": (CAPACITY - 10, 0, None), "unassigned": (0, 0, None)}
+
+
+def test_a_share_takes_back_what_is_guaranteed_to_it(tier: DiskEngine) -> None:
+    tier.set_shares(guaranteed(10))
+    write_each(tier, B, CAPACITY)
+    assert set(write_each(tier, A, 10)) == {WriteEnd.DONE}
+    assert len(there(tier, B, range(CAPACITY))) == CAPACITY - 10
+
+
+def test_of_a_disk_that_is_guaranteed_to_others_nothing_is_written_and_that_is_counted(tier: DiskEngine) -> None:
+    tier.set_shares(())
+    write_each(tier, space("nobody's"), 3)
+    tier.set_shares(guaranteed(40, CAPACITY - 40))
+    assert write(tier, space("nobody's"), [10, 11]) == [WriteEnd.FULL] * 2
+    assert set(read(tier, space("nobody's"), range(3)).values()) == {ReadEnd.MISS}, "read, it could not be given back"
+    assert tier.stats().quota_blocks == 5
+    assert set(write_each(tier, A, 40)) == {WriteEnd.DONE}
+    tier.set_shares(guaranteed(40, CAPACITY - 42))
+    assert list(read(tier, space("nobody's"), range(3)).values()) == [ReadEnd.DONE, ReadEnd.MISS, ReadEnd.MISS]
+    assert tier.stats().quota_blocks == 7
+
+
+def test_a_guarantee_holds_for_what_an_earlier_process_has_kept(tmp_path: Path) -> None:
+    before = opened(tmp_path)
+    before.set_shares(guaranteed(10))
+    write_each(before, A, 5)
+    write_each(before, A2, 5)
+    before.close()
+    after = opened(tmp_path)
+    after.set_shares(guaranteed(10))
+    write_each(after, B, 3 * CAPACITY)
+    assert (len(there(after, A, range(5))), len(there(after, A2, range(5)))) == (5, 5)
+    after.close()
+
+
+def test_spaces_that_are_too_many_cost_no_share_its_guarantee(
+    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SPACES", 4)
+    tier.set_shares(guaranteed(10))
+    write_each(tier, A, 10)
+    for number in range(10):
+        assert write(tier, space(f"another {number}"), [1]) == [WriteEnd.DONE]
+    assert len(there(tier, A, range(10))) == 10
+    for number in range(3):
+        assert write(tier, space(f"team-a/{number}"), [1]) == [WriteEnd.DONE]
+    assert write(tier, A2, [1]) == [WriteEnd.DONE], "of its own it may lose one"
+    assert not there(tier, A, range(10))
+
+
+def test_a_guarantee_keeps_no_more_spaces_than_a_shares_part_of_them(
+    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SPACES", 6)
+    tier.set_shares(guaranteed(10))
+    mine = [space(f"team-a/{number}") for number in range(6)]
+    for each in mine:
+        write(tier, each, [1])
+    for number in range(20):
+        assert write(tier, space(f"another {number}"), [1]) == [WriteEnd.DONE]
+    assert [bool(there(tier, each, [1])) for each in mine] == [False] * 4 + [True] * 2
+
+
+def test_a_space_that_a_share_has_borrowed_is_forgotten_as_any_other(
+    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SPACES", 6)
+    tier.set_shares(guaranteed(10))
+    write_each(tier, A, 10)
+    write_each(tier, A2, 2)
+    others = [space(f"another {number}") for number in range(5)]
+    for each in others:
+        write(tier, each, [1])
+    assert (len(there(tier, A, range(10))), there(tier, A2, range(2))) == (10, [])
+    assert [there(tier, each, [1]) for each in others] == [[1]] * 5
+
+
+def test_what_was_kept_counts_at_once(tmp_path: Path) -> None:
     before = opened(tmp_path)
     before.set_shares(SHARES)
     write_each(before, A, 8)
@@ -81,8 +174,7 @@ def test_what_was_kept_counts_from_the_first_call_that_names_it(tmp_path: Path) 
     before.close()
     after = opened(tmp_path)
     after.set_shares(SHARES)
-    kept = len(there(after, A, range(8))) + len(there(after, A2, range(8)))
-    assert kept == 8
+    assert {each.name: each.used for each in after.stats().shares} == {"a": 8 * PAGE, "b": 8 * PAGE, "unassigned": 0}
     write_each(after, A, 4, first=100)
     assert len(there(after, A, [*range(8), *range(100, 104)])) + len(there(after, A2, range(8))) <= 8
     assert there(after, A, range(100, 104)) == list(range(100, 104))
@@ -100,3 +192,85 @@ def test_names_that_were_only_asked_for_are_forgotten(tier: DiskEngine, monkeypa
     tier.set_shares(SHARES)
     write_each(tier, A, 4, first=50)
     assert len(there(tier, A, range(60))) + len(there(tier, A2, range(4))) == 8, "both are still known"
+
+
+SPACES = {"a": (A, A2), "b": (B,), "other": (space("nobody's"),)}
+PARTS = st.sampled_from([(4, 2), (8, 0), (0, 0), (3, 5), (2, 6)])
+NUMBERS = st.lists(st.integers(0, 5), unique=True, min_size=1, max_size=4)
+WHICH = st.sampled_from([(share, at) for share, spaces in SPACES.items() for at in range(len(spaces))])
+
+
+class DiskSharesMachine(RuleBasedStateMachine):
+    """Any calls, reloads and restarts, on a disk of eight extents: no call costs another share what it is guaranteed,
+    and a share can write what is guaranteed to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+
+    @initialize(parts=PARTS)
+    def start(self, parts: tuple[int, int]) -> None:
+        self.parts = parts
+        self.open()
+
+    def open(self) -> None:
+        path = Path(self.place.name) / "tier"
+        self.tier = DiskEngine(path, 8 * PAGE, slab_bytes=4 * PAGE, lock_seconds=0)
+        self.tier.set_shares(guaranteed(*self.parts))
+
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            self.tier.close()
+        self.place.cleanup()
+
+    def pages(self) -> dict[str, int]:
+        """Of each share. Nothing is looked up: that would tell the engine whose it is."""
+        of = {namespace_digest(each.namespace): share for share, spaces in SPACES.items() for each in spaces}
+        found = dict.fromkeys(SPACES, 0)
+        for each in self.tier._cache.spaces:
+            found[of[each.namespace.model]] += each.blocks.readable
+        return found
+
+    def check(self, share: str, before: dict[str, int]) -> None:
+        promised = dict(zip(("a", "b"), self.parts, strict=True))
+        for other, pages in self.pages().items():
+            assert other == share or pages >= min(before[other], promised.get(other, 0)), f"{share} took from {other}"
+
+    @rule(which=WHICH, numbers=NUMBERS)
+    def write(self, which: tuple[str, int], numbers: list[int]) -> None:
+        share, at = which
+        before = self.pages()
+        ends = write(self.tier, SPACES[share][at], numbers)
+        if before[share] + len(numbers) <= dict(zip("ab", self.parts, strict=True)).get(share, 0):
+            assert WriteEnd.FULL not in ends, "within its guarantee"
+        self.check(share, before)
+
+    @rule(which=WHICH, numbers=NUMBERS)
+    def read(self, which: tuple[str, int], numbers: list[int]) -> None:
+        before = self.pages()
+        read(self.tier, SPACES[which[0]][which[1]], numbers)
+        assert self.pages() == before
+
+    @rule(which=WHICH)
+    def forget(self, which: tuple[str, int]) -> None:
+        before = self.pages()
+        self.tier.forget(SPACES[which[0]][which[1]].namespace)
+        self.check(which[0], before)
+
+    @rule(parts=PARTS)
+    def reload(self, parts: tuple[int, int]) -> None:
+        before = self.pages()
+        self.parts = parts
+        self.tier.set_shares(guaranteed(*parts))
+        assert self.pages() == before, "a reload moves nothing"
+
+    @rule()
+    def reopen(self) -> None:
+        before = self.pages()
+        self.tier.close()
+        self.open()
+        assert self.pages() == before
+
+
+DiskSharesMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestDiskShares = pytest.mark.no_cover(DiskSharesMachine.TestCase)

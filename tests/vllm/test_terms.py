@@ -1,0 +1,39 @@
+"""How long a request's blocks are kept, as its ``kv_transfer_params`` say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.harness import DaemonProcess, eventually
+from tests.vllm.engine import Answer, Engine, Prompt, input_of, join, kvsidecar, prompt, running, sampling
+
+
+def ask(engine: Engine, what: Prompt, times: dict[str, Any] | None = None) -> Answer:
+    """Run one request until the engine has nothing to do."""
+    params = sampling(4)
+    if times is not None:
+        params.extra_args = {"kv_transfer_params": {"kvsidecar": times}}
+    engine.engine.add_request(f"terms {next(engine._names)}", input_of(what), params)
+    (answer,) = engine.run().values()
+    engine.drain()
+    return answer
+
+
+def test_the_blocks_of_a_request_with_a_time_expire_and_others_stay(model: str, daemon: DaemonProcess) -> None:
+    with running(model, kvsidecar(daemon.socket)) as engine:
+        join(engine, daemon)
+        joined = daemon.metric("kvsidecar_blocks")
+        short, idle, wrong, plain = (prompt(name, 300) for name in ("short", "idle", "wrong", "plain"))
+        before = ask(engine, plain)
+        blocks = daemon.metric("kvsidecar_blocks") - joined
+        assert blocks > 0
+        ask(engine, short, {"ttl": 1})
+        ask(engine, idle, {"idle_ttl": "1s"})
+        ask(engine, wrong, {"ttl": "soon"})
+        eventually(lambda: daemon.metric("kvsidecar_expired_blocks_total") == 3 * blocks)
+        assert engine.reset()
+        assert [ask(engine, each).cached for each in (short, idle, wrong)] == [0, 0, 0]
+        again = ask(engine, plain)
+        assert (again.cached, again.tokens) == (288, before.tokens)
+        counters = engine.counters()
+        assert (counters["vllm:kvsidecar_ttl_requests"], counters["vllm:kvsidecar_bad_ttls"]) == (3, 1)
