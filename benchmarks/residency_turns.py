@@ -2,19 +2,18 @@
 
     python -m benchmarks.residency_turns [--rounds 40] [--jobs 400] [--lookups 300] [--watchers 2] [--block 64KiB]
 
-One daemon of the host device, one rank, watchers in a process of their own, which follow what they are told as engines
-with KV events do. With them, stores carry notes on 16 tokens a block. In each round the same is done without and with
-them, in changing order: jobs of 32 blocks, each of which evicts as many, four in flight; and lookups of 512
-blocks. Printed are the medians over the rounds, in microseconds, and with / without of the same round: its median, and
-the first and the last tenth. "cpu" is what a job takes of the daemon's main thread, which the rest of a busy machine
-hardly changes.
+Two daemons of the host device, one rank each; one of them has watchers, in a process of their own, which follow all the
+time what they are told, as engines with KV events do, and its stores carry notes on 16 tokens a block. In each round
+the same is done with both, in changing order: jobs of 32 blocks, each of which evicts as many, four in flight; and
+lookups of 512 blocks. Printed are the medians over the rounds, in microseconds, and with / without of the same round:
+its median, and the first and the last tenth. "cpu" is what a job takes of the daemon's main thread, which the rest of a
+busy machine hardly changes.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import secrets
 import subprocess
 import sys
@@ -33,26 +32,25 @@ BLOCKS, HITS = 32, 512
 NOTE = bytes(105)
 
 WATCHERS = """
-import json, sys, time
+import select, sys
 from benchmarks.residency_turns import NAMESPACE
 from kvsidecar.client import Client, Residency
 
-clients = []
-for line in sys.stdin:
-    told = 0
-    if json.loads(line):
-        clients = [Client(sys.argv[1]) for _ in range(int(sys.argv[2]))]
-        for each in clients:
-            each.watch(NAMESPACE)
-        for each in clients:
-            while not any(change.kind is Residency.COMPLETE for change in each.take_residency()):
-                time.sleep(0.001)
-    else:
-        for each in clients:
-            told += sum(len(change.hashes) // 32 for change in each.take_residency(1 << 30))
-            each.close()
-    print(json.dumps(told), flush=True)
+clients = [Client(sys.argv[1]) for _ in range(int(sys.argv[2]))]
+for each in clients:
+    each.watch(NAMESPACE)
+complete, told = 0, 0
+while True:
+    asked = complete >= len(clients) and select.select([sys.stdin], [], [], 0.02)[0]
+    for each in clients:
+        for change in each.take_residency(1 << 30):
+            complete += change.kind is Residency.COMPLETE
+            told += len(change.hashes) // 32
+    if asked:
+        sys.stdin.readline()
+        print(told, flush=True)
 """
+"""Follow what they are told; a line is the question of how many blocks that were."""
 
 
 class Rank:
@@ -125,51 +123,62 @@ def main() -> None:
     parser.add_argument("--watchers", type=int, default=2)
     parser.add_argument("--block", type=parse_size, default=parse_size("64KiB"), help="bytes of a block")
     arguments = parser.parse_args()
+    started: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
-        address = str(Path(directory, "s"))
-        serve = ["serve", "--device", "host", "--socket", address, "--http-port", "0"]
-        serve += ["--pool-size", str(4 * HITS * arguments.block), "--memory-check", "off"]
-        daemon = subprocess.Popen([sys.executable, "-m", "kvsidecar", *serve], stderr=subprocess.DEVNULL)
-        watchers = subprocess.Popen(
-            [sys.executable, "-c", WATCHERS, address, str(arguments.watchers)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert watchers.stdin is not None
-        assert watchers.stdout is not None
 
-        def watch(on: bool) -> int:
-            print(json.dumps(on), file=watchers.stdin, flush=True)
-            return int(json.loads(watchers.stdout.readline()))
+        def start(*command: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            started.append(process)
+            return process
+
+        def daemon(name: str) -> tuple[str, int]:
+            address = str(Path(directory, name))
+            serve = ["-m", "kvsidecar", "serve", "--device", "host", "--socket", address, "--http-port", "0"]
+            serve += ["--pool-size", str(4 * HITS * arguments.block), "--memory-check", "off"]
+            process = start(*serve)
+            while not Path(address + ".attach").exists():
+                assert process.poll() is None, "the daemon has ended"
+                time.sleep(0.01)
+            return address, process.pid
 
         try:
-            while not Path(address + ".attach").exists():
-                time.sleep(0.01)
-            rank = Rank(address, arguments.block)
+            daemons = {on: daemon(str(on)) for on in (False, True)}
+            watchers = start("-c", WATCHERS, daemons[True][0], str(arguments.watchers))
+
+            def blocks_told() -> int:
+                assert watchers.stdin is not None
+                assert watchers.stdout is not None
+                print(file=watchers.stdin, flush=True)
+                return int(watchers.stdout.readline())
+
+            blocks_told()
+            ranks = {on: Rank(address, arguments.block) for on, (address, _) in daemons.items()}
             took: dict[tuple[str, bool], list[float]] = {
                 each: [] for each in itertools.product(["job", "cpu", "lookup"], [False, True])
             }
-            told = 0
             for number in range(arguments.rounds + 1):
                 for on in (False, True) if number % 2 else (True, False):
-                    if on:
-                        watch(True)
+                    rank, (_, pid) = ranks[on], daemons[on]
                     # The known blocks must survive what is stored: the daemon leases them meanwhile.
                     lease = rank.client.lookup(NAMESPACE, {0: rank.known}, lease_seconds=SECONDS).lease
-                    began = cpu_seconds(daemon.pid)
+                    began = cpu_seconds(pid)
                     job = rank.stores(arguments.jobs, noted=on)
-                    cpu = (cpu_seconds(daemon.pid) - began) / arguments.jobs
+                    cpu = (cpu_seconds(pid) - began) / arguments.jobs
                     lookup = rank.lookups(arguments.lookups)
                     rank.client.release(lease)
-                    if on:
-                        told += watch(False)
                     if number:  # the first round warms up
                         took["job", on].append(job)
                         took["cpu", on].append(cpu)
                         took["lookup", on].append(lookup)
+            told = blocks_told()
         finally:
-            for process in (watchers, daemon):
+            for process in started:
                 process.kill()
                 process.wait()
     print(f"{told} blocks were told to {arguments.watchers} watchers")

@@ -8,9 +8,12 @@ twice, but the last word on each block is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, Protocol
+
+import numpy as np
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
@@ -22,18 +25,20 @@ from kvsidecar.types import Namespace, Residency
 
 INTERVAL = 0.05
 """Seconds for which changes are collected: as many small stores become one message."""
-MAX_UPDATE_BYTES = 32 * 1024
+MAX_UPDATE_BYTES = 64 * 1024
 """Hashes and notes in one update, about."""
 MAX_LOG_BYTES = 4 * 1024 * 1024
 """Changes that wait to be sent, per namespace. With more, its watchers get a snapshot instead."""
 SNAPSHOT_ROWS = 1024
 """Rows of a table that one piece of a snapshot covers."""
-PIECES = 8
+PIECES = 4
 """Updates of a snapshot per `INTERVAL` and watcher: 160,000 blocks a second, or notes on 40,000."""
 MAX_NOTES_BYTES = 64 * 1024 * 1024
 """Notes that are kept for watchers to come, in all namespaces. The one that has most gives up its oldest."""
 LISTING_TURNS = int(30 / INTERVAL) * PIECES * 32
 """A snapshot does not wait for a tier for longer than half a minute: each turn of `flush` asks so often at most."""
+MAX_COMPARED = 8192
+"""Blocks that are looked at to join changes, per `INTERVAL` and namespace: it takes about a millisecond."""
 MAX_NOTE_BYTES = 16 * 1024
 """Of one block."""
 
@@ -79,7 +84,7 @@ class _Feed:
         self.behind: dict[int, _Behind] = {}
         """By group."""
         self._on_change = on_change
-        self._log: list[tuple[Residency, int, list[bytes], list[bytes]]] = []
+        self._log: list[Change] = []
         self._bytes = 0
         self.flooded = False
         """The log was given up."""
@@ -101,11 +106,7 @@ class _Feed:
         if self._bytes > MAX_LOG_BYTES:
             self.flooded, self._log, self._bytes = True, [], 0
             return
-        last = self._log[-1] if self._log else None
-        if last is not None and last[:2] == (kind, group) and not notes:
-            last[2].append(hashes)
-        else:
-            self._log.append((kind, group, [hashes], [notes]))
+        self._log.append(Change(kind, group, hashes, notes))
 
     def take(self, width: int) -> list[tuple[Change, ...]]:
         """The changes so far, in pieces for one update each.
@@ -116,8 +117,7 @@ class _Feed:
         log, self._log, self._bytes, self.flooded = self._log, [], 0, False
         pieces: list[list[Change]] = []
         room = 0
-        for kind, group, hashes, notes in log:
-            whole = Change(kind, group, b"".join(hashes), b"".join(notes))
+        for whole in joined(log, width):
             for change in split(whole, width):
                 nbytes = len(change.hashes) + len(change.notes)
                 if room < nbytes or not pieces:
@@ -396,6 +396,67 @@ class Watches:
         while waits > 0 and any(each.watched is not None and not each.listed for each in feed.behind.values()):
             waits -= 1
             yield None
+
+
+_JOINED: Final = {Residency.NOTES: 0, Residency.REMOVED: 1, Residency.STORED: 2}
+"""Kinds of which `joined` makes one change for each group, in this order."""
+
+
+def joined(log: Sequence[Change], width: int) -> list[Change]:
+    """The same in as few changes as possible: each costs a watcher more than the hashes in it.
+
+    Notes go first, as whoever announces a block needs them. Of what is stored and removed the order matters only for
+    a block that is both: then it is kept, and likewise around all other kinds.
+
+    Args:
+        width: of a hash.
+    """
+    result: list[Change] = []
+    run: list[Change] = []
+    for change in log:
+        if change.kind in _JOINED:
+            run.append(change)
+        else:
+            result += _joined_run(run, width)
+            result.append(change)
+            run = []
+    return result + _joined_run(run, width)
+
+
+def _joined_run(run: Sequence[Change], width: int) -> list[Change]:
+    alike: dict[tuple[int, int, int], list[Change]] = {}
+    for change in run:
+        note_bytes = len(change.notes) * width // len(change.hashes)
+        alike.setdefault((_JOINED[change.kind], change.group, note_bytes), []).append(change)
+    in_order = [alike[key] for key in sorted(alike)]
+    changed = [same for same in in_order if same[0].kind is not Residency.NOTES]
+    if _may_be_both(changed, width):
+        ordered = [change for change in run if change.kind is not Residency.NOTES]
+        changed = [list(same) for _, same in groupby(ordered, lambda change: (change.kind, change.group))]
+    return [
+        Change(
+            same[0].kind,
+            same[0].group,
+            b"".join([each.hashes for each in same]),
+            b"".join([each.notes for each in same]),
+        )
+        for same in [*(same for same in in_order if same[0].kind is Residency.NOTES), *changed]
+    ]
+
+
+def _may_be_both(changed: Sequence[Sequence[Change]], width: int) -> bool:
+    """False if nothing is both removed and stored. Looks at 8 bytes of each hash, and at `MAX_COMPARED` at most."""
+    removed = b"".join([each.hashes for same in changed for each in same if each.kind is Residency.REMOVED])
+    stored = b"".join([each.hashes for same in changed for each in same if each.kind is Residency.STORED])
+    if not removed or not stored:
+        return False
+    if width < 8 or len(removed) + len(stored) > MAX_COMPARED * width:
+        return True
+    gone, come = (
+        np.frombuffer(hashes, np.uint8).reshape(-1, width)[:, :8].copy().view(np.uint64).ravel()
+        for hashes in (removed, stored)
+    )
+    return not set(gone.tolist()).isdisjoint(come.tolist())
 
 
 def split(change: Change, width: int) -> list[Change]:

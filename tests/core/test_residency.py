@@ -12,7 +12,7 @@ from kvsidecar.cache.block import Space
 from kvsidecar.core import residency
 from kvsidecar.core.fetches import shard_space
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.residency import Change, Update, Watch, Watches, split
+from kvsidecar.core.residency import Change, Update, Watch, Watches, joined, split
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.tiers.engine import ShardSpace
 from kvsidecar.tiers.telling import Told
@@ -272,6 +272,81 @@ def test_many_small_notes_fill_few_messages() -> None:
     daemon.settle()
     assert len(reader.notes) == 4000
     assert len(reader.updates) < 2 + 2 * 4000 * 132 / residency.MAX_UPDATE_BYTES
+
+
+def test_what_many_jobs_changed_is_three_changes() -> None:
+    names = [random.Random(i).randbytes(WIDTH) for i in range(40)]
+    log = []
+    for i in range(0, 40, 4):
+        stored, removed = b"".join(names[i : i + 2]), b"".join(names[i + 2 : i + 4])
+        log += [
+            Change(Residency.NOTES, 0, stored, f"note {i:03} note {i:03} ".encode()),
+            Change(Residency.REMOVED, 0, removed),
+            Change(Residency.STORED, 0, stored),
+        ]
+    notes, removed_all, stored_all = joined(log, WIDTH)
+    assert [each.kind for each in (notes, removed_all, stored_all)] == [
+        Residency.NOTES,
+        Residency.REMOVED,
+        Residency.STORED,
+    ]
+    assert stored_all.hashes == notes.hashes == b"".join(each.hashes for each in log if each.kind is Residency.STORED)
+    assert notes.notes == b"".join(each.notes for each in log)
+
+
+def test_notes_of_another_length_and_other_groups_are_changes_of_their_own() -> None:
+    first, second, third = keys("a", "b", "c")
+    log = [
+        Change(Residency.NOTES, 0, first, b"12"),
+        Change(Residency.STORED, 0, first),
+        Change(Residency.NOTES, 1, second, b"34"),
+        Change(Residency.STORED, 1, second),
+        Change(Residency.NOTES, 0, third, b"567"),
+        Change(Residency.STORED, 0, third),
+    ]
+    assert joined(log, WIDTH) == [
+        Change(Residency.NOTES, 0, first, b"12"),
+        Change(Residency.NOTES, 0, third, b"567"),
+        Change(Residency.NOTES, 1, second, b"34"),
+        Change(Residency.STORED, 0, first + third),
+        Change(Residency.STORED, 1, second),
+    ]
+
+
+@pytest.mark.parametrize("width", [4, 16, 32])
+@pytest.mark.parametrize("seed", range(20))
+def test_joined_changes_leave_the_same_behind(seed: int, width: int) -> None:
+    """Blocks come, go and come back in one interval, more or less of them, with whole groups cleared in between."""
+    draw = random.Random(seed)
+    names = [draw.randbytes(width) for _ in range(draw.choice([4, 40, 400]))]
+    kinds = [Residency.STORED, Residency.REMOVED, Residency.NOTES]
+    kinds += [Residency.CLEARED, Residency.TIER_STORED, Residency.TIER_REMOVED] if seed % 2 else []
+    log = []
+    for _ in range(draw.randrange(30)):
+        kind, some = draw.choice(kinds), draw.sample(names, 3)
+        hashes = b"" if kind is Residency.CLEARED else b"".join(some)
+        log.append(Change(kind, draw.randrange(2), hashes, b"note" * 3 if kind is Residency.NOTES else b""))
+
+    def state(changes: list[Change]) -> tuple[dict[tuple[int, bytes], bool], dict[tuple[int, bytes], bool]]:
+        pool: dict[tuple[int, bytes], bool] = {}
+        disk: dict[tuple[int, bytes], bool] = {}
+        for change in changes:
+            if change.kind is Residency.CLEARED:
+                pool = {key: False for key in pool if key[0] == change.group} | {
+                    key: there for key, there in pool.items() if key[0] != change.group
+                }
+            for i in range(0, len(change.hashes), width):
+                key = change.group, change.hashes[i : i + width]
+                match change.kind:
+                    case Residency.STORED | Residency.REMOVED:
+                        pool[key] = change.kind is Residency.STORED
+                    case Residency.TIER_STORED | Residency.TIER_REMOVED:
+                        disk[key] = change.kind is Residency.TIER_STORED
+        return {key: there for key, there in pool.items() if there}, {
+            key: there for key, there in disk.items() if there
+        }
+
+    assert state(joined(log, width)) == state(log)
 
 
 def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
