@@ -22,13 +22,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region, Residency, ResidencyChange
 from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.events import Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankMemory, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.linker.test_events import Watch, wire
 
 ROW = 64
 SIZES = (8, 64, 512, 2048)
@@ -84,6 +86,20 @@ class Bench:
         eventually(self.side.completed, "an offload")
         self.side.pop()
 
+    def events(self, timed: Callable[..., Any], keys: list[str]) -> None:
+        """What KV events add: SGLang's own event of these pages is read, they are noted with a store, and announced,
+        512 in a step, when the daemon tells that it has them."""
+        names = [int.from_bytes(bytes.fromhex(each)[:8], "big", signed=True) for each in keys]
+        own = wire.BlockStored(names, None, [1] * self.page * len(names), self.page, medium=wire.StorageMedium.GPU)
+        hashes, watch = b"".join(map(bytes.fromhex, keys)), Watch()
+        events = Events(wire, 0, self.page, watch, lambda hashes: hashes)
+        timed("events: nothing new", events.take, [])
+        timed("events: SGLang's own are read", events.take, [own])
+        assert any(timed("events: notes of a store", events.notes, 0, hashes))
+        watch.news = [ResidencyChange(Residency.RESET), ResidencyChange(Residency.STORED, 0, hashes)]
+        while not timed("events: the daemon's, a step", events.take, []):
+            pass
+
     def row(self, count: int, rounds: int) -> dict[str, list[float]]:
         """Seconds of each call, by name."""
         found: dict[str, list[float]] = {}
@@ -112,6 +128,7 @@ class Bench:
             side.loads.set_consumer(index)
             timed("load: wait for the first layers", side.loads.wait_until, 0)
             assert timed("load: wait for the others", side.loads.finish, index)
+            self.events(timed, new[0].keys)
         return found
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from kvsidecar.client import Residency, ResidencyChange
-from kvsidecar.integrations.vllm import known_blocks, residents
+from kvsidecar.integrations.residency import known_blocks, residents
+from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.integrations.residency.residents import DISK, Residents, media
 from kvsidecar.integrations.vllm.groups import Kind
-from kvsidecar.integrations.vllm.known_blocks import BlockInfo, KnownBlocks
-from kvsidecar.integrations.vllm.residents import DISK, Residents, media
 from kvsidecar.integrations.weights_version import WeightsVersion
 from tests.integrations.engine import chain, full, group
 

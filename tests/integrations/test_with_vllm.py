@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvsidecar.client import Residency, ResidencyChange
-from kvsidecar.integrations.vllm import events as vllm_events
+from kvsidecar.integrations.residency import announcements
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
@@ -431,7 +431,7 @@ def test_blocks_that_wait_to_be_stored_are_told_with_their_tokens() -> None:
 
 @pytest.mark.parametrize("loss", ["restart", "reset"])
 def test_routers_are_told_over_the_steps_what_the_daemon_has_lost(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_events, "RETRACTED_PER_STEP", 3)
+    monkeypatch.setattr(announcements, "RETRACTED_PER_STEP", 3)
     daemon = TinyDaemon()
     engine = Engine(MODELS["full"], daemon, events=True)
     engine.compute(engine.request("a", list(range(16 * 8))), 1000)
@@ -458,7 +458,7 @@ def test_routers_are_told_over_the_steps_what_the_daemon_has_lost(loss: str, mon
 
 
 def test_what_the_next_daemon_has_got_already_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_events, "RETRACTED_PER_STEP", 1)
+    monkeypatch.setattr(announcements, "RETRACTED_PER_STEP", 1)
     daemon = TinyDaemon()
     engine = Engine(MODELS["full"], daemon, events=True)
     engine.compute(engine.request("a", list(range(32))), 1000)
@@ -477,7 +477,7 @@ def test_what_the_next_daemon_has_got_already_is_not_taken_back(monkeypatch: pyt
 def test_only_so_many_announced_blocks_are_remembered_and_those_before_them_are_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_events, "MAX_ANNOUNCED", 4)
+    monkeypatch.setattr(announcements, "MAX_ANNOUNCED", 4)
     engine = Engine(MODELS["full"], TinyDaemon())
     events, hashes = Events(engine.groups), engine.request("a", list(range(16 * 6))).block_hashes
     events.stored(0, hashes)

@@ -15,19 +15,23 @@ from typing import Any
 import sglang
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation import kv_events
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel, get_serving
 
+from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.integrations.sglang import pools, ranks
 from kvsidecar.integrations.sglang.counters import Counters
-from kvsidecar.integrations.sglang.groups import groups_of
+from kvsidecar.integrations.sglang.events import Events
+from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.metrics import Metrics
 from kvsidecar.integrations.sglang.namespace import namespace_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankSide
+from kvsidecar.integrations.sglang.rank_side import RankSide, no_notes
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 from kvsidecar.integrations.sglang.weights import Weights, watch
 
@@ -63,6 +67,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.counters = Counters()
         self._side: RankSide | None = None
         self._metrics: Metrics | None = None
+        self._events: Announcing | None = None
         began = time.monotonic()
         mine = ranks.ranks_of(params)
         token = mine.token()
@@ -79,12 +84,14 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if problems or start is None:
             _log.error("kvsidecar: no offload: %s", problems[0])
             return
-        self._side, found_pools = start()
+        self._side, found_pools, self._events = start()
         self._end_watch = watch(SchedulerWeightUpdaterManager, self._weights.changing)
         self.layer_done_counter = self._side.loads
         self.pools = {PoolName(pool.name): pool for pool in found_pools}
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        if self._events is not None:
+            self._events.start(self)
         if params.enable_metrics:
             self._metrics = Metrics(self.counters, options.instance)
         atexit.register(self.close)
@@ -122,13 +129,17 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         order = pools.Order(device, self.forward_stream) if device.type == "cuda" else None
         self._weights = Weights(HASH_BYTES, lambda: get_serving().weight_version, token)
         instance = f"{options.instance} {token[:8]}"
+        full = groups.of(KV)
 
-        def start() -> tuple[RankSide, list[pools.Pool]]:
+        def start() -> tuple[RankSide, list[pools.Pool], Announcing | None]:
+            events = None
+            if params.enable_kv_cache_events and options.residency and full is not None:
+                events = Announcing(options, namespace, instance, full.index, params.page_size, self._weights)
             side = RankSide(
                 options, namespace, instance, groups, memory, mine, self._weights, self.counters,
-                page_size=params.page_size, order=order,
+                page_size=params.page_size, order=order, notes=no_notes if events is None else events.notes,
             )  # fmt: skip
-            return side, found
+            return side, found, events
 
         return start
 
@@ -169,4 +180,29 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if side is not None:
             atexit.unregister(self.close)
             self._end_watch()
+            if self._events is not None:
+                self._events.close()
             side.close()
+
+
+class Announcing:
+    """KV events of what the daemon holds, told to a client of its own: nothing that it waits for delays a lookup."""
+
+    def __init__(
+        self, options: Options, namespace: Namespace, instance: str, group: int, page_size: int, weights: Weights
+    ) -> None:
+        self._namespace = namespace
+        self._client = Client(options.socket, name=f"{instance} events", local_protocol=options.local_protocol)
+        self._events = Events(kv_events, group, page_size, self._client, lambda hashes: weights.keys(hashes))
+        self.notes = self._events.notes
+
+    def start(self, linker: KVSidecarLinker) -> None:
+        def is_mine(tree: UnifiedRadixCache) -> bool:
+            return tree.linker is not None and tree.linker.cache_linker is linker
+
+        self._end_wrap = self._events.wrap(UnifiedRadixCache, is_mine)
+        self._client.watch(self._namespace)
+
+    def close(self) -> None:
+        self._end_wrap()
+        self._client.close()

@@ -208,6 +208,7 @@ def split(parts: Sequence[Blocks], most: int) -> list[list[Blocks]]:
             end = min(count, first + room)
             assert isinstance(part.hashes, bytes)
             hashes, ids = part.hashes[first * width : end * width], part.block_ids[first:end]
-            jobs[-1].append(Blocks(part.group, hashes, ids, slice=part.slice))
+            each = len(part.notes) // count
+            jobs[-1].append(Blocks(part.group, hashes, ids, part.notes[first * each : end * each], slice=part.slice))
             room, first = room - (end - first), end
     return jobs

@@ -41,6 +41,7 @@ class Offloads:
     Args:
         stores: whether this rank stores its part of a group's blocks.
         order: called for each store: what it comes after, as `Client.store` takes it.
+        notes: of a group's blocks with these keys, joined.
         num_pages: of the pool of full attention.
         clock: monotonic seconds.
     """
@@ -51,12 +52,14 @@ class Offloads:
         groups: Groups,
         stores: Callable[[int], bool],
         order: Callable[[], Any],
+        notes: Callable[[int, bytes], bytes],
         num_pages: int,
         known: StoredFilter,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         self._jobs, self._groups, self._stores, self._order = jobs, groups, stores, order
+        self._notes = notes
         self._most_held = max(1, int(num_pages * HELD_FRACTION))
         self._known, self._counters, self._clock = known, counters, clock
         self._pending: deque[_Offload] = deque()
@@ -74,7 +77,7 @@ class Offloads:
                 continue
             tags = tags_of(group.index, found.keys, len(found))
             if not self._known.find(tags).all():
-                parts.append(Blocks(group.index, found.keys, found.ids))
+                parts.append(Blocks(group.index, found.keys, found.ids, self._notes(group.index, found.keys)))
                 offload.tags.append(tags)
             else:
                 known = True

@@ -45,6 +45,11 @@ class Options:
         read_seconds,
         "longest time that flush_cache and a weight update wait for stores; then the daemon hangs, and is given up",
     )
+    residency: bool = option(
+        True,
+        read_flag,
+        "with KV events: announce what the daemon holds, whichever engine has stored it, and what it evicts",
+    )
     local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
 
     @classmethod

@@ -28,6 +28,11 @@ _log = logging.getLogger("kvsidecar.sglang")
 CLOSE_SECONDS = 10.0
 
 
+def no_notes(_group: int, _keys: bytes) -> bytes:
+    """No other engine needs to know anything."""
+    return b""
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """The memory that one rank registers."""
@@ -65,6 +70,7 @@ class RankSide:
         instance: name of the engine, the same for all of its ranks and unique on the node.
         page_size: tokens in a page.
         order: None if kernels are synchronous.
+        notes: what other engines need to know about a group's blocks with these keys, joined.
         clock: monotonic seconds.
     """
 
@@ -81,6 +87,7 @@ class RankSide:
         *,
         page_size: int,
         order: Order | None = None,
+        notes: Callable[[int, bytes], bytes] = no_notes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options, self._groups, self._ranks, self._page_size = options, groups, ranks, page_size
@@ -104,6 +111,7 @@ class RankSide:
             groups,
             lambda group: ranks.rank == 0 or group not in replicated,
             self._after,
+            notes,
             num_pages,
             self._known,
             counters,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.stored_filter import Mask, StoredFilter, Tags
-from kvsidecar.integrations.vllm.metadata import split_hashes
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 

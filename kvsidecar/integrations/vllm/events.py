@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from typing import Any
 
+from kvsidecar.integrations.residency.announcements import Announcements
+from kvsidecar.integrations.residency.known_blocks import UNKNOWN, BlockInfo, KnownBlocks
+from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, group_of, media
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known_blocks import UNKNOWN, BlockInfo, KnownBlocks
-from kvsidecar.integrations.vllm.residents import DISK, Residents, Watch, group_of, media
 
 _SPEC_KINDS = {
     Kind.FULL: "full_attention",
@@ -24,13 +24,6 @@ _SPEC_KINDS = {
     Kind.STATE: "mamba",
 }
 """Values of vLLM's ``KVCacheSpecKind``."""
-
-MAX_ANNOUNCED = 1 << 19
-"""Most announced blocks, at 110 bytes each. Beyond it the oldest are retracted early: a router that does not know a
-block sends some requests elsewhere, but one that believes in a lost block sends all of them to a miss."""
-RETRACTED_PER_STEP = 1024
-"""Most blocks of one group that one step retracts when all are lost."""
-
 
 Loaded = dict[bytes, BlockInfo]
 """By hash, what an event says about a block that is being loaded."""
@@ -58,17 +51,13 @@ class Events:
         self._known = KnownBlocks(groups, hash_bytes)
         self.keys: Callable[[bytes], bytes] = lambda hashes: hashes
         """Converts between joined hashes and the daemon's keys, in both directions."""
-        self._residents = (
-            None
-            if watch is None
-            else Residents(groups, hash_bytes, watch, self._known, self, lambda hashes: self.keys(hashes))
-        )
-        self._doubted: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
-        self._most = max(1, MAX_ANNOUNCED // len(groups))
-        # By group, in the order of their announcement.
-        self._announced: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
-        self._to_retract: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
         self._events: list[Any] = []
+        self._announcements = Announcements(self._groups, len(groups), self._announce, self._retract)
+        self._residents: Residents | None = None
+        if watch is not None:
+            self._residents = Residents(
+                groups, hash_bytes, watch, self._known, self._announcements, lambda hashes: self.keys(hashes)
+            )
 
     def note(self, request: Any, group: Group, index: int, block_hash: bytes) -> None:
         """Keep what an event needs to know about a block that is going to be stored.
@@ -97,8 +86,11 @@ class Events:
         Args:
             blocks: hashes, and the blocks' indices in the request's table.
         """
-        announced = self._announced[group.index]
-        return {each: self._describe(request, group, at) for each, at in blocks.items() if each not in announced}
+        return {
+            each: self._describe(request, group, at)
+            for each, at in blocks.items()
+            if not self._announcements.is_announced(group.index, each)
+        }
 
     def _describe(self, request: Any, group: Group, index: int) -> BlockInfo:
         lora = request.lora_request
@@ -120,8 +112,8 @@ class Events:
             hashes = [each for each in hashes if not follows.was_removed(index, each)]
         taken = self._known.pop if self._residents is None else self._known.get
         for each in hashes:
-            if self._residents is None or not self.is_announced(index, each):
-                self.announce(index, each, taken(index, each) or UNKNOWN)
+            if self._residents is None or not self._announcements.is_announced(index, each):
+                self._announcements.announce(index, each, taken(index, each) or UNKNOWN)
 
     def loaded(self, index: int, blocks: Loaded) -> None:
         """Announce blocks that were loaded, unless they have been announced meanwhile."""
@@ -130,37 +122,45 @@ class Events:
                 self._known.add(index, each, info)
             if self._follows is not None:
                 self._follows.announce(index, each)
-            elif each not in self._announced[index]:
-                self.announce(index, each, info)
+            elif not self._announcements.is_announced(index, each):
+                self._announcements.announce(index, each, info)
 
-    # -- what is announced ---------------------------------------------------------------------------------------
+    def not_stored(self, index: int, hashes: Iterable[bytes]) -> None:
+        for each in hashes if self._residents is None else ():
+            self._known.pop(index, each)
 
-    def is_announced(self, index: int, block_hash: bytes) -> bool:
-        return block_hash in self._announced[index]
+    def removed(self, index: int, hashes: Iterable[bytes]) -> None:
+        """A lookup has not found these: retract those that were announced. The lookup may be older than what the daemon
+        has told."""
+        follows = self._follows
+        for each in hashes:
+            if follows is None or not follows.is_held(index, each):
+                self._announcements.retract(index, [each])
 
-    def confirm(self, index: int, block_hash: bytes) -> bool:
-        if block_hash not in self._doubted[index]:
-            return False
-        del self._doubted[index][block_hash]
-        self._announced[index][block_hash] = None
-        return True
+    def all_removed(self) -> None:
+        """The ranks are attached to another daemon run, which may have none of the blocks: retract everything, over the
+        next steps. If the daemon tells what it holds, that is known already."""
+        if self._follows is None:
+            self.reset()
 
-    def doubt(self) -> None:
-        for index, announced in self._announced.items():
-            self._doubted[index] |= announced
-            self._announced[index] = {}
+    def reset(self) -> None:
+        """The weights may have changed: retract everything, over the next steps."""
+        self._announcements.retract_everything()
 
-    def doubt_no_more(self) -> None:
-        for index, doubted in self._doubted.items():
-            self._to_retract[index] |= doubted
-            self._doubted[index] = {}
+    @property
+    def pending(self) -> bool:
+        """Whether there is more to tell."""
+        return self._announcements.pending or (self._residents is not None and self._residents.pending)
 
-    def announce(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
-        group, announced, lost = self._groups[index], self._announced[index], self._to_retract[index]
-        if self.confirm(index, block_hash):
-            return
-        announced[block_hash] = None
-        lost.pop(block_hash, None)
+    def take(self) -> list[Any]:
+        if self._residents is not None and self._residents.pending:
+            self._residents.step()
+        self._announcements.step()
+        events, self._events = self._events, []
+        return events
+
+    def _announce(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
+        group = self._groups[index]
         self._events.append(
             self._stored(
                 block_hashes=[self._external(block_hash)],
@@ -177,64 +177,8 @@ class Events:
                 locality="LOCAL",
             )
         )
-        if len(announced) > self._most:
-            # Many at once: each deletion at the front of a dict makes finding its first entry slower.
-            for each in list(islice(announced, len(announced) - self._most + self._most // 64)):
-                del announced[each]
-                lost[each] = None
 
-    def not_stored(self, index: int, hashes: Iterable[bytes]) -> None:
-        for each in hashes if self._residents is None else ():
-            self._known.pop(index, each)
-
-    def removed(self, index: int, hashes: Iterable[bytes]) -> None:
-        """A lookup has not found these: retract those that were announced. The lookup may be older than what the daemon
-        has told."""
-        follows = self._follows
-        for each in hashes:
-            if follows is None or not follows.is_held(index, each):
-                self.retract(index, [each])
-
-    def retract(self, index: int, hashes: Iterable[bytes]) -> None:
-        announced, doubted = self._announced[index], self._doubted[index]
-        gone = [each for each in hashes if each in announced or each in doubted]
-        for each in gone:
-            announced.pop(each, None)
-            doubted.pop(each, None)
-        if gone:
-            self._retract(index, gone)
-
-    def retract_all(self, index: int) -> None:
-        """Over the next steps."""
-        self._to_retract[index] |= self._announced[index] | self._doubted[index]
-        self._announced[index], self._doubted[index] = {}, {}
-
-    def all_removed(self) -> None:
-        """The ranks are attached to another daemon run, which may have none of the blocks: retract everything, over the
-        next steps. If the daemon tells what it holds, that is known already."""
-        if self._follows is None:
-            self.reset()
-
-    def reset(self) -> None:
-        """The weights may have changed: retract everything, over the next steps."""
-        for index in self._groups:
-            self.retract_all(index)
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is more to tell."""
-        return any(self._to_retract.values()) or (self._residents is not None and self._residents.pending)
-
-    def take(self) -> list[Any]:
-        if self._residents is not None and self._residents.pending:
-            self._residents.step()
-        for index, lost in self._to_retract.items():
-            if lost:
-                self._retract(index, [lost.popitem()[0] for _ in range(min(len(lost), RETRACTED_PER_STEP))])
-        events, self._events = self._events, []
-        return events
-
-    def _retract(self, index: int, hashes: Iterable[bytes]) -> None:
+    def _retract(self, index: int, hashes: list[bytes]) -> None:
         self._events.append(
             self._removed(
                 block_hashes=[self._external(each) for each in hashes],

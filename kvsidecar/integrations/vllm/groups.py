@@ -53,6 +53,11 @@ class Group:
     def hashes_per_block(self) -> int:
         return self.block_tokens // self.hash_tokens
 
+    @property
+    def chained(self) -> bool:
+        """Whether a hit needs every block of the prefix."""
+        return self.kind is Kind.FULL
+
     def first_needed(self, tokens: int) -> int:
         """Index of the first block that a request needs to continue after a prefix of ``tokens`` tokens.
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 ID_BYTES = 8
@@ -31,12 +32,6 @@ class GroupBlocks:
 
     def split(self) -> list[bytes]:
         return split_hashes(self.hashes, len(self))
-
-
-def split_hashes(hashes: bytes, count: int) -> list[bytes]:
-    """Split ``count`` joined hashes of equal width."""
-    width = len(hashes) // max(1, count)
-    return [hashes[i : i + width] for i in range(0, len(hashes), width)] if width else []
 
 
 def joined(parts: Sequence[GroupBlocks]) -> GroupBlocks:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.metadata import split_hashes
+from kvsidecar.integrations.hashes import split_hashes
 
 MAX_KNOWN = 1 << 18
 """Most blocks whose tokens are remembered, at 350 bytes each for blocks of 16 tokens. Beyond it the oldest go."""
@@ -16,6 +15,21 @@ CHECK_BYTES = 8
 TOKEN_BYTES = 4
 _NOTHING, _FIRST, _WITH_PARENT = range(3)
 """The first byte of a note."""
+
+
+class Group(Protocol):
+    """What is needed of an engine's KV cache group."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    def chained(self) -> bool:
+        """Whether a hit needs every block of the prefix: a router must know a block's parent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,14 @@
-"""Which blocks the daemon holds, as it tells, and which of them this engine announces. Imports no vLLM."""
+"""Which blocks the daemon holds, as it tells, and which of them this engine announces."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvsidecar.client import Residency, ResidencyChange
-from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.known_blocks import BlockInfo, KnownBlocks
-from kvsidecar.integrations.vllm.metadata import split_hashes
+from kvsidecar.integrations.hashes import split_hashes
+from kvsidecar.integrations.residency.known_blocks import BlockInfo, Group, KnownBlocks
 
 MAX_TOLD = 1 << 19
 """Most blocks that are remembered as held by the daemon, 110 bytes each; the oldest of more are not announced later."""
@@ -37,7 +36,10 @@ def group_of(index: int) -> int:
     return index & (DISK - 1)
 
 
-def media(groups: Iterable[Group]) -> dict[int, Group]:
+_Group = TypeVar("_Group", bound=Group)
+
+
+def media(groups: Iterable[_Group]) -> dict[int, _Group]:
     """Groups by their index, in the pool and on the disk."""
     return {group.index | medium: group for medium in (0, DISK) for group in groups}
 
@@ -123,6 +125,13 @@ class Residents:
         """Whether the daemon has told lately that it does not hold this block any more."""
         return (index, self._keys(block_hash)) in self._removed
 
+    def reconsider(self) -> None:
+        """Look at all that the daemon holds again: nothing of it is announced any more, or under other names."""
+        self._rest.clear()
+        self._orphans, self._num_orphans = {}, 0
+        for index, told in self._told.items():
+            self._rest.extend((index, each) for each in self._split(self._keys(b"".join(told))))
+
     def step(self) -> None:
         """Look at some of what the daemon has told."""
         left = STEP_BLOCKS
@@ -158,7 +167,7 @@ class Residents:
         info = self._known.get(group_of(index), block_hash)
         if info is None or self._announcer.is_announced(index, block_hash):
             return False
-        if info.parent is None or self._groups[index].kind is not Kind.FULL:
+        if info.parent is None or not self._groups[index].chained:
             return True
         media = (index, index ^ DISK)
         if any(self._announcer.is_announced(each, info.parent) for each in media):
