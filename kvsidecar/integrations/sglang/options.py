@@ -30,7 +30,10 @@ class Options:
         "parts, by layers, in which KV is loaded, each a job: the forward begins when the first one is there",
     )
     lookup_budget: float = option(
-        0.005, read_seconds, "longest time that one lookup may keep the scheduler's thread waiting; then it misses"
+        0.005,
+        read_seconds,
+        "longest time that a lookup of up to 2,048 hashes may keep the scheduler's thread waiting; then it misses. "
+        "Longer ones have more in proportion",
     )
     lease_seconds: float = option(
         30.0, read_seconds, "duration of the lease that protects the blocks of a queued load from eviction"

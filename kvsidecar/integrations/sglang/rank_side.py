@@ -101,7 +101,14 @@ class RankSide:
         self._known, self._epoch = StoredFilter(), 0
         jobs = Jobs(self._client)
         self._lookups = Lookups(
-            self._client, namespace, groups, lambda hashes: weights.keys(hashes), self._known, counters, clock
+            self._client,
+            namespace,
+            groups,
+            lambda hashes: weights.keys(hashes),
+            self._known,
+            counters,
+            options.lookup_budget,
+            clock,
         )
         self.loads = Loads(jobs, groups, self._mark, options.load_timeout, self._known, counters, clock)
         replicated = {group.index for group in groups.all if group.replicated}
