@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, runtime_checkable
 
 from kvsidecar.types import Namespace
@@ -30,6 +30,7 @@ class ShardSpace:
         return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier space").digest()
 
 
+@lru_cache(maxsize=4096)
 def namespace_digest(namespace: Namespace) -> str:
     """32 hexadecimal digits that name it on every node and in every run."""
     facts = json.dumps(asdict(namespace), sort_keys=True).encode()

@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -264,7 +264,7 @@ class DiskEngine:
     def _allocate_records(self, slots: Ints) -> None:
         """Take disk space for the records of these slots' slabs."""
         facts = self._files.facts
-        for slab in np.unique(slots // facts.slab_bytes).tolist():
+        for slab in {slot // facts.slab_bytes for slot in slots.tolist()}:
             # Cut until the grant ends, hence unchanged.
             capacity = int(self._slots.slabs.capacity[slab])
             if self._recorded[slab] < capacity:
@@ -388,6 +388,7 @@ class DiskEngine:
         self._directory.close()
 
 
+@lru_cache(maxsize=4096)
 def _name(space: ShardSpace) -> Namespace:
     """The namespace of a space in the cache: a space there has all shards of its blocks, here each shard is alone.
     Those of one namespace have the same model."""

@@ -146,6 +146,8 @@ def _sizes(memory: Sequence[memoryview]) -> tuple[int, int]:
 
 
 def _runs(offsets: Ints, extent: int) -> list[Run]:
+    if len(offsets) == 1:
+        return [([0], int(offsets[0]))]
     most = max(1, min(CALL_BYTES // extent, CALL_EXTENTS))
     order = np.argsort(offsets, kind="stable")
     ends = (np.diff(offsets[order]) != extent).nonzero()[0] + 1
