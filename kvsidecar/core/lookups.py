@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache, Part
@@ -151,9 +150,16 @@ class LookupService:
         if lease_seconds > 0 and lease is None and hits:
             self._metrics.refuse(Refusal.QUOTA)
         asking = False
-        if self._tiering is not None and fetch_seconds > 0:
-            fetch = self._fetch if choice is None else partial(self._fetch_chosen, choice)
-            result, asking = fetch(self._tiering, parts, groups, found, result, fetch_seconds, prefill_rate)
+        if (tiering := self._tiering) is not None and fetch_seconds > 0 and misses:
+            rest = (tiering, parts, groups, found, result, fetch_seconds, prefill_rate)
+            if choice is not None:
+                result, asking = self._fetch_chosen(choice, *rest)
+            else:
+                for (space, _), (_, hashes), there in zip(parts, groups, found, strict=True):
+                    # Here, not in `_fetch`: nearly every miss ends here, and the call would take a third of the time.
+                    if False in there and tiering.may_come(space, hashes[there.index(False)]):
+                        result, asking = self._fetch(*rest)
+                        break
         return LookupAnswer(True, result, lease.id if lease else None, lease_seconds if lease else 0.0, asking)
 
     def _fetch(

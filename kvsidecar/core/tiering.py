@@ -94,6 +94,10 @@ class Tiering:
 
         self._tiers = [behind(plan, 1 << number) for number, plan in enumerate(plans)]
         self._own = next((plan.tier for plan in plans if plan.own), None)
+        only = self._tiers[0].fetches if len(plans) == 1 else None
+        self.may_come: Callable[[Space, bytes], bool] = _always if only is None else only.may_come
+        """As `Fetches.may_come`, to be asked before `coming`: nearly every miss ends here, and with one tier in one
+        call. With several, `coming` asks each."""
 
     def gauges(self) -> list[TierGauges]:
         self.count()
@@ -138,8 +142,8 @@ class Tiering:
         prefill_rate: float,
         gain: Gain | None = None,
     ) -> Coming:
-        """As `Fetches.coming`. A run of blocks comes from the first tier that has its first block, and what follows it
-        from another one at the same time: one run of each tier."""
+        """As `Fetches.coming`, if the first miss `may_come`. A run of blocks comes from the first tier that has its
+        first block, and what follows it from another one at the same time: one run of each tier."""
         first, asking = hits, False
         for _ in self._tiers:
             block_hash = hashes[first]
@@ -196,3 +200,7 @@ def _behind_the_answers(call: Callable[[], object]) -> None:
     """uvloop sends what was written to a socket at the end of a turn of the loop. This may be the begin of one."""
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, call)
+
+
+def _always(_space: Space, _block_hash: bytes) -> bool:
+    return True
