@@ -29,6 +29,9 @@ from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 _log = logging.getLogger("kvsidecar.sglang")
 
 NAME_BYTES = 8
+MIN_PAGE_TOKENS = 8
+"""Smaller pages are not announced: each page takes 5 to 10 us of the scheduler's thread, whatever its size
+(`benchmarks.sglang.call_cost`), and a prompt has thousands of pages of one token."""
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")

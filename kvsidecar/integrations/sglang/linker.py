@@ -26,7 +26,7 @@ from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.integrations.sglang import pools, ranks
 from kvsidecar.integrations.sglang.counters import Counters
-from kvsidecar.integrations.sglang.events import Events
+from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.metrics import Metrics
 from kvsidecar.integrations.sglang.namespace import namespace_of
@@ -133,7 +133,15 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         def start() -> tuple[RankSide, list[pools.Pool], Announcing | None]:
             events = None
-            if params.enable_kv_cache_events and options.residency and full is not None:
+            wanted = params.enable_kv_cache_events and options.residency and full is not None
+            if wanted and params.page_size < MIN_PAGE_TOKENS:
+                _log.warning(
+                    "kvsidecar: KV events do not tell of the daemon's pages: with %d tokens each they would take the "
+                    "scheduler too long; use --page-size %d or more",
+                    params.page_size,
+                    MIN_PAGE_TOKENS,
+                )
+            elif wanted and full is not None:
                 events = Announcing(options, namespace, instance, full.index, params.page_size, self._weights)
             side = RankSide(
                 options, namespace, instance, groups, memory, mine, self._weights, self.counters,
