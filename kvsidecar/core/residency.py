@@ -398,7 +398,7 @@ class Watches:
             yield None
 
 
-_JOINED: Final = {Residency.NOTES: 0, Residency.REMOVED: 1, Residency.STORED: 2}
+_JOINED: Final = (Residency.NOTES, Residency.REMOVED, Residency.STORED)
 """Kinds of which `joined` makes one change for each group, in this order."""
 
 
@@ -412,36 +412,29 @@ def joined(log: Sequence[Change], width: int) -> list[Change]:
         width: of a hash.
     """
     result: list[Change] = []
-    run: list[Change] = []
-    for change in log:
-        if change.kind in _JOINED:
-            run.append(change)
-        else:
-            result += _joined_run(run, width)
-            result.append(change)
-            run = []
-    return result + _joined_run(run, width)
+    for apart, run in groupby(log, lambda change: change.kind not in _JOINED and (change.kind, change.group)):
+        same = list(run)
+        result += [_one(same)] if apart else _joined_run(same, width)
+    return result
 
 
 def _joined_run(run: Sequence[Change], width: int) -> list[Change]:
     alike: dict[tuple[int, int, int], list[Change]] = {}
     for change in run:
         note_bytes = len(change.notes) * width // len(change.hashes)
-        alike.setdefault((_JOINED[change.kind], change.group, note_bytes), []).append(change)
+        alike.setdefault((_JOINED.index(change.kind), change.group, note_bytes), []).append(change)
     in_order = [alike[key] for key in sorted(alike)]
     changed = [same for same in in_order if same[0].kind is not Residency.NOTES]
     if _may_be_both(changed, width):
         ordered = [change for change in run if change.kind is not Residency.NOTES]
         changed = [list(same) for _, same in groupby(ordered, lambda change: (change.kind, change.group))]
-    return [
-        Change(
-            same[0].kind,
-            same[0].group,
-            b"".join([each.hashes for each in same]),
-            b"".join([each.notes for each in same]),
-        )
-        for same in [*(same for same in in_order if same[0].kind is Residency.NOTES), *changed]
-    ]
+    return [_one(same) for same in [*(same for same in in_order if same[0].kind is Residency.NOTES), *changed]]
+
+
+def _one(same: Sequence[Change]) -> Change:
+    """Changes of one kind and group as one."""
+    kind, group = same[0].kind, same[0].group
+    return Change(kind, group, b"".join([each.hashes for each in same]), b"".join([each.notes for each in same]))
 
 
 def _may_be_both(changed: Sequence[Sequence[Change]], width: int) -> bool:

@@ -294,6 +294,17 @@ def test_what_many_jobs_changed_is_three_changes() -> None:
     assert notes.notes == b"".join(each.notes for each in log)
 
 
+def test_what_the_disk_has_written_and_what_is_cleared_twice_is_one_change_each() -> None:
+    names = keys("a", "b", "c")
+    log = [Change(Residency.TIER_STORED, 0, each) for each in names]
+    log += [Change(Residency.CLEARED, 0), Change(Residency.CLEARED, 0), Change(Residency.TIER_REMOVED, 0, names[1])]
+    assert joined(log, WIDTH) == [
+        Change(Residency.TIER_STORED, 0, b"".join(names)),
+        Change(Residency.CLEARED, 0),
+        Change(Residency.TIER_REMOVED, 0, names[1]),
+    ]
+
+
 def test_notes_of_another_length_and_other_groups_are_changes_of_their_own() -> None:
     first, second, third = keys("a", "b", "c")
     log = [
