@@ -60,21 +60,25 @@ class Subscriber:
     """Listens in a thread, from the constructor to `close`.
 
     Args:
-        batch: the engine's own class of a message.
+        path: of the socket.
+        batch: the engine's own class of a message; None: a list as in msgpack.
         medium: the engine's name of host memory.
+        topic: which the messages have to begin with.
     """
 
-    def __init__(self, path: str, batch: type[Any], medium: str = "CPU") -> None:
-        self._by_struct, self._medium = msgspec.msgpack.Decoder(batch), medium
+    def __init__(self, path: str, batch: type[Any] | None, medium: str = "CPU", topic: str = "") -> None:
+        self._by_struct = None if batch is None else msgspec.msgpack.Decoder(batch)
+        self._medium = medium
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._socket.setsockopt(zmq.RCVTIMEO, 100)
         self._socket.connect(f"ipc://{path}")
         self._lock = threading.Lock()
         self._view = View()
         self._sequence: int | None = None
         self.batches = 0
+        self.topics: set[str] = set()
         self.problems: list[str] = []
         self._ending = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -83,10 +87,11 @@ class Subscriber:
     def _run(self) -> None:
         while not self._ending:
             try:
-                _, sequence, payload = self._socket.recv_multipart()
+                topic, sequence, payload = self._socket.recv_multipart()
             except zmq.Again:
                 continue
             with self._lock:
+                self.topics.add(topic.decode())
                 self._take(int.from_bytes(sequence, "big"), payload)
         self._socket.close(0)
         self._context.term()
@@ -96,9 +101,12 @@ class Subscriber:
             self.problems.append(f"{sequence} came after {self._sequence}")
         self._sequence = sequence
         self.batches += 1
-        structs = self._by_struct.decode(payload).events
         _, maps, *_ = msgspec.msgpack.decode(payload)
+        structs = maps if self._by_struct is None else self._by_struct.decode(payload).events
         for one, other in zip(structs, maps, strict=True):
+            if self._by_struct is None:
+                self._view.take(other)
+                continue
             for name, value in other.items():
                 if name != "type" and msgspec.to_builtins(getattr(one, name)) != value:
                     self.problems.append(f"{name}: {one} is not {other}")

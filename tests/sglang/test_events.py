@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.kv_events import KVEventBatch
 from kvsidecar.client import Namespace
 from tests.e2e.test_residency import Watcher
 from tests.harness import DaemonProcess, eventually
+from tests.publisher.process import PublisherProcess
 from tests.router import Subscriber
 from tests.sglang.conftest import POOL
 from tests.sglang.engine import PAGE, SGLangProcess, attach, forgotten, join, linker, stored
@@ -28,7 +29,7 @@ def pages(what: Prompt) -> set[tuple[int, ...]]:
 
 
 class Node:
-    """Two engines at one daemon's socket, and a router for each."""
+    """Two engines at one daemon's socket, and a router for each. A third router listens to `kvsidecar publish`."""
 
     def __init__(self, model: str, home: Path, logs: Path, stack: ExitStack) -> None:
         self.home, self.socket = home, str(home / "kvs.sock")
@@ -42,6 +43,8 @@ class Node:
                     SGLangProcess(model, linker(self.socket), logs / f"{name}.log", kv_events_config=events)
                 )
             )
+        publisher = stack.enter_context(PublisherProcess(home, self.socket))
+        self.routers.append(stack.enter_context(Subscriber(publisher.path, None, "CPU_PINNED")))
         for each in self.engines:
             each.wait_started()
 
@@ -86,7 +89,7 @@ def node(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]
 def test_every_engine_announces_what_one_stores_and_hears_what_becomes_of_it(node: Node, pool_dir: Path) -> None:
     kept = (*POOL, "--pool-dir", str(pool_dir))
     storing, other = node.engines
-    first, second = node.routers
+    first, second, _ = node.routers
     with DaemonProcess(node.home, *kept) as daemon:
         join(storing, daemon.wait_ready())
         attach(other, daemon)
@@ -155,7 +158,7 @@ def test_pages_of_requests_with_a_salt_are_not_announced(node: Node) -> None:
 
 def test_new_weights_are_announced_anew(node: Node, other_weights: str) -> None:
     storing, other = node.engines
-    first, second = node.routers
+    first, second, _ = node.routers
     with DaemonProcess(node.home, *POOL) as daemon:
         join(storing, daemon.wait_ready())
         attach(other, daemon)

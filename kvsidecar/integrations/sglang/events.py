@@ -20,15 +20,15 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from kvsidecar.client import Residency, ResidencyChange
-from kvsidecar.integrations.hashes import split_hashes
+from kvsidecar.integrations.hashes import first_bytes, split_hashes
 from kvsidecar.integrations.residency.announcements import Announcements
-from kvsidecar.integrations.residency.known_blocks import TOKEN_BYTES, BlockInfo, KnownBlocks
+from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.integrations.residency.notes import NAME_BYTES, TOKEN_BYTES
 from kvsidecar.integrations.residency.residents import Residents, Watch, media
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 
 _log = logging.getLogger("kvsidecar.sglang")
 
-NAME_BYTES = 8
 MIN_PAGE_TOKENS = 8
 """Smaller pages are not announced: each page takes 5 to 10 us of the scheduler's thread, whatever its size
 (`benchmarks.sglang.call_cost`), and a prompt has thousands of pages of one token."""
@@ -233,7 +233,7 @@ _IN_POOL = (Residency.NOTES, Residency.STORED, Residency.REMOVED, Residency.CLEA
 
 def names_of(hashes: bytes) -> bytes:
     """The first bytes of joined hashes, joined."""
-    return np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)[:, :NAME_BYTES].tobytes()
+    return first_bytes(hashes, HASH_BYTES, NAME_BYTES)
 
 
 def _name(number: int) -> bytes:

@@ -133,7 +133,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         def start() -> tuple[RankSide, list[pools.Pool], Announcing | None]:
             events = None
-            wanted = params.enable_kv_cache_events and options.residency and full is not None
+            wanted = params.enable_kv_cache_events and (options.residency or options.publisher) and full is not None
             if wanted and params.page_size < MIN_PAGE_TOKENS:
                 _log.warning(
                     "kvsidecar: KV events do not tell of the daemon's pages: with %d tokens each they would take the "
@@ -194,12 +194,13 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
 
 class Announcing:
-    """KV events of what the daemon holds, told to a client of its own: nothing that it waits for delays a lookup."""
+    """KV events of what the daemon holds, told to a client of its own: nothing that it waits for delays a lookup. With
+    the option ``publisher`` there are only notes: the client is told nothing."""
 
     def __init__(
         self, options: Options, namespace: Namespace, instance: str, group: int, page_size: int, weights: Weights
     ) -> None:
-        self._namespace = namespace
+        self._namespace, self._watches = namespace, not options.publisher
         self._client = Client(options.socket, name=f"{instance} events", local_protocol=options.local_protocol)
         self._events = Events(kv_events, group, page_size, self._client, lambda hashes: weights.keys(hashes))
         self.notes = self._events.notes
@@ -209,7 +210,8 @@ class Announcing:
             return tree.linker is not None and tree.linker.cache_linker is linker
 
         self._end_wrap = self._events.wrap(UnifiedRadixCache, is_mine)
-        self._client.watch(self._namespace)
+        if self._watches:
+            self._client.watch(self._namespace)
 
     def close(self) -> None:
         self._end_wrap()

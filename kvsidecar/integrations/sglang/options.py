@@ -53,6 +53,12 @@ class Options:
         read_flag,
         "with KV events: announce what the daemon holds, whichever engine has stored it, and what it evicts",
     )
+    publisher: bool = option(
+        False,
+        read_flag,
+        "routers hear of the daemon's pages from `kvsidecar publish`: note tokens for it, which needs KV events, and "
+        "announce none of these pages in them",
+    )
     local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
 
     @classmethod

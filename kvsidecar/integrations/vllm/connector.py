@@ -128,16 +128,19 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "restart can hit its blocks; set PYTHONHASHSEED to the same number for all engines"
             )
         config, hash_bytes = self._vllm_config.kv_events_config, hash_bytes_of(self._vllm_config)
-        wants_events = config is not None and config.enable_kv_cache_events
+        announces = config is not None and config.enable_kv_cache_events and not self._options.publisher
         # A client of its own: nothing that the watch waits for delays a lookup.
-        watch = self._client(f"{self._instance} events") if wants_events and self._options.residency else None
+        watch = self._client(f"{self._instance} events") if announces and self._options.residency else None
+        events = None
+        if announces or self._options.publisher:
+            events = Events(self._groups, hash_bytes, watch, announces=announces)
         return SchedulerSide(
             self._options,
             hash_bytes,
             self._groups,
             self._vllm_config.parallel_config.world_size,
             self._client(f"{self._instance} scheduler"),
-            events=Events(self._groups, hash_bytes, watch) if wants_events else None,
+            events=events,
             watch=watch,
             wake=waker(),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,

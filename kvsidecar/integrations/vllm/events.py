@@ -34,9 +34,12 @@ class Events:
 
     Args:
         watch: tells what the daemon holds; None: nobody does.
+        announces: otherwise blocks are only noted, for `kvsidecar.publisher`.
     """
 
-    def __init__(self, groups: Iterable[Group], hash_bytes: int = 32, watch: Watch | None = None) -> None:
+    def __init__(
+        self, groups: Iterable[Group], hash_bytes: int = 32, watch: Watch | None = None, *, announces: bool = True
+    ) -> None:
         from vllm.distributed import kv_events
         from vllm.v1.core import kv_cache_utils
 
@@ -53,6 +56,7 @@ class Events:
         """Converts between joined hashes and the daemon's keys, in both directions."""
         self._events: list[Any] = []
         self._announcements = Announcements(self._groups, len(groups), self._announce, self._retract)
+        self._announces = announces
         self._residents: Residents | None = None
         if watch is not None:
             self._residents = Residents(
@@ -76,9 +80,9 @@ class Events:
         return self._residents if self._residents is not None and self._residents.live else None
 
     def notes(self, index: int, hashes: Iterable[bytes]) -> bytes:
-        """What other engines need to know about blocks that are going to be stored; empty if the daemon does not tell
-        engines what it holds."""
-        return b"" if self._residents is None else self._known.notes(index, hashes)
+        """What others need to know about blocks that are going to be stored; empty if the daemon tells nobody what it
+        holds."""
+        return b"" if self._residents is None and self._announces else self._known.notes(index, hashes)
 
     def unannounced(self, request: Any, group: Group, blocks: Mapping[bytes, int]) -> Loaded:
         """What `loaded` needs to know about blocks that are going to be loaded: those that were not announced.
@@ -89,7 +93,7 @@ class Events:
         return {
             each: self._describe(request, group, at)
             for each, at in blocks.items()
-            if not self._announcements.is_announced(group.index, each)
+            if self._announces and not self._announcements.is_announced(group.index, each)
         }
 
     def _describe(self, request: Any, group: Group, index: int) -> BlockInfo:
@@ -113,7 +117,9 @@ class Events:
         taken = self._known.pop if self._residents is None else self._known.get
         for each in hashes:
             if self._residents is None or not self._announcements.is_announced(index, each):
-                self._announcements.announce(index, each, taken(index, each) or UNKNOWN)
+                info = taken(index, each) or UNKNOWN
+                if self._announces:
+                    self._announcements.announce(index, each, info)
 
     def loaded(self, index: int, blocks: Loaded) -> None:
         """Announce blocks that were loaded, unless they have been announced meanwhile."""

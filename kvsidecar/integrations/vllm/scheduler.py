@@ -93,7 +93,7 @@ class SchedulerSide:
             numbers,
             step_tokens,
             longest_blocks,
-            noted=watch is not None,
+            noted=watch is not None or options.publisher,
         )
         self._counts = False
         """Whether counters may have changed since `take_counts`."""

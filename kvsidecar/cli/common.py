@@ -1,0 +1,94 @@
+"""What the commands have in common: exit codes, and the daemon that they talk to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from kvsidecar.client import Client, RemoteClient
+
+EXIT_UNAVAILABLE = 69
+"""sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
+EXIT_SOCKET = 73
+"""sysexits.h EX_CANTCREAT: another daemon serves the socket."""
+EXIT_OUTPUT = 74
+"""sysexits.h EX_IOERR: what a command says cannot be written."""
+EXIT_AGAIN = 75
+"""sysexits.h EX_TEMPFAIL: a port is in use; a restart may help."""
+EXIT_DENIED = 77
+"""sysexits.h EX_NOPERM: this user may not do this, or may not open the daemon's socket."""
+EXIT_CONFIG = 78
+"""sysexits.h EX_CONFIG: a setting is invalid; a restart will not help."""
+
+
+def _client(where: dict[str, str | None], name: str, timeout: float) -> Client | RemoteClient:
+    """A client for the daemon that the options select."""
+    from kvsidecar.client import Client, ClientError, RemoteClient, Tls
+
+    address, tls = where["connect"], {option: where[f"connect_{option}"] for option in ("ca", "certificate", "key")}
+    if _was_given("socket") and _was_given("connect"):
+        raise click.UsageError("give either --socket or --connect")
+    if address is None or _was_given("socket"):
+        if given := [option for option in tls if _was_given(f"connect_{option}")]:
+            raise click.UsageError(f"--connect-{given[0]} goes with --connect")
+        return Client(where["socket"], name=name, timeout=timeout)
+    if missing := [option for option, path in tls.items() if not path]:
+        raise click.UsageError(f"--connect needs --connect-{missing[0]}: TCP is served with mTLS only")
+    try:
+        return RemoteClient(address, Tls(**{option: str(path) for option, path in tls.items()}), timeout=timeout)
+    except ClientError as error:
+        fail(str(error), EXIT_CONFIG)
+
+
+def _was_given(option: str) -> bool:
+    """Whether the option was given as a flag, not by the environment."""
+    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
+
+
+@contextmanager
+def connected(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Iterator[Client | RemoteClient]:
+    """A client for the daemon that the options select. Exits if the daemon does not answer or refuses the request."""
+    from kvsidecar.client import ClientError, RequestDenied, SocketDenied
+
+    with _client(where, name, timeout) as client:
+        try:
+            yield client
+        except ClientError as error:
+            fail(str(error), EXIT_DENIED if isinstance(error, RequestDenied | SocketDenied) else EXIT_UNAVAILABLE)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    try:
+        click.echo(f"kvsidecar: {message}", err=True)
+    except OSError:  # the reader is gone or the disk is full; the exit code remains
+        sys.stderr = None  # else the interpreter would retry at exit, and exit with 120
+    sys.exit(code)
+
+
+socket_option = click.option(
+    "--socket",
+    envvar="KVSIDECAR_SOCKET",
+    metavar="PATH",
+    help="The daemon's Unix socket. [default: as for serve; env: KVSIDECAR_SOCKET]",
+)
+
+
+_CONNECT = (
+    ("connect", "HOST:PORT", "Address of a daemon on another host, reached over TCP with mTLS."),
+    ("connect-ca", "PATH", "CA bundle that the daemon's certificate is verified against, as a PEM file."),
+    ("connect-certificate", "PATH", "Client certificate, as a PEM file. The daemon's policy must name it."),
+    ("connect-key", "PATH", "Private key of the client certificate, as a PEM file."),
+)
+
+
+def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that choose a daemon: --socket on this host, --connect for another host."""
+    for name, metavar, text in reversed(_CONNECT):
+        variable = "KVSIDECAR_" + name.replace("-", "_").upper()
+        command = click.option(f"--{name}", envvar=variable, metavar=metavar, help=f"{text} [env: {variable}]")(command)
+    return socket_option(command)

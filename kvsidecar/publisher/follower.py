@@ -1,0 +1,146 @@
+"""What the daemon tells of one namespace, as events of its topic. Decides; sends nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from kvsidecar.client import Residency, ResidencyChange
+from kvsidecar.integrations.hashes import first_bytes
+from kvsidecar.integrations.residency.announcements import Announcements
+from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.integrations.residency.notes import NoteFormat
+from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, group_of, media
+from kvsidecar.publisher.topic import Topic, dialect_of
+
+STEP_BYTES = 256 * 1024
+"""Of what the daemon has told, so much is taken at once."""
+_HELD = (Residency.STORED, Residency.TIER_STORED)
+_OF_DISK = (Residency.TIER_STORED, Residency.TIER_REMOVED, Residency.TIER_CLEARED)
+
+
+class Follower:
+    """Publishes the blocks of groups whose engines note tokens, and of which a hit needs the whole prefix.
+
+    Args:
+        hash_bytes: of the namespace.
+        watch: tells what the daemon holds.
+    """
+
+    def __init__(self, hash_bytes: int, watch: Watch, topic: Topic) -> None:
+        self._hash_bytes, self._watch, self.topic = hash_bytes, watch, topic
+        self._parts: dict[int, _Part] = {}
+        self._missed: set[int] = set()
+        """Groups of which something was told that nobody followed."""
+        self._live = False
+        self.needs_snapshot = False
+        """What the daemon tells is not enough: the publisher has to watch it anew, see `watch_anew`."""
+
+    @property
+    def pending(self) -> bool:
+        return self._watch.has_residency or any(part.pending for part in self._parts.values())
+
+    def step(self) -> None:
+        """Make some of what was told events of the topic."""
+        for change in self._watch.take_residency(STEP_BYTES):
+            self._take(change)
+        for part in self._parts.values():
+            part.step()
+
+    def watch_anew(self, watch: Watch) -> None:
+        """The daemon's next words are a snapshot."""
+        self._watch, self.needs_snapshot = watch, False
+        self._missed.clear()
+
+    def end(self) -> None:
+        """Take everything back, over the next steps."""
+        self._take(ResidencyChange(Residency.LOST))
+
+    def _take(self, change: ResidencyChange) -> None:
+        if not change.kind.is_change:
+            self._live = change.kind is not Residency.LOST and (self._live or change.kind is Residency.RESET)
+            if change.kind is Residency.RESET:
+                self._missed.clear()
+            for each in self._parts.values():
+                each.tell(change)
+            return
+        if change.kind is Residency.NOTES and change.group not in self._parts:
+            self._find(change)
+        if (part := self._parts.get(change.group)) is not None:
+            part.tell(change)
+        elif change.kind in _HELD:
+            self._missed.add(change.group)
+
+    def _find(self, change: ResidencyChange) -> None:
+        """Follow a group from its first notes on."""
+        count = len(change.hashes) // self._hash_bytes
+        form = NoteFormat.of(change.notes, count, self._hash_bytes)
+        if form is None or not form.chained or change.group >= DISK:
+            return
+        self._parts[change.group] = part = _Part(change.group, form, self._hash_bytes, self.topic)
+        if self._live:
+            part.tell(ResidencyChange(Residency.RESET))
+        self.needs_snapshot |= change.group in self._missed
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    index: int
+    block_tokens: int
+    chained: bool = True
+
+
+class _Part(Watch):
+    """One KV cache group."""
+
+    def __init__(self, index: int, form: NoteFormat, hash_bytes: int, topic: Topic) -> None:
+        self._form, self._hash_bytes, self._topic = form, hash_bytes, topic
+        self._dialect = dialect_of(form.hash_bytes)
+        groups = [_Group(index, form.block_tokens)]
+        self._told: deque[ResidencyChange] = deque()
+        self._announcements = Announcements(media(groups), 1, self._stored, self._removed)
+        known = KnownBlocks(groups, form.hash_bytes)
+        self._residents = Residents(groups, form.hash_bytes, self, known, self._announcements, lambda hashes: hashes)
+
+    # -- what is told
+
+    def tell(self, change: ResidencyChange) -> None:
+        if change.kind in _OF_DISK and self._dialect.disk is None:
+            return
+        if self._form.hash_bytes != self._hash_bytes:
+            change = replace(change, hashes=first_bytes(change.hashes, self._hash_bytes, self._form.hash_bytes))
+        self._told.append(change)
+
+    @property
+    def has_residency(self) -> bool:
+        return bool(self._told)
+
+    def take_residency(self, most_bytes: int) -> list[ResidencyChange]:
+        taken = []
+        while self._told and most_bytes > 0:
+            taken.append(self._told.popleft())
+            most_bytes -= len(taken[-1].hashes) + len(taken[-1].notes)
+        return taken
+
+    # -- what is announced
+
+    @property
+    def pending(self) -> bool:
+        return self._residents.pending or self._announcements.pending
+
+    def step(self) -> None:
+        while self._told:  # or it would grow while the daemon tells more than a step takes
+            self._residents.step()
+        if self._residents.pending:
+            self._residents.step()
+        self._announcements.step()
+
+    def _stored(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
+        self._topic.stored(self._dialect, self._medium(index), group_of(index), block_hash, info)
+
+    def _removed(self, index: int, hashes: Iterable[bytes]) -> None:
+        self._topic.removed(self._dialect, self._medium(index), group_of(index), hashes)
+
+    def _medium(self, index: int) -> str:
+        return (self._dialect.disk or "") if index & DISK else self._dialect.pool

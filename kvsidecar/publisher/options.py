@@ -1,0 +1,47 @@
+"""The options of ``kvsidecar publish``, checked."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass, fields
+
+from kvsidecar.errors import ConfigError
+
+TOPIC = "kv@{node}@{model}"
+"""What llm-d expects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    bind: str
+    """ZeroMQ endpoint, as are all."""
+    replay: str | None
+    """None: what a router misses is lost to it."""
+    node: str
+    topic: str
+    models: tuple[str, ...]
+    """Patterns; none: all models."""
+    ownership: str | None
+    socket: str | None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ConfigError: an option is invalid; the text names it.
+        """
+        for name in ("bind", "replay"):
+            endpoint = getattr(self, name)
+            if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
+                raise ConfigError(f"--{name} {endpoint!r} is neither tcp://ADDRESS:PORT nor ipc://PATH")
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(self.topic) if name is not None}
+        except ValueError as error:
+            raise ConfigError(f"--topic {self.topic!r}: {error}") from error
+        if not names <= {"node", "model"}:
+            raise ConfigError(f"--topic {self.topic!r} may have {{node}} and {{model}}, and nothing else in braces")
+        for each in fields(self):
+            if getattr(self, each.name) == "":
+                raise ConfigError(f"--{each.name} is empty")
+
+    def topic_of(self, model: str) -> str:
+        return self.topic.format(node=self.node, model=model)

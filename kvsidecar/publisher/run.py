@@ -1,0 +1,43 @@
+"""Runs ``kvsidecar publish``."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import uvloop
+
+from kvsidecar.publisher.options import Options
+from kvsidecar.publisher.publisher import Publisher
+from kvsidecar.support import log
+
+_log = log.get("publish")
+
+
+def run(options: Options, log_format: str) -> None:
+    """Publish until SIGTERM or SIGINT.
+
+    Args:
+        log_format: as for `log.configure`.
+
+    Raises:
+        AddressUnavailable, ConfigError: it cannot start; the text is one sentence.
+    """
+    log.configure(log_format=log_format, level="info")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(options))
+
+
+async def _run(options: Options) -> None:
+    publisher = Publisher(options)
+    running = asyncio.ensure_future(publisher.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, running.cancel)
+    _log.info("publishing", endpoints=publisher.endpoints)
+    try:
+        await asyncio.wait([running])
+    finally:
+        publisher.close()
+    if not running.cancelled():
+        running.result()

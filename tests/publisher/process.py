@@ -1,0 +1,54 @@
+"""A real ``kvsidecar publish``."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from kvsidecar.support import child_process
+from tests.harness import SECONDS, eventually
+
+
+class PublisherProcess:
+    """Publishes what the daemon at this socket holds, on sockets in a directory."""
+
+    def __init__(self, directory: Path, socket: str, *options: str) -> None:
+        self.path, self.replay = f"{directory}/kv.events", f"ipc://{directory}/kv.replay"
+        self._log = directory / "publish.log"
+        command = [
+            sys.executable, "-m", "kvsidecar", "publish", "--socket", socket, "--bind", f"ipc://{self.path}",
+            "--replay", self.replay, "--node", "n1", *options,
+        ]  # fmt: skip
+        with self._log.open("ab") as log:
+            self.process = child_process.start(command, stderr=log)
+
+    def wait_log(self, text: str, count: int = 1) -> None:
+        eventually(lambda: self.log.count(text) >= count or self.process.poll() is not None, lambda: self.log)
+        assert self.process.poll() is None, self.log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def terminate(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(SECONDS)
+
+    def __enter__(self) -> PublisherProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        try:
+            self.process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            print(self.log)
+            raise
+        if error is not None:
+            print(self.log)

@@ -1,0 +1,176 @@
+"""Which of what the daemon tells becomes events. With engines' own notes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from kvsidecar.client import Residency, ResidencyChange
+from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.integrations.vllm.groups import Kind
+from kvsidecar.integrations.weights_version import WeightsVersion
+from kvsidecar.publisher.follower import Follower
+from kvsidecar.publisher.topic import VLLM, Topic
+from tests.integrations.engine import chain, full, group
+from tests.router import View
+
+WIDTH = 32
+TOKENS = list(range(4 * 5))
+CHAIN = chain(TOKENS)
+
+
+def notes_on(hashes: Sequence[bytes], *, width: int = WIDTH, index: int = 0, kind: Kind = Kind.FULL) -> bytes:
+    """What an engine notes on blocks of `TOKENS`."""
+    known = KnownBlocks([full(0), group(1, kind, 4)], width)
+    for i, each in enumerate(CHAIN):
+        packed = array("i", TOKENS[4 * i : 4 * i + 4]).tobytes()
+        known.add(index, each[:width], BlockInfo(packed, CHAIN[i - 1][:width] if i else None))
+    return known.notes(index, [each[:width] for each in hashes])
+
+
+class Daemon:
+    def __init__(self) -> None:
+        self.news: list[ResidencyChange] = []
+        self.topic, self.view = Topic("t"), View()
+        self.follower = Follower(WIDTH, self, self.topic)
+
+    @property
+    def has_residency(self) -> bool:
+        return bool(self.news)
+
+    def take_residency(self, most_bytes: int) -> list[ResidencyChange]:
+        taken, self.news = self.news[:2], self.news[2:]
+        return taken
+
+    def tell(self, kind: Residency, hashes: Iterable[bytes] = (), notes: bytes = b"", index: int = 0) -> None:
+        self.news.append(ResidencyChange(kind, index, b"".join(hashes), notes))
+
+    def store(self, hashes: Sequence[bytes], notes: bytes = b"", index: int = 0) -> None:
+        if notes:
+            self.tell(Residency.NOTES, hashes, notes, index)
+        self.tell(Residency.STORED, hashes, index=index)
+
+    def snapshot(self) -> None:
+        self.tell(Residency.RESET)
+        self.tell(Residency.COMPLETE)
+
+    def settle(self) -> None:
+        for _ in range(1000):
+            self.follower.step()
+            events = self.topic.take()
+            for event in events:
+                self.view.take(event)
+            if not events and not self.follower.pending:
+                assert self.view.ignored == []
+                return
+        raise AssertionError("it never comes to rest")
+
+    def known(self, medium: str = "CPU") -> set[int]:
+        self.settle()
+        return set(self.view.of(medium))
+
+
+def numbers(hashes: Iterable[bytes]) -> set[int]:
+    return {VLLM.number(each) for each in hashes}
+
+
+@pytest.fixture
+def daemon() -> Daemon:
+    daemon = Daemon()
+    daemon.snapshot()
+    return daemon
+
+
+def test_noted_blocks_are_published_with_tokens_and_removed_blocks_taken_back(daemon: Daemon) -> None:
+    daemon.store(CHAIN, notes_on(CHAIN))
+    assert daemon.known() == numbers(CHAIN)
+    assert [*daemon.view.of("CPU").values()][-1] == tuple(TOKENS[-4:])
+    daemon.tell(Residency.REMOVED, CHAIN[3:])
+    assert daemon.known() == numbers(CHAIN[:3])
+    daemon.tell(Residency.CLEARED)
+    assert daemon.known() == set()
+
+
+def test_a_child_waits_for_its_parent(daemon: Daemon) -> None:
+    daemon.store(CHAIN[1:], notes_on(CHAIN[1:]))
+    assert daemon.known() == set()
+    daemon.store(CHAIN[:1], notes_on(CHAIN[:1]))
+    assert daemon.known() == numbers(CHAIN)
+
+
+def test_a_lost_daemon_has_nothing_and_one_that_comes_back_what_its_snapshot_says(daemon: Daemon) -> None:
+    daemon.store(CHAIN, notes_on(CHAIN))
+    daemon.settle()
+    daemon.tell(Residency.LOST)
+    assert daemon.known() == set()
+    daemon.tell(Residency.RESET)
+    daemon.store(CHAIN[:2], notes_on(CHAIN[:2]))
+    daemon.tell(Residency.COMPLETE)
+    assert daemon.known() == numbers(CHAIN[:2])
+    daemon.follower.end()
+    assert daemon.known() == set()
+
+
+def test_blocks_on_the_disk_are_published_beside_those_in_the_pool(daemon: Daemon) -> None:
+    daemon.store(CHAIN[:2], notes_on(CHAIN[:2]))
+    daemon.tell(Residency.TIER_STORED, CHAIN[:2])
+    assert daemon.known("STORAGE") == numbers(CHAIN[:2])
+    daemon.tell(Residency.REMOVED, CHAIN[:2])
+    assert daemon.known() == set()
+    daemon.tell(Residency.TIER_REMOVED, CHAIN[1:2])
+    assert daemon.known("STORAGE") == numbers(CHAIN[:1])
+
+
+def test_sglangs_pages_have_its_names_and_medium(daemon: Daemon) -> None:
+    daemon.store(CHAIN, notes_on(CHAIN, width=8))
+    daemon.tell(Residency.TIER_STORED, CHAIN)  # its lookups fetch nothing from there
+    assert daemon.known("CPU_PINNED") == {int.from_bytes(each[:8], "big", signed=True) for each in CHAIN}
+    assert daemon.known("DISK") == set()
+    daemon.tell(Residency.REMOVED, CHAIN[1:])
+    assert len(daemon.known("CPU_PINNED")) == 1
+
+
+def test_blocks_of_weights_with_a_name_are_not_published(daemon: Daemon) -> None:
+    keys = [WeightsVersion(WIDTH, "v2").keys(each) for each in CHAIN]
+    daemon.store(keys, notes_on(CHAIN))
+    assert daemon.known() == set()
+
+
+def test_groups_that_need_no_whole_prefix_are_not_published(daemon: Daemon) -> None:
+    daemon.store(CHAIN, notes_on(CHAIN, index=1, kind=Kind.SLIDING_WINDOW), index=1)
+    assert daemon.known() == set()
+    daemon.store(CHAIN, notes_on(CHAIN))
+    assert daemon.known() == numbers(CHAIN)
+    assert not daemon.follower.needs_snapshot
+
+
+@pytest.mark.parametrize("notes", [b"", bytes(57 * len(CHAIN)), b"\xff" * 57 * len(CHAIN), b"what it is"])
+def test_blocks_without_notes_or_with_somebody_elses_are_not_published(daemon: Daemon, notes: bytes) -> None:
+    daemon.store(CHAIN, notes)
+    assert daemon.known() == set()
+
+
+def test_a_snapshot_is_needed_when_the_first_notes_come_late(daemon: Daemon) -> None:
+    daemon.store(CHAIN)
+    assert daemon.known() == set()
+    assert not daemon.follower.needs_snapshot
+    daemon.tell(Residency.NOTES, CHAIN, notes_on(CHAIN))
+    daemon.settle()
+    assert daemon.follower.needs_snapshot
+    daemon.follower.watch_anew(daemon)
+    assert not daemon.follower.needs_snapshot
+    daemon.tell(Residency.RESET)
+    daemon.tell(Residency.NOTES, CHAIN, notes_on(CHAIN))
+    daemon.tell(Residency.STORED, CHAIN)
+    daemon.tell(Residency.COMPLETE)
+    assert daemon.known() == numbers(CHAIN)
+
+
+def test_the_order_of_a_snapshot_needs_no_other_one(daemon: Daemon) -> None:
+    daemon.tell(Residency.RESET)
+    daemon.store(CHAIN, notes_on(CHAIN))
+    daemon.tell(Residency.COMPLETE)
+    assert daemon.known() == numbers(CHAIN)
+    assert not daemon.follower.needs_snapshot

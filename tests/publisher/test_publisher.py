@@ -1,0 +1,232 @@
+"""What routers hear of a real daemon from a real ``kvsidecar publish``, whoever of the three comes, goes or dies."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvsidecar.client import Blocks
+from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.publisher.sequence import END
+from kvsidecar.publisher.topic import VLLM
+from kvsidecar.support import child_process
+from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, done, eventually
+from tests.integrations.engine import chain, full
+from tests.publisher.process import PublisherProcess
+from tests.router import Subscriber, View
+
+TOPIC = f"kv@n1@{NAMESPACE.model}"
+
+
+class Engine:
+    """An attached rank that notes tokens on what it stores, and stores chains of 4 blocks of 4 tokens."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.rank = Rank(daemon)
+        self.known = KnownBlocks([full(0)], NAMESPACE.hash_bytes)
+
+    def store(self, number: int, length: int = 4) -> set[int]:
+        """Returns the blocks' names."""
+        tokens = list(range(1000 * number, 1000 * number + 4 * length))
+        hashes = chain(tokens)
+        for i, each in enumerate(hashes):
+            packed = array("i", tokens[4 * i : 4 * i + 4]).tobytes()
+            self.known.add(0, each, BlockInfo(packed, hashes[i - 1] if i else None))
+        blocks = Blocks(0, hashes, list(range(length)), notes=self.known.notes(0, hashes))
+        done(self.rank.finish(self.rank.client.store([blocks])))
+        return {VLLM.number(each) for each in hashes}
+
+
+@pytest.fixture
+def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(short_dir, "--pool-size", "1MiB") as daemon:
+        yield daemon.wait_ready()
+
+
+def subscribe(publisher: PublisherProcess) -> Subscriber:
+    return Subscriber(publisher.path, None, topic="kv@")
+
+
+def wait_for(router: Subscriber, blocks: set[int]) -> None:
+    eventually(lambda: set(router.cpu()) == blocks, lambda: f"{len(router.cpu())} of {len(blocks)} blocks")
+
+
+def test_a_router_hears_what_engines_store_and_the_daemon_evicts(short_dir: Path, daemon: DaemonProcess) -> None:
+    engine = Engine(daemon)
+    with PublisherProcess(short_dir, daemon.socket, "--ownership", "kvsidecar") as publisher:
+        with subscribe(publisher) as router:
+            first = engine.store(1)
+            wait_for(router, first)
+            assert router.topics == {TOPIC}
+            assert sorted(router.cpu().values())[0] == (1000, 1001, 1002, 1003)
+            number = 2
+            while not router.removed("CPU"):
+                last = engine.store(number, NUM_BLOCKS)
+                eventually(lambda stored=last: stored <= set(router.cpu()))  # type: ignore[misc]
+                number += 1
+            router.check()
+
+            # The engine goes; what it has stored stays, also for a router that comes now.
+            engine.rank.close()
+            with subscribe(publisher) as late:
+                eventually(lambda: set(late.cpu()) == set(router.cpu()), lambda: f"{len(late.cpu())} blocks")
+            with daemon.client() as client:
+                client.clear(NAMESPACE)
+            wait_for(router, set())
+        assert publisher.terminate() == 0
+
+
+def test_the_daemon_dies_and_comes_back_with_its_blocks(short_dir: Path, pool_dir: Path) -> None:
+    kept = ("--pool-size", "1MiB", "--pool-dir", str(pool_dir))
+    with DaemonProcess(short_dir, *kept) as daemon:
+        engine = Engine(daemon.wait_ready())
+        with PublisherProcess(short_dir, daemon.socket) as publisher, subscribe(publisher) as router:
+            blocks = engine.store(1)
+            wait_for(router, blocks)
+            daemon.process.kill()
+            daemon.process.wait(SECONDS)
+            wait_for(router, set())
+            with DaemonProcess(short_dir, *kept) as again:
+                again.wait_ready()
+                wait_for(router, blocks)  # its tokens are those that the publisher has heard of
+                eventually(lambda: engine.rank.client.attached)
+                wait_for(router, blocks | engine.store(2))
+                engine.rank.close()
+
+
+def test_a_new_publisher_begins_by_clearing_what_the_last_one_has_said(short_dir: Path, daemon: DaemonProcess) -> None:
+    engine = Engine(daemon)
+    with PublisherProcess(short_dir, daemon.socket) as publisher, subscribe(publisher) as router:
+        first = engine.store(1)
+        wait_for(router, first)
+        publisher.process.kill()
+        publisher.process.wait(SECONDS)
+        with daemon.client() as client:
+            client.clear(NAMESPACE)
+        second = engine.store(2)
+        with PublisherProcess(short_dir, daemon.socket):
+            wait_for(router, second)
+    engine.rank.close()
+
+
+def replay(endpoint: str, first: int) -> list[tuple[bytes, int, bytes]]:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))
+    socket.connect(endpoint)
+    messages: list[tuple[bytes, int, bytes]] = []
+    try:
+        socket.send_multipart([b"", first.to_bytes(8, "big")])
+        while True:
+            empty, topic, number, payload = socket.recv_multipart()
+            assert empty == b""
+            if number == END:
+                assert (topic, payload) == (b"", b"")
+                return messages
+            messages.append((topic, int.from_bytes(number, "big"), payload))
+    finally:
+        socket.close(0)
+        context.term()
+
+
+def test_what_a_router_has_missed_is_replayed(short_dir: Path, daemon: DaemonProcess) -> None:
+    engine = Engine(daemon)
+    with PublisherProcess(short_dir, daemon.socket) as publisher, subscribe(publisher) as router:
+        wait_for(router, engine.store(1))
+        messages = replay(publisher.replay, 0)
+        assert [number for _, number, _ in messages] == list(range(len(messages)))
+        assert {topic for topic, _, _ in messages} == {TOPIC.encode()}
+        view = View()
+        for _, _, payload in messages:
+            for event in msgspec.msgpack.decode(payload)[1]:
+                view.take(event)
+        assert view.of("CPU") == router.cpu()
+        assert replay(publisher.replay, len(messages) - 1)[0] == messages[-1]
+
+        # What is not there any more is said to everybody again.
+        batches = router.batches
+        assert replay(publisher.replay, 1 << 40) == []
+        publisher.wait_log("everything is said again")
+        eventually(lambda: router.batches > batches)
+        wait_for(router, engine.store(1))
+    engine.rank.close()
+
+
+def test_hostile_messages_to_its_sockets_change_nothing(short_dir: Path, daemon: DaemonProcess) -> None:
+    engine = Engine(daemon)
+    with PublisherProcess(short_dir, daemon.socket) as publisher, subscribe(publisher) as router:
+        wait_for(router, engine.store(1))
+        context = zmq.Context()
+        for kind, endpoint in ((zmq.DEALER, publisher.replay), (zmq.XSUB, f"ipc://{publisher.path}")):
+            socket = context.socket(kind)
+            socket.connect(endpoint)
+            for frames in ([b"x"], [b"", b"x"], [b"", b"", b"", b""], [b"", bytes(9)], [b"\x02" + bytes(1 << 20)]):
+                socket.send_multipart(frames)
+            socket.close(1000)
+        context.term()
+        publisher.wait_log("something else than 8 bytes")
+        wait_for(router, engine.store(2) | engine.store(1))
+        assert replay(publisher.replay, 0)
+    engine.rank.close()
+
+
+def test_a_namespace_that_ends_and_one_of_another_model(short_dir: Path, daemon: DaemonProcess) -> None:
+    other = replace(NAMESPACE, model="other/model")
+    with PublisherProcess(short_dir, daemon.socket, "--model", "m", "--model", "*/model") as publisher:
+        engine, second = Rank(daemon, namespace=other), Rank(daemon, namespace=replace(NAMESPACE, model="x"))
+        publisher.wait_log("kv@n1@other/model")
+        second.store("a")
+        engine.close()
+        publisher.wait_log("namespace gone")
+        assert "kv@n1@x" not in publisher.log
+        second.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (["--bind", "tcp://nowhere"], 78, "--bind tcp://nowhere"),
+        (["--bind", "ipc:///nonexistent/directory/x"], 78, "--bind ipc:///nonexistent/directory/x: No such file"),
+        (["--topic", "{pod}"], 78, "--topic '{pod}'"),
+        (["--model"], 2, "--model"),
+    ],
+)
+def test_a_bad_option_ends_it_with_one_sentence(options: list[str], code: int, text: str) -> None:
+    command = [sys.executable, "-m", "kvsidecar", "publish", *options]
+    result = subprocess.run(
+        command, env=child_process.environment(), timeout=SECONDS, check=False, capture_output=True, text=True
+    )
+    assert (result.returncode, text in result.stderr) == (code, True), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_address_that_is_in_use_may_be_free_later(short_dir: Path) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.PUB)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    command = [sys.executable, "-m", "kvsidecar", "publish", "--bind", f"tcp://127.0.0.1:{port}"]
+    try:
+        result = subprocess.run(
+            command, env=child_process.environment(), timeout=SECONDS, check=False, capture_output=True, text=True
+        )
+    finally:
+        socket.close(0)
+        context.term()
+    assert result.returncode == 75, result.stderr
+    assert "in use" in result.stderr
+
+
+def test_it_waits_for_a_daemon_and_ends_at_once_without_one(short_dir: Path) -> None:
+    with PublisherProcess(short_dir, f"{short_dir}/none.sock") as publisher:
+        publisher.wait_log("namespaces are not known")
+        publisher.process.send_signal(signal.SIGINT)
+        assert publisher.process.wait(SECONDS) == 0
