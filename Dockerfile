@@ -14,7 +14,7 @@ ARG VERSION=
 # Without pip in it: the image installs nothing later.
 RUN python -m venv --without-pip /opt/kvsidecar \
     && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} pip --python /opt/kvsidecar/bin/python install --no-cache-dir \
-        --disable-pip-version-check ./client './[tracing]'
+        --disable-pip-version-check ./client './[events,tracing]'
 
 FROM python:${PYTHON}-slim
 ARG REVISION=unknown

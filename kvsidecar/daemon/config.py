@@ -52,7 +52,9 @@ DEFAULT_FILE = Path("/etc/kvsidecar/kvsidecar.toml")
 CONFIG_VARIABLE = "KVSIDECAR_CONFIG"
 CLIENT_VARIABLES = tuple(f"KVSIDECAR_CONNECT{suffix}" for suffix in ("", "_CA", "_CERTIFICATE", "_KEY"))
 """Variables that the operator commands read."""
-RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS", *CLIENT_VARIABLES})
+PUBLISH_VARIABLES = tuple(f"KVSIDECAR_PUBLISH_{name}" for name in ("BIND", "REPLAY", "NODE", "TOPIC"))
+"""Of ``kvsidecar publish``, which may have its variables from the same file."""
+RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS", *CLIENT_VARIABLES, *PUBLISH_VARIABLES})
 """Variables with our prefix that are not settings."""
 # Kubernetes gives every container variables about every Service of its namespace. For a Service named "kvsidecar" or
 # "kvsidecar-metrics" they have our prefix, and must not stop the daemon.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvsidecar.cli.main import main
 from kvsidecar.daemon.pool_geometry import pool_geometry
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
@@ -61,6 +62,7 @@ EVERYTHING: dict[str, Manifest] = {
         "extraEnv": [{"name": "KVSIDECAR_LOG_FORMAT", "value": "json"}], "affinity": {"nodeAffinity": {}},
     },
     "monitoring": ALL_MONITORING,
+    "publisher": {"publisher": {"enabled": True}},
 }  # fmt: skip
 
 
@@ -120,6 +122,21 @@ def test_what_is_patched_by_the_component_of_the_disk_is_rendered_too() -> None:
     given = {each["name"]: each for each in template["spec"]["initContainers"]}
     for each in wanted["initContainers"]:
         assert given[each["name"]] == {**each, "image": given[each["name"]]["image"]}
+
+
+def test_what_is_patched_by_the_component_of_the_publisher_is_rendered_too() -> None:
+    (patch,) = documents((kubernetes.HERE / "components" / "publisher" / "daemonset.yaml").read_text())
+    (wanted,) = patch["spec"]["template"]["spec"]["containers"]
+    ((_, template),) = pods(render({"publisher": {"enabled": True}}))
+    (rendered,) = [each for each in template["spec"]["containers"] if each["name"] == "publisher"]
+    assert {**rendered, "image": "kvsidecar"} == wanted
+    assert render({"publisher": {"enabled": True}, "mode": "sidecar"}) == render({"mode": "sidecar"})
+
+
+def test_the_publishers_variables_are_those_of_its_command() -> None:
+    ((_, template),) = pods(render({"publisher": {"enabled": True}}))
+    (rendered,) = [each for each in template["spec"]["containers"] if each["name"] == "publisher"]
+    assert {each["name"] for each in rendered["env"]} <= {each.envvar for each in main.commands["publish"].params}
 
 
 def test_what_is_patched_by_the_component_of_huge_pages_is_rendered_too() -> None:

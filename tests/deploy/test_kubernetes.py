@@ -26,7 +26,7 @@ from tests.harness import DaemonProcess, Gate, Rank, wait_until_ready
 from tests.support.test_memory_limits import in_pod
 
 HERE = DEPLOY / "kubernetes"
-PATCHES = ("disk-tier", "huge-pages")
+PATCHES = ("disk-tier", "huge-pages", "publisher")
 """Components that patch the DaemonSet."""
 FIRST_VERSION = "1.29"
 """The first Kubernetes that runs native sidecars without a feature gate."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
 import pytest
 
+from kvsidecar.cli.main import main
+from kvsidecar.daemon.config import PUBLISH_VARIABLES, Settings, load_settings, variable_of
 from kvsidecar.errors import ConfigError
 from kvsidecar.publisher.options import TOPIC, Options
 
@@ -41,3 +44,9 @@ def test_topics_have_the_node_and_the_model() -> None:
 def test_a_bad_value_is_named(option: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^--{option} "):
         Options(**{**GOOD, option: value})
+
+
+def test_its_variables_do_not_stop_a_daemon_that_has_them_too() -> None:
+    own = {each.envvar for each in main.commands["publish"].params if isinstance(each, click.Option) and each.envvar}
+    assert own - set(map(variable_of, Settings.model_fields)) - {"KVSIDECAR_SOCKET"} == set(PUBLISH_VARIABLES)
+    load_settings({}, dict.fromkeys(PUBLISH_VARIABLES, "x"))
