@@ -72,3 +72,13 @@ def test_two_ranks_store_their_shards_and_hit_together(
         daemon.process.kill()
         alone = engine.ask(prompt("alone", 100))
         assert (alone.status, alone.host) == (200, 0)
+
+
+def test_an_engine_without_kv_events_says_that_a_publisher_gets_nothing_from_it(
+    model: str, home: Path, tmp_path: Path, daemon: DaemonProcess
+) -> None:
+    options = linker(str(home / "kvs.sock"), publisher=True)
+    with SGLangProcess(model, options, tmp_path / "log").wait_started() as engine:
+        assert isinstance(engine, SGLangProcess)
+        eventually(lambda: daemon.get("/status")[1]["ranks"], "the engine attaches")
+        assert "the option publisher needs SGLang's --kv-events-config" in engine.text()
