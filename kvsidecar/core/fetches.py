@@ -179,7 +179,7 @@ class Fetches:
 
     def may_come(self, space: Space, block_hash: bytes) -> bool:
         """Whether the tier may have a block that a lookup has missed, and is asked. Nearly every miss ends here."""
-        if not self._tier.may_have(self._digest(space), block_hash):
+        if not self._tier.may_have(self._digests.get(space) or self._digest(space), block_hash):
             return False
         if self._tier.off:
             self._off_misses += 1

@@ -8,6 +8,7 @@ twice, but the last word on each block is right.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -162,20 +163,21 @@ class _Notes:
     """The latest notes of each namespace, for snapshots."""
 
     def __init__(self) -> None:
-        self._kept: dict[Namespace, dict[int, Change]] = {}
-        """By namespace: numbered, the oldest first."""
+        self._kept: dict[Namespace, OrderedDict[int, Change]] = {}
+        """By namespace: numbered, the oldest first. To find the first key of a dict takes the longer, the more have been
+        deleted before it."""
         self._bytes: dict[Namespace, int] = {}
         self.total_bytes = 0
         self._number = 0
 
     def add(self, namespace: Namespace, change: Change) -> None:
         self._number += 1
-        self._kept.setdefault(namespace, {})[self._number] = change
+        self._kept.setdefault(namespace, OrderedDict())[self._number] = change
         self._count(namespace, change, 1)
         while self.total_bytes > MAX_NOTES_BYTES:
             most = max(self._bytes, key=self._bytes.__getitem__)
             kept = self._kept[most]
-            self._count(most, kept.pop(next(iter(kept))), -1)
+            self._count(most, kept.popitem(last=False)[1], -1)
             if not kept:
                 del self._kept[most], self._bytes[most]
 
@@ -191,7 +193,7 @@ class _Notes:
     def of(self, namespace: Namespace) -> Iterator[Change]:
         """Those that there are now, as far as they are still there when they are asked for."""
         for number in list(self._kept.get(namespace, ())):
-            if (change := self._kept.get(namespace, {}).get(number)) is not None:
+            if (change := self._kept.get(namespace, OrderedDict()).get(number)) is not None:
                 yield change
 
 

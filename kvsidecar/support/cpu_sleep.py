@@ -73,7 +73,8 @@ class SleepGuard:
                 self._loop = asyncio.get_running_loop()
                 self._loop.add_reader(self._timer, self._tick)
             self._ticking = True
-            self._set(NAP_SECONDS)
+            # Later: whoever asked for this is being answered, and a call of libc after a pause takes up to 40 us.
+            self._loop.call_soon(self._set, NAP_SECONDS)
 
     def close(self) -> None:
         if self._timer >= 0:
@@ -89,6 +90,8 @@ class SleepGuard:
             self._set(0)
 
     def _set(self, seconds: float) -> None:
+        if self._timer < 0:
+            return
         each = Timespec.of(seconds)
         _libc.timerfd_settime(self._timer, 0, ctypes.byref(_Itimerspec(each, each)), None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Iterable
 from typing import Final
@@ -26,6 +27,7 @@ MAX_BITS: Final = 1 << 30
 _MIX: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Odd numbers; the high bits of the products are used. Block hashes are random already, if nobody chose them."""
 _MASK: Final = (1 << 64) - 1
+_FIRST_WORD: Final = struct.Struct("<Q").unpack_from
 
 
 def filter_bytes(capacity_bytes: int) -> int:
@@ -45,7 +47,7 @@ class KeyFilter:
 
     def may_have(self, digest: bytes, block_hash: bytes) -> bool:
         """Args: digest: of the shard space."""
-        key = int.from_bytes(block_hash[:8], "little") ^ int.from_bytes(digest[:8], "little")
+        key = _FIRST_WORD(block_hash)[0] ^ _FIRST_WORD(digest)[0]
         for mix in _MIX:
             bit = (key * mix & _MASK) >> self._shift
             if not self._memory[bit >> 3] >> (bit & 7) & 1:
