@@ -164,8 +164,8 @@ class _Notes:
 
     def __init__(self) -> None:
         self._kept: dict[Namespace, OrderedDict[int, Change]] = {}
-        """By namespace: numbered, the oldest first. To find the first key of a dict takes the longer, the more have been
-        deleted before it."""
+        """By namespace: numbered, the oldest first. Not a dict: to find the first key of one takes the longer, the more
+        keys before it have been deleted."""
         self._bytes: dict[Namespace, int] = {}
         self.total_bytes = 0
         self._number = 0
