@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -85,6 +86,21 @@ class Held:
         self._watcher.close()
 
 
+def evict_from_pool(storing: EngineProcess, daemon: DaemonProcess, routers: list[Subscriber]) -> None:
+    """Prompts, each wholly stored before the next, until all routers have heard what they evict."""
+    stored = 0
+    for number in itertools.count():
+        if all(router.removed("CPU") for router in routers):
+            return
+        assert stored <= 2 * daemon.get("/status")[1]["pool"]["blocks"], "what is evicted is not heard"
+        short = prompt(number, 600)
+        chain = whole_blocks(short)
+        storing.generate(short, tokens=1)
+        for router in routers:
+            eventually(lambda router=router: chain <= set(router.cpu().values()), "all is stored")  # type: ignore[misc]  # noqa: B023
+        stored += len(chain)
+
+
 def test_every_engine_of_the_node_announces_what_one_stores_and_hears_what_becomes_of_it(
     model: str, short_dir: Path, pool_dir: Path
 ) -> None:
@@ -111,13 +127,7 @@ def test_every_engine_of_the_node_announces_what_one_stores_and_hears_what_becom
         assert known <= held.known_to_all()
 
         # The daemon evicts.
-        number = 0
-        while not all(router.removed("CPU") for router in routers):
-            storing.generate(prompt(number, 600), tokens=1)
-            number += 1
-            assert number < 40, "the daemon evicts nothing"
-        last = whole_blocks(prompt(number - 1, 600))
-        eventually(lambda: last <= set(routers[1].cpu().values()), "all is stored")
+        evict_from_pool(storing, daemon, routers)
         left = held.known_to_all()
         assert left, "a test without blocks"
         assert not chain & set(routers[1].gpu().values()), "the other engine has computed it"
@@ -161,13 +171,7 @@ def test_every_engine_announces_what_moves_to_the_disk_of_the_node(model: str, s
             return chain <= set(router.disk().values())
 
         eventually(lambda: all(map(on_disk, routers)), "the disk's blocks are announced with their tokens")
-        number = 0
-        while not all(router.removed("CPU") for router in routers):
-            storing.generate(prompt(number, 600), tokens=1)
-            number += 1
-            assert number < 40, "the daemon evicts nothing"
-        last = whole_blocks(prompt(number - 1, 600))
-        eventually(lambda: last <= set(routers[1].cpu().values()), "all is stored")
+        evict_from_pool(storing, daemon, routers)
         assert all(map(on_disk, routers)), "what the pool has evicted is still on the disk"
 
         daemon.process.kill()
