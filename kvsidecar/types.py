@@ -225,3 +225,7 @@ class GroupLayout:
     def shard_bytes(self) -> int:
         """Bytes of this rank's shard of one block: what one slot must hold."""
         return sum(region.block_bytes for region in self.regions)
+
+    def most_blocks(self, nbytes: int) -> int:
+        """Most whole blocks, of all their shards, that a pool of ``nbytes`` bytes can hold."""
+        return nbytes // max(1, self.shard_bytes * self.num_shards)

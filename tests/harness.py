@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Namespace, Outcome, Region, State
 from kvsidecar.support import child_process
@@ -192,6 +193,14 @@ class DaemonProcess:
                 return float(line.rpartition(" ")[2])
         raise AssertionError(f"{name} is not exported")
 
+    def refused(self, reason: str) -> int:
+        """How many requests and jobs it has refused for this reason; 0 if it is dead or stopped, and cannot say."""
+        if self.process.poll() is not None or _proc(self.process.pid, "stat").rpartition(")")[2].split()[:1] == ["T"]:
+            return 0
+        with contextlib.suppress(OSError):
+            return int(self.metric(f'kvsidecar_refusals_total{{reason="{reason}"}}'))
+        return 0
+
     def copiers(self) -> list[int]:
         """The process ids of its copiers that live, in the order in which they were started."""
         return self.children("kvsidecar.copier.process")
@@ -239,6 +248,18 @@ class DaemonProcess:
             while not self._news.empty():
                 self.log.append(self._news.get() or {})
             print("daemon log:", *self.log, sep="\n  ")
+
+
+def never_invalid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixture: a test whose daemon has refused something as invalid fails. What an integration sends is valid."""
+    leave = DaemonProcess.__exit__
+
+    def checked(self: DaemonProcess, kind: Any, error: BaseException | None, trace: Any) -> None:
+        invalid = self.refused("invalid_request") if error is None else 0
+        leave(self, kind, error, trace)
+        assert not invalid, f"the daemon has refused {invalid} requests as invalid"
+
+    monkeypatch.setattr(DaemonProcess, "__exit__", checked)
 
 
 def _proc(pid: int, name: str) -> str:

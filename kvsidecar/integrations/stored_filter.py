@@ -13,12 +13,19 @@ _GROUP_FACTOR = 0x9E3779B97F4B
 """Makes the tags of one hash differ between groups. 48 bits, so that its product with a group's index fits."""
 
 
+SMALLEST = 1 << 18
+LARGEST = 1 << 23
+"""Tags of a `StoredFilter`: 64 MiB."""
+TAGS_PER_BLOCK = 4
+
+
 class StoredFilter:
     """The blocks that the daemon had when the scheduler last heard of them, as a direct-mapped table of tags.
 
     A tag is the first 8 bytes of a block's hash; its low bits are its index in the table. A new tag replaces the one at
-    its index. Both kinds of error are harmless: the daemon skips a replaced block when it is stored again, and a block
-    with the tag of another (8 equal bytes of two hashes) is not stored.
+    its index. So the table forgets, at any time: who must not name a block twice cannot rely on it. Otherwise both
+    kinds of error are harmless: the daemon skips a replaced block when it is stored again, and a block with the tag of
+    another (8 equal bytes of two hashes) is not stored.
 
     It is an array because the CPU's caches are cold between two steps: the memory accesses of 512 lookups overlap in an
     array (30 us, measured), but follow one another in a set (90 us).
@@ -27,7 +34,7 @@ class StoredFilter:
         capacity: number of tags, 8 bytes each; a power of 2.
     """
 
-    def __init__(self, capacity: int = 1 << 18) -> None:
+    def __init__(self, capacity: int = SMALLEST) -> None:
         if capacity & (capacity - 1):
             raise ValueError(f"a capacity of {capacity} is not a power of 2")
         self._tags = np.full(capacity, 0, _TAG)  # not zeros(): its first access to a page is a page fault
@@ -53,6 +60,17 @@ class StoredFilter:
 
     def clear(self) -> None:
         self._tags.fill(0)
+
+    def fit(self, blocks: int) -> None:
+        """Grow, so that a tag outlives the addition of as many as ``blocks`` others with a probability of e^(-1/4), or
+        to `LARGEST`. Never shrinks."""
+        capacity = min(LARGEST, 1 << (TAGS_PER_BLOCK * blocks - 1).bit_length())
+        if capacity <= len(self._tags):
+            return
+        known = self._tags[self._tags != 0]
+        self._tags, self._last = np.full(capacity, 0, _TAG), _TAG.type(capacity - 1)
+        self._last_tags = None
+        self.add(known)
 
     def _indices(self, tags: Tags) -> npt.NDArray[np.int64]:
         if tags is not self._last_tags:

@@ -3,10 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvsidecar.client import BreakerState, LeaseRenewal
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
+from kvsidecar.core.layout import check_block_ids
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.groups import Group, Kind
@@ -20,6 +22,7 @@ from tests.integrations.engine import (
     Block,
     CachedRequests,
     Clock,
+    LiveTables,
     NewRequest,
     Request,
     Step,
@@ -543,7 +546,8 @@ def test_what_a_lookup_misses_is_stored_again() -> None:
     made = attached(pool=pool, daemon=daemon)
     request = Request("a", list(range(9)))
     run(made, pool, request, 8)
-    made.build_plan(Step({"a": 1}))
+    (job,) = made.build_plan(Step({"a": 1})).stores
+    made.take_report(RankReport(stored={job.number: 1}))
 
     other = Request("b", list(range(9)))
     assert made.get_num_new_matched_tokens(other, 0) == (0, False)  # the daemon has evicted them
@@ -944,6 +948,39 @@ def test_blocks_that_are_known_take_no_room_from_another_requests(monkeypatch: p
         run(made, pool, request, 16)
     (job,) = made.build_plan(Step({"b": 1, "c": 1})).stores
     assert stored_hashes((job,)) == new.block_hashes
+
+
+def test_no_job_names_a_block_twice_whatever_the_filter_of_stored_blocks_forgets() -> None:
+    """The daemon declines such a job as a whole."""
+    pool = TinyPool(40)
+    made = attached(pool=pool)
+    first, second = Request("a", list(range(16))), Request("b", list(range(16)))
+    between = Request("c", list(range(100, 116)))
+    # Other hashes, at the same places of a table of any size.
+    between.block_hashes = [each[:4] + bytes(28) for each in first.block_hashes]
+    for request in (first, between):
+        run(made, pool, request, 16)
+    table = [pool.cached_block_hash_to_block.get_one_block(each + bytes(4)) for each in first.block_hashes]
+    pool.touch(table)  # the second request has hit all of it
+    made.update_state_after_alloc(second, LiveTables([table]), 0)
+    second.num_computed_tokens = 16
+    for request in (first, between, second):
+        made.request_finished(request)  # each is planned by itself
+
+    (job,) = made.build_plan(Step()).stores
+    for part in job.blocks:
+        check_block_ids(np.array(part.ids()), pool.num_gpu_blocks)
+    assert sorted(stored_hashes((job,))) == sorted(first.block_hashes + between.block_hashes)
+
+    # Neither does another job while the first one runs, and no block is lost or given up.
+    made.on_new_request(third := Request("d", list(range(16))))
+    made.update_state_after_alloc(third, LiveTables([table]), 0)
+    third.num_computed_tokens = 16
+    made.request_finished(third)
+    assert not made.build_plan(Step()).stores
+    made.take_report(RankReport(stored={job.number: 1}))
+    assert made.counters.given_up_blocks == 0
+    assert all(block.ref_cnt == 2 for block in table)  # the test's own and the first request's
 
 
 def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +51,19 @@ def test_a_small_table_forgets_but_never_knows_what_was_not_added_or_was_discard
             truth.discard(number)
         found = stored_filter.find(tags(*range(41)))
         assert {i for i in range(41) if found[i]} <= truth
+
+
+def test_a_table_that_grows_knows_what_it_knew_and_forgets_less() -> None:
+    stored_filter = StoredFilter(capacity=16)
+    stored_filter.add(tags(*range(4)))
+    known = stored_filter.find(tags(*range(4)))
+    stored_filter.fit(1000)
+    assert stored_filter.find(tags(*range(4))).tolist() == known.tolist()
+    many = tags(*range(1000))
+    stored_filter.add(many)
+    assert np.count_nonzero(stored_filter.find(many)) > 850
+    stored_filter.fit(10)  # never shrinks
+    assert np.count_nonzero(stored_filter.find(many)) > 850
 
 
 def test_a_table_has_a_power_of_2_of_places() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, pack_ids
+from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, Readiness, State, pack_ids
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.terms import Terms
@@ -132,6 +132,20 @@ def test_blocks_that_are_gone_fail_the_load_and_name_request_and_blocks(daemon: 
     assert worker.report.not_loaded == {3}
     assert (worker.results.finished, worker.results.failed, worker.results.failed_block_ids) == ({"q"}, {"q"}, {4})
     worker.close()
+
+
+def test_an_invalid_job_is_counted_and_the_daemons_reason_is_logged_once(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(daemon.socket).register()
+    for number in (1, 2):
+        worker.step(store(number, "a", "b", at=[3, 3]))
+    worker.until(lambda w: len(w.report.stored) == 2)
+    assert worker.report.not_stored == {1, 2}
+    assert worker.report.refused == 2
+    (text,) = [each.getMessage() for each in caplog.records if "refuses a job" in each.getMessage()]
+    assert "invalid_request" in text
+    assert "block id 3 comes twice" in text
 
 
 def test_without_a_daemon_registration_returns_and_jobs_end_at_once(short_dir: Path) -> None:
@@ -367,6 +381,7 @@ class StubClient:
 
     attached = True
     epoch = attached_epoch = 5
+    readiness = Readiness(State.READY)
     lost_reason = ""
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import harness
 from tests.harness import DaemonProcess
 from tests.sglang.engine import STAND_INS, SGLangProcess, linker
 from tests.vllm import models
@@ -18,6 +19,7 @@ if importlib.util.find_spec("sglang") is None:
 else:
     sys.path.insert(0, str(STAND_INS))
 
+never_invalid = pytest.fixture(autouse=True)(harness.never_invalid)
 TIMEOUT = 900
 """Seconds after which a test is taken to hang: the first one starts the engines."""
 

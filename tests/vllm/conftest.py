@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import harness
 from tests.harness import DEVICE, DaemonProcess
 from tests.vllm import models
 from tests.vllm.engine import ENVIRONMENT, EngineProcess, Prompt
@@ -16,6 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 else:
     os.environ.update(ENVIRONMENT)
 
+never_invalid = pytest.fixture(autouse=True)(harness.never_invalid)
 TIMEOUT = 1800
 """Seconds after which a test is taken to hang. An engine of several processes starts in 40 on an idle machine."""
 

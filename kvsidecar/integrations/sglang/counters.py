@@ -26,6 +26,9 @@ class Counters:
     offloads: int = _counter("Stores sent to the daemon.")
     known_offloads: int = _counter("Stores of pages that the daemon has already, answered without asking it.")
     failed_offloads: int = _counter("Stores that were declined or failed.")
+    refused_jobs: int = _counter(
+        "Loads and stores that the daemon refused as invalid or not permitted; the log says why."
+    )
     held_back_offloads: int = _counter("Stores not sent: running ones hold too much of the pool, or run for too long.")
     resets: int = _counter("Calls of flush_cache, also by weight updates.")
     unnamed_weights: int = _counter("Changes of the weights without a new weight_version: blocks are not shared since.")

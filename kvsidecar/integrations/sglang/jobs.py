@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvsidecar.client import Client, JobDone
+from kvsidecar.integrations.refusals import UnfitJobs
+from kvsidecar.integrations.sglang.counters import Counters
 
 GIVE_UP_SECONDS = 10.0
 """Between messages about a copy that does not end."""
@@ -18,8 +20,9 @@ OnEnd = Callable[[JobDone], None]
 class Jobs:
     """Calls back at the end of each job, in `poll` or `wait`."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
+    def __init__(self, client: Client, counters: Counters) -> None:
+        self.client, self._counters = client, counters
+        self._unfit_jobs = UnfitJobs(_log)
         self._on_end: dict[int, OnEnd] = {}
 
     def add(self, job: int, on_end: OnEnd) -> int:
@@ -67,5 +70,6 @@ class Jobs:
             _log.error("kvsidecar: waiting for %d copies that have begun, or for the end of their copier", len(left))
 
     def _ended(self, done: JobDone) -> None:
+        self._counters.refused_jobs += self._unfit_jobs.note(done)
         if (on_end := self._on_end.pop(done.job, None)) is not None:
             on_end(done)

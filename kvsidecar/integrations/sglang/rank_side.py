@@ -99,7 +99,8 @@ class RankSide:
             local_protocol=options.local_protocol,
         )
         self._known, self._epoch = StoredFilter(), 0
-        jobs = Jobs(self._client)
+        self._layouts = memory.groups
+        jobs = Jobs(self._client, counters)
         self._lookups = Lookups(
             self._client,
             namespace,
@@ -149,6 +150,8 @@ class RankSide:
         if epoch and epoch != self._epoch:
             self._epoch = epoch
             self._known.clear()
+            pool_bytes = self._client.readiness.pool_bytes
+            self._known.fit(max(each.num_blocks + each.most_blocks(pool_bytes) for each in self._layouts))
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Never raises: an error would end SGLang's scheduler."""

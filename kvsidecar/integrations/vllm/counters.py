@@ -30,6 +30,9 @@ class Counters:
     stores: int = _counter("Store jobs.")
     stored_blocks: int = _counter("Blocks that the ranks were instructed to store.")
     failed_stores: int = _counter("Store jobs that some rank did not complete: declined or failed.")
+    refused_jobs: int = _counter(
+        "Loads and stores that the daemon refused to a rank as invalid or not permitted; the log says why."
+    )
     held_back_stores: int = _counter(
         "Times that stores were held back, because running stores hold as many GPU blocks as allowed or run for too "
         "long."

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
@@ -29,6 +32,9 @@ class GroupBlocks:
 
     def ids(self) -> list[int]:
         return memoryview(self.block_ids).cast("q").tolist()
+
+    def id_array(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self.block_ids, np.int64)
 
     def split(self) -> list[bytes]:
         return split_hashes(self.hashes, len(self))
@@ -95,6 +101,10 @@ class RankReport:
     loaded: Mapping[int, int] = field(default_factory=dict)
     """By load job: the number of ranks on which it has ended. vLLM is told of their requests separately."""
     not_loaded: frozenset[int] = frozenset()
+    pool_blocks: int = 0
+    """Most blocks that the daemon's pool can hold; reported with the attachment."""
+    refused: int = 0
+    """Jobs that the daemon refused because of what they ask for: see `kvsidecar.integrations.refusals`."""
 
     def merged(self, other: RankReport) -> RankReport:
         def summed(mine: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:
@@ -106,6 +116,8 @@ class RankReport:
             self.not_stored | other.not_stored,
             summed(self.loaded, other.loaded),
             self.not_loaded | other.not_loaded,
+            max(self.pool_blocks, other.pool_blocks),
+            self.refused + other.refused,
         )
 
 

@@ -198,6 +198,7 @@ class SchedulerSide:
     def take_report(self, report: RankReport) -> None:
         """Handle the ranks' reports since the last call."""
         self._counts = True
+        self.counters.refused_jobs += report.refused
         if report.attached:
             self._take_attached(report)
         if report.stored:
@@ -207,6 +208,7 @@ class SchedulerSide:
 
     def _take_attached(self, report: RankReport) -> None:
         self._ranks.update(report.attached)
+        self._stored_filter.fit(report.pool_blocks)
         epochs = set(self._ranks.values())
         self._epoch = epochs.pop() if len(self._ranks) == self._world_size and len(epochs) == 1 else 0
         if not self._epoch or self._epoch == self._last_epoch:
@@ -276,6 +278,7 @@ class SchedulerSide:
     def bind_block_pool(self, pool: Pool) -> None:
         """Set vLLM's pool of GPU blocks. Without it nothing is stored."""
         self._null_block = pool.null_block.block_id
+        self._stored_filter.fit(pool.num_gpu_blocks)
         self._stores.bind(pool)
 
     def reset_cache(self) -> bool | None:

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.counters import Counters
@@ -130,6 +133,8 @@ class Stores:
         self._keys_of: KeysOf
         self._most_held = 0
         self._held = 0
+        self._holds: npt.NDArray[np.bool_]
+        """By GPU block: whether it is among the held ones. A job with a block twice would be declined as invalid."""
         self._candidates = {group.index: Candidates() for group in groups}
         self._considered = 0
         """Blocks considered in this call."""
@@ -153,6 +158,7 @@ class Stores:
         # The backlog can wait. A request that arrives meanwhile must find room.
         self._most_held_backlog = min(self._most_held, max(1, usable // 8))
         self._backlog = Backlog(pool.num_gpu_blocks)  # the GPU cannot have more
+        self._holds = np.zeros(pool.num_gpu_blocks, np.bool_)
         # A watermark above the number of blocks would only make the walks rarer.
         self._watermark = self._allocated = min(self._watermark, pool.num_gpu_blocks)
 
@@ -390,7 +396,8 @@ class Stores:
 
     def _plan(self, terms: Terms | None = None) -> dict[int, Chosen]:
         """Choose from the candidates of all requests at once, which is faster than one call per request. Returns the
-        choice by group.
+        choice by group, including blocks that are held for an earlier plan or a running job: those are not planned
+        again, whatever the filter has forgotten.
 
         Args:
             terms: of their blocks; None: their requests'.
@@ -405,6 +412,13 @@ class Stores:
             chosen = choose(self._pool, self._keys_of, self._stored_filter, group, candidates)
             if chosen is None:
                 continue
+            planned[group.index] = chosen
+            held = self._holds[chosen.packed.id_array()]
+            if np.count_nonzero(held):
+                self._stored_filter.add(chosen.tags)
+                if held.all():
+                    continue
+                chosen = chosen.only(np.flatnonzero(~held).tolist())
             if terms is not None or not self.terms:
                 self._planned_as(terms or DEFAULT_TERMS).add(chosen)
             else:
@@ -412,10 +426,10 @@ class Stores:
                     self._planned_as(each).add(part)
             self._stored_filter.add(chosen.tags)
             self._held += len(chosen.blocks)
+            self._holds[chosen.packed.id_array()] = True
             # Now, not when the job is sent: vLLM may reuse these blocks in between.
             self._pool.touch(chosen.blocks)
             self._note(group, candidates, chosen)
-            planned[group.index] = chosen
         return planned
 
     def _planned_as(self, terms: Terms) -> Selection:
@@ -482,6 +496,8 @@ class Stores:
     def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, retry: bool) -> None:
         assert self._pool is not None
         self._held -= len(selection)
+        for each in blocks:
+            self._holds[each.id_array()] = False
         self._pool.free_blocks(selection.in_order_of_eviction())
         if not failed:
             self._pause, self._retry = RETRY_SECONDS, min(self._retry, self._now + RETRY_SECONDS)

@@ -11,8 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvsidecar.client import DEVICE, Blocks, Client, Completion, EventRing, JobDone, Namespace, Outcome
+from kvsidecar.client import (
+    DEVICE,
+    Blocks,
+    Client,
+    Completion,
+    EventRing,
+    GroupLayout,
+    JobDone,
+    Namespace,
+    Outcome,
+)
 from kvsidecar.errors import Refusal
+from kvsidecar.integrations.refusals import UnfitJobs
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 
@@ -83,6 +94,7 @@ class WorkerSide:
         self._place = place
         self._new_client = new_client
         self._client: Client | None = None
+        self._layouts: tuple[GroupLayout, ...] = ()
         self._held: frozenset[int] = frozenset()
         self._order: Order | None = None
         self._reported_epoch = 0
@@ -105,6 +117,8 @@ class WorkerSide:
         self._not_stored: set[int] = set()
         self._loaded: dict[int, int] = {}
         self._not_loaded: set[int] = set()
+        self._refused = 0
+        self._unfit_jobs = UnfitJobs(_log)
         self._results = LoadResults()
         self._store_transfers = Transfers()
         self._load_transfers = Transfers()
@@ -121,6 +135,7 @@ class WorkerSide:
         """
         self._order = order or self._order
         order = self._order
+        self._layouts = memory.groups
         self._held = frozenset(layout.group for layout in memory.groups)
         self._client, self._idle = self._new_client(), False
         self._client.attach(
@@ -263,12 +278,23 @@ class WorkerSide:
         epoch = 0 if client is None else client.attached_epoch
         if epoch == self._reported_epoch and not (self._stored or self._loaded):
             return None
-        attached = {} if epoch == self._reported_epoch else {self._place.rank: epoch}
+        attached, pool_blocks = {}, 0
+        if epoch != self._reported_epoch:
+            attached = {self._place.rank: epoch}
+            pool_bytes = 0 if client is None else client.readiness.pool_bytes
+            pool_blocks = max((layout.most_blocks(pool_bytes) for layout in self._layouts), default=0)
         report = RankReport(
-            attached, self._stored, frozenset(self._not_stored), self._loaded, frozenset(self._not_loaded)
+            attached,
+            self._stored,
+            frozenset(self._not_stored),
+            self._loaded,
+            frozenset(self._not_loaded),
+            pool_blocks,
+            self._refused,
         )
         self._reported_epoch = epoch
         self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()
+        self._refused = 0
         return report
 
     def take_transfers(self) -> tuple[Transfers, Transfers] | None:
@@ -293,6 +319,7 @@ class WorkerSide:
                 self._load_ended(load, done=False)
 
     def _ended(self, done: JobDone) -> None:
+        self._refused += self._unfit_jobs.note(done)
         if (store := self._stores.pop(done.job, None)) is not None:
             self._transferred |= self._store_transfers.add(done)
             self._store_ended(store, done=done.outcome is Outcome.DONE)
