@@ -149,7 +149,7 @@ class Engine:
         self.llm = vllm.LLM(model=model, **{**defaults, **options})
         self._build_seconds = time.perf_counter() - began
         self._vocabulary = min(model_config(tiny)["vocab_size"], 128000)
-        if self._cuda:
+        if self._cuda and options.get("tensor_parallel_size", 1) == 1:  # else other processes have them
             self._spread_weights(model_config(tiny))
 
     def _watch_connectors(self) -> None:

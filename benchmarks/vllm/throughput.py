@@ -4,7 +4,8 @@ python -m benchmarks.vllm.throughput --json throughput.json     # on a GPU: no c
 python -m benchmarks.vllm.throughput --tiny                     # on the CPU: shows that everything works
 
 A closed loop with so many requests in flight; every conversation's next turn comes when all others had theirs, so its
-history has left the GPU. All modes ask the same. With CUDA graphs, as one would serve.
+history has left the GPU. All modes ask the same. With CUDA graphs, as one would serve. They run twice: first the host's
+pool is empty, then it is full of the first ones, which the second ones evict. What the daemon has refused is printed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from benchmarks.vllm import runs
 from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50, p99
+from kvsidecar.client import Client
 
 SHAPE = {
     "count": 40,
@@ -41,8 +43,14 @@ GPU_TOKENS, TINY_GPU_TOKENS = 131_072, 1_024
 """Of KV on the GPU: about a third of the working set."""
 
 
-def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> dict[str, Any]:
+POOLS = ("empty", "full")
+
+
+def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> dict[str, dict[str, Any]]:
+    """What one engine measured with an empty pool, and with a full one."""
     llm = runs.llm_options(options, max_model_len=16384)
+    if options.tp > 1:
+        llm["tensor_parallel_size"] = options.tp
     shape = {name: getattr(options, name) for name in SHAPE}
     with (
         runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as daemon,
@@ -52,8 +60,19 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
         # The engine's first steps compile and allocate; these conversations are others than those counted.
         warm = {**shape, "count": 4, "turns": 2}
         ask(child, "converse", **warm, seed=1)
-        ask(child, "reset")
-        return {"facts": facts, **ask(child, "converse", **shape, seed=0)}
+        found = {}
+        for seed, name in enumerate(POOLS):
+            ask(child, "reset")
+            found[name] = {"facts": facts, **ask(child, "converse", **shape, seed=seed)}
+            if daemon is not None:
+                found[name]["refusals"] = {what: count for what, count in refusals(daemon.socket).items() if count}
+        return found
+
+
+def refusals(socket: str) -> dict[str, int]:
+    """By reason, since the daemon started."""
+    with Client(socket) as client:
+        return dict(client.status().refusals)
 
 
 def _row(mode: str, found: dict[str, Any]) -> list[object]:
@@ -72,6 +91,10 @@ def _row(mode: str, found: dict[str, Any]) -> list[object]:
 
 def show(results: dict[str, list[dict[str, Any]]]) -> None:
     rows = [_row(mode, each) for mode, found in results.items() for each in found]
+    for mode, found in results.items():
+        refused = [each["refusals"] for each in found if each.get("refusals")]
+        if refused:
+            console.print(f"{mode}: the daemon refused, by reason: {refused[-1]}")
     columns = ["mode", "output tok/s", "TTFT p50 ms", "p99", "later turns p50", "p99", "TPOT p50 ms", "p99"]
     runs.table("Conversations", [*columns, "prompt cached", "seconds"], rows)
     runs.hooks_table((mode, "", each) for mode, found in results.items() for each in found)
@@ -95,6 +118,7 @@ def main() -> None:
     runs.add_shape(parser, SHAPE, TINY_SHAPE)
     parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU, in tokens")
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--repeat", type=int, default=1, help="runs of every mode, in turn")
     options = parser.parse_args()
     runs.fill_shape(options, SHAPE, TINY_SHAPE)
@@ -109,7 +133,8 @@ def main() -> None:
         for _ in range(options.repeat):
             for mode in chosen:
                 console.print(f"{mode} ...")
-                results.setdefault(mode, []).append(run(mode, options, directory, pool))
+                for name, found in run(mode, options, directory, pool).items():
+                    results.setdefault(f"{mode}, {name}", []).append(found)
                 runs.save(options, {"modes": results})  # a run that is cut short has something to show
     show(results)
 
