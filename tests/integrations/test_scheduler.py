@@ -11,6 +11,7 @@ from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.core.layout import check_block_ids
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import stores
+from kvsidecar.integrations.vllm.condition import GAUGES, WhyNot
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import AGAIN_SECONDS, FRESH_SECONDS, UNCLAIMED_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
@@ -981,6 +982,52 @@ def test_no_job_names_a_block_twice_whatever_the_filter_of_stored_blocks_forgets
     made.take_report(RankReport(stored={job.number: 1}))
     assert made.counters.given_up_blocks == 0
     assert all(block.ref_cnt == 2 for block in table)  # the test's own and the first request's
+
+
+def test_ranks_on_several_nodes_offload_nothing_and_one_sentence_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    made = side(world_size=2)
+    made.take_report(RankReport(attached={0: 5, 1: 6}, nodes={0: "here", 1: "there"}))
+    assert not made.attached
+    counts = made.take_counts()
+    assert (counts["attached"], counts["not_offloading|several_nodes"], counts["not_offloading|not_attached"]) == (
+        0,
+        1,
+        0,
+    )
+    (text,) = [each.getMessage() for each in caplog.records]
+    assert "2 ranks run on 2 nodes" in text
+
+
+def gauges(made: SchedulerSide) -> dict[str, int]:
+    """Those that have changed."""
+    return {name: value for name, value in made.take_counts().items() if name.partition("|")[0] in GAUGES}
+
+
+def test_gauges_say_whether_the_engine_offloads_and_why_not() -> None:
+    pool = TinyPool(16)
+    made = side(pool=pool)
+    first = gauges(made)
+    assert (first["attached"], first["not_offloading|not_attached"], first["pending_jobs"]) == (0, 1, 0)
+    made.take_report(ATTACHED)
+    assert gauges(made) == {"attached": 1, "not_offloading|not_attached": 0}
+    request = Request("a", list(range(9)))
+    run(made, pool, request, 8)
+    (job,) = made.build_plan(Step({"a": 1})).stores
+    assert gauges(made)["pending_jobs"] == 1
+    made.take_report(RankReport(stored={job.number: 1}))
+    assert gauges(made) == {"pending_jobs": 0}
+    made.take_report(RankReport(attached={0: 0}))
+    assert gauges(made) == {"attached": 0, "not_offloading|not_attached": 1}
+
+
+def test_ranks_of_two_daemons_are_told_from_ranks_that_are_not_attached() -> None:
+    made = side(world_size=2)
+    made.take_report(RankReport(attached={0: 5}, nodes={0: "here", 1: "here"}))
+    assert made.why_not is WhyNot.NOT_ATTACHED
+    made.take_report(RankReport(attached={1: 6}))
+    assert made.why_not is WhyNot.SEVERAL_DAEMONS
+    made.take_report(RankReport(attached={0: 6}))
+    assert made.why_not is None
 
 
 def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:

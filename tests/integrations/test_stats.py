@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvsidecar.integrations.vllm import stats
+from kvsidecar.integrations.vllm.condition import WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.stats import SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.worker import Transfers
 
@@ -92,6 +93,13 @@ def test_what_is_true_is_told_as_it_is_not_summed() -> None:
     assert value("vllm:kvsidecar_own_hashes") == 1
     metrics.observe(SidecarStats.of_scheduler({}, {"own_hashes": 0}).data)
     assert value("vllm:kvsidecar_own_hashes") == 0
+
+
+def test_a_gauge_of_reasons_has_a_series_for_each() -> None:
+    metrics = prom()
+    metrics.observe(SidecarStats.of_scheduler({}, dict(reason_gauges(WhyNot.SEVERAL_NODES))).data)
+    assert value("vllm:kvsidecar_not_offloading", reason="several_nodes") == 1
+    assert value("vllm:kvsidecar_not_offloading", reason="unsupported") == 0
 
 
 def test_series_that_exist_already_are_shared() -> None:

@@ -33,7 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.vllm import memory, ranks, register
-from kvsidecar.integrations.vllm.counters import OWN_HASHES
+from kvsidecar.integrations.vllm.condition import ATTACHED, OWN_HASHES, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport, StepPlan
@@ -107,6 +107,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except ValueError as error:
             self._groups = ()
             _log.error("kvsidecar: no offload: %s", error)
+            if role is KVConnectorRole.SCHEDULER:
+                self._gauges = {ATTACHED: 0, **reason_gauges(WhyNot.UNSUPPORTED)}
             return
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_side()
@@ -302,8 +304,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
             return None
         self._worker.wait_attached(ATTACH_SECONDS)
-        report = self._worker.take_report() or RankReport()
-        return WorkerReport(report, frozenset([self._worker.namespace]))
+        return WorkerReport(self._worker.take_first_report(), frozenset([self._worker.namespace]))
 
     def shutdown(self) -> None:
         atexit.unregister(self.shutdown)

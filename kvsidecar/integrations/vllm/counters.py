@@ -65,11 +65,6 @@ class Counters:
         return {name: value - then for name, value, then in zip(COUNTED, now, before, strict=True) if value != then}
 
 
-OWN_HASHES = "own_hashes"
-GAUGES = {
-    OWN_HASHES: "1 if this engine's block hashes use a random seed: other engines and restarts cannot hit its blocks."
-}
-"""Help by name."""
 COUNTED: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Counters) if each.metadata}
 """Help by name."""
 _values = attrgetter(*COUNTED)

@@ -60,6 +60,11 @@ class Loads:
     def outstanding(self) -> bool:
         return bool(self.planned or self._running)
 
+    @property
+    def num_running(self) -> int:
+        """Jobs that some rank has not reported."""
+        return len(self._running)
+
     def plan(
         self, request: Any, block_ids: Sequence[Sequence[int]], offer: Offer, external: int, null_block: int
     ) -> int:

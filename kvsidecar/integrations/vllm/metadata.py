@@ -101,6 +101,8 @@ class RankReport:
     loaded: Mapping[int, int] = field(default_factory=dict)
     """By load job: the number of ranks on which it has ended. vLLM is told of their requests separately."""
     not_loaded: frozenset[int] = frozenset()
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """By rank: which node it runs on; reported at the engine's start."""
     pool_blocks: int = 0
     """Most blocks that the daemon's pool can hold; reported with the attachment."""
     refused: int = 0
@@ -116,6 +118,7 @@ class RankReport:
             self.not_stored | other.not_stored,
             summed(self.loaded, other.loaded),
             self.not_loaded | other.not_loaded,
+            {**self.nodes, **other.nodes},
             max(self.pool_blocks, other.pool_blocks),
             self.refused + other.refused,
         )

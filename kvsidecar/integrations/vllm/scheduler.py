@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvsidecar.client import Client
 from kvsidecar.integrations.stored_filter import StoredFilter
+from kvsidecar.integrations.vllm.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
@@ -95,8 +96,13 @@ class SchedulerSide:
             longest_blocks,
             noted=watch is not None or options.publisher,
         )
-        self._counts = False
-        """Whether counters may have changed since `take_counts`."""
+        self._counts = True
+        """Whether counters or gauges may have changed since `take_counts`."""
+        self._told: dict[str, int] = {}
+        """The gauges, as they were told last."""
+        self._nodes: dict[int, str] = {}
+        """By rank."""
+        self._different_kv = False
         self._reset_refused = False
         """vLLM has refused the last reset, so the GPU may hold KV of older weights."""
         self._null_block = 0
@@ -116,6 +122,18 @@ class SchedulerSide:
     @property
     def _enabled(self) -> bool:
         return self._epoch != 0 and not self._reset_refused
+
+    @property
+    def why_not(self) -> WhyNot | None:
+        """Why nothing is offloaded; None if it is."""
+        if len(set(self._nodes.values())) > 1:
+            return WhyNot.SEVERAL_NODES
+        if self._different_kv:
+            return WhyNot.DIFFERENT_KV
+        if not self.attached:
+            all_attached = len(self._ranks) == self._world_size and all(self._ranks.values())
+            return WhyNot.SEVERAL_DAEMONS if all_attached else WhyNot.NOT_ATTACHED
+        return WhyNot.RESET_REFUSED if self._reset_refused else None
 
     # -- hits ------------------------------------------------------------------------------------------------------
 
@@ -186,6 +204,7 @@ class SchedulerSide:
             if self._watch is not None:
                 self._watch.watch(namespace, self._wake)
         elif namespace != self._client.namespace:
+            self._different_kv = True
             _log.error("kvsidecar: no offload: ranks hold KV of %s and of %s", self._client.namespace, namespace)
             return False
         return True
@@ -199,12 +218,25 @@ class SchedulerSide:
         """Handle the ranks' reports since the last call."""
         self._counts = True
         self.counters.refused_jobs += report.refused
+        if report.nodes:
+            self._take_nodes(report)
         if report.attached:
             self._take_attached(report)
         if report.stored:
             self._stores.take_report(report)
         if report.loaded:
             self._failed.update(each for each in self._loads.take_report(report) if each in self._requests)
+
+    def _take_nodes(self, report: RankReport) -> None:
+        self._nodes.update(report.nodes)
+        if (count := len(set(self._nodes.values()))) > 1:
+            _log.error(
+                "kvsidecar: no offload: this engine's %d ranks run on %d nodes, each with a daemon of its own, but all "
+                "parts of a block must be in one: use as many tensor- and pipeline-parallel ranks as a node has GPUs, "
+                "and data parallelism between nodes",
+                len(self._nodes),
+                count,
+            )
 
     def _take_attached(self, report: RankReport) -> None:
         self._ranks.update(report.attached)
@@ -321,12 +353,20 @@ class SchedulerSide:
         return True
 
     def take_counts(self) -> dict[str, int]:
-        """`Counters.take`, skipped after steps in which nothing was done: to read the counters takes longer than all
-        else in such a step."""
+        """`Counters.take`, and the gauges that have changed. Skipped after steps in which nothing was done: to read the
+        counters takes longer than all else in such a step."""
         if not self._counts:
             return {}
         self._counts = False
-        return self.counters.take()
+        now = {
+            ATTACHED: int(self.attached),
+            BREAKER_OPEN: int(self._client.hangs),
+            PENDING_JOBS: self._stores.num_running + self._loads.num_running,
+            **reason_gauges(self.why_not),
+        }
+        changed = {name: value for name, value in now.items() if self._told.get(name) != value}
+        self._told = now
+        return {**self.counters.take(), **changed}
 
     def take_events(self) -> Sequence[Any]:
         """vLLM's KV cache events since the last call."""

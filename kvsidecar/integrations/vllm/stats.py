@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvsidecar.integrations.vllm.counters import COUNTED, GAUGES
+from kvsidecar.integrations.vllm.condition import GAUGES
+from kvsidecar.integrations.vllm.counters import COUNTED
 
 if TYPE_CHECKING:
     from kvsidecar.integrations.vllm.worker import Transfers
@@ -75,7 +76,8 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
 
         Args:
             observed: observations by histogram name.
-            counted: increments by name of `Counters`, and values by name of `GAUGES`.
+            counted: increments by name of `Counters`, and values by name of `GAUGES`. One with the label ``reason``
+                has its value behind the name, as in ``not_offloading|unsupported``.
         """
         return cls({**observed, **{f"{OWN}{name}": value for name, value in counted.items()}})
 
@@ -84,7 +86,7 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> SidecarStats:
         for name, value in other.data.items():
-            self.data[name] = value if name in OWN_GAUGES else self.data.get(name, type(value)()) + value
+            self.data[name] = value if _is_gauge(name) else self.data.get(name, type(value)()) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -110,27 +112,32 @@ class SidecarPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
-            metric = self._metric(name).labels(*self.per_engine_labelvalues[engine_idx])
+            family, _, reason = name.partition("|")
+            labels = (*self.per_engine_labelvalues[engine_idx], *([reason] if reason else []))
+            metric = self._metric(family, ["reason"] if reason else []).labels(*labels)
             if isinstance(value, list):
                 for each in value:
                     metric.observe(each)
-            elif name in OWN_GAUGES:
+            elif _is_gauge(name):
                 metric.set(value)
             else:
                 metric.inc(value)
 
-    def _metric(self, name: str) -> Any:
+    def _metric(self, name: str, more_labels: Sequence[str]) -> Any:
         if name not in self._metrics:
             known = prometheus_client.REGISTRY._names_to_collectors.get(name)
-            self._metrics[name] = known or self._made(name)
+            self._metrics[name] = known or self._made(name, more_labels)
         return self._metrics[name]
 
-    def _made(self, name: str) -> Any:
+    def _made(self, name: str, more_labels: Sequence[str]) -> Any:
         if (counter := COUNTERS.get(name) or OWN_COUNTERS.get(name)) is not None:
             return self._counter_cls(name=name, documentation=counter, labelnames=self._labelnames)
         if (gauge := OWN_GAUGES.get(name)) is not None:
-            return self._gauge_cls(
-                name=name, documentation=gauge, labelnames=self._labelnames, multiprocess_mode="mostrecent"
-            )
+            labels = [*self._labelnames, *more_labels]
+            return self._gauge_cls(name=name, documentation=gauge, labelnames=labels, multiprocess_mode="mostrecent")
         text, buckets = HISTOGRAMS[name]
         return self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=self._labelnames)
+
+
+def _is_gauge(name: str) -> bool:
+    return name.partition("|")[0] in OWN_GAUGES

@@ -167,6 +167,11 @@ class Stores:
         """Whether references are held."""
         return bool(self._running or self._num_planned)
 
+    @property
+    def num_running(self) -> int:
+        """Jobs that some rank has not reported."""
+        return len(self._running)
+
     def gpu_is_empty(self) -> bool:
         """Whether no GPU block is in use or can be hit, so that no earlier KV gets into later stores. Checks every
         block."""

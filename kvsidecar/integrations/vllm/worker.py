@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvsidecar.client import (
@@ -24,6 +24,7 @@ from kvsidecar.client import (
 )
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.refusals import UnfitJobs
+from kvsidecar.integrations.vllm.condition import node_id
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 
@@ -289,13 +290,17 @@ class WorkerSide:
             frozenset(self._not_stored),
             self._loaded,
             frozenset(self._not_loaded),
-            pool_blocks,
-            self._refused,
+            pool_blocks=pool_blocks,
+            refused=self._refused,
         )
         self._reported_epoch = epoch
         self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()
         self._refused = 0
         return report
+
+    def take_first_report(self) -> RankReport:
+        """The report at the engine's start, which says on which node this rank runs."""
+        return replace(self.take_report() or RankReport(), nodes={self._place.rank: node_id()})
 
     def take_transfers(self) -> tuple[Transfers, Transfers] | None:
         """Stores and loads; None if there were none."""
