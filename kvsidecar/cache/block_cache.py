@@ -48,7 +48,6 @@ class BlockCache:
         seed: a secret; without it clients cannot choose hashes that make the index slow.
         records: where sealed slots are recorded, so that the next run finds them. What an earlier run has left there is
             taken over: see `adopted`. Default: nothing is recorded.
-        wall: what to add to the caller's clock for one that goes on when the process ends.
     """
 
     def __init__(
@@ -57,12 +56,11 @@ class BlockCache:
         next_id: Callable[[], int] | None = None,
         seed: int = 0,
         records: Records | None = None,
-        wall: float = 0.0,
     ) -> None:
         self._table = BlockTable(allocator, seed)
         self.adopted = AdoptReport() if records is None else adopt(self._table, records)
         """What was taken over from an earlier run."""
-        self._expiry = Expiry(self._table, wall)
+        self._expiry = Expiry(self._table)
         self._room = Room(self._table, self._expiry)
         self._leases = LeaseTable(next_id)
         self._stores: set[StoreGrant] = set()

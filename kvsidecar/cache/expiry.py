@@ -49,15 +49,11 @@ class _Scan:
 
 
 class Expiry:
-    """What of a table has expired. Times are seconds, on a clock that goes on when the daemon ends.
+    """What of a table has expired. Times are seconds on the cache's clock, which goes on when the daemon ends: where
+    its records outlive it, that is the kernel's monotonic clock, the same for all processes of a boot."""
 
-    Args:
-        wall: what to add to the cache's clock for that.
-    """
-
-    def __init__(self, table: BlockTable, wall: float) -> None:
+    def __init__(self, table: BlockTable) -> None:
         self._table = table
-        self._wall = wall
         self.now = 0
         self._stepped = float("-inf")
         self._due: list[tuple[int, int]] = []
@@ -75,7 +71,7 @@ class Expiry:
 
     def set_time(self, now: float, tick: int) -> None:
         """It is ``now``, and the last request had this tick."""
-        self.now = floor(now + self._wall)
+        self.now = floor(now)
         if now < self._stepped + STEP_SECONDS:
             return
         self._stepped = now
@@ -94,7 +90,7 @@ class Expiry:
 
     def unused(self, blocks: SpaceBlocks, seconds: float) -> Ints:
         """The blocks of a table that nobody uses, or has used for so long; up to one part in `IDLE_STEPS` longer."""
-        tick = max([tick for time, tick in self._ticks if time <= self.now - self._wall - seconds], default=-1)
+        tick = max([tick for time, tick in self._ticks if time <= self.now - seconds], default=-1)
         rows = np.arange(blocks.rows_used)
         found: Ints = rows[blocks.evictable[rows] & (blocks.last_used[rows] <= tick)]
         return found
@@ -148,7 +144,7 @@ class Expiry:
         """The second at which nobody will have used a block for its time without a use, if nobody does: not earlier,
         and up to one part in `IDLE_STEPS` and two seconds later."""
         if self._indexed is None:
-            seconds = [ceil(time + self._wall) for time, _ in self._ticks]
+            seconds = [ceil(time) for time, _ in self._ticks]
             self._indexed = np.array([tick for _, tick in self._ticks], np.int64), np.array([*seconds, 0], np.int64)
         ticks, times = self._indexed
         times[-1] = self.now + 1  # of what was used since the last of these times

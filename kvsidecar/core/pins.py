@@ -46,10 +46,9 @@ class Pins:
     """Used from the event loop.
 
     Args:
-        clock: monotonic seconds, the clock of leases.
+        clock: monotonic seconds, the clock of leases. Where pins are kept, it goes on when the process ends.
         most_bytes: of all pins together; a block in two pins counts twice.
         kept: outlives the daemon; None: the pins end with it.
-        wall: what to add to ``clock`` for one that goes on when the process ends.
     """
 
     def __init__(
@@ -58,13 +57,11 @@ class Pins:
         clock: Callable[[], float],
         most_bytes: int,
         kept: KeptPins | None = None,
-        wall: float = 0.0,
     ) -> None:
         self._cache = cache
         self._clock = clock
         self.most_bytes = most_bytes
         self._kept = kept
-        self._wall = wall
         self._pins: dict[str, Pin] = {}
 
     def __iter__(self) -> Iterator[Pin]:
@@ -124,7 +121,7 @@ class Pins:
 
     def _to_keep(self, pin: Pin, lease: Lease) -> KeptPin:
         groups = [(chain.blocks.space.group, chain.blocks.index.hashes_of(chain.rows)) for chain in lease.chains]
-        return KeptPin(pin.name, pin.owner, pin.namespace, tuple(groups), pin.expires_at + self._wall)
+        return KeptPin(pin.name, pin.owner, pin.namespace, tuple(groups), pin.expires_at)
 
     def restore(self) -> None:
         """Take over the pins of an earlier run, each for those of its blocks that are still there, until the time that
@@ -134,7 +131,7 @@ class Pins:
         self._cache.expire(self._clock())
         lost: dict[str, str] = {}
         for each in self._kept.find():
-            seconds = min(each.expires_at - self._wall - self._clock(), float(MAX_SECONDS))
+            seconds = min(each.expires_at - self._clock(), float(MAX_SECONDS))
             spaces = [(self._cache.find_space(each.namespace, group), hashes) for group, hashes in each.groups]
             parts = [(space, hashes) for space, hashes in spaces if space is not None]
             try:

@@ -113,7 +113,8 @@ class Daemon:
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
-        clock, wall = time.monotonic, time.time() - time.monotonic()
+        # Of all processes of a boot: the times in a kept pool are on it, too, whatever the wall clock is set to.
+        clock = time.monotonic
         self._settings = settings
         self._life = life
         self._reloader = None if read_settings is None else Reloader(settings, read_settings, self._apply)
@@ -144,7 +145,6 @@ class Daemon:
                 next_id=lambda: secrets.randbits(ID_BITS) | 1,
                 seed=secrets.randbits(64),
                 records=records,
-                wall=wall,
             )
 
         self._cache = make_cache(None) if kept is None else kept.fill(make_cache)
@@ -179,7 +179,7 @@ class Daemon:
             tiering,
         )
         kept_pins = None if kept is None else kept.pins
-        self._pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes), kept_pins, wall)
+        self._pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes), kept_pins)
         self._pins.restore()
         self._lookups = LookupService(
             self._cache,

@@ -27,6 +27,8 @@ from kvsidecar.support.units import format_size
 FORMAT = 3
 """Of this file. It changes whenever another daemon would misread a header, a space entry or a record."""
 MAX_OWNERS = 128
+MONOTONIC = "monotonic"
+"""The kernel's clock, the same for all processes of a boot: nobody can set it."""
 
 _MAGIC = int.from_bytes(b"KVSCtabl", "little")
 _HEADER_WORDS = 1024
@@ -47,6 +49,9 @@ class TableFacts:
     """Kind of the pool's pages: other pages would be another file."""
     boot_id: str
     """Of the kernel (``/proc/sys/kernel/random/boot_id``): no memory outlives it."""
+    clock: str = ""
+    """Of the times in it, such as `MONOTONIC`; empty if nothing in it has a time, or in a table of before there was
+    another clock than that of the wall."""
 
 
 class Owner(NamedTuple):
@@ -97,6 +102,7 @@ class RecordTable:
             ("the pool had", format_size(kept.pool_bytes), format_size(facts.pool_bytes)),
             ("its slabs had", format_size(kept.slab_bytes), format_size(facts.slab_bytes)),
             ("its pages were", kept.page_kind, facts.page_kind),
+            ("its times were those of the clock", kept.clock or "of the wall", facts.clock or "of the wall"),
         ):
             if was != now:
                 raise KeptRefused(f"{name} {was}; now it is {now}")

@@ -136,26 +136,24 @@ def test_the_number_of_pins_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Runs:
-    """The runs of one daemon: what outlives each, and the present one. It is always ``wall`` on the wall clock."""
+    """The runs of one daemon: what outlives each, and the present one. It is ``now`` on a clock that goes on."""
 
     def __init__(self) -> None:
         self.records = np.zeros(words_for(8, 8), np.uint64)
         self.kept = np.zeros(KeptPins.file_bytes(8 * PAGE) // 8, np.uint64)
-        self.wall = 1_000_000.0
-        self.started = self.wall
+        self.now = 0.0
         self.cache = recorded_cache(self.records, 8, 8)
         self.space = open_space(self.cache)
         store(self.cache, self.space, *range(6))
         self.restart()
 
     def restart(self, most: int = 8, seconds: float = 0.0) -> None:
-        """The next run begins so long after this one; its monotonic clock begins at 0."""
-        self.wall += seconds
-        self.started = self.wall
+        """The next run begins so long after this one."""
+        self.now += seconds
         self.cache = recorded_cache(self.records, 8, 8)
         self.space = open_space(self.cache)
         kept = KeptPins(self.kept)
-        self.pins = Pins(self.cache, lambda: self.wall - self.started, most * PAGE, kept, self.started)
+        self.pins = Pins(self.cache, lambda: self.now, most * PAGE, kept)
         self.pins.restore()
         check_integrity(self.cache)
 
@@ -163,7 +161,7 @@ class Runs:
         self.pins.pin(name, "uid 0", namespace(), [(self.space, keys(*names))], seconds)
 
     def expire(self) -> None:
-        self.pins.expired(self.cache.expire(self.wall - self.started))
+        self.pins.expired(self.cache.expire(self.now))
 
     def names(self) -> list[str]:
         return sorted(pin.name for pin in self.pins)
@@ -197,16 +195,16 @@ def sorted_by_name(pins: Pins) -> list[Pin]:
 
 def test_no_number_of_restarts_lengthens_a_pin() -> None:
     runs = Runs()
-    runs.wall += 50
+    runs.now += 50
     runs.pin("a", 0, seconds=100)
     for _ in range(4):
         runs.restart(seconds=24)
         runs.expire()
         assert runs.names() == ["a"]
-    runs.wall += 3.9
+    runs.now += 3.9
     runs.expire()
     assert runs.names() == ["a"]
-    runs.wall += 0.1
+    runs.now += 0.1
     runs.expire()
     assert runs.names() == []
     assert KeptPins(runs.kept).find() == [], "its room is not given back"
@@ -271,7 +269,7 @@ def test_pins_that_take_what_is_guaranteed_to_others_now_end() -> None:
     runs.pin("a", 0, 1)
     cache = recorded_cache(runs.records, 8, 8)
     cache.set_shares([ShareLimits("other", lambda _: False, 7 * PAGE, None)])
-    pins = Pins(cache, lambda: 0.0, 8 * PAGE, KeptPins(runs.kept), runs.wall)
+    pins = Pins(cache, lambda: runs.now, 8 * PAGE, KeptPins(runs.kept))
     pins.restore()
     assert list(pins) == []
     assert cache.stats().leases == 0

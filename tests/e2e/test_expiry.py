@@ -9,6 +9,7 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.types import MAX_IDLE_SECONDS
+from tests.e2e.test_pins import pin_blocks, seconds_left
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes
 
 SECRET = dataclasses.replace(NAMESPACE, model="secret/llama")
@@ -43,6 +44,44 @@ def test_blocks_expire_and_a_restart_does_not_give_them_more_time(short_dir: Pat
         rank, secret = Rank(daemon), Rank(daemon, namespace=SECRET)
         eventually(lambda: not secret.hits("b"))
         assert rank.hits("kept") == 1
+
+
+SET_CLOCK = """
+import os, time
+
+real, nanoseconds = time.time, time.time_ns
+time.time = lambda: real() + int(os.environ["SET_BY"])
+time.time_ns = lambda: nanoseconds() + 10**9 * int(os.environ["SET_BY"])
+"""
+
+
+def test_a_clock_that_is_set_between_two_daemons_gives_no_block_and_no_pin_other_times(
+    short_dir: Path, pool_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SET_CLOCK)
+
+    def daemon_at(set_by: int) -> DaemonProcess:
+        set_clock = {"PYTHONPATH": str(tmp_path), "SET_BY": str(set_by)}
+        return DaemonProcess(short_dir, "--pool-dir", str(pool_dir), **set_clock).wait_ready()
+
+    with daemon_at(0) as daemon:
+        rank = Rank(daemon)
+        done(rank.store("pinned"))
+        pin_blocks(daemon, tmp_path / "hashes", "prompt", "pinned", seconds=3600)
+        done(rank.finish(rank.client.store([Blocks(0, hashes("short"), [0])], ttl=5)))
+        done(rank.finish(rank.client.store([Blocks(0, hashes("long"), [0])], ttl=3600)))
+        daemon.process.kill()
+        daemon.process.wait()
+    with daemon_at(-7200) as daemon:
+        rank = Rank(daemon)
+        eventually(lambda: not rank.hits("short"))
+        assert 0 < seconds_left(daemon)["prompt"] < 3600
+        daemon.process.kill()
+        daemon.process.wait()
+    with daemon_at(+7200) as daemon:
+        rank = Rank(daemon)
+        assert 0 < seconds_left(daemon)["prompt"] < 3600
+        assert rank.hits("long") == 1
 
 
 def test_blocks_expire_that_nobody_uses_also_after_a_restart(short_dir: Path, pool_dir: Path, local: bool) -> None:
