@@ -103,7 +103,14 @@ class Writes:
     @property
     def budget_left(self) -> int | None:
         """Bytes that may be written now; None for no limit."""
+        self._see_spent()
         return self._budget.left(self._clock())
+
+    def _see_spent(self) -> None:
+        """Its process knows what earlier daemons have spent, too."""
+        stats = self._tier.stats
+        if stats is not None and stats.write_bytes_left is not None:
+            self._budget.at_most(stats.write_bytes_left)
 
     def stored(self, grant: StoreGrant) -> None:
         """A store was sealed in this step."""
@@ -154,7 +161,7 @@ class Writes:
     def _write_ahead(self, spaces: tuple[Space, ...]) -> None:
         """Write what the next stores to these spaces would evict, so that they find room whose blocks are kept."""
         self._ahead = spaces
-        left = self._budget.left(self._clock())
+        left = self.budget_left
         if lost := self._cache.evicted_unkept - self._evicted_unkept:
             self._evicted_unkept += lost
             spent = left is not None and left < max([space.block_bytes for space in spaces], default=0)
@@ -179,13 +186,16 @@ class Writes:
         """False: the budget is used up; the rest of them is counted."""
         space = blocks.space
         count = max(1, self._chunk_bytes // space.block_bytes)
+        self._see_spent()
         for start in range(0, len(rows), count):
             piece = rows[start : start + count]
-            nbytes = len(piece) * space.block_bytes
-            if not self._budget.take(nbytes, self._clock()):
-                self._refused(WriteRefusal.BUDGET, len(rows) - start)
+            affordable = self._budget.take(len(piece), space.block_bytes, self._clock())
+            if affordable:
+                grant = self._cache.begin_write(Chain(blocks, piece[:affordable]), self._bit)
+                self._begin(grant, affordable * space.block_bytes)
+            if affordable < len(piece):
+                self._refused(WriteRefusal.BUDGET, len(rows) - start - affordable)
                 return False
-            self._begin(self._cache.begin_write(Chain(blocks, piece), self._bit), nbytes)
         return True
 
     def _keep_names(self, chain: Chain) -> None:

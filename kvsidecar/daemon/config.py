@@ -216,7 +216,8 @@ class Settings(BaseModel):
     )
     disk_writes_per_day: SizeOrOff = Field(
         None,
-        description="Most bytes that are written to --disk-dir in a day, for the life of a flash disk. off: no limit.",
+        description="Most bytes that are written to --disk-dir in a day, for the life of a flash disk. What is left "
+        "of them is kept there, so that a restart does not begin another day. off: no limit.",
     )
     disk_deadline: Seconds = Field(
         2.0,

@@ -217,7 +217,12 @@ def _tiers(settings: Settings, pool: HostPool, kept: tuple[int, ...]) -> list[Ti
     start = partial(TierOptions, kept=kept, log_format=settings.log_format, log_level=settings.log_level)
     if settings.disk_dir is not None:
         size = settings.disk_size or 0
-        disk = start("disk", {"directory": settings.disk_dir, "capacity_bytes": size}, capacity_bytes=size)
+        options = {
+            "directory": settings.disk_dir,
+            "capacity_bytes": size,
+            "write_bytes_per_day": settings.disk_writes_per_day,
+        }
+        disk = start("disk", options, capacity_bytes=size)
         tier = Tier("disk", disk, pool, deadline=settings.disk_deadline)
         plans.append(TierPlan(tier, settings.disk_admission, settings.disk_writes_per_day, own=True))
     if settings.cluster_master is not None:

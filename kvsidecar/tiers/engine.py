@@ -98,6 +98,8 @@ class EngineStats:
     """Those that were not read or written for the sake of what other shares are guaranteed."""
     shares: Sequence[ShareUse] = ()
     """Of the tenants, the one of all other namespaces last; empty without any."""
+    write_bytes_left: int | None = None
+    """Of the day's budget, earlier runs included; None: it has none."""
 
 
 class Engine(Protocol):

@@ -119,14 +119,22 @@ class WriteBudget:
             return None
         self._left = min(self._per_day, self._left + (now - self._at) * self._per_day / DAY_SECONDS)
         self._at = now
-        return int(self._left)
+        return max(0, int(self._left))
 
-    def take(self, nbytes: int, now: float) -> bool:
-        """Spend bytes. False: there are not so many left, and nothing was spent."""
+    def take(self, blocks: int, block_bytes: int, now: float) -> int:
+        """Spend the bytes of as many of these blocks as there are left. Returns how many."""
         left = self.left(now)
         if left is None:
-            return True
-        if left < nbytes:
-            return False
+            return blocks
+        blocks = min(blocks, left // block_bytes)
+        self._left -= blocks * block_bytes
+        return blocks
+
+    def spend(self, nbytes: int, now: float) -> None:
+        """Spend bytes that are written in any case."""
+        self.left(now)
         self._left -= nbytes
-        return True
+
+    def at_most(self, nbytes: int) -> None:
+        """No more than so many were left when it was last asked."""
+        self._left = min(self._left, nbytes)

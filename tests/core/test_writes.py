@@ -13,6 +13,7 @@ from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.core import writes
 from kvsidecar.core.fetches import NOTHING, Fetches
 from kvsidecar.core.writes import Writes
+from kvsidecar.tiers.engine import EngineStats
 from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import LookupMode
@@ -200,9 +201,18 @@ def test_no_more_is_written_than_the_budget_of_the_day() -> None:
     bench = Bench(per_day=3 * PAGE)
     bench.store(1, 2, 3, 4)
     bench.load(1, 2, 3, 4)
-    assert bench.written == [keys(1, 2)]
-    assert bench.refused == [(WriteRefusal.BUDGET, 2)]
-    assert bench.writes.budget_left == PAGE
+    assert bench.written == [keys(1, 2), keys(3)]
+    assert bench.refused == [(WriteRefusal.BUDGET, 1)]
+    assert bench.writes.budget_left == 0
+
+
+def test_what_is_left_of_the_budget_is_what_the_tiers_process_knows_to_be_left() -> None:
+    bench = Bench(per_day=3 * PAGE)
+    bench.tier.stats = EngineStats(0, 0, 0, 0, 0, {}, write_bytes_left=PAGE)
+    bench.store(1, 2)
+    bench.load(1, 2)
+    assert bench.written == [keys(1)]
+    assert bench.refused == [(WriteRefusal.BUDGET, 1)]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,24 @@ def test_a_block_that_was_evicted_comes_back_from_disk(short_dir: Path) -> None:
         rank.close()
 
 
+def test_a_restart_does_not_begin_another_days_budget_of_writes(short_dir: Path) -> None:
+    per_day, stored, in_all = 6, 4, 0
+    for number in range(3):
+        with disk_daemon(short_dir, "--disk-writes-per-day", str(per_day * SHARD_BYTES)) as daemon:
+            rank = Rank(daemon.wait_ready())
+            eventually(lambda daemon=daemon: tier_metric(daemon, "up") == 1)
+            names = [f"{number} {each}" for each in range(stored)]
+            done(rank.store(*names))
+            done(rank.load(*names, at=list(range(stored))))
+            wanted = min(stored, per_day - in_all)
+            eventually(lambda daemon=daemon, wanted=wanted: written(daemon) == wanted)
+            assert tier_metric(daemon, "unwritten_blocks_total", reason="budget") == stored - wanted
+            in_all += wanted
+            daemon.process.kill()
+            daemon.process.wait()
+    assert in_all == per_day
+
+
 def test_of_a_window_only_the_blocks_that_are_wanted_come_back(short_dir: Path) -> None:
     with disk_daemon(short_dir) as daemon:
         rank = Rank(daemon.wait_ready())

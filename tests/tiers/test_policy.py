@@ -9,17 +9,34 @@ from kvsidecar.tiers.policy import DAY_SECONDS, GUESSED_PREFILL, GUESSED_RATE, E
 
 def test_a_budget_is_spent_and_grows_again_within_a_day() -> None:
     budget = WriteBudget(1000, now=0.0)
-    assert budget.take(900, 0.0)
-    assert not budget.take(101, 0.0)
+    assert budget.take(3, 300, 0.0) == 3
+    assert budget.take(1, 101, 0.0) == 0
     assert budget.left(0.0) == 100
     assert budget.left(DAY_SECONDS / 2) == 600
     assert budget.left(9 * DAY_SECONDS) == 1000, "what was left on one day is not left on the next"
-    assert not budget.take(1001, 9 * DAY_SECONDS)
+    assert budget.take(1, 1001, 9 * DAY_SECONDS) == 0
+
+
+def test_of_more_than_is_left_as_much_as_is_left_may_be_written() -> None:
+    budget = WriteBudget(1000, now=0.0)
+    assert budget.take(64, 300, 0.0) == 3
+    assert budget.left(0.0) == 100
+
+
+def test_what_others_have_spent_is_not_left() -> None:
+    budget = WriteBudget(1000, now=0.0)
+    budget.at_most(2000)
+    assert budget.left(0.0) == 1000
+    budget.at_most(300)
+    budget.spend(500, 0.0)
+    assert budget.left(0.0) == 0
+    assert budget.take(1, 1, 0.0) == 0
+    assert budget.left(DAY_SECONDS / 2) == 300
 
 
 def test_without_a_limit_everything_may_be_written() -> None:
     budget = WriteBudget(None, now=0.0)
-    assert budget.take(1 << 60, 0.0)
+    assert budget.take(1 << 30, 1 << 30, 0.0) == 1 << 30
     assert budget.left(0.0) is None
 
 

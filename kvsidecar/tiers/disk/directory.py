@@ -20,6 +20,7 @@ from kvsidecar.support import log, private_files
 from kvsidecar.support.file_lock import RETRY_SECONDS, try_lock
 from kvsidecar.support.units import format_size
 from kvsidecar.tiers.disk.extents import PAGE
+from kvsidecar.tiers.disk.kept_budget import KeptBudget
 from kvsidecar.tiers.disk.names import KeptNames
 
 EXTENTS: Final = "kvsidecar-disk-extents"
@@ -111,6 +112,14 @@ class DiskDirectory:
     def names(self, limit: int) -> KeptNames:
         """The file that says which namespaces the shards are of. Close it before the directory."""
         return KeptNames(self._fd, self.path, limit)
+
+    def budget(self, per_day: int) -> KeptBudget:
+        """What may be written in a day. Close it before the directory.
+
+        Raises:
+            TierFailed: it cannot be kept.
+        """
+        return KeptBudget(self._fd, self.path, per_day)
 
     def open(self, facts: TableFacts) -> tuple[DiskFiles, bool]:
         """The files that an earlier run has left, if they fit, else new ones. Returns them, and whether they are new.

@@ -36,6 +36,7 @@ from kvsidecar.support.patterns import covers
 from kvsidecar.support.units import MiB, format_size
 from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
 from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
+from kvsidecar.tiers.disk.kept_budget import KeptBudget
 from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, ShareUse, TierShare, WriteEnd, namespace_digest
 from kvsidecar.types import LookupMode, Namespace
 
@@ -63,13 +64,20 @@ class DiskEngine:
         capacity_bytes: of all extents; rounded down to whole pages. They are allocated here, once.
         slab_bytes: see `SLAB_BYTES`. What was kept with another size is forgotten.
         lock_seconds: longest wait for another process that uses the directory.
+        write_bytes_per_day: of the budget that `stats` says; it is for others to keep to it. None: there is none.
 
     Raises:
         TierFailed: the directory cannot be used, or has no room; the text is one sentence.
     """
 
     def __init__(
-        self, path: Path, capacity_bytes: int, *, slab_bytes: int = SLAB_BYTES, lock_seconds: float = 5.0
+        self,
+        path: Path,
+        capacity_bytes: int,
+        *,
+        slab_bytes: int = SLAB_BYTES,
+        lock_seconds: float = 5.0,
+        write_bytes_per_day: int | None = None,
     ) -> None:
         capacity = capacity_bytes // SLOT_ALIGN * SLOT_ALIGN
         if capacity <= 0:
@@ -78,10 +86,15 @@ class DiskEngine:
         self._lock = threading.Lock()
         """For all that follows but the file of extents."""
         self._directory = DiskDirectory(path, lock_seconds)
+        self._budget: KeptBudget | None = None
         try:
+            if write_bytes_per_day is not None:
+                self._budget = self._directory.budget(write_bytes_per_day)
             self._files, is_new = self._directory.open(facts)
             self._cache = self._adopt(facts, is_new)
         except BaseException:
+            if self._budget is not None:
+                self._budget.close()
             self._directory.close()
             raise
         self._extents = ExtentFile(self._files.extents_fd, str(path / EXTENTS), direct=self._files.direct)
@@ -202,6 +215,8 @@ class DiskEngine:
             if which:
                 sums = [_checksum(space, memory[i], checksums[i]) for i in which]
                 self._allocate_records(part.slots)
+                if self._budget is not None:
+                    self._budget.spend(len(which) * space.shard_bytes)
                 self._extents.write(part.slots, [memory[i] for i in which])
                 grant.checksums = part.slots, np.array(sums, np.uint64)
         except BaseException:
@@ -380,10 +395,13 @@ class DiskEngine:
                     ShareUse(each.name, each.used, each.guaranteed, each.most, each.busy, each.evicted)
                     for each in (self._cache.shares if self._shares else ())
                 ],
+                write_bytes_left=None if self._budget is None else self._budget.left(),
             )
 
     def close(self) -> None:
         self._names.close()
+        if self._budget is not None:
+            self._budget.close()
         self._files.close()
         self._directory.close()
 
@@ -402,6 +420,6 @@ def _checksum(space: ShardSpace, memory: memoryview, known: int | None) -> int:
     return value ^ int.from_bytes(space.digest[:8], "little")
 
 
-def open_engine(directory: str, capacity_bytes: int) -> DiskEngine:
+def open_engine(directory: str, capacity_bytes: int, write_bytes_per_day: int | None = None) -> DiskEngine:
     """As the process of the tier opens it."""
-    return DiskEngine(Path(directory), capacity_bytes)
+    return DiskEngine(Path(directory), capacity_bytes, write_bytes_per_day=write_bytes_per_day)
