@@ -16,6 +16,7 @@ from kvsidecar.client.messages import TransportError, method_of
 from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.transport import AttachStream, OnAnswer, Query, Transport
 from kvsidecar.client.waiting import Monitor
+from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
@@ -34,7 +35,7 @@ POST_SECONDS = 1.0
 
 def open_channel(socket: str) -> grpc.Channel:
     """A channel to the daemon's gRPC socket. It connects with the first call."""
-    return grpc.insecure_channel(f"unix:{socket}", options=CHANNEL_OPTIONS)
+    return grpc.insecure_channel(grpc_address(socket), options=CHANNEL_OPTIONS)
 
 
 class Channel:

@@ -20,6 +20,8 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = logging.getLogger("kvsidecar.client")
 
+UNAVAILABLE_SECONDS = 1.0
+"""For which no call was taken, before that is said: a daemon that was lost is noticed sooner."""
 _TIMED_OUT = TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
 
 
@@ -43,6 +45,9 @@ class Lookups:
         self._breaker = breaker
         self._budget = budget
         self._socket = socket
+        self._failing: tuple[Transport, float] | None = None
+        """Calls fail although this transport's daemon is connected, since then."""
+        self._said = False
 
     def lookup(self, query: LookupQuery, timeout: float | None) -> LookupResult:
         try:
@@ -120,6 +125,8 @@ class Lookups:
         """Return the reply, or raise as `_call` if the answer is a TransportError. Updates the circuit breaker."""
         if not isinstance(answer, TransportError):
             self._breaker.succeeded()
+            if self._failing is not None:
+                self._note_answer()
             return answer
         if answer.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if self._breaker.failed():
@@ -128,8 +135,26 @@ class Lookups:
             raise NoAnswer(NO_ANSWER)
         # After the connection was replaced, any error is possible, such as that its token is unknown.
         if answer.code is grpc.StatusCode.UNAVAILABLE or self._supervisor.transport is not transport:
+            self._note_unavailable(answer, transport)
             raise NoAnswer(DAEMON_LOST)
         raise ClientError(answer.text) from answer
+
+    def _note_unavailable(self, error: TransportError, transport: Transport) -> None:
+        """Say it if a daemon that is connected takes no calls: its socket may be gone. The loss of a daemon, which the
+        supervisor says, looks like that at first."""
+        if self._supervisor.transport is not transport:
+            return
+        now = time.monotonic()
+        if self._failing is None or self._failing[0] is not transport:
+            self._failing, self._said = (transport, now), False
+        elif not self._said and now - self._failing[1] > UNAVAILABLE_SECONDS:
+            self._said = True
+            _log.warning("the daemon at %s takes no calls, so lookups miss: %s", self._socket, error.text)
+
+    def _note_answer(self) -> None:
+        if self._said:
+            _log.info("the daemon at %s takes calls again", self._socket)
+        self._failing, self._said = None, False
 
 
 class PendingLookup:

@@ -8,8 +8,8 @@ Ready means: the pool is pinned, a self-test copy has come back right, and RPC l
 Kept blocks are served before that, from the memory that is pinned: `serve_kept`.
 
 While no device takes copies, a daemon that is ready shows the state starting, and the devices: their copiers are being
-started again. Draining hides the state, which changes below it as before: `cancel_drain` shows the state as it is by
-then.
+started again. So does one to which nobody can connect: `unreachable`. Draining hides the state, which changes below it
+as before: `cancel_drain` shows the state as it is by then.
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ class DaemonReadiness:
         self._down: dict[str, str] = {}
         """Why a device takes no copies now."""
         self._all_down = False
+        self._unreachable = ""
+        """Why nobody can connect; empty while clients can."""
+        self._accepts = False
+        """Whether who is connected is served as by a daemon that is ready."""
         self.warm_start = WarmStart()
         """What was kept; known before the daemon is ready."""
         self._listeners: dict[object, Callable[[Snapshot], None]] = {}
@@ -96,7 +100,7 @@ class DaemonReadiness:
     @property
     def refusal(self) -> Refusal | None:
         """Why stores are declined in this state, or None if they are not."""
-        if self.ready:
+        if self._accepts:
             return None
         return Refusal.DRAINING if self._now.state is State.DRAINING else Refusal.NOT_READY
 
@@ -145,6 +149,11 @@ class DaemonReadiness:
         self._down, self._all_down = dict(down), all_down
         self._tell()
 
+    def unreachable(self, reason: str) -> None:
+        """Why nobody can connect now; empty: clients can. Those that are connected are served as before."""
+        self._unreachable = reason
+        self._tell()
+
     def drain(self, reason: str) -> None:
         """No new work until `cancel_drain`."""
         if not self._draining:
@@ -179,6 +188,9 @@ class DaemonReadiness:
             now = replace(now, reason=f"{now.reason}; kept blocks in what is pinned are served")
         if self._draining:
             now = replace(now, state=State.DRAINING, reason=self._draining, eta_seconds=None, serves_kept=False)
+        self._accepts = now.state is State.READY
+        if self._unreachable and self._accepts:
+            now = replace(now, state=State.STARTING, reason=self._unreachable)
         if now == self._now:
             return
         self._now = now

@@ -57,6 +57,7 @@ from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.server.report import Report
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import group_id
+from kvsidecar.server.socket_watch import SocketWatch
 from kvsidecar.support import log
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
@@ -222,9 +223,7 @@ class Daemon:
             steps=copiers.steps,
         )
         self._attach = AttachSocket(
-            endpoint.attach_path,
-            mode=endpoint.mode,
-            gid=endpoint.gid,
+            endpoint,
             epoch=self.epoch,
             instances=self._instances,
             on_gone=self._peer_gone,
@@ -236,6 +235,12 @@ class Daemon:
             pidfds=copiers.pidfds,
         )
         self._rpc = RpcServer(endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse)
+        self._socket_watch = SocketWatch(
+            endpoint,
+            {endpoint.grpc_path: self._rpc.start_again, endpoint.attach_path: self._attach.start_again},
+            self.readiness,
+            self._tasks,
+        )
         self._remote = self._remote_server(settings)
         overview = Overview(self._report.overview, self._report.devices, clock)
         life.probes.answer_from(
@@ -295,7 +300,6 @@ class Daemon:
         self._copiers.launch()
         await self._rpc.start()
         self._attach.start()
-        self._life.endpoint.secure_grpc_socket()
         tcp_port = None if self._remote is None else await self._remote.start()
         _log.info(
             "listening",
@@ -307,6 +311,7 @@ class Daemon:
         )
         self._tasks.spawn(self._tick(), name="tick")
         self._tasks.spawn(self._sweep(), name="sweep")
+        self._socket_watch.start()
         self._tasks.spawn(self._life.notifier.watch(self._stuck), name="watchdog")
         if self._reloader is not None:
             self._tasks.spawn(self._reload_when_told(self._reloader), name="reload")
@@ -539,6 +544,7 @@ class Daemon:
                 _log.error("sessions did not drain in time", sessions=len(pending))
         if self._remote is not None:
             await self._remote.stop(grace=0.2)
+        await self._socket_watch.stop()
         await self._rpc.stop(grace=0.2)
         await self._attach.stop()
         await self._tasks.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from urllib.parse import quote
 
 SOCKET_NAME = "kvsidecar.sock"
 ATTACH_SUFFIX = ".attach"
@@ -34,6 +35,11 @@ def default_socket_path(environ: Mapping[str, str] | None = None, uid: int | Non
     if os.path.isabs(runtime):
         return os.path.join(runtime, "kvsidecar", SOCKET_NAME)
     return f"/tmp/kvsidecar-{uid}/{SOCKET_NAME}"
+
+
+def grpc_address(path: str | os.PathLike[str]) -> str:
+    """The address of a Unix socket for gRPC, for servers and channels: a URI, so that any path may be in it."""
+    return f"unix:{quote(os.fsencode(path))}"
 
 
 def attach_path(socket: str) -> str:

@@ -13,14 +13,14 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.sessions import Instances, Peer
-from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unfinished
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, SocketInUse, Unfinished
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.handler import REASONS, check_protocol
 from kvsidecar.server.local_protocol import LocalConnection
+from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import fence, log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.tasks import TaskSet
@@ -50,10 +50,8 @@ class AttachSocket:
 
     def __init__(
         self,
-        path: Path,
+        socket_files: SocketFiles,
         *,
-        mode: int,
-        gid: int | None,
         epoch: int,
         instances: Instances,
         on_gone: Callable[[Peer], None],
@@ -62,9 +60,7 @@ class AttachSocket:
         tasks: TaskSet,
         pidfds: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
-        self._path = path
-        self._mode = mode
-        self._gid = gid
+        self._socket_files = socket_files
         self._epoch = epoch
         self._instances = instances
         self._on_gone = on_gone
@@ -79,23 +75,44 @@ class AttachSocket:
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Bind and accept. The caller holds the daemon's lock, so the path is free."""
+        """Bind and accept. The caller holds the daemon's lock. Called again, because the socket was removed, it binds
+        another one; the connections that there are stay.
+
+        Raises:
+            SocketInUse: it cannot be bound.
+        """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        files = self._socket_files
         old = os.umask(0o177)
         try:
-            listener.bind(str(self._path))
+            listener.bind(str(files.place(files.attach_path)))
+            listener.listen(1024)
+            files.publish(files.attach_path)
+        except OSError as error:
+            listener.close()
+            raise SocketInUse(f"{files.attach_path} cannot be bound: {error.strerror}") from error
+        except SocketInUse:
+            listener.close()
+            raise
         finally:
             os.umask(old)
-        if self._gid is not None:
-            os.chown(self._path, -1, self._gid)
-        self._path.chmod(self._mode)
-        listener.listen(1024)
+        self._stop_listening()
         self._listener = listener
         self._accepting = self._tasks.spawn(self._accept(listener), name="attach-socket")
 
-    async def stop(self) -> None:
+    async def start_again(self) -> None:
+        """As `start`."""
+        self.start()
+
+    def _stop_listening(self) -> None:
         if self._accepting is not None:
             self._accepting.cancel()
+        if self._listener is not None:
+            self._listener.close()
+
+    async def stop(self) -> None:
+        self._stop_listening()
+        self._socket_files.withdraw(self._socket_files.attach_path)
         for connection, local in tuple(self._connections.items()):
             # The reader sees the end of the stream and cleans up as for a client that has gone.
             if local is not None:
@@ -103,9 +120,6 @@ class AttachSocket:
                 continue
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        if self._listener is not None:
-            self._listener.close()
-            self._path.unlink(missing_ok=True)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.errors import Refusal, SocketInUse
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
+from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.decoding import TolerantRegistrar
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import SocketFiles
@@ -27,6 +29,9 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 MAX_CALLS = 4096
 """Limit of unfinished calls of all clients. gRPC answers further calls with RESOURCE_EXHAUSTED, without counting them.
 Long-lived calls have limits per user where they are served."""
+
+LAST_CALL_SECONDS = 1e6
+"""The longest that calls go on whose socket was removed: ranks are attached for days."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -84,11 +89,18 @@ class RpcServer:
         self._tasks = tasks
         self.health = health.aio.HealthServicer()
         self._clients_gone = ClientsGone(refuse)
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
-        pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self._service = service
+        self._server = self._new_server()
+        self._former: set[grpc.aio.Server] = set()
+        """Those whose socket was removed, until their calls have ended."""
+
+    def _new_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        pb_grpc.add_SidecarServicer_to_server(self._service, TolerantRegistrar(server))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflection.enable_server_reflection(names, server)
+        return server
 
     async def start(self) -> None:
         """Bind and serve. The caller holds the lock of the socket files.
@@ -96,21 +108,45 @@ class RpcServer:
         Raises:
             SocketInUse: the path cannot be bound.
         """
-        old = os.umask(0o177)  # no other user may connect between bind and chmod
-        try:
-            self._server.add_insecure_port(f"unix:{self._socket_files.grpc_path}")
-        except RuntimeError as error:
-            raise SocketInUse(f"{self._socket_files.grpc_path} cannot be bound: {error}") from error
-        finally:
-            os.umask(old)
+        self._bind(self._server)
         _GRPC_LOG.addFilter(self._clients_gone)
         await self._set_health(self._readiness.now)
         self._readiness.listen(self._readiness_changed)
         await self._server.start()
 
+    async def start_again(self) -> None:
+        """The socket was removed: bind another one. A server that has been started takes no other address, so this is
+        another server; the former one's calls go on, and its clients make new ones over the new socket.
+
+        Raises:
+            SocketInUse: the path cannot be bound.
+        """
+        server = self._new_server()
+        self._bind(server)
+        former, self._server = self._server, server
+        await server.start()
+        self._former.add(former)
+        self._tasks.spawn(self._end(former), name="former-rpc-server")
+
+    async def _end(self, former: grpc.aio.Server) -> None:
+        await former.stop(LAST_CALL_SECONDS)
+        self._former.discard(former)
+
+    def _bind(self, server: grpc.aio.Server) -> None:
+        files = self._socket_files
+        old = os.umask(0o177)  # no other user may connect between bind and chmod
+        try:
+            server.add_insecure_port(grpc_address(files.place(files.grpc_path)))
+        except RuntimeError as error:
+            raise SocketInUse(f"{files.grpc_path} cannot be bound: {error}") from error
+        finally:
+            os.umask(old)
+        files.publish(files.grpc_path)
+
     async def stop(self, grace: float) -> None:
         """Refuse new calls; running calls may end within ``grace`` seconds."""
-        await self._server.stop(grace)
+        self._socket_files.withdraw(self._socket_files.grpc_path)
+        await asyncio.gather(*(server.stop(grace) for server in (self._server, *self._former)))
         _GRPC_LOG.removeFilter(self._clients_gone)
 
     def _readiness_changed(self, now: Snapshot) -> None:

@@ -1,7 +1,9 @@
 """The daemon's files: a lock, and sockets with the configured mode and group.
 
-A second gRPC server binds a live Unix path without an error, takes it over, and unlinks it when it stops (measured with
-grpcio 1.85). So the daemon takes a lock first, and only its holder may remove a stale socket.
+A second gRPC server binds a live Unix path without an error, takes it over, and unlinks it when it stops, whoever has
+it by then (measured with grpcio 1.85). So the daemon takes a lock first, and only its holder may remove a stale socket;
+and each socket is bound at a path of its own and renamed to where clients look for it, so that nothing but this module
+removes it from there, and only while it is the same file.
 """
 
 from __future__ import annotations
@@ -11,13 +13,31 @@ import grp
 import os
 import socket
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvsidecar.errors import ConfigError, SocketInUse
 from kvsidecar.support import log
-from kvsidecar.support.file_lock import lock_within
+from kvsidecar.support.file_lock import lock_within, try_lock
+
+_BOUND = (".bound1", ".bound2")
+"""Of the paths at which the sockets are bound: not longer than `kvsidecar.protocol.paths.ATTACH_SUFFIX`. One for each:
+gRPC removes its own at any time."""
 
 _log = log.get("endpoint")
+
+
+class _FileId(NamedTuple):
+    """What tells a file from another one that has its name by now."""
+
+    device: int
+    inode: int
+
+
+def _file_id(found: os.stat_result) -> _FileId:
+    return _FileId(found.st_dev, found.st_ino)
 
 
 class SocketFiles:
@@ -33,9 +53,14 @@ class SocketFiles:
         self.grpc_path = path
         self.attach_path = path.with_name(path.name + ".attach")
         self._lock_path = path.with_name(path.name + ".lock")
+        self._bound_at = {
+            each: path.with_name(path.name + suffix)
+            for each, suffix in zip((self.grpc_path, self.attach_path), _BOUND, strict=True)
+        }
         self.mode = mode
         self.gid = group_id("socket_group", group)
         self._lock: int | None = None
+        self._published: dict[Path, _FileId] = {}
 
     @property
     def lock(self) -> int:
@@ -57,19 +82,27 @@ class SocketFiles:
         Raises:
             SocketInUse: another daemon holds the lock, or a path is not a stale socket of this user.
         """
-        lock = self._open_lock()
-        try:
-            if not await self._lock_within(lock, wait_seconds, stop):
-                return False
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
-            for path in (self.grpc_path, self.attach_path):
-                self._remove_stale(path)
-            self._lock = lock  # from here on `release` removes the sockets
-            return True
-        finally:
-            if self._lock is None:
-                os.close(lock)
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            lock = self._open_lock()
+            try:
+                if not await self._lock_within(lock, max(0.0, deadline - time.monotonic()), stop):
+                    return False
+                # While this waited, the file may have been removed, and be another daemon's by now.
+                if self._is_at(self._lock_path, _file_id(os.fstat(lock))):
+                    self._take(lock)
+                    self._lock = lock
+                    return True
+            finally:
+                if self._lock is None:
+                    os.close(lock)
+
+    def _take(self, lock: int) -> None:
+        """The lock of this file is held: say by whom, and remove what nobody serves any more."""
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        for path in self._bound_at:
+            self._remove_stale(path)
 
     def _open_lock(self) -> int:
         directory = self.grpc_path.parent
@@ -80,49 +113,119 @@ class SocketFiles:
             raise SocketInUse(f"cannot use {directory} for the socket ({error.strerror}): set socket") from error
 
     async def _lock_within(self, lock: int, wait_seconds: float, stop: asyncio.Event) -> bool:
-        def holder() -> str:
-            return os.pread(lock, 300, 0).decode(errors="replace") or "an unknown process"
-
         def waits() -> None:
             _log.warning(
                 "waiting for another daemon to exit",
                 socket=str(self.grpc_path),
-                holder=holder(),
-                wait_seconds=wait_seconds,
+                holder=_holder(lock),
+                wait_seconds=round(wait_seconds, 3),
             )
 
         try:
             return await lock_within(lock, wait_seconds, stop, waits)
         except TimeoutError:
-            raise SocketInUse(
-                f"another kvsidecar serves {self.grpc_path} ({holder()}): stop it, or set socket to another path"
-            ) from None
+            raise self._in_use(lock) from None
 
-    def secure_grpc_socket(self) -> None:
-        """Set group and mode of the bound gRPC socket. Raises SocketInUse if one of the two sockets was replaced."""
-        if self.gid is not None:
-            os.chown(self.grpc_path, -1, self.gid)
-        self.grpc_path.chmod(self.mode)
-        for path in (self.grpc_path, self.attach_path):
-            found = path.lstat()
+    def _in_use(self, lock: int) -> SocketInUse:
+        return SocketInUse(
+            f"another kvsidecar serves {self.grpc_path} ({_holder(lock)}): stop it, or set socket to another path"
+        )
+
+    # -- sockets ---------------------------------------------------------------------------------------------------
+
+    def place(self, path: Path) -> Path:
+        """Where the socket is to be bound that is going to be published at ``path``. Nothing is there.
+
+        Raises:
+            SocketInUse: something is, and stays.
+        """
+        self._remove_stale(self._bound_at[path])
+        return self._bound_at[path]
+
+    def publish(self, path: Path) -> None:
+        """Give the socket that was bound its mode and group, and rename it to ``path``.
+
+        Raises:
+            SocketInUse: it cannot be, or it was replaced meanwhile.
+        """
+        bound = self._bound_at[path]
+        try:
+            if self.gid is not None:
+                os.chown(bound, -1, self.gid, follow_symlinks=False)
+            bound.chmod(self.mode)
+            found = bound.lstat()
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
                 raise SocketInUse(
                     f"{path} is not the socket that this daemon created: another program writes to its directory"
                 )
             if stat.S_IMODE(found.st_mode) != self.mode:
                 raise SocketInUse(f"{path} has mode {stat.S_IMODE(found.st_mode):04o} instead of {self.mode:04o}")
+            self._remove_stale(path)
+            bound.rename(path)
+        except OSError as error:
+            raise SocketInUse(f"{path} cannot be made: {error.strerror}") from error
+        self._published[path] = _file_id(found)
+
+    def missing(self) -> list[Path]:
+        """Which of the published sockets, and of the lock, are not there any more, or not this daemon's."""
+        wanted = dict(self._published)
+        if self._lock is not None:
+            wanted[self._lock_path] = _file_id(os.fstat(self._lock))
+        return [path for path, is_ in wanted.items() if not self._is_at(path, is_)]
+
+    def reclaim(self) -> None:
+        """Make the directory and the lock again if they were removed, so that sockets can be published.
+
+        Copiers that run keep the file that was removed: a daemon that starts after this one was killed does not wait
+        for them. Those that are started from now on keep the new one.
+
+        Raises:
+            SocketInUse: another daemon holds the lock by now, or nothing can be made there.
+        """
+        if self._is_at(self._lock_path, _file_id(os.fstat(self.lock))):
+            if not os.access(self.grpc_path.parent, os.W_OK | os.X_OK, effective_ids=True):
+                raise SocketInUse(f"{self.grpc_path.parent} may not be written to")
+            return
+        lock = self._open_lock()
+        try:
+            if not try_lock(lock):
+                raise self._in_use(lock)
+            self._take(lock)
+            os.dup2(lock, self.lock, inheritable=False)  # the number that new copiers are given
+        except OSError as error:
+            raise SocketInUse(f"{self._lock_path} cannot be made again: {error.strerror}") from error
+        finally:
+            os.close(lock)
+
+    def withdraw(self, path: Path) -> None:
+        """Remove a socket that was published, unless the path is another daemon's by now."""
+        if self._is_mine(path):
+            path.unlink(missing_ok=True)
+        self._published.pop(path, None)
 
     def release(self) -> None:
         """Remove the sockets and release the lock. The lock file stays: if it were removed, two daemons could lock two
         files of the same name."""
         if self._lock is None:
             return
-        for path in (self.grpc_path, self.attach_path):
-            path.unlink(missing_ok=True)
+        for path in tuple(self._published):
+            self.withdraw(path)
         os.close(self._lock)
         self._lock = None
 
+    def _is_mine(self, path: Path) -> bool:
+        """Whether this daemon's socket is published there."""
+        return path in self._published and self._is_at(path, self._published[path])
+
+    @staticmethod
+    def _is_at(path: Path, is_: _FileId) -> bool:
+        with suppress(OSError):
+            return _file_id(path.lstat()) == is_
+        return False
+
     def _remove_stale(self, path: Path) -> None:
+        if self._is_mine(path):
+            return
         try:
             found = path.lstat()
         except FileNotFoundError:
@@ -132,6 +235,10 @@ class SocketFiles:
         if found.st_uid != os.geteuid():
             raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set socket to another path")
         path.unlink()
+
+
+def _holder(lock: int) -> str:
+    return os.pread(lock, 300, 0).decode(errors="replace") or "an unknown process"
 
 
 def group_id(option: str, group: str | None) -> int | None:

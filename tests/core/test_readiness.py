@@ -57,6 +57,26 @@ def test_kept_blocks_are_read_while_the_pool_is_pinned_and_in_no_other_state() -
     assert readiness.read_refusal is None
 
 
+def test_a_daemon_that_nobody_can_reach_is_not_ready_and_serves_who_is_connected() -> None:
+    readiness = DaemonReadiness(1000)
+    readiness.unreachable("no socket")
+    assert readiness.now.reason == "the daemon is starting"
+    readiness.unreachable("")
+    readiness.pinning()
+    readiness.become_ready()
+    readiness.unreachable("no socket")
+    assert (readiness.ready, readiness.now.state, readiness.now.reason) == (False, State.STARTING, "no socket")
+    assert (readiness.refusal, readiness.read_refusal) == (None, None)
+    readiness.devices_down({"gpu-0": "Xid 79"}, all_down=True)
+    assert readiness.refusal is Refusal.NOT_READY
+    readiness.devices_down({}, all_down=False)
+    readiness.drain("an operator asked to drain")
+    assert (readiness.now.state, readiness.refusal) == (State.DRAINING, Refusal.DRAINING)
+    readiness.cancel_drain()
+    readiness.unreachable("")
+    assert readiness.now == Snapshot(State.READY, 1000, 1000)
+
+
 def test_a_pin_that_fails_ends_the_service_of_kept_blocks() -> None:
     readiness = DaemonReadiness(1000)
     readiness.pinning(pinned_bytes=400)

@@ -1,0 +1,119 @@
+"""The files of one daemon, beside others that come and go at the same paths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.errors import SocketInUse
+from kvsidecar.server.socket_files import SocketFiles
+
+
+def files_at(directory: Path, mode: int = 0o600) -> SocketFiles:
+    return SocketFiles(directory / "kvs.sock", mode=mode, group=None)
+
+
+def acquire(files: SocketFiles) -> SocketFiles:
+    assert asyncio.run(files.acquire(wait_seconds=0, stop=asyncio.Event()))
+    return files
+
+
+@pytest.fixture
+def files(short_dir: Path) -> Iterator[SocketFiles]:
+    held = acquire(files_at(short_dir))
+    yield held
+    held.release()
+
+
+def listen(files: SocketFiles, path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(files.place(path)))
+    listener.listen()
+    files.publish(path)
+    return listener
+
+
+def test_what_is_published_has_its_mode_and_leaves_nothing_beside_it(short_dir: Path) -> None:
+    files = acquire(files_at(short_dir, mode=0o660))
+    with listen(files, files.grpc_path), listen(files, files.attach_path):
+        assert stat.S_IMODE(files.grpc_path.stat().st_mode) == 0o660
+        assert files.missing() == []
+        assert sorted(os.listdir(short_dir)) == ["kvs.sock", "kvs.sock.attach", "kvs.sock.lock"]
+    files.release()
+    assert os.listdir(short_dir) == ["kvs.sock.lock"]
+
+
+def test_what_another_has_put_there_is_missing_and_is_not_removed(files: SocketFiles) -> None:
+    with listen(files, files.grpc_path), socket.socket(socket.AF_UNIX) as other:
+        files.grpc_path.unlink()
+        assert files.missing() == [files.grpc_path]
+        other.bind(str(files.grpc_path))
+        assert files.missing() == [files.grpc_path]
+        files.withdraw(files.grpc_path)
+        assert files.grpc_path.exists()
+        with listen(files, files.grpc_path):
+            assert files.missing() == []
+
+
+def test_a_file_that_is_no_socket_is_not_replaced(files: SocketFiles) -> None:
+    files.grpc_path.write_text("somebody's")
+    with pytest.raises(SocketInUse, match="is not a socket"):
+        listen(files, files.grpc_path)
+    assert files.grpc_path.read_text() == "somebody's"
+    files.grpc_path.unlink()
+    listen(files, files.grpc_path).close()
+
+
+def test_what_was_left_where_a_socket_is_bound_is_in_nobodys_way(files: SocketFiles) -> None:
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(files.place(files.grpc_path)))
+
+
+def test_a_lock_that_was_removed_is_taken_again_under_the_same_number(files: SocketFiles, short_dir: Path) -> None:
+    number = files.lock
+    (short_dir / "kvs.sock.lock").unlink()
+    assert [each.name for each in files.missing()] == ["kvs.sock.lock"]
+    files.reclaim()
+    assert files.missing() == []
+    assert files.lock == number
+    with pytest.raises(SocketInUse, match=f"pid {os.getpid()} on "):
+        acquire(files_at(short_dir))
+
+
+def test_a_lock_that_another_daemon_has_by_now_is_left_to_it(files: SocketFiles, short_dir: Path) -> None:
+    (short_dir / "kvs.sock.lock").unlink()
+    other = acquire(files_at(short_dir))
+    with listen(other, other.grpc_path):
+        with pytest.raises(SocketInUse, match="another kvsidecar serves"):
+            files.reclaim()
+        assert other.missing() == []
+        other.release()
+    files.reclaim()
+    assert files.missing() == []
+
+
+def test_who_waits_for_a_lock_that_is_removed_meanwhile_waits_for_the_new_one(short_dir: Path) -> None:
+    """Else two daemons would hold two files of the same name."""
+    first, lock = acquire(files_at(short_dir)), short_dir / "kvs.sock.lock"
+
+    async def run() -> None:
+        waiting = asyncio.create_task(files_at(short_dir).acquire(wait_seconds=60, stop=(stop := asyncio.Event())))
+        await asyncio.sleep(0)
+        lock.unlink()
+        second = files_at(short_dir)
+        assert await second.acquire(wait_seconds=0, stop=asyncio.Event())
+        first.release()  # of the file that was removed, for which the other one waits
+        done, _ = await asyncio.wait([waiting], timeout=0.2)
+        assert not done, "two daemons hold the lock"
+        stop.set()
+        assert await waiting is False
+        second.release()
+
+    asyncio.run(run())
