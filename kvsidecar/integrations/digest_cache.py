@@ -21,6 +21,11 @@ MAX_BYTES = 4 << 20
 SETTLED_SECONDS = 2.0
 """A file modified more recently than this may change again without a change of its timestamps."""
 
+CLOCKED = frozenset({
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "nfs", "nfs4", "ceph", "lustre", "gpfs",
+})  # fmt: skip
+"""Filesystems that set ctime by their clock at every change. Others may take it from an image, or make it up."""
+
 
 def default_path() -> Path | None:
     """None if the user has no cache directory."""
@@ -31,8 +36,34 @@ def default_path() -> Path | None:
         return None
 
 
+def mount_of(fd: int) -> str:
+    """The line about an open file's mount in ``/proc/self/mountinfo``; empty if it cannot be found."""
+    try:
+        number = Path(f"/proc/self/fdinfo/{fd}").read_text().partition("mnt_id:")[2].split()[0]
+        with open("/proc/self/mountinfo") as mounts:
+            return next((line for line in mounts if line.split(" ", 1)[0] == number), "")
+    except (OSError, IndexError):
+        return ""
+
+
+def times_tell(of: os.stat_result, mount: str) -> bool:
+    """Whether another content of this file, or another file in its place, would have another ctime.
+
+    Not so in an image (squashfs, erofs, ext4 mounted read-only, OCI volumes), whose times are its maker's, often the
+    same for all files: mounted one after the other, two of them may differ in nothing but content.
+
+    Args:
+        mount: as `mount_of` returns it.
+    """
+    if of.st_ctime_ns <= 0 or of.st_ctime_ns % 1_000_000_000 == 0:
+        return False  # chosen by somebody: a clock hardly ever reads full seconds
+    # A mount may be read-only although others write to the filesystem: the last field is the filesystem's own.
+    kind, _, options = ([*mount.rpartition(" - ")[2].split(), "", "", ""])[:3]
+    return kind in CLOCKED and "ro" not in options.split(",")
+
+
 class DigestCache:
-    """Digests by device, inode, size and times of a file. Thread-safe.
+    """Digests by device, inode, size and times of a file, for files of which `times_tell`. Thread-safe.
 
     Errors of reading or writing the cache file are ignored: digests are computed again.
 

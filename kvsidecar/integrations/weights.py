@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvsidecar.integrations.digest_cache import VERSION, DigestCache, default_path
+from kvsidecar.integrations.digest_cache import VERSION, DigestCache, default_path, mount_of, times_tell
 
 PIECE = 4096
 """Bytes of one sample."""
@@ -105,7 +105,8 @@ def _digest_of_file(path: Path, cache: DigestCache) -> str:
     try:
         before = os.fstat(fd)
         text = path.suffix in TEXTS and before.st_size <= MAX_TEXT
-        digest = None if text else cache.get(before)
+        kept = not text and times_tell(before, mount_of(fd))
+        digest = cache.get(before) if kept else None
         if digest is None:
             if not text:
                 # Without this, each sample would be read with the pages around it.
@@ -115,7 +116,7 @@ def _digest_of_file(path: Path, cache: DigestCache) -> str:
             after = os.fstat(fd)
             if any(getattr(before, name) != getattr(after, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
                 raise OSError(f"{path} was written to while it was read: try again")
-            if not text:
+            if kept:
                 cache.put(before, digest)
         return digest
     finally:

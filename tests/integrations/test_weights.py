@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +186,12 @@ def test_a_directory_of_the_hubs_cache_is_its_name_and_commit(tmp_path: Path) ->
 # -- the cache -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def clocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever filesystem the temporary directory of this machine is on, its times are of its clock."""
+    monkeypatch.setattr(digest_cache, "CLOCKED", digest_cache.CLOCKED | {"overlay"})
+
+
 def cached(path: Path) -> DigestCache:
     return DigestCache(path, settled_seconds=0.0)
 
@@ -324,3 +332,104 @@ def test_the_cache_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest
     for i in range(5):
         digest_of(save(tmp_path / str(i)), cached(path))
     assert len(json.loads(path.read_text())["digests"]) == 3
+
+
+def squashfs(directory: Path, image: Path) -> None:
+    tool = shutil.which("mksquashfs") or pytest.skip("mksquashfs is not installed")
+    subprocess.run([tool, directory, image, "-quiet", "-no-progress", "-all-time", "0", "-mkfs-time", "0"], check=True)
+
+
+def read_only_ext4(directory: Path, image: Path) -> None:
+    make, edit = (shutil.which(each) or pytest.skip(f"{each} is not installed") for each in ("mkfs.ext4", "debugfs"))
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    subprocess.run([make, "-q", "-d", directory, image], check=True)
+    for field in ("ctime", "ctime_extra", "mtime_extra"):
+        command = f"set_inode_field /model.safetensors {field} {'@0' if field == 'ctime' else 0}"
+        subprocess.run([edit, "-w", "-R", command, image], check=True, capture_output=True)
+
+
+class FixedTimes:
+    """Stands for `os` in a module: every file looks like one of an image with the same inode and the same times."""
+
+    def __init__(self, nanoseconds: int) -> None:
+        self.nanoseconds = nanoseconds
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        found, ns = os.fstat(fd), self.nanoseconds
+        whole = ns // 1_000_000_000
+        times = {f"st_{each}_ns": ns for each in ("atime", "mtime", "ctime")}
+        times.update({f"st_{each}": ns / 1e9 for each in ("atime", "mtime", "ctime")})
+        return os.stat_result((found.st_mode, 7, 5, 1, 0, 0, found.st_size, whole, whole, whole), times)
+
+
+MOUNTS = {
+    "an image": "27 1 7:0 / / rw - squashfs /dev/loop0 ro,errors=continue",
+    "a read-only filesystem": "27 1 7:0 / / ro - ext4 /dev/loop0 ro",
+    "a program's filesystem": "27 1 0:40 / / rw - fuse.squashfuse squashfuse rw",
+    "layers of images": "27 1 0:40 / / rw - overlay overlay rw,lowerdir=/a",
+    "none that is known": "",
+    "a disk": "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard",
+    "a read-only mount of a disk": "27 1 254:0 / / ro,relatime - ext4 /dev/vda rw,discard",
+}
+
+
+@pytest.mark.parametrize(
+    ("mount", "nanoseconds", "kept"),
+    [
+        ("a disk", 1_764_000_000_636_001_034, True),
+        ("a read-only mount of a disk", 1_764_000_000_636_001_034, True),
+        ("a disk", 0, False),
+        ("a disk", -1, False),
+        ("a disk", 1_764_000_000_000_000_000, False),
+        ("an image", 1_764_000_000_636_001_034, False),
+        ("a read-only filesystem", 1_764_000_000_636_001_034, False),
+        ("a program's filesystem", 1_764_000_000_636_001_034, False),
+        ("layers of images", 1_764_000_000_636_001_034, False),
+        ("none that is known", 1_764_000_000_636_001_034, False),
+    ],
+)
+def test_files_whose_times_say_nothing_are_read_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str, nanoseconds: int, kept: bool
+) -> None:
+    """Two models that are mounted one after the other, with equal sizes, have equal device, inode and times too."""
+    other = tensors()
+    other["embed"] ^= 1
+    one, second = save(tmp_path / "one"), save(tmp_path / "second", other)
+    monkeypatch.undo()  # the list of filesystems as it is
+    monkeypatch.setattr(weights, "os", FixedTimes(nanoseconds))
+    monkeypatch.setattr(weights, "mount_of", lambda fd: MOUNTS[mount])
+    path = tmp_path / "weights.json"
+    digests = [digest_of(each, cached(path)) for each in (one, second)]
+    assert (digests[0] == digests[1]) is kept
+    assert path.exists() is kept
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize("make", [squashfs, read_only_ext4])
+def test_images_that_are_mounted_one_after_the_other_are_told_apart(
+    tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
+    place, path, found = tmp_path / "models", tmp_path / "weights.json", []
+    place.mkdir()
+    for name, change in (("one", 0), ("other", 1)):
+        changed = tensors()
+        changed["embed"] ^= change
+        model = save(tmp_path / name, changed)
+        for each in model.iterdir():
+            os.utime(each, ns=(0, 0))
+        make(model, tmp_path / f"{name}.img")
+        mounted = subprocess.run(["mount", "-o", "loop,ro", tmp_path / f"{name}.img", place], capture_output=True)
+        if mounted.returncode:
+            pytest.skip(f"images cannot be mounted here: {mounted.stderr.decode()}")
+        try:
+            found.append(((place / "model.safetensors").stat(), digest_of(place, cached(path))))
+        finally:
+            subprocess.run(["umount", place], check=True)
+    (first, one_digest), (second, other_digest) = found
+    assert digest_cache._key(first) == digest_cache._key(second), "nothing but the content differs"
+    assert one_digest != other_digest
+    assert one_digest == of(tmp_path / "one")
