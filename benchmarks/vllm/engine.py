@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.vllm.conversations import Conversations
 from benchmarks.vllm.hooks import Hooks
 from kvsidecar.bench.processes import serve
+from kvsidecar.integrations.vllm.counters import COUNTED
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -288,7 +289,13 @@ class Engine:
                 talks.answered(
                     output.request_id, list(answer.token_ids), clock(), output.finished, output.num_cached_tokens or 0
                 )
-        return {"seconds": clock() - began, **talks.result(), **self._hooks.take()}
+        return {"seconds": clock() - began, **talks.result(), **self._hooks.take(), "counters": self._counters()}
+
+    def _counters(self) -> dict[str, int]:
+        """Of this project's connector, since the engine's start; empty for another one."""
+        side = getattr(getattr(self._core.scheduler, "connector", None), "_scheduler", None)
+        counters = getattr(side, "counters", None)
+        return {} if counters is None else {name: getattr(counters, name) for name in COUNTED}
 
     def _prompt(self, tokens: list[int]) -> Any:
         from vllm.inputs import TokensPrompt

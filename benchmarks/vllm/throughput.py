@@ -91,7 +91,11 @@ def _row(mode: str, found: dict[str, Any]) -> list[object]:
 
 def show(results: dict[str, list[dict[str, Any]]]) -> None:
     rows = [_row(mode, each) for mode, found in results.items() for each in found]
+    lost = ("given_up_blocks", "held_back_stores", "failed_stores", "refused_jobs", "unanswered_lookups", "gone_loads")
     for mode, found in results.items():
+        counters = found[-1].get("counters")
+        if counters:
+            console.print(f"{mode}, counted: " + ", ".join(f"{name} {counters[name]}" for name in lost))
         refused = [each["refusals"] for each in found if each.get("refusals")]
         if refused:
             console.print(f"{mode}: the daemon refused, by reason: {refused[-1]}")

@@ -360,6 +360,7 @@ def side(
     clock: Clock | None = None,
     events: Any = None,
     longest_blocks: int = 0,
+    waits: bool = True,
     namespace: Namespace = NAMESPACE,
     **extra: Any,
 ) -> SchedulerSide:
@@ -375,6 +376,7 @@ def side(
         events=events,
         step_tokens=16,
         longest_blocks=longest_blocks,
+        waits=waits,
     )
     made.take_namespace(namespace)
     if pool is not None:

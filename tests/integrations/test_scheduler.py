@@ -16,7 +16,7 @@ from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import AGAIN_SECONDS, FRESH_SECONDS, UNCLAIMED_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from kvsidecar.integrations.vllm.stores import HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
+from kvsidecar.integrations.vllm.stores import GIVE_UP_SECONDS, HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
 from tests.integrations.engine import (
     EPOCH,
     Allocated,
@@ -634,9 +634,9 @@ def test_another_run_of_the_daemon_gets_everything_again() -> None:
         (16, 2),  # it does not: stores are made all the same, an eighth of the blocks at a time
     ],
 )
-def test_stores_that_are_not_over_leave_the_engine_room_for_its_longest_request(longest: int, most: int) -> None:
+def test_where_vllm_cannot_wait_stores_leave_the_engine_room_for_its_longest_request(longest: int, most: int) -> None:
     pool = TinyPool(17)
-    made = attached(pool=pool, longest_blocks=longest)
+    made = attached(pool=pool, longest_blocks=longest, waits=False)
     request = Request("r", list(range(64)))
     run(made, pool, request, 64)
     (job,) = made.build_plan(Step({"r": 1})).stores
@@ -693,9 +693,76 @@ def test_a_reset_does_not_make_the_engine_wait_for_a_daemon_that_hangs() -> None
     assert not made.has_pending_block_frees()
 
 
-def test_stores_that_are_not_over_leave_the_engine_half_of_its_blocks() -> None:
+@pytest.mark.parametrize("longest", [0, 8, 16])
+def test_stores_that_end_may_hold_all_blocks_so_that_none_is_overwritten(longest: int) -> None:
+    pool = TinyPool(17)
+    made = attached(pool=pool, longest_blocks=longest)
+    request = Request("r", list(range(64)))
+    blocks = run(made, pool, request, 64)
+    made.request_finished(request)
+    pool.free_blocks(blocks)
+    (job,) = made.build_plan(Step()).stores
+    assert stored_hashes((job,)) == request.block_hashes
+    assert pool.num_free == 0
+    assert made.has_pending_block_frees(), "the next request waits"
+    made.take_report(RankReport(stored={job.number: 1}))
+    assert (pool.num_free, made.counters.given_up_blocks) == (16, 0)
+
+
+def test_a_slow_daemon_gets_no_more_blocks_than_one_that_hangs() -> None:
+    pool, clock = TinyPool(17), Clock()
+    made = attached(pool=pool, clock=clock, longest_blocks=13)
+    jobs = []
+    for i in range(4):
+        request = Request(f"r{i}", [i] * 8)
+        run(made, pool, request, 8)
+        jobs += made.build_plan(Step({request.request_id: 1})).stores
+    assert len(jobs) == 4
+    for job in jobs[1:]:
+        clock.now += HUNG_SECONDS / 2
+        made.take_report(RankReport(stored={job.number: 1}))
+        for _ in range(REPORT_STEPS):
+            made.build_plan(Step())
+    late = Request("late", [9] * 16)
+    run(made, pool, late, 16)
+    (job,) = made.build_plan(Step({"late": 1})).stores
+    assert len(stored_hashes((job,))) == 1, "three may be held, and two are"
+
+
+def test_a_daemon_that_ends_no_store_is_given_up_when_it_holds_what_the_engine_needs() -> None:
+    pool, clock = TinyPool(17), Clock()
+    made = attached(pool=pool, clock=clock, longest_blocks=8)
+    request = Request("r", list(range(64)))
+    run(made, pool, request, 64)
+    (job,) = made.build_plan(Step({"r": 1})).stores
+
+    def steps() -> list[bool]:
+        return [made.build_plan(Step()).give_up for _ in range(REPORT_STEPS + 1)]
+
+    assert not any(steps())
+    clock.now += GIVE_UP_SECONDS
+    assert steps() == [True] + REPORT_STEPS * [False], "once"
+    assert made.counters.given_up_daemons == 1
+    clock.now += GIVE_UP_SECONDS
+    assert any(steps()), "again, if the ranks still hold them"
+    made.take_report(RankReport(attached={0: 0}, stored={job.number: 1}, not_stored=frozenset([job.number])))
+    clock.now += GIVE_UP_SECONDS
+    assert not any(steps())
+
+
+def test_a_daemon_that_hangs_with_few_blocks_is_not_given_up() -> None:
+    pool, clock = TinyPool(17), Clock()
+    made = attached(pool=pool, clock=clock, longest_blocks=8)
+    request = Request("r", list(range(32)))
+    run(made, pool, request, 32)
+    assert made.build_plan(Step({"r": 1})).stores
+    clock.now += 10 * GIVE_UP_SECONDS
+    assert not any(made.build_plan(Step()).give_up for _ in range(2 * REPORT_STEPS))
+
+
+def test_where_vllm_cannot_wait_stores_leave_the_engine_half_of_its_blocks() -> None:
     pool = TinyPool(9)
-    made = attached(pool=pool)
+    made = attached(pool=pool, waits=False)
     request = Request("r", list(range(24)))
     run(made, pool, request, 24)
 

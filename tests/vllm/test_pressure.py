@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvsidecar.integrations.vllm import stores as stores_module
 from kvsidecar.integrations.vllm.stores import Stores
-from tests.harness import DaemonProcess, eventually
+from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import Truth
 from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
@@ -56,7 +57,8 @@ def test_a_daemon_that_hangs_leaves_an_engine_under_pressure_going(
             names.append(engine.add(longest, tokens=12))
             answers |= engine.run()
             held = [block for each in stores._running.values() for block in each.selection]
-            assert held, "nothing was stored when the daemon stopped: nothing was held"
+            given_up = engine.connector._scheduler.counters.given_up_daemons
+            assert held or given_up, "nothing was stored when the daemon stopped: nothing was held"
             assert all(block.ref_cnt > 0 for block in held), "the daemon may read these blocks when it goes on"
         finally:
             daemon.process.send_signal(signal.SIGCONT)
@@ -73,6 +75,42 @@ def test_a_daemon_that_hangs_leaves_an_engine_under_pressure_going(
             assert again.tokens == tokens[190:]
             hit += again.cached
     assert hit or mode == "lazy"
+
+
+def test_a_daemon_that_hangs_with_all_blocks_of_an_engine_is_given_up(
+    model: str, daemon: DaemonProcess, truth: Truth
+) -> None:
+    """Each request needs 23 of 25 blocks: while the daemon holds those of the first, the second has none."""
+    first, second = prompt("all 1", 23 * BLOCK), prompt("all 2", 23 * BLOCK)
+    transfer = kvsidecar(daemon.socket, lookup_budget="50ms", lookup_patience="100ms")
+    with running(model, transfer, num_gpu_blocks_override=26, max_model_len=768) as engine:
+        join(engine, daemon)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            answers = [engine.generate(each, tokens=4)[0].tokens for each in (first, second)]
+            assert engine.connector._scheduler.counters.given_up_daemons > 0
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        assert answers == truth(first, second, tokens=4)
+
+
+def test_prompts_as_long_as_the_gpu_are_all_stored(
+    model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request needs 23 of 25 blocks. How long a core may take for a store does not matter here."""
+    for name in ("SOON_SECONDS", "HUNG_SECONDS", "GIVE_UP_SECONDS"):
+        monkeypatch.setattr(stores_module, name, SECONDS)
+    prompts = [prompt(f"long {i}", 23 * BLOCK) for i in range(4)]
+    with running(model, kvsidecar(daemon.socket), num_gpu_blocks_override=26, max_model_len=768) as engine:
+        join(engine, daemon)
+        before = blocks(daemon)
+        names = [engine.add(each, tokens=4) for each in prompts]
+        answers = engine.run()
+        given = [answers[name.partition("-")[0]].tokens for name in names]
+        engine.drain()
+        assert engine.connector._scheduler.counters.given_up_blocks == 0
+        assert blocks(daemon) - before == 4 * 23
+        assert given == truth(*prompts, tokens=4)
 
 
 def _stores_of(engine: Engine) -> Stores:

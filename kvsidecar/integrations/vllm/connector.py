@@ -147,6 +147,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             wake=waker(),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
+            waits=hasattr(KVConnectorBase_V1, "has_pending_block_frees"),
         )
 
     @property

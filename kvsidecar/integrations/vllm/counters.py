@@ -40,6 +40,9 @@ class Counters:
     given_up_blocks: int = _counter(
         "Blocks that were to be stored later but never were: the GPU evicted them first, or too many were waiting."
     )
+    given_up_daemons: int = _counter(
+        "Times that the ranks gave up a daemon that ended no store, because the engine needed the blocks."
+    )
     resets: int = _counter("Resets of the prefix cache.")
     refused_resets: int = _counter(
         "Resets that vLLM refused because requests or stores held blocks; nothing is offloaded until one succeeds."

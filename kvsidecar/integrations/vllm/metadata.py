@@ -81,6 +81,8 @@ class StepPlan:
     loads: tuple[LoadJob, ...] = ()
     idle: bool = False
     """Nothing is scheduled in this step: stores may use the whole PCIe bandwidth."""
+    give_up: bool = False
+    """The daemon hangs, and the engine needs the blocks that its jobs hold: end them."""
 
 
 NOTHING = StepPlan()

@@ -47,7 +47,8 @@ class SchedulerSide:
         watch: tells the events what the daemon holds; closed by `shutdown`. None: nobody does.
         wake: makes an idle engine step, for the daemon's news and for what waits to be stored; called in any thread.
         step_tokens: most tokens that one step computes (``max_num_batched_tokens``).
-        longest_blocks: most blocks that one request needs; stores leave it as many.
+        longest_blocks: most blocks that one request needs.
+        waits: as in `Stores`.
         clock: seconds, monotonic.
     """
 
@@ -64,6 +65,7 @@ class SchedulerSide:
         wake: Callable[[], object] = lambda: None,
         step_tokens: int = 8192,
         longest_blocks: int = 0,
+        waits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
@@ -95,6 +97,7 @@ class SchedulerSide:
             step_tokens,
             longest_blocks,
             noted=watch is not None or options.publisher,
+            waits=waits,
         )
         self._counts = True
         """Whether counters or gauges may have changed since `take_counts`."""
@@ -181,11 +184,12 @@ class SchedulerSide:
             self._counts = True
             self._stores.step(self._requests, scheduler_output)
         idle = not scheduler_output.total_num_scheduled_tokens
+        give_up = self._stores.gives_up()
         stores, loads = self._stores.take_jobs(), self._loads.planned and self._loads.take_jobs()
-        if not (stores or loads):
+        if not (stores or loads or give_up):
             return IDLE if idle else NOTHING
         self._counts = True
-        return StepPlan(self._with_keys(stores), self._with_keys(loads), idle)
+        return StepPlan(self._with_keys(stores), self._with_keys(loads), idle, give_up)
 
     def _with_keys(self, jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
         """The jobs with the keys of the current version of the weights instead of hashes."""

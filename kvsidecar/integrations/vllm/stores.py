@@ -35,9 +35,12 @@ from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 STEP_BLOCKS = 2048
 """Most blocks that one step plans to store, which bounds its cost."""
 SOON_SECONDS = 0.1
-"""A store that has run for longer does not end soon: it waits for others, or the daemon hangs."""
+"""If no store has ended for longer, none ends soon."""
 HUNG_SECONDS = 1.0
-"""While a store runs for longer, none is planned: the daemon hangs, and would hold those blocks as well."""
+"""If no store has ended for longer, the daemon hangs: none is planned, it would hold those blocks as well. If one runs
+for longer while others end, the daemon is slow: the engine gets the room that a hung one would leave it."""
+GIVE_UP_SECONDS = 2.0
+"""If no store has ended for longer, and the stores hold more than a hung daemon may, the engine gives it up."""
 REPORT_STEPS = 4
 """Steps until the scheduler side knows the end of even the shortest store: the ranks see it one step later, and their
 report may arrive after two more steps were planned."""
@@ -81,7 +84,12 @@ class Stores:
 
     A job holds a reference on each of its blocks until every rank has reported it, so that vLLM does not reuse them
     even if the request ends. That includes jobs of a daemon that hangs: it may resume at any time, and would store what
-    it reads then under the job's hashes. The number of blocks that stores may hold is therefore bounded.
+    it reads then under the job's hashes. It may keep so many that the engine's longest request fits beside them.
+
+    While stores end, they may hold all blocks: a request that finds none free waits for them, whereas a block that was
+    let go would be overwritten, and lost. If they stop ending, the ranks give up the daemon, which ends these jobs
+    behind a fence: the blocks are free, and nothing reads them late. vLLM 0.26 cannot wait, so that stores never hold
+    more there than a hung daemon may.
 
     Blocks that could not be stored with their request, for lack of room or of a daemon, or because the daemon declined
     them, enter the backlog: they are stored later if the GPU's prefix cache still has them. In lazy mode, all blocks
@@ -92,6 +100,7 @@ class Stores:
         step_tokens: most tokens that one step computes.
         longest_blocks: most blocks that one request needs.
         noted: whether other engines are told the blocks' tokens.
+        waits: whether vLLM waits for blocks that stores give back soon, instead of preempting a request.
     """
 
     def __init__(
@@ -107,8 +116,9 @@ class Stores:
         longest_blocks: int = 0,
         *,
         noted: bool = False,
+        waits: bool = True,
     ) -> None:
-        self._noted = noted
+        self._noted, self._waits = noted, waits
         self._groups, self._by_index = tuple(groups), {group.index: group for group in groups}
         self._world_size, self._stored_filter, self._numbers = world_size, stored_filter, numbers
         self._counters, self._events = counters, events
@@ -132,6 +142,10 @@ class Stores:
         self._pool: Pool | None = None
         self._keys_of: KeysOf
         self._most_held = 0
+        self._most_hung = 0
+        """Most blocks that stores hold of a daemon that hangs or is slow."""
+        self._ended = (0.0, 0)
+        """Monotonic seconds and step number when a store last ended, or the daemon was given up."""
         self._held = 0
         self._holds: npt.NDArray[np.bool_]
         """By GPU block: whether it is among the held ones. A job with a block twice would be declined as invalid."""
@@ -154,9 +168,10 @@ class Stores:
         # While the daemon hangs, the engine continues with the other blocks: enough for its longest request, unless
         # that request needs nearly all blocks.
         usable = pool.num_gpu_blocks - 1
-        self._most_held = min(usable // 2, max(usable - self._longest, usable // 8))
+        self._most_hung = min(usable // 2, max(usable - self._longest, usable // 8))
+        self._most_held = usable if self._waits else self._most_hung
         # The backlog can wait. A request that arrives meanwhile must find room.
-        self._most_held_backlog = min(self._most_held, max(1, usable // 8))
+        self._most_held_backlog = min(self._most_hung, max(1, usable // 8))
         self._backlog = Backlog(pool.num_gpu_blocks)  # the GPU cannot have more
         self._holds = np.zeros(pool.num_gpu_blocks, np.bool_)
         # A watermark above the number of blocks would only make the walks rarer.
@@ -192,7 +207,7 @@ class Stores:
         Args:
             now: monotonic seconds.
         """
-        if self._oldest_runs_for(SOON_SECONDS, now):
+        if self._silent_for(SOON_SECONDS, now):
             return False
         selections = (*self._planned.values(), *(store.selection for store in self._running.values()))
         return any(block.ref_cnt == 1 for each in selections for block in each)
@@ -210,6 +225,14 @@ class Stores:
         """
         self._now, self._step = now, self._step + 1
         return now >= self._next or self._backlog.count > 0
+
+    def gives_up(self) -> bool:
+        """Whether the ranks must give up the daemon in this step, so that the engine gets its blocks back."""
+        if self._held <= self._most_hung or not self._silent_for(GIVE_UP_SECONDS, self._now):
+            return False
+        self._ended = self._now, self._step
+        self._counters.given_up_daemons += 1
+        return True
 
     def step(self, requests: Mapping[str, RequestProgress], scheduler_output: Any) -> None:
         """Plan stores: in eager mode of the confirmed full blocks of running requests, in lazy mode of the blocks that
@@ -361,7 +384,7 @@ class Stores:
             self._events.not_stored(group, hashes)
 
     def _plan_backlog(self) -> None:
-        if self._oldest_runs_for(HUNG_SECONDS, self._now):
+        if self._silent_for(HUNG_SECONDS, self._now):
             return
         room = min(BACKLOG_BLOCKS, STEP_BLOCKS - self._num_planned, self._most_held_backlog - self._held)
         hashes_of: dict[Terms, dict[int, dict[bytes, None]]] = {}
@@ -381,19 +404,26 @@ class Stores:
 
     def _room(self) -> int:
         """Number of further blocks that this step may consider."""
-        if self._oldest_runs_for(HUNG_SECONDS, self._now):
+        if self._silent_for(HUNG_SECONDS, self._now):
             self._counters.held_back_stores += 1
             return 0
-        if self._held >= self._most_held:
+        is_slow = self._running and self._is_longer(self._oldest_begun, HUNG_SECONDS, self._now)
+        most = self._most_hung if is_slow else self._most_held
+        if self._held >= most:
             self._counters.held_back_stores += 1
-        return min(STEP_BLOCKS - self._num_planned, self._most_held - self._held) - self._considered
+        return min(STEP_BLOCKS - self._num_planned, most - self._held) - self._considered
 
-    def _oldest_runs_for(self, seconds: float, now: float) -> bool:
-        """Whether the oldest store runs for at least ``seconds``, and longer than its report takes."""
-        if not self._running:
-            return False
-        began, step = next(iter(self._running.values())).begun
-        return now - began >= seconds and self._step - step >= REPORT_STEPS
+    @property
+    def _oldest_begun(self) -> tuple[float, int]:
+        return next(iter(self._running.values())).begun
+
+    def _silent_for(self, seconds: float, now: float) -> bool:
+        """Whether a store runs, and none has ended for at least ``seconds``."""
+        return bool(self._running) and self._is_longer(max(self._ended, self._oldest_begun), seconds, now)
+
+    def _is_longer(self, since: tuple[float, int], seconds: float, now: float) -> bool:
+        """Whether it is at least ``seconds`` ago, and as many steps as the report of a store's end may take."""
+        return now - since[0] >= seconds and self._step - since[1] >= REPORT_STEPS
 
     @property
     def _num_planned(self) -> int:
@@ -484,6 +514,7 @@ class Stores:
             store.failed |= number in report.not_stored
             store.ranks -= count
             if store.ranks <= 0:
+                self._ended = self._now, self._step
                 del self._running[number]
                 self._end(store.selection, store.blocks, store.failed, store.retry)
 

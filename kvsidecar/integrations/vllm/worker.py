@@ -193,6 +193,8 @@ class WorkerSide:
         self.new_stores, self.new_loads = plan.stores, plan.loads
         if self._client is None:
             return
+        if plan.give_up:
+            self._client.give_up("no store has ended for seconds, and the engine needs the GPU's blocks")
         if plan.idle != self._idle:
             self._idle = plan.idle
             self._client.set_idle(plan.idle, soon=True)
