@@ -132,19 +132,31 @@ class BlockCache:
         return answer
 
     def lookup_and_lease(
-        self, parts: Sequence[Part], mode: LookupMode, now: float, ttl: float, owner: Hashable
+        self, parts: Sequence[Part], mode: LookupMode, now: float, ttl: float, owner: Hashable, lease_id: int = 0
     ) -> tuple[Lease | None, list[list[bool]]]:
         """Look up all parts and lease all hits until ``now + ttl``. No lease if there is no hit, or if it would take
-        what is guaranteed to another share."""
+        what is guaranteed to another share.
+
+        Args:
+            lease_id: a lease of this owner that these hits are added to, and that is renewed in any case. If there is
+                none with this id, a new one is taken.
+        """
         chains, answers = [], []
         for space, hashes in parts:
             rows, hits = self._find(space, hashes, mode)
             chains.append(_chain(space, rows[hits]))
             answers.append(hits.tolist())
-        lease = None
+        lease = self._leases.get(lease_id, now) if lease_id else None
+        if lease is not None and lease.owner != owner:
+            lease = None
         if any(len(chain.rows) for chain in chains) and self._room.may_pin(chains):
             self._table.pin(chains)
-            lease = self._leases.add(owner, chains, now + ttl)
+            if lease is None:
+                lease = self._leases.add(owner, chains, now + ttl)
+            else:
+                self._leases.extend(lease, chains, now + ttl)
+        elif lease is not None:
+            self._leases.renew(lease.id, now, now + ttl)
         return lease, answers
 
     def lease(self, lease_id: int, now: float) -> Lease | None:

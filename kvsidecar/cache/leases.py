@@ -45,6 +45,14 @@ class LeaseTable:
         self._note_expiry(lease)
         return lease
 
+    def extend(self, lease: Lease, chains: list[Chain], expires_at: float) -> None:
+        """Add chains to a live lease, and set a new expiry."""
+        before = lease.num_blocks
+        lease.chains += chains
+        self._blocks_of[lease.owner] += lease.num_blocks - before
+        lease.expires_at = expires_at
+        self._note_expiry(lease)
+
     def get(self, lease_id: int, now: float) -> Lease | None:
         """The lease, or None if it was released or has expired, even before `pop_expired` removes it."""
         lease = self._leases.get(lease_id)

@@ -390,9 +390,12 @@ class Client(OperatorCalls):
         prefill_rate: float = 0.0,
         wanted: Mapping[int, Sequence[bool]] | None = None,
         fetch_tokens: int = 0,
+        lease: int | None = None,
         timeout: float | None = None,
     ) -> LookupResult:
         """Which of these blocks the daemon can load, by KV cache group; none if it does not answer.
+
+        Any number of hashes may be asked for: beyond 8,192 they go in several messages.
 
         Args:
             groups: block hashes by group, in prefix order; joined in one `bytes`, or apart.
@@ -404,13 +407,17 @@ class Client(OperatorCalls):
                 any; for groups of which a hit does not need every block. The answer says which misses a slower tier
                 holds. None: each group's first misses in a row.
             fetch_tokens: that the caller need not compute if all that is wanted comes.
+            lease: of an earlier lookup: it then protects these hits too, from now on. It is released if this lookup is
+                not answered. None: a new one.
             timeout: seconds, instead of ``step_budget``.
 
         Raises:
             ClientError: the daemon refuses the request; the text says what to change.
             ValueError: a time is negative or not a number.
         """
-        query = LookupQuery(namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate, wanted, fetch_tokens)
+        query = LookupQuery(
+            namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate, wanted, fetch_tokens, lease or 0
+        )
         return self._lookups.lookup(query, timeout)
 
     def begin_lookup(
@@ -424,15 +431,18 @@ class Client(OperatorCalls):
         prefill_rate: float = 0.0,
         wanted: Mapping[int, Sequence[bool]] | None = None,
         fetch_tokens: int = 0,
+        lease: int | None = None,
     ) -> PendingLookup | None:
         """Send a lookup, and take the answer later: several lookups then share one wait.
 
         Never waits. Arguments and errors as those of `lookup`.
 
         Returns:
-            None: it cannot be sent at once, because the daemon is lost or busy, or there are too many hashes.
+            None: it cannot be sent, because the daemon is lost or hangs.
         """
-        query = LookupQuery(namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate, wanted, fetch_tokens)
+        query = LookupQuery(
+            namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate, wanted, fetch_tokens, lease or 0
+        )
         return self._lookups.begin(query)
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:

@@ -6,7 +6,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -30,7 +29,8 @@ CHANNEL_OPTIONS = [
 ]
 
 POST_SECONDS = 1.0
-"""Time limit of a call that nobody waits for."""
+"""Time limit of a call whose answer nobody needs. A lookup has none: it may bring a lease, which would be lost with the
+answer."""
 
 
 def open_channel(socket: str) -> grpc.Channel:
@@ -58,16 +58,43 @@ class Channel:
                 self._channel = open_channel(self._socket)
             return pb_grpc.SidecarStub(self._channel)
 
-    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
-        """Raises grpc.RpcError."""
-        method, message = self._method(request)
-        return method(message, timeout=seconds, metadata=self._metadata)
+    def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
+        """As `Transport.call`."""
+        call = self._begin(request)
+        try:
+            call.exception(seconds)
+        except grpc.FutureTimeoutError:
+            if on_late is None:
+                call.cancel()
+            else:
+                call.add_done_callback(lambda call: on_late(_answer_of(call)))
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise TransportError(code, "no answer in time", comes_late=on_late is not None) from None
+        except grpc.FutureCancelledError:
+            pass
+        answer = _answer_of(call)
+        if isinstance(answer, TransportError):
+            raise answer
+        return answer
 
-    def begin_call(self, request: pb.LocalRequest, seconds: float, on_answer: OnAnswer) -> None:
-        method, message = self._method(request)
-        future = method.future(message, timeout=seconds, metadata=self._metadata)
+    def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
+        """As `Transport.post_in_background`."""
+        try:
+            call = self._begin(request)
+        except TransportError:
+            return False
         # gRPC cancels a call that nobody references any more: the callback keeps this one until it is answered.
-        future.add_done_callback(lambda call: on_answer(_answer_of(call)))
+        call.add_done_callback(lambda call: None if on_answer is None else on_answer(_answer_of(call)))
+        return True
+
+    def _begin(self, request: pb.LocalRequest) -> Any:
+        name = method_of(request)
+        seconds = None if name == "lookup" else POST_SECONDS
+        try:
+            method = getattr(self.stub, name.capitalize())
+            return method.future(getattr(request, name), timeout=seconds, metadata=self._metadata)
+        except ValueError as error:  # "Cannot invoke RPC on closed channel!"
+            raise TransportError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
     def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
         """As `Transport.query`."""
@@ -81,10 +108,6 @@ class Channel:
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
-
-    def _method(self, request: pb.LocalRequest) -> tuple[Any, Any]:
-        name = method_of(request)
-        return getattr(self.stub, name.capitalize()), getattr(request, name)
 
 
 class GrpcTransport(Transport):
@@ -104,13 +127,8 @@ class GrpcTransport(Transport):
     def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
         return GrpcStream(self._channel.stub, send_queue, monitor)
 
-    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
-        try:
-            return self._channel.call(request, seconds)
-        except grpc.RpcError as error:
-            raise _call_error(error) from error
-        except ValueError as error:  # "Cannot invoke RPC on closed channel!"
-            raise TransportError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+    def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
+        return self._channel.call(request, seconds, on_late)
 
     def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
         def answered(answer: Any) -> None:
@@ -119,10 +137,10 @@ class GrpcTransport(Transport):
             with self._answered:
                 self._answered.notify_all()
 
-        with suppress(ValueError):  # "Cannot invoke RPC on closed channel!"
-            self._channel.begin_call(request, POST_SECONDS, answered)
-            return True
-        return False
+        return self._channel.post(request, answered)
+
+    def post_in_background(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
+        return self._channel.post(request, on_answer)
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
         if is_done is not None:

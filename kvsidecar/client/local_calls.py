@@ -52,13 +52,15 @@ class LocalCalls:
         """Whether a call waits for its answer."""
         return self._lock.locked()
 
-    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
         """As `Transport.call`."""
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "another call waits for its answer")
         try:
             reply = self._exchange(request, deadline)
+            if reply is None and on_late is not None:
+                self._posted[self._number] = method_of(request), on_late
         except OSError as error:
             self._disconnect()  # what arrives on it next is unknown
             raise connection_error(error) from error
@@ -68,7 +70,8 @@ class LocalCalls:
             self._lock.release()
             self._deliver_answers()
         if reply is None:
-            raise TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+            late = on_late is not None
+            raise TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time", comes_late=late)
         if reply.HasField("error"):
             raise error_from(reply.error)
         return getattr(reply, method_of(request))
@@ -95,7 +98,9 @@ class LocalCalls:
             return False
         finally:
             self._lock.release()
-            self._deliver_answers()
+            # Not waiting for another thread that delivers: whoever is given an answer may post here, and two threads
+            # would wait for each other.
+            self._deliver_answers(wait=False)
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
         """As `Transport.collect`."""
@@ -159,8 +164,8 @@ class LocalCalls:
         self._replies.feed(data)
 
     def _accept_posted(self, reply: pb.LocalReply) -> None:
-        """Accept a reply to a posted call. Ignore late replies to calls that timed out, and kinds that only a newer
-        daemon sends."""
+        """Accept a reply to a posted call, or to one that timed out. Ignore others, and kinds that only a newer daemon
+        sends."""
         kind = reply.WhichOneof("message")
         if kind is None:
             return
@@ -174,11 +179,15 @@ class LocalCalls:
             self._answers.append((on_answer, error_from(reply.error) if kind == "error" else getattr(reply, method)))
             del self._posted[reply.call]
 
-    def _deliver_answers(self) -> None:
-        with self._delivery:
+    def _deliver_answers(self, *, wait: bool = True) -> None:
+        if not self._delivery.acquire(blocking=wait):
+            return
+        try:
             while self._answers:
                 on_answer, answer = self._answers.popleft()
                 on_answer(answer)
+        finally:
+            self._delivery.release()
 
     def _disconnect(self) -> None:
         """Close the connection. The caller delivers the answers afterwards, without the lock."""

@@ -40,12 +40,15 @@ class LocalTransport(Transport):
     def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
         return LocalStream(self.connection, send_queue, monitor)
 
-    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
         calls = next((each for each in self._calls if not each.busy), self._calls[0])
-        return calls.call(request, seconds)
+        return calls.call(request, seconds, on_late)
 
     def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
         return any(calls.post(request, on_answer) for calls in self._calls)
+
+    def post_in_background(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
+        return self._channel.post(request, on_answer)
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
         deadline = time.monotonic() + seconds

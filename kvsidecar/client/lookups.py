@@ -10,9 +10,10 @@ from typing import Any
 
 import grpc
 
+from kvsidecar.client.lookup_parts import LookupParts
 from kvsidecar.client.messages import LookupQuery, TransportError, to_milliseconds
 from kvsidecar.client.supervisor import Supervisor
-from kvsidecar.client.transport import Transport
+from kvsidecar.client.transport import OnAnswer, Transport
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.support.breaker import CircuitBreaker
@@ -22,7 +23,9 @@ _log = logging.getLogger("kvsidecar.client")
 
 UNAVAILABLE_SECONDS = 1.0
 """For which no call was taken, before that is said: a daemon that was lost is noticed sooner."""
-_TIMED_OUT = TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+POST_HASHES = 512
+"""More are sent in the background: a message of more than 32 KiB may not fit into a socket at once, nor leave it whole.
+"""
 
 
 class NoAnswer(Exception):
@@ -50,33 +53,59 @@ class Lookups:
         self._said = False
 
     def lookup(self, query: LookupQuery, timeout: float | None) -> LookupResult:
+        deadline = time.monotonic() + (self._budget if timeout is None else timeout)
+        parts = LookupParts(query)
         try:
-            return query.result(self._call(query.request, timeout))
+            while (part := parts.next()) is not None:
+                late = self._release_late if query.lease_seconds else None
+                parts.take(part.result(self._call(part.request, deadline, late)))
         except NoAnswer as missing:
+            self._release(parts)
             return query.no_hits(missing.reason)
+        except BaseException:
+            self._release(parts)
+            raise
+        return self.finished(parts)
+
+    def finished(self, parts: LookupParts) -> LookupResult:
+        """The result. A daemon that has begun to decline lookups has no hits, and need not keep any."""
+        result = parts.result()
+        if not result.ready and parts.lease:
+            self._release(parts)
+            result = parts.result()
+        return result
+
+    def _release(self, parts: LookupParts) -> None:
+        lease, parts.lease = parts.lease, 0
+        if lease and (transport := self._supervisor.transport) is not None:
+            post(transport, _release_request(lease), None)
+
+    def _release_late(self, answer: Any, transport: Transport) -> None:
+        """The answer to a lookup that nobody waits for any more: end its lease."""
+        if isinstance(answer, pb.LookupReply) and answer.lease:
+            post(transport, _release_request(answer.lease), None)
 
     def begin(self, query: LookupQuery) -> PendingLookup | None:
         if (transport := self._available_transport()) is None:
             return None
-        message = query.request(transport.connection.token)
         pending = PendingLookup(self, transport, query)
-        return pending if transport.post(message, pending.on_answer) else None
+        return pending if pending.begin() else None
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         if (transport := self._available_transport()) is not None:
             renewal = LeaseRenewal(transport, lease)
-            if transport.post(_renew_request(lease, lease_seconds), renewal.on_answer):
+            if post(transport, _renew_request(lease, lease_seconds), renewal.on_answer):
                 return renewal
         return LeaseRenewal(None)
 
     def release_nowait(self, lease: int) -> None:
         if (transport := self._available_transport()) is not None:
-            transport.post(_release_request(lease), None)
+            post(transport, _release_request(lease), None)
 
     def release(self, lease: int, timeout: float | None) -> bool:
         request = _release_request(lease)
         try:
-            reply: pb.ReleaseReply = self._call(lambda _: request, timeout)
+            reply: pb.ReleaseReply = self._call(lambda _: request, self._deadline(timeout))
         except NoAnswer:
             return False
         return reply.released
@@ -84,25 +113,34 @@ class Lookups:
     def renew(self, lease: int, lease_seconds: float, timeout: float | None) -> float:
         request = _renew_request(lease, lease_seconds)
         try:
-            reply: pb.RenewReply = self._call(lambda _: request, timeout)
+            reply: pb.RenewReply = self._call(lambda _: request, self._deadline(timeout))
         except NoAnswer:
             return 0.0
         return reply.lease_ms / 1000 if reply.renewed else 0.0
 
+    def _deadline(self, timeout: float | None) -> float:
+        return time.monotonic() + (self._budget if timeout is None else timeout)
+
     def _available_transport(self) -> Transport | None:
         return self._supervisor.transport if self._breaker.allows else None
 
-    def _call(self, request: Callable[[bytes], pb.LocalRequest], timeout: float | None) -> Any:
+    def _call(
+        self,
+        request: Callable[[bytes], pb.LocalRequest],
+        deadline: float,
+        late: Callable[[Any, Transport], None] | None = None,
+    ) -> Any:
         """Send a request and wait for the reply.
 
         Args:
             request: makes the request from the connection's token.
+            deadline: monotonic seconds.
+            late: takes the answer if it comes later.
 
         Raises:
             NoAnswer: the daemon is lost or hangs.
             ClientError: the daemon refuses the request.
         """
-        deadline = time.monotonic() + (self._budget if timeout is None else timeout)
         transport = self._supervisor.transport
         if not self._breaker.allows:
             raise NoAnswer(BREAKER_OPEN if transport is not None else DAEMON_LOST)
@@ -110,28 +148,62 @@ class Lookups:
             # Only the first call of a client that never attaches (a scheduler's) waits for the connection.
             self._supervisor.start_without_registration()
             if not self._supervisor.wait_attempt(0, deadline - time.monotonic()):
-                self._breaker.failed()
+                self._breaker.failed(surely=True)  # a connection takes the same time whatever is asked
             transport = self._supervisor.transport
         if transport is None:
             raise NoAnswer(DAEMON_LOST)
+        call = object()
+
+        def on_late(answer: Any) -> None:
+            self._supervisor.late_answers.discard(call)
+            self.heard(answer)
+            if late is not None:
+                late(answer, transport)
+
         message = request(transport.connection.token)
+        self._breaker.called()
+        self._supervisor.late_answers.add(call)  # before it may come
         try:
-            answer = transport.call(message, max(0.001, deadline - time.monotonic()))
+            answer = transport.call(message, max(0.001, deadline - time.monotonic()), on_late)
         except TransportError as error:
             answer = error
+        if isinstance(answer, TransportError) and answer.comes_late:
+            self._supervisor.wake()
+        else:
+            self._supervisor.late_answers.discard(call)
         return self.reply(answer, transport)
 
-    def reply(self, answer: Any, transport: Transport) -> Any:
-        """Return the reply, or raise as `_call` if the answer is a TransportError. Updates the circuit breaker."""
+    def called(self) -> None:
+        self._breaker.called()
+
+    def heard(self, answer: Any) -> None:
+        """An answer has come, perhaps late: the daemon lives."""
         if not isinstance(answer, TransportError):
             self._breaker.succeeded()
             if self._failing is not None:
                 self._note_answer()
+
+    def expect_late(self, pending: PendingLookup) -> None:
+        """Nobody waits for its answer any more: it must be read all the same, because of its lease."""
+        self._supervisor.late_answers.add(pending)
+        self._supervisor.wake()
+
+    def late_came(self, pending: PendingLookup) -> None:
+        self._supervisor.late_answers.discard(pending)
+
+    def missed(self) -> None:
+        """A wait has ended without an answer."""
+        if self._breaker.failed():
+            _log.warning("the daemon at %s does not answer: lookups miss until it does", self._socket)
+            self._supervisor.wake()
+
+    def reply(self, answer: Any, transport: Transport) -> Any:
+        """Return the reply, or raise as `_call` if the answer is a TransportError. Updates the circuit breaker."""
+        if not isinstance(answer, TransportError):
+            self.heard(answer)
             return answer
         if answer.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            if self._breaker.failed():
-                _log.warning("the daemon at %s does not answer in time: lookups miss until it does", self._socket)
-                self._supervisor.wake()
+            self.missed()
             raise NoAnswer(NO_ANSWER)
         # After the connection was replaced, any error is possible, such as that its token is unknown.
         if answer.code is grpc.StatusCode.UNAVAILABLE or self._supervisor.transport is not transport:
@@ -158,45 +230,109 @@ class Lookups:
 
 
 class PendingLookup:
-    """A lookup sent by `Client.begin_lookup`. One thread calls `result` or `cancel`, once."""
+    """A lookup sent by `Client.begin_lookup`. One thread calls `wait`, and then `result` or `cancel`, once."""
 
     def __init__(self, lookups: Lookups, transport: Transport, query: LookupQuery) -> None:
         self._lookups, self._transport, self._query = lookups, transport, query
+        self._parts = LookupParts(query)
+        self._part: LookupQuery | None = None
+        """The one that is under way."""
+        self._in_background = query.hashes > POST_HASHES
+        """Whether answers arrive in a thread of the transport."""
         self._lock = threading.Lock()
-        """Guards the two below: over gRPC the answer arrives in another thread."""
-        self._answer: Any = None
+        """Guards what answers change. Nothing is sent with it held: to send delivers answers to others."""
+        self._arrived = threading.Event()
+        self._error: TransportError | None = None
         self._cancelled = False
 
+    def begin(self) -> bool:
+        """Send the first part. False: it cannot be sent.
+
+        Raises:
+            ClientError, ValueError: as `Client.lookup`.
+        """
+        self._part = self._parts.next()
+        return self._send(self._part) if self._part is not None else False
+
+    def _send(self, part: LookupQuery) -> bool:
+        message = part.request(self._transport.connection.token)
+        self._lookups.called()
+        if not self._in_background:
+            if self._transport.post(message, self.on_answer):
+                return True
+            self._in_background = True
+        return self._transport.post_in_background(message, self.on_answer)
+
     def on_answer(self, answer: Any) -> None:
+        """Take the answer to a part, and send the next one."""
+        self._lookups.heard(answer)
         with self._lock:
-            self._answer, late = answer, self._cancelled
-        if late:
-            self._release_lease(answer)
+            part, self._part = self._part, None
+            if isinstance(answer, TransportError):
+                self._error = answer
+            elif part is not None:
+                self._parts.take(part.result(answer))
+            cancelled = self._cancelled
+            if not cancelled and self._error is None:
+                self._part = self._parts.next()
+            part = self._part
+            if part is None and not cancelled:
+                self._arrived.set()
+        if cancelled:
+            self._lookups.late_came(self)
+            self._release_lease()
+        elif part is not None and not self._send(part):
+            self.on_answer(TransportError(grpc.StatusCode.UNAVAILABLE, "the connection was closed"))
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the whole answer has arrived. Waits for it at most ``timeout`` seconds; may be called again."""
+        if not self._arrived.is_set():
+            if self._in_background:
+                self._arrived.wait(timeout)
+                self._transport.collect()  # what came for others meanwhile is a sign of life as well
+            else:
+                self._transport.collect(self._arrived.is_set, timeout)
+            if not self._arrived.is_set():
+                self._lookups.missed()
+        return self._arrived.is_set()
 
     def result(self, timeout: float) -> LookupResult:
-        """What `Client.lookup` would have returned. Waits at most ``timeout`` seconds.
+        """What `Client.lookup` would have returned. Waits at most ``timeout`` seconds, and gives the lookup up then.
 
         Raises:
             ClientError: the daemon refuses the request.
         """
-        if self._answer is None:
-            self._transport.collect(lambda: self._answer is not None, timeout)
-        try:
-            reply = self._lookups.reply(_TIMED_OUT if self._answer is None else self._answer, self._transport)
-        except NoAnswer as missing:
+        if not self.wait(timeout):
             self.cancel()
+            return self._query.no_hits(NO_ANSWER)
+        if self._error is None:
+            return self._lookups.finished(self._parts)
+        self._release_lease()
+        try:
+            self._lookups.reply(self._error, self._transport)
+        except NoAnswer as missing:
             return self._query.no_hits(missing.reason)
-        return self._query.result(reply)
+        raise AssertionError("an error is no reply")
 
     def cancel(self) -> None:
         """Discard the answer, and release its lease when it arrives. Never waits."""
         with self._lock:
-            self._cancelled, answer = True, self._answer
-        self._release_lease(answer)
+            self._cancelled = True
+            if not self._arrived.is_set():
+                self._lookups.expect_late(self)
+        self._release_lease()
 
-    def _release_lease(self, answer: Any) -> None:
-        if isinstance(answer, pb.LookupReply) and answer.lease:
-            self._transport.post(_release_request(answer.lease), None)
+    def _release_lease(self) -> None:
+        """Of what was answered so far."""
+        with self._lock:
+            lease, self._parts.lease = self._parts.lease, 0
+        if lease:
+            post(self._transport, _release_request(lease), None)
+
+
+def post(transport: Transport, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
+    """Send a call without waiting, by whichever way takes it at once. False: the connection is closed."""
+    return transport.post(request, on_answer) or transport.post_in_background(request, on_answer)
 
 
 class LeaseRenewal:
@@ -221,7 +357,7 @@ class LeaseRenewal:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.collect()
-            transport.post(_release_request(self._lease), None)
+            post(transport, _release_request(self._lease), None)
 
     def on_answer(self, answer: Any) -> None:
         if not isinstance(answer, TransportError):

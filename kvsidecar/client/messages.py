@@ -53,10 +53,12 @@ def to_milliseconds(name: str, seconds: float) -> int:
 class TransportError(Exception):
     """A message was refused or not answered. Every transport raises it with the same codes."""
 
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+    def __init__(self, code: grpc.StatusCode, text: str, *, comes_late: bool = False) -> None:
         super().__init__(text)
         self.code = code
         self.text = text
+        self.comes_late = comes_late
+        """Whether the call's ``on_late`` will be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,13 @@ class LookupQuery:
     wanted: Mapping[int, Sequence[bool]] | None = None
     """By group: which of its misses to fetch. None: the first ones in a row."""
     fetch_tokens: int = 0
+    lease: int = 0
+    """Of an earlier lookup, that these hits are added to; 0: a new one."""
+
+    @property
+    def hashes(self) -> int:
+        """Number of hashes, of all groups together."""
+        return sum([self.count(group) for group in self.groups])
 
     def request(self, token: bytes) -> pb.LocalRequest:
         """The request is in the message's ``lookup``: to nest a message later is to copy it, with all hashes.
@@ -174,6 +183,8 @@ class LookupQuery:
             message.lookup.fetch_ms = to_milliseconds("fetch_seconds", self.fetch_seconds)
             message.lookup.prefill_rate = self.prefill_rate
             message.lookup.choose, message.lookup.fetch_tokens = self.wanted is not None, self.fetch_tokens
+        if self.lease and self.lease_seconds:
+            message.lookup.lease = self.lease
         wanted = self.wanted or {}
         add, size = message.lookup.groups.add, len(start)  # message.ByteSize() takes as long as to serialize it
         for group, hashes in self.groups.items():
@@ -183,7 +194,8 @@ class LookupQuery:
             add(group=group, hashes=packed, wanted=bits)
         if size > MAX_REQUEST_BYTES:
             raise ClientError(
-                f"the lookup has {size} bytes and at most {MAX_REQUEST_BYTES} are allowed: look up fewer hashes at once"
+                f"the lookup has {size} bytes and at most {MAX_REQUEST_BYTES} are allowed: use a shorter namespace, or "
+                "look in fewer groups"
             )
         return message
 
@@ -193,9 +205,9 @@ class LookupQuery:
             groups={
                 each.group: GroupHits(
                     each.hits,
-                    _bits(each.bitmap, self._count(each.group)),
+                    _bits(each.bitmap, self.count(each.group)),
                     each.coming,
-                    _bits(each.held, self._count(each.group)),
+                    _bits(each.held, self.count(each.group)),
                 )
                 for each in reply.groups
             },
@@ -207,10 +219,11 @@ class LookupQuery:
     def no_hits(self, reason: str) -> LookupResult:
         """The result if the daemon did not answer."""
         bitmap = self.mode is LookupMode.BITMAP
-        misses = {group: GroupHits(0, (False,) * self._count(group) if bitmap else ()) for group in self.groups}
+        misses = {group: GroupHits(0, (False,) * self.count(group) if bitmap else ()) for group in self.groups}
         return LookupResult(ready=False, groups=misses, reason=reason)
 
-    def _count(self, group: int) -> int:
+    def count(self, group: int) -> int:
+        """Number of a group's hashes."""
         hashes = self.groups[group]
         return len(hashes) // self.namespace.hash_bytes if isinstance(hashes, bytes) else len(hashes)
 

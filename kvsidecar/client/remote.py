@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from kvsidecar.client.grpc_transport import CHANNEL_OPTIONS
+from kvsidecar.client.lookup_parts import LookupParts
 from kvsidecar.client.messages import LookupQuery
 from kvsidecar.client.operator import OperatorCalls, operator_error
 from kvsidecar.client.types import LookupResult
@@ -60,8 +61,10 @@ class RemoteClient(OperatorCalls):
             DaemonUnreachable: no daemon answers.
             RequestDenied: this client may not use the namespace.
         """
-        query = LookupQuery(namespace, groups, mode)
-        return query.result(self._call("Lookup", query.request(b"").lookup))
+        parts = LookupParts(LookupQuery(namespace, groups, mode))
+        while (part := parts.next()) is not None:
+            parts.take(part.result(self._call("Lookup", part.request(b"").lookup)))
+        return parts.result()
 
     def close(self, timeout: float | None = None) -> bool:
         self._channel.close()

@@ -92,6 +92,8 @@ _log = logging.getLogger("kvsidecar.client")
 HANG_SECONDS = 10.0
 """A daemon that has not ended a job so long after its deadline hangs, and is given up."""
 HANG_CHECK_SECONDS = 5.0
+LATE_SECONDS = 0.05
+"""How often late answers are looked for that no call reads."""
 STREAM_END_SECONDS = 1.0
 """How long to wait for the end of a dead daemon's stream, which takes milliseconds; then it is broken off."""
 
@@ -152,6 +154,8 @@ class Supervisor:
         """Set while attached; may be read without the lock."""
         self.idle = False
         """Whether the GPU is idle, for every session."""
+        self.late_answers: set[object] = set()
+        """Calls whose answers nobody waits for any more; the leases that they bring are released when they are read."""
         self.attempts = 0
         """Attempts to connect and attach that have succeeded or failed."""
         self.error: ClientError | None = None
@@ -356,7 +360,10 @@ class Supervisor:
             if lost := _how_lost(transport, session) or self._how_hung(session):
                 return lost
             self._probe(transport)
-            waits = (self._breaker.probe_in(), None if session is None else HANG_CHECK_SECONDS)
+            late = LATE_SECONDS if self.late_answers else None
+            if late is not None:
+                transport.collect()
+            waits = (self._breaker.probe_in(), None if session is None else HANG_CHECK_SECONDS, late)
             poller.wait(min((each for each in waits if each is not None), default=None))
         return ""
 

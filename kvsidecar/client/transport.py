@@ -70,8 +70,12 @@ class Transport(Protocol):
             monitor: guards the send queue and the stream's state; notified when the send queue has ended a job.
         """
 
-    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
         """Send the ``lookup``, ``release`` or ``renew``, and wait at most ``seconds`` for the reply.
+
+        Args:
+            on_late: as ``on_answer`` of `post`, for an answer that has not come in time. Not called if the message was
+                not sent whole.
 
         Raises:
             TransportError: DEADLINE_EXCEEDED, UNAVAILABLE, or the daemon's refusal.
@@ -87,6 +91,10 @@ class Transport(Protocol):
         Returns:
             False: it could not be sent, and ``on_answer`` will not be called.
         """
+
+    def post_in_background(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
+        """As `post`, for messages of any size, also before the first `call`: it takes longer, and ``on_answer`` is
+        called in a thread of the transport."""
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
         """Deliver the answers to posted calls that have arrived.

@@ -110,6 +110,7 @@ class LookupService:
         *,
         lease_seconds: float = 0.0,
         owner: bytes | None = None,
+        lease: int = 0,
         fetch_seconds: float = 0.0,
         prefill_rate: float = 0.0,
         choice: Choice | None = None,
@@ -121,6 +122,7 @@ class LookupService:
             lease_seconds: length of the lease on the hits; 0 for no lease. None is granted to a user with too many, or
                 if it would pin what is guaranteed to other shares.
             owner: token of the client; the lease ends when the client disconnects.
+            lease: a lease of this client that the hits are added to; 0 for a new one.
             fetch_seconds: how long the caller can wait for misses that are fetched; 0: nothing is fetched.
             prefill_rate: tokens a second that the caller computes; 0 if it does not say.
             choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
@@ -132,13 +134,14 @@ class LookupService:
             return LookupAnswer(False, nothing)
         self.expire()
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
-        lease = None
+        granted = None
         lease_seconds = min(lease_seconds, self._lease_max)
         if lease_seconds > 0 and self._has_too_many(owner, sum([len(hashes) for _, hashes in groups])):
             self._metrics.refuse(Refusal.LIMIT)
             lease_seconds = 0.0
         if lease_seconds > 0:
-            lease, found = self._cache.lookup_and_lease(parts, mode, self._clock(), lease_seconds, owner)
+            now = self._clock()
+            granted, found = self._cache.lookup_and_lease(parts, mode, now, lease_seconds, owner, lease)
         else:
             found = [self._cache.lookup(space, hashes, mode) for space, hashes in parts]
         result = tuple(_hits(group, hits, mode) for (group, _), hits in zip(groups, found, strict=True))
@@ -147,7 +150,7 @@ class LookupService:
         self._hits.inc(hits)
         self._misses.inc(misses)
         self._metrics.models.looked_up(namespace.model, hits, misses)
-        if lease_seconds > 0 and lease is None and hits:
+        if lease_seconds > 0 and granted is None and hits:
             self._metrics.refuse(Refusal.QUOTA)
         asking = False
         if (tiering := self._tiering) is not None and fetch_seconds > 0 and misses:
@@ -160,7 +163,7 @@ class LookupService:
                     if False in there and tiering.may_come(space, hashes[there.index(False)]):
                         result, asking = self._fetch(*rest)
                         break
-        return LookupAnswer(True, result, lease.id if lease else None, lease_seconds if lease else 0.0, asking)
+        return LookupAnswer(True, result, granted.id if granted else None, lease_seconds if granted else 0.0, asking)
 
     def _fetch(
         self,

@@ -33,7 +33,7 @@ from kvsidecar.protocol.wire import namespace_from_wire
 from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.server.watch_stream import WatchStream
-from kvsidecar.support import log
+from kvsidecar.support import failpoints, log
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
@@ -253,6 +253,7 @@ class Handler:
     # -- lookups and leases ----------------------------------------------------------------------------------------
 
     def lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
+        failpoints.hit("lookup.before_answer")
         self.steps.called()
         namespace = _namespace(request.namespace)
         permit(caller, namespace)
@@ -266,6 +267,7 @@ class Handler:
             mode,
             lease_seconds=request.lease_ms / 1000,
             owner=owner,
+            lease=request.lease,
             fetch_seconds=request.fetch_ms / 1000,
             prefill_rate=request.prefill_rate,
             choice=convert.choice_from(request, namespace.hash_bytes)

@@ -60,29 +60,43 @@ class BreakerState(Enum):
     """A probe is under way; still no other call is made."""
 
 
+SILENT_SECONDS = 0.25
+"""Longer than a live daemon's loop, or a machine, is mostly kept by others. A caller with a smaller budget goes on
+without its answer meanwhile."""
+
+
 class CircuitBreaker:
-    """Opens after consecutive calls without an answer in time; closes when a probe is answered. Thread-safe.
+    """Opens after consecutive waits for nothing; closes when a probe is answered. Thread-safe.
 
     It makes no calls itself. The user checks `allows` before each call, reports its outcome, and makes the probes in a
     background thread, never in an engine's step.
 
     Args:
-        failures: number of consecutive calls without an answer that opens it.
+        failures: number of consecutive waits without an answer that opens it.
+        silence: seconds without any answer, from the first call that was not answered, before such a wait counts: one
+            that ends sooner tells that the answer takes longer than the caller can wait, not that none comes.
         backoff: delays before the probes.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, *, failures: int = 3, backoff: Backoff | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        failures: int = 3,
+        silence: float = SILENT_SECONDS,
+        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if failures < 1:
             raise ValueError("a breaker opens after at least one failure")
-        self._threshold = failures
+        self._threshold, self._silence = failures, silence
         self._backoff = backoff or Backoff(0.1, 2.0)
         self._clock = clock
         self._lock = threading.Lock()
         self._state = BreakerState.CLOSED
         self._failures = 0
+        self._silent_since: float | None = None
+        """When the first call after the last answer was made."""
         self._probe_at = 0.0
 
     @property
@@ -94,10 +108,16 @@ class CircuitBreaker:
         """Whether a call may be made now. Never waits."""
         return self._state is BreakerState.CLOSED
 
+    def called(self) -> None:
+        """A call was made."""
+        if self._silent_since is None:
+            self._silent_since = self._clock()
+
     def succeeded(self) -> bool:
-        """A call or a probe was answered in time. Returns whether that closed the breaker."""
+        """A call or a probe was answered, be it late. Returns whether that closed the breaker."""
         with self._lock:
             self._failures = 0
+            self._silent_since = None
             if self._state is BreakerState.OPEN:
                 # This call began before the breaker opened. The probe decides: its answer is newer.
                 return False
@@ -106,15 +126,24 @@ class CircuitBreaker:
             self._backoff.reset()
             return closed
 
-    def failed(self) -> bool:
-        """A call or a probe had no answer in time. Returns whether that opened a closed breaker."""
+    def failed(self, *, surely: bool = False) -> bool:
+        """A wait for a call or a probe ended without an answer. Returns whether that opened a closed breaker.
+
+        Args:
+            surely: it counts however short the silence was.
+        """
         with self._lock:
             if self._state is BreakerState.OPEN:
                 return False  # this call began before it opened
-            self._failures += 1
-            was_closed = self._state is BreakerState.CLOSED
-            if was_closed and self._failures < self._threshold:
-                return False
+            if was_closed := self._state is BreakerState.CLOSED:
+                now = self._clock()
+                if self._silent_since is None:
+                    self._silent_since = now  # others were answered meanwhile
+                if now - self._silent_since < self._silence and not surely:
+                    return False
+                self._failures += 1
+                if self._failures < self._threshold:
+                    return False
             self._state = BreakerState.OPEN
             self._probe_at = self._clock() + self._backoff.next()
             return was_closed
@@ -139,4 +168,5 @@ class CircuitBreaker:
         with self._lock:
             self._state = BreakerState.CLOSED
             self._failures = 0
+            self._silent_since = None
             self._backoff.reset()

@@ -50,6 +50,7 @@ KNOWN: dict[str, str] = {
     "attach.after_import": "a rank's memory is imported, its registration is not answered yet",
     "tier.read": "in a tier's process, before it reads: raise() simulates EIO",
     "tier.write": "in a tier's process, before it writes: raise() simulates EIO",
+    "lookup.before_answer": "in the daemon's loop, before it answers a lookup",
     "zeroing.slice": "in the thread that zeroes what is freed, before each slice",
     "start.load": "in the thread that imports the rest of the daemon, before the imports; probes are answered",
 }

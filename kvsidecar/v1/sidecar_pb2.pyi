@@ -366,7 +366,7 @@ class LookupGroup(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens")
+    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens", "lease")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODE_UNSPECIFIED: _ClassVar[LookupRequest.Mode]
@@ -384,6 +384,7 @@ class LookupRequest(_message.Message):
     PREFILL_RATE_FIELD_NUMBER: _ClassVar[int]
     CHOOSE_FIELD_NUMBER: _ClassVar[int]
     FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     groups: _containers.RepeatedCompositeFieldContainer[LookupGroup]
     mode: LookupRequest.Mode
@@ -393,7 +394,8 @@ class LookupRequest(_message.Message):
     prefill_rate: float
     choose: bool
     fetch_tokens: int
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ..., choose: bool = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
+    lease: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ..., choose: bool = ..., fetch_tokens: _Optional[int] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("ready", "epoch", "lease", "lease_ms", "groups", "asking")

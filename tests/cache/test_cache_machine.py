@@ -276,10 +276,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), mode=modes, ttl=st.integers(1, 3), owner=st.sampled_from(["x", "y"]))
     def lookup_readable_blocks(self, data: st.DataObject, mode: LookupMode, ttl: int, owner: str) -> None:
         blocks = data.draw(st.lists(st.sampled_from(self.readable()), min_size=1, max_size=3))
-        self.lookup_and_lease([(space, [name]) for space, name in blocks], mode, ttl, owner)
+        added_to = data.draw(st.sampled_from([0, *sorted(self.leases)]))
+        self.lookup_and_lease([(space, [name]) for space, name in blocks], mode, ttl, owner, added_to)
 
-    def lookup_and_lease(self, parts: list[tuple[int, list[str]]], mode: LookupMode, ttl: int, owner: str) -> None:
-        lease, hits = self.cache.lookup_and_lease(self.parts(parts), mode, self.now, ttl, owner)
+    def lookup_and_lease(
+        self, parts: list[tuple[int, list[str]]], mode: LookupMode, ttl: int, owner: str, added_to: int = 0
+    ) -> None:
+        lease, hits = self.cache.lookup_and_lease(self.parts(parts), mode, self.now, ttl, owner, added_to)
+        before = self.leases.get(added_to) if added_to else None
+        if before is not None and (before.owner != owner or self.now >= before.expires_at):
+            before = None
         held = []
         for (space, names), part_hits in zip(parts, hits, strict=True):
             expected = [self.is_readable((space, name)) for name in names]
@@ -287,9 +293,10 @@ class CacheMachine(RuleBasedStateMachine):
                 expected[expected.index(False) :] = [False] * (len(expected) - expected.index(False))
             assert part_hits == expected
             held += [(space, name) for name, hit in zip(names, part_hits, strict=True) if hit]
-        assert (lease is None) == (not held)
+        assert (lease is None) == (not held and before is None)
         if lease is not None:
-            self.leases[lease.id] = LiveLease(owner, self.now + ttl, held)
+            assert (lease.id == added_to) == (before is not None) or not added_to
+            self.leases[lease.id] = LiveLease(owner, self.now + ttl, held + (before.keys if before else []))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), ttl=st.integers(1, 3))

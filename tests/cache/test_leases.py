@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 from kvsidecar.cache.leases import RELEASED, LeaseTable
 from tests.cache.integrity import check_leases
@@ -90,3 +92,19 @@ def test_leases_that_never_expire_leave_nothing_behind_when_released() -> None:
         table.pop(table.add("o", [], math.inf).id)
     assert len(table._expiries) < 200
     assert table.pop_expired(50.0) == [kept]
+
+
+def test_a_lease_that_is_extended_has_all_of_its_blocks_and_a_new_end() -> None:
+    table = LeaseTable()
+    lease = table.add("o", [chain(3)], 10.0)
+    table.extend(lease, [chain(2), chain(1)], 20.0)
+    assert table.held("o") == (1, 6)
+    check_leases(table)
+    assert table.pop_expired(10.0) == []
+    assert table.pop_expired(20.0) == [lease]
+    assert table.held("o") == (0, 0)
+    check_leases(table)
+
+
+def chain(blocks: int) -> Any:
+    return SimpleNamespace(rows=range(blocks))

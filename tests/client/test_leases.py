@@ -26,9 +26,10 @@ class FakeTransport:
         self.lease: LeaseRenewal | None = None
         self.arrives: Any = None
 
-    def post(self, request: pb.LocalRequest, then: object) -> None:
+    def post(self, request: pb.LocalRequest, then: object) -> bool:
         assert (request.WhichOneof("message"), then) == ("release", None)
         self.released.append(request.release.lease)
+        return True
 
     def collect(self) -> None:
         if self.arrives is not None and self.lease is not None:
@@ -88,7 +89,10 @@ def test_whether_it_was_asked_for_is_known(
         client.release_nowait(7)
         client.lookup(Namespace("m", "d", "l", 16, 1, 1, "h"), {0: hashes("a")})
         assert client.renew_nowait(7, 60.0).sent
-        monkeypatch.setattr(LocalTransport if local_protocol else GrpcTransport, "post", lambda *_: False)
+        transport = LocalTransport if local_protocol else GrpcTransport
+        monkeypatch.setattr(transport, "post", lambda *_: False)
+        assert client.renew_nowait(7, 60.0).sent, "there is another way"
+        monkeypatch.setattr(transport, "post_in_background", lambda *_: False)
         assert not client.renew_nowait(7, 60.0).sent
 
 

@@ -133,6 +133,38 @@ def test_who_is_given_an_answer_may_post_again(calls: LocalCalls, peers: list[Fa
     assert posted == [True]
 
 
+def test_two_threads_that_post_to_each_others_calls_do_not_wait_for_each_other(
+    calls: LocalCalls, peers: list[FakeConnection]
+) -> None:
+    """Each delivers an answer of one of a transport's two connections, and posts to the other one meanwhile."""
+    others = LocalCalls(lambda timeout: peers.append(FakeConnection()) or peers[-1])  # type: ignore[func-returns-value]
+    both = (calls, others)
+    for each in both:
+        peers.clear()
+        answer(peers, lookup_reply(1, 5))
+        ask(each)
+        each.far = peers[0].far  # type: ignore[attr-defined]
+    meeting = threading.Barrier(2)
+    posted: list[bool] = []
+
+    def deliver(mine: LocalCalls, other: LocalCalls) -> None:
+        def take(_: object) -> None:
+            meeting.wait(SECONDS)
+            posted.append(other.post(RELEASE, None))
+
+        assert mine.post(LOOKUP, take)
+        mine.far.sendall(lookup_reply(2, 1))  # type: ignore[attr-defined]
+        mine.collect(lambda: posted, SECONDS)
+
+    threads = [threading.Thread(target=deliver, args=pair, daemon=True) for pair in (both, both[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS / 4)
+    assert posted == [True, True]
+    others.close()
+
+
 def test_an_answer_that_another_thread_delivers_is_not_taken_for_none(
     calls: LocalCalls, peers: list[FakeConnection]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +21,12 @@ from kvsidecar.client import (
     PendingLookup,
 )
 from kvsidecar.client.local_calls import MAX_POST_BYTES
+from kvsidecar.client.lookup_parts import PART_HASHES
+from kvsidecar.support.breaker import CircuitBreaker
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
 from tests.e2e.test_daemon_death import pause
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, eventually, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, eventually, hashes
 
 
 def test_hits_of_a_bitmap_are_flags_per_hash(short_dir: Path) -> None:
@@ -105,9 +109,150 @@ def test_a_daemon_that_hangs_or_dies_is_noticed_as_by_other_lookups(client: Clie
     assert lost.result(SECONDS).reason == DAEMON_LOST
 
 
-def test_what_is_too_long_to_be_sent_at_once_is_not_begun(short_dir: Path) -> None:
+def test_nothing_is_begun_without_a_connection(short_dir: Path) -> None:
     with FakeDaemon(short_dir) as daemon, Client(daemon.socket, step_budget=SECONDS) as client:
-        assert client.begin_lookup(NAMESPACE, {0: hashes("a")}) is None, "nothing is connected yet"
+        assert client.begin_lookup(NAMESPACE, {0: hashes("a")}) is None
         client.lookup(NAMESPACE, {0: hashes("a")})
-        assert client.begin_lookup(NAMESPACE, {0: bytes(MAX_POST_BYTES)}) is None
         assert begin(client, [bytes(MAX_POST_BYTES // 2)]).result(SECONDS)
+
+
+# -- of any size -------------------------------------------------------------------------------------------------------
+
+UNKNOWN = [bytes(32)] * (2 * PART_HASHES)
+"""So many that what stands around them is in different parts."""
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_any_number_of_hashes_is_looked_up_under_one_lease(
+    client: Client, stored: list[bytes], daemon: DaemonProcess, begun: bool
+) -> None:
+    asked = {0: stored[:2] + UNKNOWN + stored[2:], 1: UNKNOWN, 2: [], 3: stored}
+    options: dict[str, Any] = {"mode": LookupMode.BITMAP, "lease_seconds": 600.0}
+    if begun:
+        pending = client.begin_lookup(NAMESPACE, asked, **options)
+        assert pending is not None
+        result = pending.result(SECONDS)
+    else:
+        result = client.lookup(NAMESPACE, asked, **options)
+    assert result.groups[0].found == (True, True, *[False] * len(UNKNOWN), False, True)
+    assert {group: each.hits for group, each in result.groups.items()} == {0: 3, 1: 0, 2: 0, 3: 0}
+    assert daemon.metric("kvsidecar_leases") == 1
+    prefix = client.lookup(NAMESPACE, asked)
+    assert [prefix.groups[group].hits for group in (0, 1)] == [2, 0]
+    assert client.release(result.lease)
+    assert daemon.metric("kvsidecar_leases") == 0
+
+
+def test_a_lookup_can_go_on_with_the_lease_of_another(
+    client: Client, stored: list[bytes], daemon: DaemonProcess
+) -> None:
+    first = client.lookup(NAMESPACE, {0: stored[:1]}, lease_seconds=600.0)
+    more = client.lookup(NAMESPACE, {0: stored[1:2]}, lease_seconds=600.0, lease=first.lease)
+    assert more.lease == first.lease
+    none = client.lookup(NAMESPACE, {0: [bytes(32)]}, lease_seconds=600.0, lease=first.lease)
+    assert none.lease == first.lease
+    assert daemon.metric("kvsidecar_leases") == 1
+    assert client.release(first.lease)
+    again = client.lookup(NAMESPACE, {0: stored[1:2]}, lease_seconds=600.0, lease=first.lease)
+    assert again.lease not in (None, first.lease)
+    with Client(daemon.socket, step_budget=SECONDS) as other:
+        own = other.lookup(NAMESPACE, {0: stored[:1]}, lease_seconds=600.0, lease=again.lease)
+        assert own.lease not in (None, again.lease), "it is somebody else's"
+    assert client.release(again.lease)
+
+
+@pytest.fixture(params=[True, False], ids=["local", "grpc"])
+def local(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("size", ["short", "long"])
+@pytest.mark.parametrize("way", ["lookup", "result", "cancel", "add"])
+def test_an_answer_that_nobody_waits_for_leaves_no_lease(
+    daemon: DaemonProcess, stored: list[bytes], local: bool, way: str, size: str
+) -> None:
+    """Though its client asks for nothing any more, and long before the lease would end."""
+    asked = {0: stored if size == "short" else stored + UNKNOWN + stored}
+    breaker = CircuitBreaker(silence=SECONDS)
+    with Client(daemon.socket, local_protocol=local, step_budget=SECONDS, breaker=breaker) as client:
+        earlier = client.lookup(NAMESPACE, {0: stored[:1]}, lease_seconds=600.0 if way == "add" else 0.0)
+        options: dict[str, Any] = {"mode": LookupMode.BITMAP, "lease_seconds": 600.0}
+        before = daemon.metric('kvsidecar_lookup_blocks_total{result="hit"}')
+        pause(daemon)
+        if way == "lookup":
+            assert client.lookup(NAMESPACE, asked, timeout=0.05, **options).reason == NO_ANSWER
+        else:
+            pending = client.begin_lookup(NAMESPACE, asked, lease=earlier.lease, **options)
+            assert pending is not None
+            if way == "cancel":
+                pending.cancel()
+            else:
+                assert not pending.wait(0.0)
+                assert pending.result(0.01).reason == NO_ANSWER
+        daemon.process.send_signal(signal.SIGCONT)
+        # It was answered, unless the socket had no room for all of it, and nothing is left of it.
+        if (local, way, size) != (True, "lookup", "long"):
+            eventually(lambda: daemon.metric('kvsidecar_lookup_blocks_total{result="hit"}') > before)
+        eventually(lambda: daemon.metric("kvsidecar_leases") == 0)
+        eventually(lambda: not client._supervisor.late_answers)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_one_that_is_given_up_between_two_parts_leaves_no_lease(short_dir: Path, local: bool, begun: bool) -> None:
+    gate = Gate(short_dir)
+    with (
+        DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"lookup.before_answer@2={gate}", local=local) as daemon,
+        daemon.client(breaker=CircuitBreaker(silence=SECONDS)) as client,
+    ):
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        rank.store("a", "b", "c")
+        client.lookup(NAMESPACE, {})
+        asked = {0: hashes("a") + UNKNOWN + hashes("b", "c")}
+        options: dict[str, Any] = {"mode": LookupMode.BITMAP, "lease_seconds": 600.0}
+        if begun:
+            pending = client.begin_lookup(NAMESPACE, asked, **options)
+            assert pending is not None
+            eventually(lambda: gate.holds(daemon.process.pid))
+            pending.cancel()
+        else:
+            assert client.lookup(NAMESPACE, asked, timeout=1.0, **options).reason == NO_ANSWER
+            eventually(lambda: gate.holds(daemon.process.pid))
+        gate.let_pass()
+        eventually(lambda: daemon.metric("kvsidecar_leases") == 0 and not client._supervisor.late_answers)
+        assert daemon.metric('kvsidecar_refusals_total{reason="lease_expired"}') == 0
+        rank.close()
+    gate.close()
+
+
+def test_size_opens_no_breaker_and_silence_does(short_dir: Path, local: bool) -> None:
+    """Every wait is in vain until the last part is answered; each part is a sign of life."""
+    now = [100.0]
+    breaker = CircuitBreaker(failures=1, silence=1.0, clock=lambda: now[0])
+    with FakeDaemon(short_dir, local_protocol=local) as daemon:
+        answer, answered = threading.Semaphore(0), threading.Semaphore(0)
+
+        def on_lookup(request: pb.LookupRequest) -> pb.LookupReply:
+            assert answer.acquire(timeout=SECONDS)
+            hits = [pb.GroupHits(group=each.group, hits=len(each.hashes) // 32) for each in request.groups]
+            answered.release()
+            return pb.LookupReply(ready=True, groups=hits)
+
+        with Client(daemon.socket, step_budget=SECONDS, breaker=breaker, local_protocol=local) as client:
+            client.lookup(NAMESPACE, {})
+            daemon.on_lookup = on_lookup
+            pending = begin(client, [bytes(32)] * (6 * PART_HASHES))
+            for part in range(6):
+                now[0] += 0.6
+                assert not pending.wait(0.0)
+                assert breaker.state is BreakerState.CLOSED, part
+                answer.release()
+                assert answered.acquire(timeout=SECONDS)
+                if part < 5:
+                    eventually(lambda part=part: pending._parts.answered == part + 1)
+            assert pending.result(SECONDS).groups[0].hits == 6 * PART_HASHES
+            silent = begin(client, [bytes(32)] * (6 * PART_HASHES))
+            now[0] += 1.1
+            assert not silent.wait(0.0)
+            assert breaker.state is not BreakerState.CLOSED
+            answer.release(6)

@@ -39,7 +39,7 @@ class Node:
         self.daemons: queue.SimpleQueue[FakeTransport | ClientError] = queue.SimpleQueue()
         self.options: list[dict[str, Any]] = []
         self.ledger, self.monitor = Ledger(10), Monitor()
-        self.breaker = CircuitBreaker(failures=1, backoff=Backoff(1e-3, 1e-3))
+        self.breaker = CircuitBreaker(failures=1, silence=0.0, backoff=Backoff(1e-3, 1e-3))
         monkeypatch.setattr(module, "open_transport", self._dial)
         monkeypatch.setattr(module, "STREAM_END_SECONDS", 0.05)
         self.supervisor = Supervisor(

@@ -99,6 +99,8 @@ def test_a_certificate_that_the_policy_names_looks_up_and_is_refused_the_rest(re
     other.CopyFrom(namespace_to_wire(NAMESPACE))
     other.model = "other"
     with RemoteClient(remote.address, pki.client("n1.sched.example")) as client:
+        long = client.lookup(NAMESPACE, {0: hashes("a") + [bytes(32)] * 140_000})
+        assert long.groups[0].hits == 1, "it goes in parts"
         found = client.lookup(NAMESPACE, {0: hashes("a", "b", "c")})
         assert (found.ready, found.groups[0].hits, found.lease) == (True, 2, None)
         status = client.status()

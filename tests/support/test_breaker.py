@@ -50,7 +50,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def breaker(clock: Clock) -> CircuitBreaker:
-    return CircuitBreaker(failures=3, backoff=Backoff(1.0, 4.0, jitter=0), clock=clock)
+    return CircuitBreaker(failures=3, silence=0.0, backoff=Backoff(1.0, 4.0, jitter=0), clock=clock)
 
 
 def opened(breaker: CircuitBreaker) -> CircuitBreaker:
@@ -66,6 +66,49 @@ def test_it_opens_after_so_many_failures_in_a_row_and_says_so_once(breaker: Circ
     assert breaker.failed()
     assert not breaker.allows
     assert not breaker.failed(), "a call from before it opened"
+
+
+def test_waits_in_vain_count_only_when_the_silence_has_lasted(clock: Clock) -> None:
+    breaker = CircuitBreaker(failures=2, silence=1.0, clock=clock)
+    breaker.called()
+    for _ in range(20):
+        clock.now += 0.05 - 1e-9
+        assert not breaker.failed()
+        breaker.called()
+    clock.now += 0.05
+    assert [breaker.failed(), breaker.failed()] == [False, True]
+
+
+def test_an_answer_ends_the_silence(clock: Clock) -> None:
+    breaker = CircuitBreaker(failures=1, silence=1.0, clock=clock)
+    for _ in range(10):
+        breaker.called()
+        clock.now += 0.9
+        assert not breaker.failed()
+        breaker.succeeded()
+    clock.now += 100.0
+    breaker.called()  # nothing was asked in the meantime
+    clock.now += 0.9
+    assert not breaker.failed()
+    clock.now += 0.1
+    assert breaker.failed()
+
+
+def test_the_silence_begins_when_one_of_several_calls_is_answered(clock: Clock) -> None:
+    breaker = CircuitBreaker(failures=1, silence=1.0, clock=clock)
+    breaker.called()
+    breaker.called()
+    clock.now += 5.0
+    breaker.succeeded()
+    clock.now += 5.0
+    assert not breaker.failed(), "the other one may have been waited for only now"
+    clock.now += 1.0
+    assert breaker.failed()
+
+
+def test_what_fails_surely_needs_no_silence(clock: Clock) -> None:
+    breaker = CircuitBreaker(failures=1, silence=1.0, clock=clock)
+    assert breaker.failed(surely=True)
 
 
 def test_an_answer_in_between_begins_the_count_again(breaker: CircuitBreaker) -> None:
