@@ -11,7 +11,7 @@ from itertools import compress
 from typing import Any
 
 from kvsidecar.client import BreakerState
-from kvsidecar.client.types import GroupHits, LookupResult
+from kvsidecar.client.types import NO_ANSWER, GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -229,6 +229,7 @@ class TinyDaemon:
         prefill_rate: float = 0.0,
         wanted: Mapping[int, Sequence[bool]] | None = None,
         fetch_tokens: int = 0,
+        lease: int | None = None,
         timeout: float | None = None,
     ) -> LookupResult:
         assert fetch_seconds > 0, "a slower tier may have what is missed"
@@ -246,12 +247,14 @@ class TinyDaemon:
                 answers[index] = GroupHits((*found, False).index(False))
             else:
                 answers[index] = GroupHits(sum(found), found)
-        lease = None
         hits = {index: _found(packed, answers[index]) for index, packed in groups.items()} if lease_seconds else {}
+        lease = lease if lease in self.leases else None
         if any(hits.values()):
-            self.taken += 1
-            lease = self.taken
-            self.leases[lease] = hits
+            if lease is None:
+                self.taken += 1
+                lease = self.taken
+            before = self.leases.get(lease, {})
+            self.leases[lease] = {index: before.get(index, b"") + hits.get(index, b"") for index in {*before, *hits}}
         if wanted is not None:
             assert bool(wanted) == (fetch_tokens > 0) or not self.disk
             for index, packed in groups.items():
@@ -320,6 +323,9 @@ class TinyQuestion:
 
     def __init__(self, daemon: TinyDaemon, answer: LookupResult) -> None:
         self._daemon, self._answer = daemon, answer
+
+    def wait(self, timeout: float) -> bool:
+        return self._daemon.reason != NO_ANSWER
 
     def result(self, timeout: float) -> LookupResult:
         if not self._daemon.reason:

@@ -329,7 +329,7 @@ def test_a_repeated_lookup_is_answered_at_once(engine: Engine) -> None:
     assert engine.counters.lookups == 5
 
 
-@pytest.mark.parametrize(("pages", "budgets"), [(1, 1.0), (2048, 1.0), (32768, 16.0)])
+@pytest.mark.parametrize(("pages", "budgets"), [(1, 1.0), (2048, 1.0), (32768, 16.0), (204800, 100.0)])
 def test_a_long_prompt_has_more_time_for_its_lookup(engine: Engine, pages: int, budgets: float) -> None:
     with mock.patch.object(engine.side._client, "lookup", wraps=engine.side._client.lookup) as asked:
         assert engine.lookup("long", pages) == []

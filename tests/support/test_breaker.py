@@ -79,6 +79,18 @@ def test_waits_in_vain_count_only_when_the_silence_has_lasted(clock: Clock) -> N
     assert [breaker.failed(), breaker.failed()] == [False, True]
 
 
+def test_by_default_steps_of_five_milliseconds_do_not_open_it_for_a_quarter_of_a_second(clock: Clock) -> None:
+    breaker = CircuitBreaker(clock=clock)
+    breaker.called()
+    for _ in range(49):
+        clock.now += 0.005
+        assert not breaker.failed()
+    for _ in range(4):
+        clock.now += 0.005
+        breaker.failed()
+    assert not breaker.allows
+
+
 def test_an_answer_ends_the_silence(clock: Clock) -> None:
     breaker = CircuitBreaker(failures=1, silence=1.0, clock=clock)
     for _ in range(10):

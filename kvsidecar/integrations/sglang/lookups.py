@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.client import Client, LeaseRenewal, LookupMode, Namespace
-from kvsidecar.client.messages import MAX_REQUEST_BYTES
 from kvsidecar.client.types import LookupResult
+from kvsidecar.integrations.proportion import in_proportion
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, Group, Groups
 from kvsidecar.integrations.sglang.restorable import restorable
@@ -29,11 +29,6 @@ FRESH_HIT_SECONDS = 1.0
 """How long a hit is reused: SGLang repeats the lookups of all waiting requests in each step. The lease lasts longer."""
 FRESH_MISS_SECONDS = 0.25
 """How long a miss is reused: another engine may store the pages meanwhile."""
-BUDGETED_HASHES = 2048
-"""A lookup of more has more time in proportion, 2.4 us a hash by default: it takes a fifth of that (`call_cost`), and
-with pages of one token a prompt has tens of thousands."""
-REQUEST_OVERHEAD = 8192
-"""Bytes of a lookup beside its hashes, at most."""
 
 
 @dataclass(slots=True)
@@ -60,7 +55,8 @@ class Lookups:
     """
     Args:
         keys: converts joined hashes to keys of the current weights.
-        budget: longest time in seconds that a lookup of `BUDGETED_HASHES` may wait.
+        budget: longest time in seconds that a lookup may wait; `in_proportion`, since with pages of one token a prompt
+            has tens of thousands.
         clock: monotonic seconds.
     """
 
@@ -78,7 +74,6 @@ class Lookups:
         self._client, self._namespace, self._groups, self._keys = client, namespace, groups, keys
         self._budget = budget
         self._known, self._counters, self._clock = known, counters, clock
-        self._most_pages = (MAX_REQUEST_BYTES - REQUEST_OVERHEAD) // HASH_BYTES // len(groups.all)
         self._trailing = any(group.pool != KV for group in groups.all)
         self._offers: dict[str, Offer] = {}
         """By request; the oldest first."""
@@ -101,15 +96,15 @@ class Lookups:
             if len(full.keys) == len(offer.keys):
                 return offer.lengths
             return [length for length in offer.lengths if length <= len(full.keys)]
-        pages = min(len(full.keys), self._most_pages)
-        keys = self._keys(hashes_of(full.keys[:pages]))
+        pages = len(full.keys)
+        keys = self._keys(hashes_of(full.keys))
         epoch = self._client.attached_epoch
         result = self._client.lookup(
             self._namespace,
             {group.index: keys for group in self._groups.all},
             mode=LookupMode.BITMAP if self._trailing else LookupMode.PREFIX,
             lease_seconds=OFFER_SECONDS,
-            timeout=self._budget * max(1.0, pages * len(self._groups.all) / BUDGETED_HASHES),
+            timeout=in_proportion(self._budget, pages * len(self._groups.all)),
         )
         self._counters.lookups += 1
         self._counters.unanswered_lookups += bool(result.reason)

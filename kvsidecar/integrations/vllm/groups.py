@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 
 class Kind(StrEnum):
     """Which blocks of a prefix a group needs to continue after it."""
@@ -63,13 +66,23 @@ class Group:
 
         vLLM has null blocks before it. It caches the blocks from it on, so all of those must be loaded.
         """
+        first: int = self._first_needed(tokens)
+        return max(0, first)
+
+    def first_needed_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`first_needed` of each."""
+        first: npt.NDArray[np.int64] = np.maximum(0, self._first_needed(tokens))
+        return first
+
+    def _first_needed(self, tokens: Any) -> Any:
+        """Below 0 for the first."""
         if self.kind is Kind.SLIDING_WINDOW:
-            return max(0, tokens - self.window + 1) // self.block_tokens
+            return (tokens - self.window + 1) // self.block_tokens
         if self.kind is Kind.CHUNKED_LOCAL:
             return tokens // self.window * self.window // self.block_tokens
         if self.kind is Kind.STATE:
-            return max(0, tokens - 1) // self.block_tokens
-        return 0
+            return (tokens - 1) // self.block_tokens
+        return tokens * 0
 
     def hashes(self, block_hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
         """The hashes of blocks ``first`` to ``end`` (exclusive) from a request's hashes, as far as it has them."""

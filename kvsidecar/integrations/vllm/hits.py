@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kvsidecar.integrations.vllm.groups import Group, Kind
 
 
@@ -50,48 +53,52 @@ def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], lo
     """
     alignment = groups[0].alignment
     best = most // alignment * alignment
-    # By group: for each block, the first block of the run of found blocks that ends with it.
-    runs: dict[int, list[int]] = {}
+    others = []
     for group in groups:
         flags = found[group.index]
-        first = local // group.block_tokens
         if group.kind is Kind.FULL:
-            run = next((i for i, flag in enumerate(flags) if not flag), len(flags))
+            run = len(flags) if all(flags) else flags.index(False)
             ready = run - 1 if group.eagle else run
             best = min(best, max(0, ready) * group.block_tokens // alignment * alignment)
         else:
-            starts, start = [], 0  # the GPU has the blocks before `local`
-            for i, flag in enumerate(flags):
-                if not flag:
-                    start = first + i + 1
-                starts.append(start)
-            runs[group.index] = starts
-    others = [group for group in groups if group.kind is not Kind.FULL]
-    while best > 0 and not all(_supports(group, runs[group.index], local, best) for group in others):
-        best -= alignment
-    return best
+            others.append(group)
+    if all(_has_needed(group, found[group.index], local, best) for group in others):  # nearly always
+        return best
+    hits = np.arange(best, 0, -alignment)
+    for group in others:
+        hits = hits[_supported(group, found[group.index], local, hits)]
+    return int(hits[0]) if len(hits) else 0
+
+
+def needed_blocks(group: Group, hit: int, local: int) -> range:
+    """Indices of the blocks that a hit of ``hit`` tokens after ``local`` needs beside those that the GPU has."""
+    end = (local + hit) // group.block_tokens
+    return range(max(local // group.block_tokens, group.first_needed(local + hit)), end + 1 if group.eagle else end)
+
+
+def _has_needed(group: Group, flags: Sequence[bool], local: int, hit: int) -> bool:
+    """Whether a hit is supported by a group, by a look at the blocks that it needs."""
+    first, blocks = local // group.block_tokens, needed_blocks(group, hit, local)
+    needed = flags[blocks.start - first : max(blocks.start, blocks.stop) - first]
+    return len(needed) == len(blocks) and all(needed)
 
 
 def needed(groups: Sequence[Group], hit: int, local: int, most: int) -> dict[int, list[bool]]:
     """By group: for each block of `lookup_range`, whether a hit of ``hit`` tokens after ``local`` needs it."""
     flags = {}
     for group in groups:
-        blocks = lookup_range(group, local, most)
-        last = (local + hit) // group.block_tokens - 1
-        first = group.first_needed(local + hit)
-        if group.eagle:
-            last += 1
-        flags[group.index] = [hit > 0 and first <= each <= last for each in blocks]
+        blocks = needed_blocks(group, hit, local)
+        flags[group.index] = [hit > 0 and each in blocks for each in lookup_range(group, local, most)]
     return flags
 
 
-def _supports(group: Group, starts: Sequence[int], local: int, hit: int) -> bool:
-    tokens = local + hit
-    first = local // group.block_tokens
-    last = tokens // group.block_tokens - 1
-    needed = group.first_needed(tokens)
-    if group.eagle:
-        last += 1
-    elif needed > last:
-        return True
-    return last - first < len(starts) and starts[last - first] <= needed
+def _supported(group: Group, flags: Sequence[bool], local: int, hits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """`_has_needed` of many hits, which are more than 0."""
+    first, tokens = local // group.block_tokens, local + hits
+    # For each block, the first block of the run of found blocks that ends with it. The GPU has those before `first`.
+    runs = np.maximum.accumulate(np.where(flags, 0, first + 1 + np.arange(len(flags))))
+    last, needed = tokens // group.block_tokens - 1 + group.eagle, group.first_needed_of(tokens)
+    known = last - first < len(flags)
+    supported = np.zeros(len(hits), np.bool_)
+    supported[known] = runs[last[known] - first] <= needed[known]
+    return supported | (needed > last)

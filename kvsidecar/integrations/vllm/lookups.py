@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from kvsidecar.client import LeaseRenewal
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
+from kvsidecar.integrations.proportion import in_proportion
 from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.early_lookups import EarlyLookups
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.questions import Question, Questions
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.types import LookupMode
 
 _log = logging.getLogger("kvsidecar.vllm")
+
+Answer = TypeVar("Answer")
 
 REFUSED = "refused"
 """The daemon refuses the lookup as invalid; logged once."""
@@ -29,7 +33,7 @@ FRESH_SECONDS = 0.1
 OFFER_SECONDS = 2.0
 """Lease of a hit until vLLM allocates blocks for it."""
 AGAIN_SECONDS = 0.002
-"""Between lookups of a request that waits for blocks from a slower tier."""
+"""Between lookups of a request that waits for blocks from a slower tier; in proportion, for more than 2,048 hashes."""
 UNCLAIMED_SECONDS = 0.5
 """When to release the lease of a request that vLLM does not schedule because others go first."""
 
@@ -50,6 +54,8 @@ class Offer:
     """Since when the request waits for blocks that the daemon fetches."""
     coming: bool = False
     """It still does."""
+    again: float = 0.0
+    """Seconds until it is looked up again then."""
     aim: int = 0
     """Tokens of the hit whose blocks the daemon was last asked to fetch, if that is to be chosen."""
     lease: int | None = None
@@ -59,8 +65,9 @@ class Offer:
 class Lookups:
     """Looks up which blocks of requests the daemon has. A step waits at most ``lookup_budget`` for its lookups.
 
-    A lookup is sent when its request arrives, and the request's step takes the answer. The step sends a lookup itself
-    if there was no early one, or its answer is outdated.
+    A lookup is sent when its request arrives, or by the first step that asks. The first step that finds the answer uses
+    it: vLLM asks again in the next one if there is none, and the request is held back until then, for at most
+    ``lookup_patience``, and in proportion for a long prompt.
 
     A short lease, one per request, protects each offer from eviction until vLLM has allocated blocks for it.
     """
@@ -79,11 +86,11 @@ class Lookups:
         self._options, self._groups, self._client = options, groups, client
         self._stored_filter, self._counters, self._events, self._clock = stored_filter, counters, events, clock
         self._chooses = hits.chooses(groups)
-        self._mode = LookupMode.BITMAP if self._chooses else LookupMode.PREFIX
         self._offers: dict[str, Offer] = {}
         self._leased: dict[str, float] = {}
         """Requests with a leased offer, and when the lease was taken; the oldest first."""
-        self._early = EarlyLookups(hash_bytes, groups, client, OFFER_SECONDS, clock)
+        self._hash_bytes = hash_bytes
+        self._questions = Questions(groups, client, OFFER_SECONDS, clock)
         self._waited = 0.0
         self.used = False
         """Whether `new_step` has work to do."""
@@ -97,16 +104,16 @@ class Lookups:
             if self._clock() - since < UNCLAIMED_SECONDS:
                 break
             self._release_lease(request_id)
-        self._early.cancel_old()
-        self.used = bool(self._leased or self._early)
+        self._questions.cancel_old()
+        self.used = bool(self._leased or self._questions)
 
     def forget(self, request_id: str) -> None:
-        self._early.cancel(request_id)
+        self._questions.cancel(request_id)
         self._release_lease(request_id)
         self._offers.pop(request_id, None)
 
     def forget_all(self) -> None:
-        self._early.cancel_old(0.0)
+        self._questions.cancel_old(0.0)
         for request_id in tuple(self._leased):
             self._release_lease(request_id)
         self._offers.clear()
@@ -128,8 +135,8 @@ class Lookups:
 
     def begin_early(self, request: Any) -> None:
         """Send the lookup of a request that has arrived. `hit` takes the answer."""
-        self._early.begin(request)
-        self.used = self.used or bool(self._early)
+        self._questions.begin_early(request)
+        self.used = self.used or bool(self._questions)
 
     def hit(self, request: Any, local: int, epoch: int) -> int | None:
         """Number of tokens after the first ``local`` that can be loaded; None: not known yet.
@@ -142,80 +149,118 @@ class Lookups:
         if offer is None or offer.local != local:
             self._release_lease(request.request_id)
             offer = self._offers[request.request_id] = Offer(local, 0)
-        elif offer.answered is not None and now - offer.answered < (AGAIN_SECONDS if offer.coming else FRESH_SECONDS):
+        elif offer.answered is not None and now - offer.answered < (offer.again if offer.coming else FRESH_SECONDS):
             return None if offer.coming else offer.tokens
         most = hits.limit(self._groups, request.num_tokens, local)
-        hashes = hits.hashes(self._groups, request.block_hashes, local, most)
-        if most <= 0 or not any(hashes.values()):
-            offer.tokens, offer.answered = 0, now
-            return 0
-        if self._waited >= self._options.lookup_budget:
-            return None  # this step has used its budget; the next one looks up
-        if (early := self._early.take(request.request_id, local, local + most)) is not None:
-            (packed, wait), mode = early, LookupMode.BITMAP
-            result = self._within_budget(wait)
-        else:
-            mode, packed = self._mode, hits.packed(hashes)
-            result = self._lookup(packed, mode, OFFER_SECONDS, **self._choice(offer, local, most))
-        if result.reason == NO_ANSWER:
+        question = self._questions.find(request, local, most)
+        if question is None:
+            if most > 0 and self._waited >= self._options.lookup_budget:
+                return None  # this step has used its budget; the next one looks up
+            question = Question(self._groups, request, local, most, prefix=True)
+            if most <= 0 or not question:
+                offer.tokens, offer.answered = 0, now
+                return 0
+            self._questions.keep(request.request_id, question)
+        self._ask(question, offer, local, most)
+        if question.reason == NO_ANSWER:
             if offer.waiting_since is None:
                 offer.waiting_since = now
-            if self._clock() - offer.waiting_since < self._options.lookup_patience:
+            if self._may_wait(offer, question):
+                if question.pending is None:
+                    self._questions.remove(request.request_id)  # it was not sent
                 return None
+            self._questions.cancel(request.request_id)
+        else:
+            self._questions.remove(request.request_id)
+        self._count(question)
         self._release_lease(request.request_id)  # after the lookup, whose lease protects the same blocks
         offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
-        if not result.reason and result.ready and self._client.epoch == epoch:
-            offer.tokens = self._longest(result, mode, hashes, local, most)
-            offer.hashes = packed if offer.tokens else {}
-        if result.lease is not None:
-            offer.lease, self._leased[request.request_id] = result.lease, offer.answered
+        if not question.reason and question.ready and self._client.epoch == epoch:
+            offer.tokens = self._longest(question, local, most)
+            offer.hashes = question.packed(local, self._hash_bytes) if offer.tokens else {}
+        if question.reason != NO_ANSWER and question.lease is not None:
+            offer.lease, self._leased[request.request_id] = question.lease, offer.answered
             if not offer.tokens:
                 self._release_lease(request.request_id)
-        offer.coming = self._waits_for_more(offer, result, local, most)
+        offer.coming = self._waits_for_more(offer, question, local, most)
         return None if offer.coming else offer.tokens
 
-    def _choice(self, offer: Offer, local: int, most: int) -> dict[str, Any]:
-        """What the lookup of a request asks to be fetched."""
-        if not self._chooses:
-            return {}
-        wanted = hits.needed(self._groups, offer.aim, local, most) if offer.aim else {}
-        return {"wanted": wanted, "fetch_tokens": max(0, offer.aim - offer.tokens)}
+    def _ask(self, question: Question, offer: Offer, local: int, most: int) -> None:
+        """Go on with a question as far as answers are there, or come within the step's budget. Its ``reason`` is
+        `NO_ANSWER` if it is not answered then, and may be asked for again."""
+        question.reason = ""
+        while True:
+            if question.pending is not None:
+                pending = question.pending
+                if not self._within_budget(pending.wait):
+                    question.reason = NO_ANSWER
+                    return
+                self._take(question, pending.result)
+            packed = question.next_round(local)
+            if not packed:
+                return
+            aim = local + offer.aim if offer.aim else 0
+            arguments = self._questions.arguments(question, aim, max(0, offer.aim - offer.tokens))
+            if not self._send(question, packed, arguments):
+                # It is not connected, or lost: a call waits for the first connection, and tells the reason.
+                self._take(question, partial(self._client.lookup, packed, **arguments))
 
-    def _waits_for_more(self, offer: Offer, result: LookupResult, local: int, most: int) -> bool:
+    def _send(self, question: Question, packed: Mapping[int, bytes], arguments: Mapping[str, Any]) -> bool:
+        """Send a round. False: it cannot be sent."""
+        try:
+            question.pending = self._within_budget(lambda _: self._client.begin_lookup(packed, **arguments))
+        except ClientError as error:
+            self._refuse(question, error)
+            return True
+        return question.pending is not None
+
+    def _take(self, question: Question, lookup: Callable[..., LookupResult]) -> None:
+        try:
+            question.take(self._within_budget(lambda timeout: lookup(timeout=timeout)))
+        except ClientError as error:
+            self._refuse(question, error)
+
+    def _refuse(self, question: Question, error: ClientError) -> None:
+        question.refused(REFUSED)
+        if not self._refused:
+            _log.error("the daemon refuses lookups, so nothing is loaded: %s", error)
+        self._refused = True
+        self._counters.refused_lookups += 1
+
+    def _may_wait(self, offer: Offer, question: Question) -> bool:
+        """Whether the request is held back until a later step. Not for a daemon that is silent altogether."""
+        assert offer.waiting_since is not None
+        patience = in_proportion(self._options.lookup_patience, question.hashes_asked)
+        return self._clock() - offer.waiting_since < patience and not self._client.hangs
+
+    def _count(self, question: Question) -> None:
+        self._counters.lookups += 1
+        if question.reason in (NO_ANSWER, BREAKER_OPEN, DAEMON_LOST):
+            self._counters.unanswered_lookups += 1
+
+    def _waits_for_more(self, offer: Offer, question: Question, local: int, most: int) -> bool:
         """Whether the request waits for blocks that a slower tier brings, or may bring."""
-        more = result.coming
-        if not more and self._chooses and not result.reason:
-            there = {index: _either(each.found, each.held) for index, each in result.groups.items()}
-            aim = hits.longest_hit(self._groups, there, local, most)
+        more = question.coming
+        if not more and self._chooses and not question.reason:
+            aim = hits.longest_hit(self._groups, question.there(local), local, most)
             more, offer.aim = aim > offer.tokens and aim != offer.aim, aim  # the same again: it has failed to come
         if not more:
             return False
         assert offer.answered is not None
+        offer.again = in_proportion(AGAIN_SECONDS, question.hashes_asked)
         if offer.fetched_since is None:
             offer.fetched_since = offer.answered
             self._counters.fetch_waits += 1
         return offer.answered - offer.fetched_since < self._options.fetch_patience
 
-    def _longest(
-        self, result: LookupResult, mode: LookupMode, hashes: Mapping[int, Sequence[bytes]], local: int, most: int
-    ) -> int:
-        found: dict[int, Sequence[bool]] = {}
-        for group in self._groups:
-            answer = result.groups[group.index]
-            looked_up = hashes[group.index]
-            if mode is LookupMode.PREFIX:
-                found[group.index] = (True,) * answer.hits
-                missing: Sequence[bytes] = looked_up[answer.hits :]
-            else:
-                found[group.index] = answer.found
-                missing = [each for each, flag in zip(looked_up, answer.found, strict=True) if not flag]
-            if missing:
-                # The daemon evicted them, or never had them: they are stored again. (An early answer may be older than
-                # a store. The daemon skips the blocks of the second store then.)
-                self._stored_filter.discard(tags_of(group.index, b"".join(missing), len(missing)))
-                if self._events is not None:
-                    self._events.removed(group.index, missing)
-        tokens = hits.longest_hit(self._groups, found, local, most)
+    def _longest(self, question: Question, local: int, most: int) -> int:
+        for index, missing in question.missing.items():
+            # The daemon evicted them, or never had them: they are stored again. (An early answer may be older than a
+            # store. The daemon skips the blocks of the second store then.)
+            self._stored_filter.discard(tags_of(index, b"".join(missing), len(missing)))
+            if self._events is not None:
+                self._events.removed(index, missing)
+        tokens = hits.longest_hit(self._groups, question.found(local), local, most)
         self._counters.offered_tokens += tokens
         return tokens
 
@@ -230,36 +275,15 @@ class Lookups:
 
     def connect(self) -> None:
         """Connect: a client that never attaches connects with its first call."""
-        self._lookup({}, LookupMode.PREFIX, 0.0)
+        question = Question((), None, 0, 0, prefix=True)
+        self._take(question, partial(self._client.lookup, {}, mode=LookupMode.PREFIX, lease_seconds=0.0))
+        self._count(question)
 
-    def _lookup(
-        self, packed: Mapping[int, bytes], mode: LookupMode, lease_seconds: float, **choice: Any
-    ) -> LookupResult:
-        def lookup(timeout: float) -> LookupResult:
-            return self._client.lookup(packed, mode=mode, lease_seconds=lease_seconds, timeout=timeout, **choice)
-
-        return self._within_budget(lookup)
-
-    def _within_budget(self, lookup: Callable[[float], LookupResult]) -> LookupResult:
-        """Call ``lookup`` with the rest of this step's budget as its timeout. Never raises."""
+    def _within_budget(self, wait: Callable[[float], Answer]) -> Answer:
+        """Call ``wait`` with the rest of this step's budget as its timeout."""
         self.used = True
         began = self._clock()
-        timeout = max(0.001, self._options.lookup_budget - self._waited)
         try:
-            result = lookup(timeout)
-        except ClientError as error:
-            if not self._refused:
-                _log.error("the daemon refuses lookups, so nothing is loaded: %s", error)
-            self._refused = True
-            self._counters.refused_lookups += 1
-            result = LookupResult(False, reason=REFUSED)
-        self._waited += self._clock() - began
-        self._counters.lookups += 1
-        if result.reason in (NO_ANSWER, BREAKER_OPEN, DAEMON_LOST):
-            self._counters.unanswered_lookups += 1
-        return result
-
-
-def _either(found: Sequence[bool], held: Sequence[bool]) -> Sequence[bool]:
-    """For each block, whether it can be loaded now, or after a fetch."""
-    return [one or other for one, other in zip(found, held, strict=True)] if held else found
+            return wait(max(0.0, self._options.lookup_budget - self._waited))
+        finally:
+            self._waited += self._clock() - began

@@ -55,7 +55,8 @@ class Options:
     lookup_patience: float = option(
         0.1,
         read_seconds,
-        "longest time that a request is held back while the daemon does not answer; then it runs without a hit",
+        "longest time that a request is held back while the daemon does not answer; then it runs without a hit. "
+        "Lookups of more than 2,048 hashes have more in proportion",
     )
     fetch_patience: float = option(
         1.0,

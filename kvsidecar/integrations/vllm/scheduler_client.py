@@ -46,6 +46,7 @@ class SchedulerClient:
         timeout: float,
         wanted: Mapping[int, Sequence[bool]] | None = None,
         fetch_tokens: int = 0,
+        lease: int | None = None,
     ) -> LookupResult:
         if self.namespace is None:
             return LookupResult(False, reason=NO_ANSWER)
@@ -58,6 +59,7 @@ class SchedulerClient:
             timeout=timeout,
             wanted=wanted,
             fetch_tokens=fetch_tokens,
+            lease=lease,
             **self._fetch,
         )
 
@@ -68,13 +70,22 @@ class SchedulerClient:
         mode: LookupMode,
         lease_seconds: float,
         wanted: Mapping[int, Sequence[bool]] | None = None,
+        fetch_tokens: int = 0,
+        lease: int | None = None,
     ) -> PendingLookup | None:
-        """Send a lookup. None: it cannot be sent at once."""
+        """Send a lookup. None: it cannot be sent."""
         if self.namespace is None:
             return None
         keys = self._keys(groups)
         return self._client.begin_lookup(
-            self.namespace, keys, mode=mode, lease_seconds=lease_seconds, wanted=wanted, **self._fetch
+            self.namespace,
+            keys,
+            mode=mode,
+            lease_seconds=lease_seconds,
+            wanted=wanted,
+            fetch_tokens=fetch_tokens,
+            lease=lease,
+            **self._fetch,
         )
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:

@@ -1,0 +1,278 @@
+"""What the scheduler has asked the daemon, until the answers are taken. A question lasts as many steps as it must.
+
+Sent when a request arrives, it is mostly answered by the request's first step.
+
+A long prompt is asked for in rounds. A hit needs every block of some groups, but of a sliding window's group only the
+last few before its end: they are asked for when it is known where the hit may end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+from kvsidecar.client import PendingLookup
+from kvsidecar.client.types import LookupResult
+from kvsidecar.errors import ClientError
+from kvsidecar.integrations.proportion import BUDGETED_HASHES
+from kvsidecar.integrations.vllm import hits
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
+from kvsidecar.types import LookupMode
+
+EARLY_SECONDS = 1.0
+"""How long a question is kept that no step asks for. The lease of its answer lasts longer."""
+EARLY_REQUESTS = 64
+"""Most questions that are sent as requests arrive. The answers of more would be too old when their steps come."""
+Places = Mapping[int, Sequence[int]]
+"""By group: places in its hashes, in order."""
+
+
+class Question:
+    """Which blocks of one request the daemon has.
+
+    Args:
+        local: tokens that the GPU has, or more that it may turn out to have; a multiple of the alignment.
+        most: tokens that a hit after ``local`` may have.
+        prefix: whether ``local`` is certain, so that nothing behind a group's first miss matters.
+    """
+
+    def __init__(self, groups: Sequence[Group], request: Any, local: int, most: int, *, prefix: bool) -> None:
+        self._groups = groups
+        self.local, self.end = local, local + most
+        self.touched = 0.0
+        self._hashes = hits.hashes(groups, request.block_hashes, local, most) if groups else {}
+        self._first = {group.index: local // group.block_tokens for group in groups}
+        self.mode = LookupMode.PREFIX if prefix and not hits.chooses(groups) else LookupMode.BITMAP
+        self._found: dict[int, Sequence[bool]] = {index: [False] * len(each) for index, each in self._hashes.items()}
+        self._held: dict[int, Sequence[bool]] = {}
+        self._now_local = local
+        self._rounds = self._plan()
+        self._round: Places = {}
+        self._packed: dict[int, bytes] = {}
+        """Of groups of which all was asked at once: the hashes, joined."""
+        self.pending: PendingLookup | None = None
+        """Of the round that is under way."""
+        self.hashes_asked = 0
+        self.missing: dict[int, list[bytes]] = {}
+        """Hashes that were asked for and not found, by group."""
+        self.lease: int | None = None
+        self.ready, self.coming, self.reason = False, False, ""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to ask."""
+        return any(self._hashes.values())
+
+    # -- what to ask -----------------------------------------------------------------------------------------------
+
+    def next_round(self, local: int) -> dict[int, bytes]:
+        """The hashes to ask for next, by group; nothing if the question is answered.
+
+        Args:
+            local: tokens that the GPU has, not less than the question's.
+        """
+        if self.reason or (self._round and not self.ready):
+            return {}
+        self._now_local = local
+        self._round = {index: places for index, places in next(self._rounds, {}).items() if places}
+        packed = {index: self._join(index, places) for index, places in self._round.items()}
+        self.hashes_asked += sum(map(len, self._round.values()))
+        return packed
+
+    def wanted(self, aim: int) -> dict[int, list[bool]]:
+        """Of the round: which blocks to fetch for a hit that ends after so many tokens of the request."""
+        if aim <= self.local:
+            return {}
+        flags = hits.needed(self._groups, aim - self.local, self.local, self.end - self.local)
+        return {index: [flags[index][each] for each in places] for index, places in self._round.items()}
+
+    def _plan(self) -> Iterator[Places]:
+        everything = {index: range(len(each)) for index, each in self._hashes.items()}
+        windowed = [group for group in self._groups if group.kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL)]
+        others = [group for group in self._groups if group not in windowed]
+        total = sum(map(len, everything.values()))
+        if total <= BUDGETED_HASHES or not windowed or not any(group.kind is Kind.FULL for group in others):
+            yield everything
+            return
+        yield {group.index: everything[group.index] for group in others}
+        ends = self._ends(others)
+        if not any(ends):
+            return
+        asked: dict[int, set[int]] = {group.index: set() for group in windowed}
+        for group in windowed:
+            first, count = self._first[group.index], len(self._hashes[group.index])
+            for end in ends:
+                blocks = hits.needed_blocks(group, end, self._now_local) if end else ()
+                asked[group.index].update(each - first for each in blocks if each - first < count)
+        yield {index: sorted(places) for index, places in asked.items()}
+        if self._ends(self._groups) == ends:
+            return
+        # A window has gone: the hit may end anywhere before.
+        yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
+
+    def _ends(self, groups: Sequence[Group]) -> tuple[int, int]:
+        """Tokens of the longest hit that these groups support, now, and after a fetch from a slower tier."""
+        local, most = self._now_local, self.end - self._now_local
+        found = hits.longest_hit(groups, self.found(local), local, most)
+        return found, hits.longest_hit(groups, self.there(local), local, most) if self._held else found
+
+    def _join(self, index: int, places: Sequence[int]) -> bytes:
+        hashes = self._hashes[index]
+        if len(places) < len(hashes):
+            return b"".join([hashes[each] for each in places])
+        self._packed[index] = b"".join(hashes)
+        return self._packed[index]
+
+    # -- what was answered -----------------------------------------------------------------------------------------
+
+    def take(self, result: LookupResult) -> None:
+        """Take over the result of a round."""
+        self.pending = None
+        self.lease = result.lease or self.lease
+        self.ready, self.reason = result.ready, result.reason
+        self.coming |= result.coming
+        if result.reason or not result.ready:
+            self.lease = result.lease
+            return
+        for index, places in self._round.items():
+            answer, hashes = result.groups[index], self._hashes[index]
+            found: Sequence[bool] = answer.found
+            if self.mode is LookupMode.PREFIX:
+                found = (True,) * answer.hits + (False,) * (len(places) - answer.hits)
+            if answer.hits < len(places):
+                missed = [hashes[place] for place, flag in zip(places, found, strict=True) if not flag]
+                self.missing.setdefault(index, []).extend(missed)
+            self._found[index] = _placed(self._found[index], places, found)
+            if answer.held:
+                before = self._held.get(index) or (False,) * len(hashes)
+                self._held[index] = _placed(before, places, answer.held)
+
+    def refused(self, reason: str) -> None:
+        self.pending, self.lease, self.reason = None, None, reason
+
+    def found(self, local: int) -> dict[int, Sequence[bool]]:
+        """By group, for each block from ``local`` on, whether it can be loaded."""
+        return {index: flags[self._after(index, local) :] for index, flags in self._found.items()}
+
+    def there(self, local: int) -> dict[int, Sequence[bool]]:
+        """The same, now or after a fetch from a slower tier."""
+        if not self._held:
+            return self.found(local)
+        either = {
+            index: [one or other for one, other in zip(flags, self._held[index], strict=True)]
+            if index in self._held
+            else flags
+            for index, flags in self._found.items()
+        }
+        return {index: flags[self._after(index, local) :] for index, flags in either.items()}
+
+    def packed(self, local: int, hash_bytes: int) -> dict[int, bytes]:
+        """The joined hashes from the first block after ``local`` on, of groups of which all was asked."""
+        return {index: each[self._after(index, local) * hash_bytes :] for index, each in self._packed.items()}
+
+    def _after(self, index: int, local: int) -> int:
+        group = next(group for group in self._groups if group.index == index)
+        return local // group.block_tokens - self._first[index]
+
+
+def _placed(flags: Sequence[bool], places: Sequence[int], new: Sequence[bool]) -> Sequence[bool]:
+    """``flags`` with the new ones at these places."""
+    if len(places) == len(flags):
+        return new
+    placed = list(flags)
+    for place in compress(places, new):
+        placed[place] = True
+    return placed
+
+
+class Questions:
+    """The questions that are under way, by request.
+
+    Args:
+        lease_seconds: of the answers.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], client: SchedulerClient, lease_seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self._groups, self._client = groups, client
+        self._lease_seconds, self._clock = lease_seconds, clock
+        self._chooses = hits.chooses(groups)
+        self._questions: dict[str, Question] = {}
+        """In the order in which steps have last asked for them."""
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def begin_early(self, request: Any) -> None:
+        """Ask about a request that has arrived: about all of its blocks, because it is not known yet how many of them
+        the GPU has. Never waits, never raises."""
+        if len(self._questions) >= EARLY_REQUESTS or request.request_id in self._questions:
+            return
+        most = hits.limit(self._groups, request.num_tokens, 0)
+        question = Question(self._groups, request, 0, most, prefix=False)
+        if not most or not question:
+            return
+        packed = question.next_round(0)
+        try:
+            question.pending = self._client.begin_lookup(packed, **self.arguments(question))
+        except ClientError:
+            return  # the request's step asks again, and logs the error
+        if question.pending is not None:
+            self.keep(request.request_id, question)
+
+    def find(self, request: Any, local: int, most: int) -> Question | None:
+        """The question about this request, if there is one that answers what is to be known."""
+        question = self._questions.get(request.request_id)
+        if question is None:
+            return None
+        outdated = self._clock() - question.touched >= EARLY_SECONDS
+        if outdated or local < question.local or question.end != local + most:
+            self.cancel(request.request_id)
+            return None
+        self.keep(request.request_id, self._questions.pop(request.request_id))
+        return question
+
+    def keep(self, request_id: str, question: Question) -> None:
+        """Keep it until `remove` or `cancel`."""
+        question.touched = self._clock()
+        self._questions[request_id] = question
+
+    def arguments(self, question: Question, aim: int = 0, fetch_tokens: int = 0) -> dict[str, Any]:
+        """Those of a round's lookup beside the hashes.
+
+        Args:
+            aim: where the hit ends, in tokens of the request, whose blocks are to be fetched from a slower tier.
+            fetch_tokens: how many more it has than one without a fetch.
+        """
+        arguments: dict[str, Any] = {"mode": question.mode, "lease_seconds": self._lease_seconds}
+        if question.lease is not None:
+            arguments["lease"] = question.lease
+        if self._chooses:
+            # Nothing at first: what the tier holds decides it.
+            arguments["wanted"] = question.wanted(aim)
+            arguments["fetch_tokens"] = fetch_tokens
+        return arguments
+
+    def remove(self, request_id: str) -> None:
+        """It is answered."""
+        del self._questions[request_id]
+
+    def cancel(self, request_id: str) -> None:
+        """Give it up, and the lease of its answer, also of one that is still to come."""
+        question = self._questions.pop(request_id, None)
+        if question is None:
+            return
+        if question.pending is not None:
+            question.pending.cancel()
+        elif question.lease is not None:
+            self._client.release_nowait(question.lease)
+
+    def cancel_old(self, age: float = EARLY_SECONDS) -> None:
+        """Cancel the questions that no step has asked for in so many seconds."""
+        while self._questions:
+            request_id, oldest = next(iter(self._questions.items()))
+            if self._clock() - oldest.touched < age:
+                return
+            self.cancel(request_id)

@@ -1,0 +1,274 @@
+"""Requests are asked for when they arrive: no step waits for each of them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsidecar.client.types import GroupHits, LookupResult
+from kvsidecar.errors import ClientError
+from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.hits import longest_hit, lookup_range
+from kvsidecar.integrations.vllm.metadata import RankReport
+from kvsidecar.integrations.vllm.questions import EARLY_REQUESTS, EARLY_SECONDS, Question
+from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.types import LookupMode
+from tests.integrations.engine import EPOCH, Allocated, Clock, Request, Step, TinyDaemon, TinyPool, full, group, side
+from tests.integrations.test_hits import cases
+
+
+class Waited(TinyDaemon):
+    """Counts the lookups that a step made itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_step = True
+        self.waited = 0
+
+    def lookup(self, *args: Any, **options: Any) -> Any:
+        self.waited += self.in_step
+        return super().lookup(*args, **options)
+
+    def arrives(self, engine: SchedulerSide, request: Request) -> None:
+        self.in_step = False
+        engine.on_new_request(request)
+        self.in_step = True
+
+
+@pytest.fixture
+def daemon() -> Waited:
+    return Waited()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(daemon: Waited, clock: Clock) -> SchedulerSide:
+    made = side(daemon=daemon, clock=clock, pool=TinyPool(64))
+    made.take_report(RankReport(attached={0: EPOCH}))
+    daemon.waited = 0
+    return made
+
+
+def request(name: str, blocks: int = 4) -> Request:
+    return Request(name, list(range(4 * blocks + 1)))
+
+
+def test_a_wave_of_requests_waits_for_no_answer(engine: SchedulerSide, daemon: Waited) -> None:
+    wave = [request(f"r{i}") for i in range(20)]
+    daemon.put(0, wave[0].block_hashes[:3])
+    for each in wave:
+        daemon.arrives(engine, each)
+    assert [engine.get_num_new_matched_tokens(each, 0) for each in wave] == [(12, True)] * 20
+    assert daemon.waited == 0
+    assert len(daemon.leases) == 20
+
+
+@pytest.mark.parametrize("local", [0, 4, 8, 12])
+def test_the_answer_is_right_wherever_the_gpus_own_hit_ends(engine: SchedulerSide, daemon: Waited, local: int) -> None:
+    asked = request("r")
+    daemon.put(0, asked.block_hashes[1:3])  # the first was evicted; the GPU may have it
+    daemon.arrives(engine, asked)
+    tokens, _ = engine.get_num_new_matched_tokens(asked, local)
+    assert tokens == {0: 0, 4: 8, 8: 4, 12: 0}[local]
+    assert daemon.waited == 0
+    engine.update_state_after_alloc(asked, Allocated([5, 6, 7, 8]), tokens)
+    orders = engine.build_plan(Step())
+    loaded = [each.hashes for job in orders.loads for each in job.blocks]
+    assert loaded == ([b"".join(asked.block_hashes[local // 4 : 3])] if tokens else [])
+
+
+def test_an_answer_that_is_too_old_is_given_up_and_asked_for_again(
+    engine: SchedulerSide, daemon: Waited, clock: Clock
+) -> None:
+    asked, other = request("r"), request("s")
+    daemon.put(0, asked.block_hashes[:2])
+    daemon.arrives(engine, asked)
+    daemon.arrives(engine, other)
+    clock.now += EARLY_SECONDS
+    daemon.put(0, asked.block_hashes[2:3])
+    assert engine.get_num_new_matched_tokens(asked, 0) == (12, True)
+    assert daemon.waited == 1
+    engine.build_plan(Step())
+    assert len(daemon.leases) == 1, "that of the request that vLLM has not asked for is dropped"
+
+
+def test_a_request_that_goes_before_its_first_step_leaves_no_lease(engine: SchedulerSide, daemon: Waited) -> None:
+    asked = request("r")
+    daemon.put(0, asked.block_hashes)
+    daemon.arrives(engine, asked)
+    assert daemon.leases
+    engine.request_finished(asked)
+    assert not daemon.leases
+
+
+def test_nothing_is_taken_over_from_another_run_of_the_daemon_or_other_weights(
+    engine: SchedulerSide, daemon: Waited
+) -> None:
+    asked = request("r")
+    daemon.put(0, asked.block_hashes)
+    daemon.arrives(engine, asked)
+    daemon.epoch += 1
+    daemon.blocks.clear()
+    engine.take_report(RankReport(attached={0: daemon.epoch}))
+    assert not daemon.leases
+    assert engine.get_num_new_matched_tokens(asked, 0) == (0, False)
+
+    daemon.put(0, asked.block_hashes)
+    again = request("s")
+    engine.on_new_request(again)
+    assert engine.reset_cache()
+    assert engine.get_num_new_matched_tokens(again, 0) == (0, False)
+    assert not daemon.leases
+
+
+def test_a_request_that_has_grown_is_asked_for_again(engine: SchedulerSide, daemon: Waited) -> None:
+    asked = request("r")
+    daemon.arrives(engine, asked)
+    asked.append(range(4))
+    daemon.put(0, asked.block_hashes)
+    assert engine.get_num_new_matched_tokens(asked, 0) == (20, True)
+
+
+def test_only_so_many_are_asked_ahead(engine: SchedulerSide, daemon: Waited) -> None:
+    wave = [request(f"r{i}") for i in range(EARLY_REQUESTS + 3)]
+    for each in wave:
+        daemon.arrives(engine, each)
+        daemon.arrives(engine, each)
+    for each in wave:
+        engine.get_num_new_matched_tokens(each, 0)
+    assert daemon.waited == 3
+
+
+def test_a_daemon_that_cannot_be_asked_at_once_is_asked_in_the_step(
+    engine: SchedulerSide, daemon: Waited, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "begin_lookup", lambda *_, **__: None)
+    asked = request("r")
+    daemon.put(0, asked.block_hashes)
+    daemon.arrives(engine, asked)
+    assert engine.get_num_new_matched_tokens(asked, 0) == (16, True)
+    assert daemon.waited == 1
+
+
+def test_one_that_refuses_is_a_miss_that_the_step_counts(
+    engine: SchedulerSide, daemon: Waited, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise ClientError("too many hashes")
+
+    monkeypatch.setattr(daemon, "begin_lookup", refuses)
+    asked = request("r")
+    daemon.arrives(engine, asked)
+    assert engine.counters.refused_lookups == 0
+    assert engine.get_num_new_matched_tokens(asked, 0) == (0, False)
+    assert engine.counters.refused_lookups == 1
+
+
+def test_a_request_that_must_not_read_or_has_no_whole_block_is_not_asked_for(
+    engine: SchedulerSide, daemon: Waited
+) -> None:
+    daemon.asked.clear()
+    engine.on_new_request(Request("r", list(range(9)), skip_reading_prefix_cache=True))
+    engine.on_new_request(Request("s", list(range(4))))
+    side(daemon=daemon).on_new_request(request("not attached"))
+    assert not daemon.asked
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+def ask_all(
+    question: Question, local: int, found: Mapping[int, Sequence[bool]], held: Mapping[int, Sequence[bool]]
+) -> int:
+    """Answer every round of a question. The request's hashes are their own numbers. Returns how many were asked."""
+    asked: list[tuple[int, int]] = []
+    while packed := question.next_round(local):
+        answers = {}
+        for index, joined in packed.items():
+            numbers = [int.from_bytes(joined[i : i + 32], "big") for i in range(0, len(joined), 32)]
+            asked += [(index, each) for each in numbers]
+            flags = tuple(bool(found[index][each]) for each in numbers)
+            there = tuple(bool(held[index][each]) and not flag for each, flag in zip(numbers, flags, strict=True))
+            if question.mode is LookupMode.PREFIX:
+                answers[index] = GroupHits((*flags, False).index(False))
+            else:
+                answers[index] = GroupHits(sum(flags), flags, held=there if any(there) else ())
+        question.take(LookupResult(True, answers))
+    assert len(set(asked)) == len(asked), "nothing is asked twice"
+    return len(asked)
+
+
+def numbered(count: int) -> Any:
+    return SimpleNamespace(block_hashes=[number.to_bytes(32, "big") for number in range(count)])
+
+
+def by_hash(
+    groups: Sequence[Group], flags: Mapping[int, Sequence[bool]], local: int, hashes: int
+) -> dict[int, list[bool]]:
+    """For each hash, whether the block that ends with it is there."""
+    result = {}
+    for each in groups:
+        result[each.index] = [False] * hashes
+        for block, flag in enumerate(flags[each.index], start=local // each.block_tokens):
+            result[each.index][(block + 1) * each.hashes_per_block - 1] = flag
+    return result
+
+
+@given(cases(), st.data())
+def test_a_question_in_rounds_finds_what_one_about_everything_does(
+    case: tuple[list[Group], dict[int, list[bool]], int, int], data: st.DataObject
+) -> None:
+    groups, found, local, most = case
+    if not most:
+        return
+    held = {
+        index: data.draw(st.lists(st.booleans(), min_size=len(each), max_size=len(each)))
+        for index, each in found.items()
+    }
+    # As many hashes as the shortest group has blocks for: a request's hashes end for all groups at the same token.
+    hashes = max((local // each.block_tokens + len(found[each.index])) * each.hashes_per_block for each in groups)
+    for each in groups:
+        missing = min(hashes // each.hashes_per_block, lookup_range(each, local, most).stop)
+        missing -= local // each.block_tokens + len(found[each.index])
+        found[each.index] += [False] * missing
+        held[each.index] += [False] * missing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvsidecar.integrations.vllm.questions.BUDGETED_HASHES", 0)
+        question = Question(groups, numbered(hashes), local, most, prefix=data.draw(st.booleans()))
+        count = ask_all(question, local, by_hash(groups, found, local, hashes), by_hash(groups, held, local, hashes))
+    assert count <= sum(map(len, found.values()))
+    there = {i: [a or b for a, b in zip(found[i], held[i], strict=True)] for i in found}
+    assert longest_hit(groups, question.found(local), local, most) == longest_hit(groups, found, local, most)
+    if question.mode is LookupMode.BITMAP:
+        assert longest_hit(groups, question.there(local), local, most) == longest_hit(groups, there, local, most)
+
+
+def test_of_sliding_windows_only_those_are_asked_for_that_count() -> None:
+    groups = [group(0, Kind.SLIDING_WINDOW, 4, window=40), full(1), group(2, Kind.SLIDING_WINDOW, 4, window=80)]
+    whole = {index: [True] * 3000 for index in range(3)}
+    nothing = {index: [False] * 3000 for index in range(3)}
+    question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
+    assert ask_all(question, 0, whole, nothing) == 3000 + 10 + 20
+    assert longest_hit(groups, question.found(0), 0, 12_000) == 12_000
+    assert not question.missing
+    assert set(question.packed(0, 32)) == {1}
+
+    short = {**whole, 1: [True] * 2000 + [False] * 1000}
+    question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
+    assert ask_all(question, 0, short, nothing) == 3000 + 10 + 20
+    assert longest_hit(groups, question.found(400), 400, 11_600) == 7600
+    assert {index: len(each) for index, each in question.missing.items()} == {1: 1000}
+
+    gone = {**short, 2: [each < 1000 or each > 1990 for each in range(3000)]}
+    question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
+    assert ask_all(question, 0, gone, nothing) == 9000
+    assert longest_hit(groups, question.found(0), 0, 12_000) == 4000
