@@ -67,6 +67,10 @@ class ConfigError(KVSidecarError):
     """A setting is unknown or has a bad value. The text is one sentence that names it."""
 
 
+class KernelRefuses(KVSidecarError):
+    """The kernel lacks a system call that the daemon needs, or a seccomp profile refuses it. The text names it."""
+
+
 class SocketInUse(KVSidecarError):
     """Another daemon serves this socket or has this directory of the pool, or the path of the socket exists and is not
     a socket that the daemon may remove."""

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsidecar import __version__
-from kvsidecar.support import terminal
+from kvsidecar.errors import ClientError
+from kvsidecar.support import standard_files, terminal
 from kvsidecar.support.imports import gc_disabled
 
 with gc_disabled():
@@ -32,11 +33,14 @@ with gc_disabled():
 
 
 class _Commands(click.Group):
-    """click says nothing of a reader that has gone, and shows a traceback where a disk is full."""
+    """click says nothing of a reader that has gone, and shows a traceback where a disk is full, or for an error whose
+    text is for the user."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         try:
             return super().main(*args, **options)
+        except ClientError as error:
+            fail(str(error), EXIT_UNAVAILABLE)
         except OSError:
             try:
                 os.write(1, b"\n")  # whether it was that: a disk that is full has no room for this either
@@ -50,6 +54,7 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="kvsidecar")
 def main() -> None:
     """A per-node daemon that keeps LLM engines' KV cache in pinned host memory."""
+    standard_files.open_missing()
     terminal.never_fail_to_encode()
 
 
@@ -66,14 +71,23 @@ def _serve(**flags: str | None) -> None:
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket or
     the directory of the pool is in use, 74 a copier did not end although it was killed (its driver does not return), 75
-    a port is in use or an address does not exist yet (a restart may help), 78 a setting is invalid.
+    a port is in use or an address does not exist yet (a restart may help), 78 a setting is invalid, or the
+    kernel refuses a system call that the daemon needs.
     """
     gc.disable()  # see `gc_disabled`; `serve` enables it again when the daemon is built
     from kvsidecar.daemon.serve import serve
-    from kvsidecar.errors import AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse
+    from kvsidecar.errors import (
+        AddressUnavailable,
+        ConfigError,
+        DriverUnusable,
+        KernelRefuses,
+        PoolRefused,
+        SocketInUse,
+    )
 
     exit_codes: dict[type[Exception], int] = {
         ConfigError: EXIT_CONFIG,
+        KernelRefuses: EXIT_CONFIG,
         SocketInUse: EXIT_SOCKET,
         AddressUnavailable: EXIT_AGAIN,
         DriverUnusable: EXIT_UNAVAILABLE,

@@ -9,6 +9,9 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvsidecar.errors import NotExportable
+from kvsidecar.support.kernel_calls import needed
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -37,6 +40,9 @@ class HostBuffer:
     Args:
         nbytes: size; the memory is zero at first.
         name: shown in /proc/PID/maps.
+
+    Raises:
+        NotExportable: the kernel refuses to make such memory.
     """
 
     _open: ClassVar[dict[int, HostBuffer]] = {}
@@ -45,7 +51,8 @@ class HostBuffer:
         if nbytes <= 0:
             raise ValueError(f"a buffer of {nbytes} bytes cannot be shared: its size must be above 0")
         self.nbytes = nbytes
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with needed("memfd_create", NotExportable):
+            self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         # Without the seal a client could truncate the file under the daemon's copy: SIGBUS in the daemon.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvsidecar.client.connection import Connection
+from kvsidecar.errors import ClientError
 from kvsidecar.support import cpu_sleep
+from kvsidecar.support.kernel_calls import needed
 from kvsidecar.support.polling import wait_readable
 
 NAP_SECONDS: Final = cpu_sleep.NAP_SECONDS if cpu_sleep.CORES_TO_SPARE else 5e-3
@@ -75,7 +77,8 @@ class Waker:
     """
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        with needed("eventfd2", ClientError):
+            self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._closed = False
 

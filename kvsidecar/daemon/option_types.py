@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -14,6 +13,7 @@ from kvsidecar.core import shares
 from kvsidecar.core.access import Policy
 from kvsidecar.core.shares import ShareRule
 from kvsidecar.protocol.paths import socket_path_problem
+from kvsidecar.support.kernel_calls import usable_cores
 from kvsidecar.support.units import GiB, Size, TiB, format_size, parse_size
 
 MAX_POOL_BYTES = 64 * TiB
@@ -106,7 +106,7 @@ def _master(value: str | None) -> str | None:
 
 def default_prefault_threads() -> int:
     # Not all cores: an engine that starts at the same time needs some to load its weights.
-    return max(1, min(16, len(os.sched_getaffinity(0)) // 2))
+    return max(1, min(16, usable_cores() // 2))
 
 
 @dataclass(frozen=True, slots=True)

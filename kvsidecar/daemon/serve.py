@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
-from kvsidecar.support import failpoints, log, memory_limits, terminal
+from kvsidecar.support import failpoints, kernel_calls, log, memory_limits, terminal
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
@@ -55,12 +56,13 @@ def serve(flags: Mapping[str, str | None]) -> int:
         flags: of the command line by option name; None for one that was not given.
 
     Raises:
-        AddressUnavailable, ConfigError, DriverUnusable, PoolRefused, SocketInUse: it cannot start; the text is one
-            sentence.
+        AddressUnavailable, ConfigError, DriverUnusable, KernelRefuses, PoolRefused, SocketInUse: it cannot start; the
+            text is one sentence.
     """
     settings = load_settings(flags)
     failpoints.configure_from_environment()
     log.configure(log_format=settings.log_format, level=settings.log_level)
+    kernel_calls.check()
     geometry = pool_geometry(settings)
     _raise_descriptor_limit()
     # At a terminal SIGHUP means that the terminal is gone, and the daemon must end too.
@@ -83,7 +85,10 @@ async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callab
         if life.stop.is_set():
             return 0
         # In this thread, which lives as long as the daemon; it starts while this process imports.
-        first = launch([life.endpoint.lock, *(() if carrier is None else carrier.locks)])
+        try:
+            first = launch([life.endpoint.lock, *(() if carrier is None else carrier.locks)])
+        except OSError as error:
+            raise DriverUnusable(f"no copier's process can be started: {error.strerror}") from error
         loading = _in_thread(lambda: _load(settings, geometry, read_settings, carrier))
         making = asyncio.ensure_future(_make(loading, life, first))
         told_to_stop = asyncio.ensure_future(life.stop.wait())
@@ -148,6 +153,8 @@ def _load(
         """Raises ConfigError, DriverUnusable."""
         light_seconds = settings.light_sleep if CORES_TO_SPARE else 0.0
         guard = SleepGuard(light_seconds)
+        if guard.problem:
+            log.get("daemon").warning("cores are not kept awake", reason=guard.problem)
         options = Options(
             settings.device,
             settings.devices,
@@ -251,8 +258,9 @@ def _tiers(settings: Settings, pool: HostPool, kept: tuple[int, ...]) -> list[Ti
 def _raise_descriptor_limit() -> None:
     """Allow as many descriptors as the system does: a shell's default of 1024 is enough for a few hundred clients.
     (It is low for programs that use select(), which this one does not.)"""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with suppress(OSError, ValueError):  # it may be forbidden to ask, and to change it
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _tracing(settings: Settings) -> Callable[[Metrics], Tracing] | None:

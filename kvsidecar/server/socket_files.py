@@ -125,6 +125,8 @@ class SocketFiles:
             return await lock_within(lock, wait_seconds, stop, waits)
         except TimeoutError:
             raise self._in_use(lock) from None
+        except OSError as error:
+            raise SocketInUse(f"{self._lock_path} cannot be locked ({error.strerror}): set socket") from error
 
     def _in_use(self, lock: int) -> SocketInUse:
         return SocketInUse(

@@ -37,7 +37,7 @@ def start(command: Sequence[str], *, cores: frozenset[int] | None = None, **opti
     """
     launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
     process: subprocess.Popen[Any] | None = None
-    own_cores = os.sched_getaffinity(0)
+    own_cores = None if cores is None else os.sched_getaffinity(0)
     try:
         with _signals_delayed():
             if cores is not None:
@@ -45,7 +45,8 @@ def start(command: Sequence[str], *, cores: frozenset[int] | None = None, **opti
             try:
                 process = subprocess.Popen(launched, **{"env": environment(), **options})
             finally:
-                os.sched_setaffinity(0, own_cores)
+                if own_cores is not None:
+                    os.sched_setaffinity(0, own_cores)
     except BaseException:
         if process is not None:
             process.kill()

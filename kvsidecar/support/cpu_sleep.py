@@ -15,9 +15,9 @@ import os
 import time
 from typing import Final
 
-from kvsidecar.errors import KVSidecarError
+from kvsidecar.support.kernel_calls import usable_cores
 
-CORES_TO_SPARE: Final = len(os.sched_getaffinity(0)) >= 4
+CORES_TO_SPARE: Final = usable_cores() >= 4
 """Whether there are enough cores. Fewer cores are busy around jobs and do not enter deep idle states."""
 NAP_SECONDS: Final = 100e-6
 """Half of the idle time after which a core, or the hypervisor below it, enters a deep idle state."""
@@ -58,10 +58,12 @@ class SleepGuard:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking = False
         self._timer = -1
+        self.problem = ""
+        """Why it has no effect though it was wanted."""
         if seconds > 0:
             self._timer = _libc.timerfd_create(_CLOCK_MONOTONIC, _NONBLOCK_CLOEXEC)
             if self._timer < 0:
-                raise KVSidecarError(f"no timer: {os.strerror(ctypes.get_errno())}")
+                self.problem = f"there is no timer: {os.strerror(ctypes.get_errno())}"
 
     def keep_awake(self) -> None:
         """Keep the loop's core awake for ``seconds``. Called in the loop."""

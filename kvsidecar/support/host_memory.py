@@ -39,31 +39,31 @@ _TMPFS_MAGIC = 0x01021994
 _HUGETLBFS_MAGIC = 0x958458F6
 
 
-def _check(succeeded: bool) -> None:
+def _check(call: str, succeeded: bool) -> None:
     if not succeeded:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 def mmap_at(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
     result = _libc.mmap(address, nbytes, protection, flags, fd, 0)
-    _check(result not in (None, ctypes.c_void_p(-1).value))
+    _check("mmap", result not in (None, ctypes.c_void_p(-1).value))
     return int(result)
 
 
 def unmap(address: int, nbytes: int) -> None:
-    _check(_libc.munmap(address, nbytes) == 0)
+    _check("munmap", _libc.munmap(address, nbytes) == 0)
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
-    _check(_libc.madvise(address, nbytes, advice) == 0)
+    _check("madvise", _libc.madvise(address, nbytes, advice) == 0)
 
 
 def huge_page_bytes(fd: int) -> int | None:
     """Of a file or directory in memory: the size of its explicit huge pages, 0 where it has none (tmpfs, a memfd); None
     for one that is not in memory."""
     found = ctypes.create_string_buffer(256)  # struct statfs begins with two words: the type and the block size
-    _check(_libc.fstatfs(fd, found) == 0)
+    _check("fstatfs", _libc.fstatfs(fd, found) == 0)
     kind, block_bytes = struct.unpack_from("@lL", found)
     if kind & 0xFFFFFFFF == _HUGETLBFS_MAGIC:
         return int(block_bytes)
@@ -171,7 +171,7 @@ def bind(address: int, nbytes: int, node: int) -> None:
     # The kernel reads one bit less than this number (get_nodes in mm/mempolicy.c).
     bits = ctypes.c_ulong(len(words) * 64 + 1)
     arguments = (ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_ulong(_MPOL_BIND), words, bits)
-    _check(_libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(0)) == 0)
+    _check("mbind", _libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(0)) == 0)
 
 
 def zero(address: int, nbytes: int) -> None:

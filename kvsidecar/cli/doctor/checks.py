@@ -40,10 +40,10 @@ def _settings(facts: Facts) -> Iterable[Result]:
 
 def _kernel(facts: Facts) -> Iterable[Result]:
     kernel = facts.kernel
-    missing = [name for name, has in (("pidfd", kernel.pidfd), ("memfd", kernel.memfd)) if not has]
-    if missing:
-        fix = "Use Linux 5.4 or newer, and a seccomp profile that allows pidfd_open and memfd_create."
-        yield _PROBLEM, f"Linux {kernel.release} without {' and '.join(missing)}", fix
+    if kernel.refused:
+        missing = " and ".join(kernel.refused)
+        fix = f"Use Linux 5.4 or newer, and a seccomp profile that allows {missing}."
+        yield _PROBLEM, f"Linux {kernel.release} without {missing}", fix
     elif not kernel.peer_pidfd:
         fix = "Use Linux 6.5 or newer, or run the daemon and the engines in one PID namespace."
         yield _WARNING, f"Linux {kernel.release} cannot watch processes in other PID namespaces: no SO_PEERPIDFD", fix

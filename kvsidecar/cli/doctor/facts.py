@@ -12,8 +12,8 @@ from kvsidecar.types import State
 @dataclass(frozen=True, slots=True)
 class Kernel:
     release: str
-    pidfd: bool
-    memfd: bool
+    refused: tuple[str, ...]
+    """System calls that a daemon needs."""
     peer_pidfd: bool
     """SO_PEERPIDFD, since Linux 6.5."""
 

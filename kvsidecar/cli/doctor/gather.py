@@ -43,7 +43,7 @@ from kvsidecar.errors import ClientError, ConfigError, PoolRefused
 from kvsidecar.pool.host_pool import HostPool, PoolSpec
 from kvsidecar.pool.kept_files import FILES, PoolDirectory
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
-from kvsidecar.support import memory_limits, peer
+from kvsidecar.support import kernel_calls, memory_limits, peer
 
 PROBE_SECONDS = 20.0
 """A driver without persistence mode takes seconds to initialise."""
@@ -102,14 +102,7 @@ def gather(flags: Mapping[str, str | None], pid: int | None, *, disk_speed: bool
 
 
 def _kernel() -> Kernel:
-    pidfd = memfd = False
-    with contextlib.suppress(OSError):
-        os.close(os.pidfd_open(os.getpid()))
-        pidfd = True
-    with contextlib.suppress(OSError):
-        os.close(os.memfd_create("kvsidecar-doctor"))
-        memfd = True
-    return Kernel(os.uname().release, pidfd, memfd, _peer_pidfd())
+    return Kernel(os.uname().release, kernel_calls.refused(), _peer_pidfd())
 
 
 def host(root: Path = Path("/")) -> Host:
@@ -261,13 +254,11 @@ def _daemon(path: str) -> Daemon:
             return Daemon(reason="there is no socket")
         except OSError as error:
             return Daemon(reason=error.strerror or str(error))
-    client = Client(path, name="kvsidecar doctor")
     try:
-        reply = client.status()
+        with Client(path, name="kvsidecar doctor") as client:
+            reply = client.status()
     except ClientError as error:
         return Daemon(reason=str(error), pid=pid)
-    finally:
-        client.close()
     state = STATE_FROM_WIRE[reply.readiness.state]
     tiers = {tier.name: tier.off for tier in reply.tiers}
     ranks, carrier = reply.totals.ranks, reply.pool.carrier
