@@ -50,16 +50,17 @@ demo: $(VENV)/run.stamp
 
 venv: $(VENV)/dev.stamp
 
-# Most tests run side by side; those with the marker `alone` run after them. No test is run by two targets.
+# Most tests run side by side; those with the marker `alone` run after them, those with `torch` where vLLM has brought
+# it. No test is run by two targets.
 JOBS ?= 2
-SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal -m "not alone and not cluster"
+SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal -m "not alone and not cluster and not torch"
 OF_CHECK := tests/deploy tests/docs
 OF_COVERAGE := $(wildcard tests/cache tests/client tests/core tests/protocol tests/server)
 OF_TEST_VLLM := tests/integrations tests/vllm
 OF_TEST_SGLANG := tests/sglang
 OF_TEST := $(filter-out tests/__pycache__ $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM) $(OF_TEST_SGLANG),$(patsubst %/,%,$(wildcard tests/*/))) tests/test_no_pickle.py
-# The files that have such tests, because pytest takes seconds to collect all.
-alone = -m alone $(shell grep -rl --include='test_*.py' 'mark\.alone' $(1))
+# Tests with this marker, of the files that have such tests, because pytest takes seconds to collect all.
+marked = -m $(1) $(shell grep -rl --include='test_*.py' 'mark\.$(1)' $(2))
 
 test: $(VENV)/test.stamp
 ifdef ARGS
@@ -67,7 +68,7 @@ ifdef ARGS
 else
 	$(MAKE) --no-print-directory coverage
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(OF_TEST)
-	$(BIN)/python -m pytest $(call alone,$(OF_COVERAGE) $(OF_TEST))
+	$(BIN)/python -m pytest $(call marked,alone,$(OF_COVERAGE) $(OF_TEST))
 endif
 
 # Percent of the lines that the unit tests run, at least: a little less than they did when this was written.
@@ -84,7 +85,7 @@ $(VENV)/cluster.stamp: $(VENV)/test.stamp
 # The client of Mooncake Store listens on all addresses.
 test-cluster: $(VENV)/cluster.stamp
 	@$(BIN)/python -c 'import sys; from tests.mooncake_cluster import missing; sys.exit(missing() or 0)'
-	$(BIN)/python -m tests.own_network $(BIN)/python -m pytest -m cluster $(shell grep -rl --include='test_*.py' 'mark\.cluster' tests)
+	$(BIN)/python -m tests.own_network $(BIN)/python -m pytest $(call marked,cluster,tests)
 
 # An engine of the tests. What is imported is compiled then: most of these packages never is, and pip would take half a
 # minute for it.
@@ -109,7 +110,8 @@ ifdef ARGS
 	.venv-vllm/bin/python -m pytest $(ARGS)
 else
 	.venv-vllm/bin/python -m pytest $(SIDE_BY_SIDE) $(OF_TEST_VLLM)
-	.venv-vllm/bin/python -m pytest $(call alone,$(OF_TEST_VLLM))
+	.venv-vllm/bin/python -m pytest $(call marked,alone,$(OF_TEST_VLLM))
+	.venv-vllm/bin/python -m pytest $(call marked,torch,tests)
 endif
 
 # The engines of a file are started once, so a file is not split.
@@ -163,7 +165,7 @@ check-deploy:
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec examples/compose.yaml
 
 check-documents:
-	$(BIN)/python -m pytest -q $(OF_CHECK)
+	$(BIN)/python -m pytest -q -m "not torch" $(OF_CHECK)
 
 hooks: $(VENV)/dev.stamp
 	$(BIN)/pre-commit install --hook-type pre-commit --hook-type commit-msg
@@ -188,4 +190,4 @@ package: $(VENV)/test.stamp
 	$(BIN)/twine check --strict dist/*
 
 clean:
-	rm -rf dist $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist $(VENV) .venv-vllm .venv-sglang build .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,6 +14,7 @@ import yaml
 from tests.docs.pages import ROOT, text
 
 CI = (ROOT / ".ci" / "run").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 HOOKS = {
     hook["id"]: hook
@@ -48,7 +49,7 @@ def test_ci_runs_the_commands_of_the_readme_and_every_test_once() -> None:
 def test_what_runs_apart_is_left_out_of_what_runs_side_by_side_and_not_forgotten() -> None:
     targets = "test", "test-cluster", "test-vllm"
     runs = [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
-    for marker in ("alone", "cluster"):
+    for marker in ("alone", "cluster", "torch"):
         marked = {
             path.relative_to(ROOT).as_posix()
             for path in ROOT.glob("tests/**/test_*.py")
@@ -57,7 +58,33 @@ def test_what_runs_apart_is_left_out_of_what_runs_side_by_side_and_not_forgotten
         assert marked
         assert marked <= {path for run in runs if only(run) == marker for path in run}
     side_by_side = [run for run in runs if not only(run)]
-    assert all({"--numprocesses", "not alone and not cluster"} <= {*run} for run in side_by_side)
+    assert all({"--numprocesses", "not alone and not cluster and not torch"} <= {*run} for run in side_by_side)
+
+
+def test_what_needs_torch_runs_where_vllm_has_brought_it_and_nowhere_else() -> None:
+    runs = [shlex.split(line) for line in recipe("check", "test", "test-vllm") if " -m pytest " in line]
+    assert [run[0] for run in runs if only(run) == "torch"] == [".venv-vllm/bin/python"]
+    others = [run for run in runs if not only(run)]
+    assert all("not torch" in word for run in others for word in run if word.startswith("not "))
+    assert all(any(word.startswith("not ") for word in run) for run in others)
+
+
+def test_clean_removes_every_environment_that_a_command_makes() -> None:
+    made = {word.partition("/")[0] for line in recipe("venv", "venv-vllm", "venv-sglang") for word in line.split()}
+    (removes,) = [line for line in recipe("clean") if line.startswith("rm ")]
+    assert {".venv", ".venv-vllm", ".venv-sglang"} <= made
+    assert {each for each in made if each.startswith(".venv")} == {
+        each for each in removes.split() if each.startswith(".venv")
+    }
+
+
+def test_no_recipe_names_a_variable_that_nobody_sets() -> None:
+    targets = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)
+    assert targets is not None
+    wanted = [each for each in targets[1].split() if not each.startswith("$")]
+    command = ["make", "--warn-undefined-variables", "--dry-run", "--always-make", "--directory", str(ROOT), *wanted]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "undefined variable" not in ran.stderr
 
 
 def test_the_workflow_runs_the_oldest_and_the_newest_python() -> None:
