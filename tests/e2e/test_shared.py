@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tests.e2e.test_disk import POOL_BLOCKS, TIER, evict_all, fetched, tier_metric
@@ -48,6 +49,35 @@ def test_what_one_daemon_has_written_another_one_reads_and_clears(short_dir: Pat
         eventually(lambda: fetched(writer, "a").groups[0].hits == 0)
         writer.close()
         reader.close()
+
+
+def test_directories_whose_files_are_gone_go_too(short_dir: Path) -> None:
+    shared = short_dir / "shared"
+    names = [str(number) for number in range(POOL_BLOCKS)]
+
+    def directories() -> int:
+        return sum(each.is_dir() for each in shared.rglob("*"))
+
+    with shared_daemon(short_dir / "1", shared, "--shared-admission=all") as one:
+        writer = Rank(one.wait_ready())
+        eventually(lambda: is_up(one))
+        done(writer.store(*names))
+        eventually(lambda: written(one) == POOL_BLOCKS)
+    assert directories() > POOL_BLOCKS
+    for each in shared.rglob("*"):
+        if len(each.name) == 64:  # a block hash: other nodes have found that there is too much
+            each.unlink()
+    while (before := directories()) > 1:  # the root stays; a level goes with each sweep, which a start begins with
+        for each in shared.rglob("*"):
+            os.utime(each, (0, 0))
+        with shared_daemon(short_dir / "1", shared, "--shared-admission=all") as one:
+            one.wait_ready()
+            eventually(lambda before=before: directories() < before)  # type: ignore[misc]
+    with shared_daemon(short_dir / "1", shared, "--shared-admission=all") as one:
+        writer = Rank(one.wait_ready())
+        eventually(lambda: is_up(one))
+        done(writer.store("a"))
+        eventually(lambda: written(one) == 1)
 
 
 def test_a_prefix_comes_from_the_disk_and_from_the_shared_directory(short_dir: Path) -> None:

@@ -277,7 +277,8 @@ def _there(paths: Sequence[str]) -> list[bool]:
 def _used(fd: int) -> None:
     """A file was read whole: the pool has it now, and a sweep removes others first."""
     with contextlib.suppress(OSError):  # where that does not work, as if it were read-only, reads do
-        if time.time() - os.fstat(fd).st_mtime > RENEW_SECONDS:
+        # Also one that a clock which has been set since has put into the future.
+        if abs(time.time() - os.fstat(fd).st_mtime) > RENEW_SECONDS:
             os.utime(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -34,6 +34,8 @@ KEPT_SHARE: Final = 0.9
 """Of the size, after a sweep: there is room for what is written until the next one."""
 UNFINISHED_SECONDS: Final = 3600.0
 """A file that is still being written after so long never will be finished."""
+EMPTY_SECONDS: Final = 60.0
+"""A directory that has been empty for so long goes. Whoever writes a file makes its directories first: they are new."""
 AGE_STEP: Final = 60.0
 """Ages are counted in steps of so many seconds: what a sweep remembers does not grow with the files."""
 
@@ -127,7 +129,7 @@ def _sweep(root: Path, capacity_bytes: int, now: float) -> Usage:
                 shutil.rmtree(trash, ignore_errors=True)
     ages: Counter[int] = Counter()
     files = 0
-    for entry, is_ in _files(root):
+    for entry, is_ in _files(root, lambda directory: _remove_empty(directory, now)):
         if not entry.name.startswith("."):
             ages[_age(is_, now)] += is_.st_size
             files += 1
@@ -156,17 +158,37 @@ def _age(is_: os.stat_result, now: float) -> int:
     return max(0, int((now - is_.st_mtime) / AGE_STEP))
 
 
-def _files(root: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """All files below the directories of namespaces. What goes meanwhile is left out."""
+def _files(
+    root: Path, on_empty: Callable[[str], object] = lambda _: None
+) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """All files below the directories of namespaces. What goes meanwhile is left out.
+
+    Args:
+        on_empty: called with each directory that has no entry.
+    """
     pending = [f"{root}/{name}" for name in os.listdir(root) if not name.startswith(".")]
     while pending:
-        with contextlib.suppress(FileNotFoundError), os.scandir(pending.pop()) as entries:
+        directory, empty = pending.pop(), False
+        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+            empty = True
             for entry in entries:
+                empty = False
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     yield entry, entry.stat(follow_symlinks=False)
+        if empty:
+            on_empty(directory)
+
+
+def _remove_empty(directory: str, now: float) -> None:
+    """Remove a directory, unless it has become empty just now: its modification time says when. So each sweep removes
+    one level, and nobody who makes a path finds its beginning gone more than once. One in which there is a file by now
+    stays."""
+    with contextlib.suppress(OSError):
+        if now - os.stat(directory, follow_symlinks=False).st_mtime >= EMPTY_SECONDS:
+            os.rmdir(directory)
 
 
 def _remove(entry: os.DirEntry[str]) -> bool:

@@ -17,7 +17,7 @@ from kvsidecar.tiers.engine import ReadEnd, WriteEnd
 from kvsidecar.tiers.files import engine as module
 from kvsidecar.tiers.files import sweep as sweeping
 from kvsidecar.tiers.files.engine import ROOT, FilesEngine
-from kvsidecar.tiers.files.sweep import LOCK, UNFINISHED_SECONDS, sweep
+from kvsidecar.tiers.files.sweep import EMPTY_SECONDS, LOCK, UNFINISHED_SECONDS, sweep
 from kvsidecar.tiers.trailer import TRAILER_BYTES
 from tests.harness import eventually
 from tests.tiers.support import PAGE, content, key, memory, read, space, there, write
@@ -213,6 +213,93 @@ def test_what_was_never_finished_is_removed_after_a_while(node: FilesEngine, tmp
     sweep(tmp_path / "tier" / ROOT, CAPACITY, 0.0)
     assert (old.exists(), young.exists()) == (False, True)
     assert there(node, space(), [1]) == [1]
+
+
+def directories(root: Path) -> list[Path]:
+    return sorted(each for each in root.rglob("*") if each.is_dir())
+
+
+def age_directories(root: Path) -> None:
+    for each in directories(root):
+        age(each, EMPTY_SECONDS + 1)
+
+
+def test_directories_that_are_empty_for_a_while_go_from_the_last_to_the_first(
+    node: FilesEngine, tmp_path: Path
+) -> None:
+    root, of, other = tmp_path / "tier" / ROOT, space(), space(shard=1)
+    write(node, of, range(40))
+    write(node, other, [1])
+    for each in files(root):
+        if other.digest.hex() not in each.parts:
+            each.unlink()
+    before = len(directories(root))
+    sweep(root, CAPACITY, 0.0)
+    assert len(directories(root)) == before, "somebody may be about to write there"
+    for _ in range(3):
+        age_directories(root)
+        sweep(root, CAPACITY, 0.0)
+    assert {each.relative_to(root).as_posix() for each in directories(root)} == {
+        each.as_posix() for each in file_of(root, 1).relative_to(root).parents if each.parts
+    }
+    assert write(node, of, range(40)) == [WriteEnd.DONE] * 40
+    assert there(node, of, range(40)) == list(range(40))
+
+
+def test_a_directory_in_which_a_file_appears_while_it_is_removed_stays(
+    nodes: list[FilesEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, rmdir = tmp_path / "tier" / ROOT, os.rmdir
+    write(nodes[0], space(), [1])
+    file_of(root, 1).unlink()
+    age_directories(root)
+
+    def just_before(directory: str) -> None:
+        assert write(nodes[1], space(), [1]) == [WriteEnd.DONE]
+        rmdir(directory)
+
+    monkeypatch.setattr(os, "rmdir", just_before)
+    sweep(root, CAPACITY, 0.0)
+    assert there(nodes[0], space(), [1]) == [1]
+
+
+def test_directories_that_go_while_a_file_is_written_are_made_again(
+    nodes: list[FilesEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node sweeps between any two steps of a write, each time as if a minute had passed for what is empty."""
+    root, steps = tmp_path / "tier" / ROOT, {name: getattr(os, name) for name in ("open", "mkdir", "rename")}
+    sweeps: list[str] = []
+
+    def sweeps_first(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if str(arguments[0]).startswith(f"{root}/") and len(sweeps) < 4 and not sweeps.count(name):
+                sweeps.append(name)
+                sweep(root, CAPACITY, 0.0)
+            return steps[name](*arguments, **options)
+
+        return call
+
+    for number in range(5):
+        write(nodes[0], space(), [number])
+        file_of(root, number).unlink()
+        for _ in range(number):
+            age_directories(root)
+            sweep(root, CAPACITY, 0.0)
+        age_directories(root)
+        sweeps.clear()
+        with monkeypatch.context() as patch:
+            for name in steps:
+                patch.setattr(os, name, sweeps_first(name))
+            assert write(nodes[0], space(), [number]) == [WriteEnd.DONE]
+        assert sweeps
+        assert read(nodes[1], space(), [number]) == {number: ReadEnd.DONE}
+
+
+def test_a_read_renews_a_file_that_lies_in_the_future(node: FilesEngine, tmp_path: Path) -> None:
+    write(node, space(), [1])
+    age(file_of(tmp_path, 1), -7200.0)  # written before the clock was set back
+    read(node, space(), [1])
+    assert file_of(tmp_path, 1).stat().st_mtime < time.time() + 60
 
 
 def test_nodes_take_turns_and_learn_from_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
