@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
 from unittest import mock
 
 from tests.harness import SECONDS, DaemonProcess, eventually
-from tests.vllm.engine import START, EngineProcess, Prompt, blocks, prompt, serve
+from tests.vllm.engine import LOG_CHARACTERS, START, EngineProcess, Prompt, blocks, prompt, serve
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 ENVIRONMENT = {
@@ -76,6 +77,10 @@ DEFAULTS: dict[str, Any] = {
 """Of an engine that is small, and deterministic."""
 
 
+def _sampling(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
 class Engine:
     """In the process of an `EngineProcess`.
 
@@ -97,11 +102,10 @@ class Engine:
         """Run these prompts together; one alone may fail."""
         import fastapi
 
-        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         salts = {"cache_salt": [each.salt or "" for each in prompts]} if any(each.salt for each in prompts) else {}
         ids = [list(each.ids) for each in prompts]
         try:
-            outputs = self.engine.generate(input_ids=ids, sampling_params=sampling, **salts)
+            outputs = self.engine.generate(input_ids=ids, sampling_params=_sampling(tokens), **salts)
         except fastapi.HTTPException as error:
             return [Answer((), 0, 0, error.status_code)]
         return [self._answer(output) for output in outputs]
@@ -121,15 +125,53 @@ class Engine:
         """Forget the engine's own cache. Refused while a request runs, or has just ended."""
         return bool(self.engine.flush_cache().success)
 
-    def update(self, model: str, version: str | None = None) -> bool:
-        """Load the weights of another model of the same shape in place."""
+    def update(self, model: str, version: str | None = None, flush: bool = True) -> str:
+        """Load the weights of another model of the same shape in place.
+
+        Returns:
+            Why SGLang says that this has failed, which may be that only the flush has; empty if it has not.
+        """
+        return self._run(self._updated(model, version, flush))
+
+    async def _updated(self, model: str, version: str | None, flush: bool) -> str:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        request = UpdateWeightFromDiskReqInput(model_path=model, weight_version=version)
-        manager = self.engine.tokenizer_manager
-        success, message, *_ = self.engine.loop.run_until_complete(manager.update_weights_from_disk(request, None))
-        assert success, message
+        request = UpdateWeightFromDiskReqInput(model_path=model, weight_version=version, flush_cache=flush)
+        success, message, *_ = await self.engine.tokenizer_manager.update_weights_from_disk(request, None)
+        return "" if success else str(message)
+
+    def update_in_session(self, model: str) -> bool:
+        """Load the weights of another model in several calls, none of which flushes."""
+        from safetensors.torch import load_file
+
+        tensors = [*load_file(Path(model) / "model.safetensors").items()]
+        results = [
+            self.engine.begin_weight_update(),
+            self.engine.update_weights_from_tensor(tensors[::2], flush_cache=False),
+            self.engine.update_weights_from_tensor(tensors[1::2], flush_cache=False),
+            self.engine.end_weight_update(),
+        ]
+        assert all(success for success, _ in results), results
         return True
+
+    def update_amid(self, ids: Sequence[int], tokens: int, model: str, version: str | None, flush: bool) -> str:
+        """`update`, in the middle of a request that goes on with its KV and the new weights."""
+        return self._run(self._updated_amid(list(ids), tokens, model, version, flush))
+
+    async def _updated_amid(self, ids: list[int], tokens: int, model: str, version: str | None, flush: bool) -> str:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+        answer = await self.engine.async_generate(input_ids=ids, sampling_params=_sampling(tokens), stream=True)
+        await anext(answer)
+        await self.engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        message = await self._updated(model, version, flush)
+        await self.engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        async for _ in answer:
+            pass
+        return message
+
+    def _run(self, what: Coroutine[Any, Any, str]) -> str:
+        return str(self.engine.loop.run_until_complete(what))
 
     def sleep_and_wake(self) -> bool:
         self.engine.release_memory_occupation()
@@ -161,7 +203,6 @@ class SGLangProcess(EngineProcess):
     environment: ClassVar[dict[str, str]] = ENVIRONMENT
 
     def __init__(self, model: str, transfer: dict[str, Any] | None, log: Path, **options: Any) -> None:
-        self.log = log
         self._file: IO[bytes] = log.open("wb")
         super().__init__(model, transfer, stderr=self._file, **options)
 
@@ -177,14 +218,25 @@ class SGLangProcess(EngineProcess):
         eventually(lambda: self._call("reset"), "a flush of the engine's cache", pause=0.05)
 
     def update(self, model: str, version: str | None = None) -> None:
-        eventually(lambda: self._call("update", model, version), "an update", pause=0.05)
+        """Load other weights into the idle engine, and forget its own cache. SGLang refuses the flush while the
+        scheduler still ends a request."""
+        self.forget()
+        message = self._call("update", model, version)
+        assert not message, message
+
+    def update_in_session(self, model: str) -> None:
+        """Forget the own cache, and load other weights in several calls without a further flush, as trainers do."""
+        self.forget()
+        self._call("update_in_session", model)
+
+    def update_amid(
+        self, what: Prompt, tokens: int, model: str, version: str | None = None, *, flush: bool = True
+    ) -> str:
+        """Load other weights in the middle of a request. Returns SGLang's error, empty if there is none."""
+        return str(self._call("update_amid", what.ids, tokens, model, version, flush))
 
     def sleep_and_wake(self) -> None:
         self._call("sleep_and_wake")
-
-    def text(self) -> str:
-        """What it has logged."""
-        return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
         super().kill()
@@ -195,7 +247,7 @@ def stored(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt, tokens: i
     """Ask, and wait until the daemon has every page of the prompt; then forget it. Returns the answer."""
     before = blocks(daemon)
     answer = engine.ask(what, tokens=tokens)
-    assert answer.status == 200, engine.text()[-4000:]
+    assert answer.status == 200, engine.text()[-LOG_CHARACTERS:]
     new = len(what.ids) // PAGE - answer.cached // PAGE
     eventually(lambda: blocks(daemon) >= before + new, lambda: f"{blocks(daemon)} blocks, not {before + new}")
     engine.forget()
@@ -223,7 +275,7 @@ def attach(engine: SGLangProcess, daemon: DaemonProcess) -> None:
         engine.forget()
         return blocks(daemon) > before
 
-    eventually(stores, lambda: f"the engine does not use the daemon: {engine.text()[-4000:]}")
+    eventually(stores, lambda: f"the engine does not use the daemon: {engine.text()[-LOG_CHARACTERS:]}")
 
 
 def join(engine: SGLangProcess, daemon: DaemonProcess) -> None:
@@ -236,7 +288,7 @@ def join(engine: SGLangProcess, daemon: DaemonProcess) -> None:
         engine.forget()
         return engine.ask(thrown_away, tokens=1).host > 0
 
-    eventually(hits, lambda: f"the engine does not use the daemon: {engine.text()[-4000:]}")
+    eventually(hits, lambda: f"the engine does not use the daemon: {engine.text()[-LOG_CHARACTERS:]}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, ClassVar
 from unittest import mock
@@ -46,6 +46,9 @@ ENVIRONMENT = {
 START = 900.0
 """Seconds within which an engine process has started, or answered: ranks that share two cores with other work spin for
 each other, and a step may take seconds."""
+
+LOG_CHARACTERS = 4000
+"""Of the end of an engine's log, in the text of a failure."""
 
 MODULE = "kvsidecar.integrations.vllm"
 
@@ -326,6 +329,7 @@ class EngineProcess:
             env=environment(**{**self.environment, **(variables or {})}),
             start_new_session=True,
         )
+        self._stderr = stderr
         self._replies: SimpleQueue[str | None] = SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -339,9 +343,37 @@ class EngineProcess:
         self._replies.put(None)
 
     def _reply(self, timeout: float) -> Any:
-        reply = self._replies.get(timeout=timeout)
-        assert reply is not None, "the engine process ended"
-        return json.loads(reply)
+        """The next reply.
+
+        Raises:
+            AssertionError: the process has ended, or says nothing for ``timeout`` seconds. The text says which, with
+                the exit code and the end of the log.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                # A process that the engine has started may keep stdout open beyond its end.
+                ended = self.process.poll() is not None
+                reply = self._replies.get(timeout=0.0 if time.monotonic() > deadline else 1.0)
+            except Empty:
+                assert not ended, self._fate()
+                assert time.monotonic() < deadline, f"the engine has not answered within {timeout} s: {self._log_end()}"
+                continue
+            assert reply is not None, self._fate()
+            return json.loads(reply)
+
+    def _fate(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SECONDS)
+        return f"the engine process has ended with exit code {self.process.poll()}: {self._log_end()}"
+
+    def _log_end(self) -> str:
+        return self.text()[-LOG_CHARACTERS:] or "its log is not in a file"
+
+    def text(self) -> str:
+        """What it has logged, if that goes to a file of a known name."""
+        name = getattr(self._stderr, "name", None)
+        return Path(name).read_text(errors="replace") if isinstance(name, str) else ""
 
     def wait_started(self) -> EngineProcess:
         """Constructing does not wait, so that several start at the same time."""
@@ -351,10 +383,16 @@ class EngineProcess:
         return self
 
     def _call(self, method: str, *arguments: Any, timeout: float = START, **options: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([method, arguments, options]) + "\n")
-        self.process.stdin.flush()
+        self._send(method, arguments, options)
         return self._reply(timeout)
+
+    def _send(self, method: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps([method, arguments, options]) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(self._fate()) from None
 
     def generate(self, *prompts: Prompt, tokens: int = 8, **options: Any) -> list[Answer]:
         self.send_generate(*prompts, tokens=tokens, **options)
@@ -366,9 +404,7 @@ class EngineProcess:
 
     def send_generate(self, *prompts: Prompt, **options: Any) -> None:
         """Ask and do not wait, because something will be killed while it runs."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(["generate", [asdict(each) for each in prompts], options]) + "\n")
-        self.process.stdin.flush()
+        self._send("generate", [asdict(each) for each in prompts], options)
 
     def drain(self) -> None:
         self._call("drain")
