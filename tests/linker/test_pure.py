@@ -18,7 +18,6 @@ from kvsidecar.integrations.sglang.namespace import namespace_of
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.restorable import restorable
 from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
-from kvsidecar.integrations.sglang.weights import Weights, watch
 from tests.linker.transfers import PoolName, Transfer, keys
 
 # -- groups ----------------------------------------------------------------------------------------------------------
@@ -147,121 +146,6 @@ def test_options_are_read_and_bad_ones_named() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             Options.parse(bad)
-
-
-# -- weights ---------------------------------------------------------------------------------------------------------
-
-
-class Serving:
-    version: str | None = "default"
-
-
-def weights(token: str = "engine", start: str = "default") -> tuple[Weights, Serving]:
-    serving = Serving()
-    serving.version = start
-    return Weights(32, lambda: serving.version, token), serving
-
-
-HASHES = bytes(range(64))
-
-
-def test_weights_as_started_are_shared_with_all_who_started_so() -> None:
-    assert weights("a")[0].keys(HASHES) == weights("b")[0].keys(HASHES) == HASHES
-    assert weights(start="v1")[0].keys(HASHES) == weights(start="v1")[0].keys(HASHES) != HASHES
-    assert weights(start="v1")[0].keys(HASHES) != weights(start="v2")[0].keys(HASHES)
-
-
-def test_a_flush_alone_changes_nothing() -> None:
-    mine, _ = weights()
-    mine.reset()
-    assert (mine.keys(HASHES), mine.unnamed) == (HASHES, 0)
-
-
-def test_a_change_with_a_new_version_is_shared_under_its_name() -> None:
-    keys = []
-    for token in ("a", "b"):
-        mine, serving = weights(token)
-        mine.changing()
-        private = mine.keys(HASHES)
-        assert private != HASHES
-        serving.version = "step 1"
-        assert mine.keys(HASHES) == private, "KV of the old weights may still be in the engine's cache"
-        mine.reset()
-        keys.append(mine.keys(HASHES))
-        assert mine.unnamed == 0
-    assert keys[0] == keys[1] not in (HASHES, private)
-
-
-def test_a_change_without_a_new_version_is_private() -> None:
-    ranks = [weights("a")[0], weights("a")[0]]
-    other = weights("b")[0]
-    for each in (*ranks, other):
-        each.changing()
-        each.reset()
-        assert each.unnamed == 1
-    assert ranks[0].keys(HASHES) == ranks[1].keys(HASHES), "the ranks of one engine must agree"
-    assert other.keys(HASHES) not in (HASHES, ranks[0].keys(HASHES))
-    ranks[0].reset()
-    assert ranks[0].unnamed == 1, "a flush is no change"
-
-
-def test_a_version_that_was_there_before_is_no_name() -> None:
-    mine, serving = weights(start="v1")
-    first = mine.keys(HASHES)
-    for version in ("v2", "v1"):
-        mine.changing()
-        serving.version = version
-        mine.reset()
-    assert mine.keys(HASHES) != first
-    assert mine.unnamed == 1
-
-
-def test_updates_are_noticed_before_they_begin() -> None:
-    log: list[str] = []
-
-    class Updater:
-        def update_weights_from_disk(self, request: str) -> str:
-            log.append(f"update {request}")
-            return "done"
-
-    original = Updater.update_weights_from_disk
-    end = watch(Updater, lambda: log.append("changing"))
-    assert Updater().update_weights_from_disk("x") == "done"
-    assert log == ["changing", "update x"]
-    end()
-    assert Updater.update_weights_from_disk is original
-    with pytest.raises(ValueError, match="no method"):
-        watch(Serving, lambda: None)
-
-
-def test_an_update_in_a_session_keeps_the_name_that_its_flush_has_given() -> None:
-    mine, serving = weights()
-
-    class Updater:
-        def begin_weight_update(self) -> None:
-            """As SGLang's."""
-
-        def update_weights_from_tensor(self, version: str | None) -> None:
-            if version is not None:
-                serving.version = version
-                mine.reset()
-
-        def end_weight_update(self) -> None:
-            """As SGLang's."""
-
-    end = watch(Updater, mine.changing)
-    updater = Updater()
-    updater.begin_weight_update()
-    for version in (None, None, "step 1"):
-        updater.update_weights_from_tensor(version)
-    updater.end_weight_update()
-    end()
-    other, served = weights("other")
-    other.changing()
-    served.version = "step 1"
-    other.reset()
-    assert mine.keys(HASHES) == other.keys(HASHES)
-    assert mine.unnamed == 0
 
 
 # -- namespace -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.linker.transfers import PoolName, Transfer, keys
 
 LAYERS, PAGE, ROW = 4, 16, 512
 PAGES = 32
+UPDATE = "update_weights_from_disk"
 NAMESPACE = Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256")
 
 
@@ -380,7 +381,6 @@ def test_known_pages_are_not_asked_for(engine: Engine, daemon: DaemonProcess) ->
 def test_offloads_end_in_the_order_in_which_they_were_offered(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         engine = Engine(daemon.wait_ready().socket).attach()
-        engine.store([1], "known") if False else None
         engine.offload([1], "a")
         daemon.wait_log("failpoint")
         engine.side._lookups._known.clear()
@@ -426,6 +426,64 @@ def test_a_reset_waits_until_nothing_reads_the_pages(short_dir: Path, gate: Gate
             assert engine.load([5], "a")
             assert engine.side.loads.finish(engine.start())
             assert engine.holds([5], "a")
+        engine.side.close()
+
+
+def test_nothing_is_stored_or_looked_up_between_a_change_of_the_weights_and_the_flush(engine: Engine) -> None:
+    """What SGLang computes meanwhile stands on KV of the old weights."""
+    engine.store([1, 2], "a")
+    assert engine.lookup("a", 2) == [1, 2]
+    engine.side.weights_changing(UPDATE)
+    assert not engine.load([8, 9], "a"), "a hit of the old weights"
+    engine.side.weights_changed(lambda: False)
+    assert engine.lookup("a", 2, "later") == []
+    engine.offload([1, 2], "b")
+    assert not engine.ended(), "SGLang must not take it for stored"
+    assert (engine.counters.unflushed_lookups, engine.counters.unflushed_offloads) == (1, 1)
+    assert engine.counters.lookups == 1, "the daemon is not asked"
+    engine.side.reset()
+    assert engine.counters.unnamed_weights == 1
+    for name in ("a", "b"):
+        assert engine.lookup(name, 2, f"after {name}") == []
+    engine.store([1, 2], "b")
+    engine.clock.ahead += 1
+    assert engine.lookup("b", 2, "at last") == [1, 2]
+
+
+def test_an_empty_engine_offloads_right_after_a_change_of_its_weights(engine: Engine) -> None:
+    """Which is so if all ranks are empty: they must go through the same versions."""
+    engine.side.weights_changing(UPDATE)
+    engine.ranks.others_agree = False
+    engine.side.weights_changed(lambda: True)
+    assert engine.lookup("a", 2) == []
+    assert engine.counters.unflushed_lookups == 1
+    engine.side.weights_changing(UPDATE)
+    engine.ranks.others_agree = True
+    engine.side.weights_changed(lambda: True)
+    assert engine.counters.unnamed_weights == 1
+    engine.store([1, 2], "a")
+    assert engine.lookup("a", 2) == [1, 2]
+
+
+def test_a_store_from_before_a_change_of_the_weights_goes_under_the_old_ones(short_dir: Path, gate: Gate) -> None:
+    """SGLang keeps its pages until it ends."""
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
+        engine = Engine(daemon.wait_ready().socket).attach()
+        other = Engine(daemon.socket, name="of the old weights").attach()
+        engine.fill([1, 2], "a")
+        engine.offload([1, 2], "a")
+        daemon.wait_log("failpoint")
+        engine.side.weights_changing(UPDATE)
+        engine.side.weights_changed(lambda: False)
+        gate.let_pass()
+        assert engine.ended()
+        engine.side.reset()
+        assert engine.lookup("a", 2) == []
+        assert other.lookup("a", 2) == [1, 2]
+        assert other.load([8, 9], "a")
+        assert other.side.loads.finish(other.start())
+        assert other.holds([8, 9], "a")
+        other.side.close()
         engine.side.close()
 
 

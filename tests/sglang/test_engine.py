@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from kvsidecar.integrations.sglang.counters import HELP
 from tests.harness import DaemonProcess, eventually
 from tests.sglang.engine import PAGE, SGLangProcess, forgotten, join, stored
-from tests.vllm.engine import prompt
+from tests.vllm.engine import blocks, prompt
 
 LONG = prompt("long", 700)
 WHOLE = 688
 """Tokens in the full pages of `LONG`."""
 POOL_BYTES = 6 << 20
+AMID_TOKENS = 500
+"""Of a request that must still run when the next message reaches the scheduler: each is a step of milliseconds."""
 
 
 def test_an_external_hit_gives_the_tokens_that_were_computed(engine: SGLangProcess, daemon: DaemonProcess) -> None:
@@ -143,6 +148,65 @@ def test_a_new_weight_version_is_a_generation_of_its_own(
     back = engine.ask(LONG)
     assert (back.cached, back.tokens) == (0, old.tokens)
     eventually(lambda: engine.counters()["unnamed_weights"] > 0, "the change is counted")
+
+
+@pytest.fixture(scope="module")
+def computed(other_weights: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
+    """An engine of the other weights that offloads nothing."""
+    with SGLangProcess(other_weights, None, tmp_path_factory.mktemp("computed") / "log").wait_started() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("flush", [True, False], ids=["flush refused", "no flush"])
+def test_kv_of_old_weights_is_not_stored_under_the_new_ones(
+    engine: SGLangProcess,
+    daemon: DaemonProcess,
+    computed: SGLangProcess,
+    model: str,
+    other_weights: str,
+    flush: bool,
+) -> None:
+    """A request runs on across the update, so SGLang keeps KV of the old weights and appends to it."""
+    join(engine, daemon)
+    engine.update(model)
+    old = stored(engine, daemon, LONG)
+    held, before = blocks(daemon), engine.counters()
+    message = engine.update_amid(LONG, AMID_TOKENS, other_weights, flush=flush)
+    assert ("cache was not flushed" in message) is flush
+    further = prompt("long", 700) + [3] * 100
+    mixed = engine.ask(further)
+    assert (mixed.cached, mixed.host) == (WHOLE, 0), "the engine's own cache is as SGLang has it"
+    assert engine.ask(prompt("meanwhile", 100)).host == 0
+    engine.forget()
+    assert blocks(daemon) == held
+
+    def counted() -> bool:
+        now = engine.counters()
+        return all(now[name] > before[name] for name in ("unflushed_offloads", "unflushed_lookups"))
+
+    eventually(counted, "what was left out is counted")
+    # Since the flush there is only KV of the new weights, and it is offloaded.
+    new = stored(engine, daemon, LONG)
+    assert (new.cached, new.tokens == old.tokens) == (0, False)
+    assert new.tokens == computed.ask(LONG).tokens
+    hit = engine.ask(further)
+    assert (hit.host, hit.tokens) == (WHOLE, computed.ask(further).tokens)
+    assert "until it is (/flush_cache)" in engine.text()
+
+
+def test_an_engine_that_is_flushed_before_an_update_offloads_after_it(
+    engine: SGLangProcess, daemon: DaemonProcess, computed: SGLangProcess, model: str, other_weights: str
+) -> None:
+    """The update is one of several calls, and none of them flushes: SGLang holds no KV all the while."""
+    join(engine, daemon)
+    engine.update(model)
+    old = stored(engine, daemon, LONG)
+    engine.update_in_session(other_weights)
+    new = stored(engine, daemon, LONG)
+    assert (new.cached, new.tokens == old.tokens) == (0, False)
+    assert new.tokens == computed.ask(LONG).tokens
+    hit = engine.ask(LONG)
+    assert (hit.host, hit.tokens) == (WHOLE, new.tokens)
 
 
 def test_sleep_and_wake(engine: SGLangProcess, daemon: DaemonProcess) -> None:

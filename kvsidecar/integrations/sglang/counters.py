@@ -30,6 +30,8 @@ class Counters:
         "Loads and stores that the daemon refused as invalid or not permitted; the log says why."
     )
     held_back_offloads: int = _counter("Stores not sent: running ones hold too much of the pool, or run for too long.")
+    unflushed_lookups: int = _counter("Lookups not sent: the weights were changed, and the cache not flushed since.")
+    unflushed_offloads: int = _counter("Stores not sent: the weights were changed, and the cache not flushed since.")
     resets: int = _counter("Calls of flush_cache, also by weight updates.")
     unnamed_weights: int = _counter("Changes of the weights without a new weight_version: blocks are not shared since.")
 

@@ -33,7 +33,7 @@ from kvsidecar.integrations.sglang.namespace import namespace_of
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankSide, no_notes
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
-from kvsidecar.integrations.sglang.weights import Weights, watch
+from kvsidecar.integrations.sglang.weights import Weights, holds_no_kv, watch
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -85,7 +85,12 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             _log.error("kvsidecar: no offload: %s", problems[0])
             return
         self._side, found_pools, self._events = start()
-        self._end_watch = watch(SchedulerWeightUpdaterManager, self._weights.changing)
+        side, allocator = self._side, params.token_to_kv_pool_allocator
+        self._end_watch = watch(
+            SchedulerWeightUpdaterManager,
+            side.weights_changing,
+            lambda updater: side.weights_changed(lambda: holds_no_kv(updater, allocator)),
+        )
         self.layer_done_counter = self._side.loads
         self.pools = {PoolName(pool.name): pool for pool in found_pools}
         if PoolName.MAMBA in self.pools:

@@ -94,6 +94,10 @@ class Offloads:
                 offload.jobs.append(self._jobs.add(job, partial(self._ended, offload)))
         self._pending.append(offload)
 
+    def decline(self) -> None:
+        """Store nothing; `pop` will tell so."""
+        self._pending.append(_Offload(self._clock(), 0, ok=False))
+
     def _hangs(self, now: float) -> bool:
         return bool(self._pending) and now - self._pending[0].began > HUNG_SECONDS
 

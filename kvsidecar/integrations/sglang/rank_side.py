@@ -157,6 +157,9 @@ class RankSide:
         """Never raises: an error would end SGLang's scheduler."""
         try:
             self._watch_epoch()
+            if self._weights.mixed:
+                self._counters.unflushed_lookups += 1
+                return []
             return [] if self.loads.may_fail else self._lookups.restorable(rid, transfers)
         except Exception as error:  # noqa: BLE001 - see above; it is logged and counted
             self._counters.refused_lookups += 1
@@ -181,7 +184,11 @@ class RankSide:
         """Store these pages as soon as the kernels that write them are over. Always accepted, so that all ranks count
         the same; what was not stored is reported as not stored."""
         self._watch_epoch()
-        self._offloads.submit(self._pages(transfers))
+        if self._weights.mixed:
+            self._counters.unflushed_offloads += 1
+            self._offloads.decline()
+        else:
+            self._offloads.submit(self._pages(transfers))
         return True
 
     def _pages(self, transfers: Sequence[Any]) -> Mapping[str, Pages]:
@@ -196,6 +203,19 @@ class RankSide:
 
     def pop(self) -> bool:
         return self._offloads.pop()
+
+    def weights_changing(self, method: str) -> None:
+        """SGLang calls this method, which changes weights. What it has offered so far is of the old ones: stores that
+        run are right, because SGLang keeps their pages as they are."""
+        self._weights.changing(method)
+        if self._weights.mixed:
+            self._lookups.forget_all()
+
+    def weights_changed(self, holds_no_kv: Callable[[], bool]) -> None:
+        """The method has ended, on all ranks."""
+        if self._weights.may_end:
+            self._weights.changed(self._ranks.agree(holds_no_kv()))
+        self._counters.unnamed_weights = self._weights.unnamed
 
     def reset(self) -> None:
         """SGLang forgets its KV and reuses all pages: wait until nothing reads or writes them."""

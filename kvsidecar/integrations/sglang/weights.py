@@ -1,8 +1,10 @@
 """Notices that SGLang's weights change, and gives blocks of each version keys of their own.
 
-SGLang tells a linker nothing of an update: it calls `reset`, as it does for ``flush_cache`` alone, and with
-``flush_cache=False`` not even that. So the methods of its scheduler that update weights are wrapped: each call begins a
-version that no other engine shares. The reset that follows takes the new ``weight_version``, if there is one.
+SGLang tells a linker nothing of an update: it calls `reset`, as it does for ``flush_cache`` alone. It does not even do
+that with ``flush_cache=False``, or if it refuses the flush because requests run. Its prefix tree then keeps KV of the
+old weights, and requests append KV of the new ones to it, which depends on both. Nobody may hit any of that later. So
+the methods of SGLang's scheduler that update weights are wrapped. From the start of such a call until SGLang holds no
+KV any more, nothing is stored and nothing looked up; then a new version begins.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ _log = logging.getLogger("kvsidecar.sglang")
 
 UNNAMED = "default"
 """SGLang's ``--weight-version`` where nobody has set one."""
+BEGIN, END = "begin_weight_update", "end_weight_update"
+"""Of a session: an update in several parts, after which SGLang may still convert the weights."""
 METHODS = (
     "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
-    "update_weights_from_ipc", "begin_weight_update",
+    "update_weights_from_ipc", BEGIN, END,
 )  # fmt: skip
-"""Of SGLang's class that updates weights for the scheduler. Its ``end_weight_update`` comes after the flush."""
+"""Of SGLang's class that updates weights for the scheduler."""
 
 
 class Weights:
@@ -40,7 +44,11 @@ class Weights:
         self._seen = current()
         name = None if self._seen == UNNAMED else self._seen
         self._version = WeightsVersion(hash_bytes, name, token=lambda: f"{token} {next(numbers)}")
-        self._changed = False
+        self._in_session = False
+        self._warned = False
+        self.mixed = False
+        """Whether SGLang may hold KV that was not computed with the weights of now alone: it must not be stored, and
+        no other added to it."""
         self.unnamed = 0
         """Changes of the weights without a new name until now."""
 
@@ -48,19 +56,58 @@ class Weights:
     def keys(self) -> Callable[[bytes], bytes]:
         return self._version.keys
 
-    def changing(self) -> None:
-        """The weights are about to change: from now on blocks are this engine's alone."""
-        self._version.advance()
-        self._changed = True
+    @property
+    def may_end(self) -> bool:
+        """Whether the mixture ends if SGLang holds no KV."""
+        return self.mixed and not self._in_session
+
+    def changing(self, method: str) -> None:
+        """The weights are about to change, by this method of SGLang's."""
+        if method == END and not self._in_session:
+            return  # SGLang refuses it
+        self._in_session = method == BEGIN or (self._in_session and method != END)
+        if not self.mixed:
+            self.mixed = True
+            self._version.advance()  # until the end nothing has these keys
+
+    def changed(self, empty: bool) -> None:
+        """A method that changes weights has ended.
+
+        Args:
+            empty: whether SGLang holds no KV.
+        """
+        if not self.may_end:
+            return
+        if empty:
+            self._begin_version()
+        elif not self._warned:
+            self._warned = True
+            _log.warning(
+                "kvsidecar: the weights were changed, but SGLang's cache was not flushed: nothing is offloaded and "
+                "nothing looked up until it is (/flush_cache)"
+            )
 
     def reset(self) -> None:
-        """SGLang has forgotten its KV: blocks are of the new weights now, and shared under their name."""
-        now = self._current()
-        if now != self._seen:
+        """SGLang has forgotten its KV."""
+        if self._in_session:
+            return  # the weights may change once more
+        if self.mixed:
+            self._begin_version()
+        elif (now := self._current()) != self._seen:
+            # Another name for the same weights.
             self._seen = now
-            self._changed = not self._version.advance(now)
-        if self._changed:
-            self._changed = False
+            self._name(now)
+
+    def _begin_version(self) -> None:
+        """From now on all KV is of the weights of now: shared under their name, if they have a new one."""
+        self.mixed = self._warned = False
+        now = self._current()
+        name = now if now != self._seen else None
+        self._seen = now
+        self._name(name)
+
+    def _name(self, name: str | None) -> None:
+        if not self._version.advance(name):
             self.unnamed += 1
             _log.warning(
                 "kvsidecar: the weights were changed without a new weight_version: until they get one with their next "
@@ -68,8 +115,30 @@ class Weights:
             )
 
 
-def watch(updater: Any, changing: Callable[[], None]) -> Callable[[], None]:
-    """Call ``changing`` at the start of each method of SGLang's class that changes weights.
+def holds_no_kv(updater: Any, allocator: Any) -> bool:
+    """Whether nothing that SGLang has computed is left: no request has begun, and no page is taken. False as well if it
+    cannot be told. Never raises.
+
+    Args:
+        updater: the object whose methods update weights.
+        allocator: SGLang's allocator of pages.
+    """
+    try:
+        # An allocator of several pools has a size for each: no KV is without pages of full attention.
+        free = getattr(allocator, "full_available_size", allocator.available_size)()
+        pages = allocator.size_full // allocator.page_size
+        return bool(updater.is_fully_idle(ignore_waiting=True)) and free >= pages * allocator.page_size
+    except Exception:  # noqa: BLE001 - an error would end SGLang's scheduler
+        _log.exception("kvsidecar: it cannot be told whether SGLang holds KV")
+        return False
+
+
+def watch(updater: Any, changing: Callable[[str], None], changed: Callable[[Any], None]) -> Callable[[], None]:
+    """Watch each method of SGLang's class that changes weights.
+
+    Args:
+        changing: called before, with the method's name.
+        changed: called after, with the object, also if the method raises.
 
     Returns:
         A function that ends this.
@@ -82,7 +151,7 @@ def watch(updater: Any, changing: Callable[[], None]) -> Callable[[], None]:
         raise ValueError(f"{updater.__name__} of this SGLang has no method that is known to update weights")
     wrapped = {}
     for name, original in originals.items():
-        wrapped[name] = _announced(original, changing)
+        wrapped[name] = _announced(original, name, changing, changed)
         setattr(updater, name, wrapped[name])
 
     def end() -> None:
@@ -93,10 +162,15 @@ def watch(updater: Any, changing: Callable[[], None]) -> Callable[[], None]:
     return end
 
 
-def _announced(original: Callable[..., Any], changing: Callable[[], None]) -> Callable[..., Any]:
+def _announced(
+    original: Callable[..., Any], name: str, changing: Callable[[str], None], changed: Callable[[Any], None]
+) -> Callable[..., Any]:
     @functools.wraps(original)
-    def announced(*arguments: Any, **options: Any) -> Any:
-        changing()
-        return original(*arguments, **options)
+    def announced(updater: Any, *arguments: Any, **options: Any) -> Any:
+        changing(name)
+        try:
+            return original(updater, *arguments, **options)
+        finally:
+            changed(updater)
 
     return announced
