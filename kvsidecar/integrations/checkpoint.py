@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,18 +43,3 @@ def _listing_of(model: str) -> str:
     """The listing of a directory without weights."""
     found = [(each.name, each.stat()) for each in Path(model).iterdir() if each.is_file()]
     return repr((model, sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)))
-
-
-def plain(value: Any) -> Any:
-    """A JSON value that is the same in every process."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(each) for each in value)
-    if callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    return str(value)  # enums and dtypes

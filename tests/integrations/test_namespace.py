@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.namespace import checkpoint_of, namespace_of
+from kvsidecar.integrations.vllm.namespace import checkpoint_of, identity_of
 from kvsidecar.types import Namespace
 
 GROUPS = (Group(0, Kind.FULL, ("layer",), 16, 16, 16),)
@@ -37,9 +38,14 @@ def config() -> Any:
     )
 
 
+def identity(vllm_config: Any = None, groups: tuple[Group, ...] = GROUPS, **given: Any) -> Identity:
+    facts = {"vLLM": "0.33", "device": "GPU"}
+    defaults = {"layout": "LBNHC", "facts": facts, "fixed_seed": "seed", "private": "one", "environment": {}}
+    return identity_of(vllm_config or config(), groups, **{**defaults, **given})
+
+
 def namespace(vllm_config: Any = None, groups: tuple[Group, ...] = GROUPS, **given: Any) -> Namespace:
-    given = {"layout": "LBNHC", "facts": ["vllm 0.33", "GPU"], "fixed_seed": "seed", "environment": {}, **given}
-    return namespace_of(vllm_config or config(), groups, **given)
+    return identity(vllm_config, groups, **given).namespace
 
 
 def test_it_is_one_that_the_daemon_takes_and_the_same_for_equal_engines() -> None:
@@ -63,6 +69,14 @@ def test_it_is_one_that_the_daemon_takes_and_the_same_for_equal_engines() -> Non
         lambda c: setattr(c.parallel_config, "pipeline_parallel_size", 2),
         lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
         lambda c: setattr(c, "speculative_config", SimpleNamespace(method="eagle", model="org/draft")),
+        lambda c: setattr(c.model_config, "max_model_len", 8192),
+        lambda c: setattr(c.model_config, "quantization_config", {"linear": {"weight": "per block"}}),
+        lambda c: setattr(c.model_config, "model_class_overrides", {"LlamaForCausalLM": "mine:Llama"}),
+        lambda c: setattr(
+            c.model_config, "multimodal_config", SimpleNamespace(mm_processor_kwargs={"max_pixels": 100})
+        ),
+        lambda c: setattr(c.model_config, "option_of_a_later_version", 1),
+        lambda c: setattr(c, "part_of_a_later_version", SimpleNamespace(option=1)),
     ],
 )
 def test_engines_that_differ_share_nothing(change: Callable[[Any], None]) -> None:
@@ -75,10 +89,12 @@ def test_engines_that_differ_share_nothing(change: Callable[[Any], None]) -> Non
     "given",
     [
         {"layout": "BLNHC"},
-        {"facts": ["vllm 0.34", "GPU"]},
+        {"facts": {"vLLM": "0.34", "device": "GPU"}},
         {"fixed_seed": "other"},
         {"fixed_seed": None},
         {"environment": {"PYTHONHASHSEED": "1"}},
+        {"environment": {"VLLM_PP_LAYER_PARTITION": "1,2"}},
+        {"environment": {"VLLM_OF_A_LATER_VERSION": "1"}},
         {"groups": (replace(GROUPS[0], block_tokens=32),)},
         {"groups": (replace(GROUPS[0], kind=Kind.SLIDING_WINDOW, window=64),)},
         {"groups": (replace(GROUPS[0], eagle=True),)},
@@ -86,6 +102,53 @@ def test_engines_that_differ_share_nothing(change: Callable[[Any], None]) -> Non
 )
 def test_what_the_workers_find_is_part_of_it(given: dict[str, Any]) -> None:
     assert namespace(**given) != namespace()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: setattr(c.model_config, "tokenizer", "other"),
+        lambda c: setattr(c.model_config, "served_model_name", "other"),
+        lambda c: setattr(c.cache_config, "num_gpu_blocks", 5),
+        lambda c: setattr(c.cache_config, "gpu_memory_utilization", 0.5),
+        lambda c: setattr(c.parallel_config, "data_parallel_rank", 1),
+        lambda c: setattr(c.parallel_config, "master_port", 1234),
+        lambda c: setattr(c, "scheduler_config", SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=100)),
+        lambda c: setattr(c, "kv_transfer_config", SimpleNamespace(engine_id="other")),
+        lambda c: setattr(c, "instance_id", "other"),
+    ],
+)
+def test_replicas_share_wherever_they_run_and_however_much_they_take_at_once(change: Callable[[Any], None]) -> None:
+    other = config()
+    change(other)
+    same = namespace()
+    assert namespace(other) == same
+    known = {"VLLM_PORT": "1", "VLLM_HOST_IP": "h", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_DP_RANK": "3", "HOME": "/"}
+    assert namespace(other, environment=known, variables=["HOME_OF_VLLM"]) == same
+
+
+def test_the_length_that_counts_is_the_one_that_the_model_was_constructed_with() -> None:
+    """vLLM shortens the length that it was asked to find when the model is there: to what fits beside it."""
+    lengths = []
+    for asked, found in ((-1, 4096), (-1, 1000), (4096, 4096), (None, 4096)):
+        vllm_config = config()
+        vllm_config.model_config.original_max_model_len = asked
+        vllm_config.model_config.max_model_len = found
+        lengths.append(identity(vllm_config).options["model_config.max_model_len"])
+    assert lengths == ["auto", "auto", "4096", "4096"]
+
+
+def test_an_engine_says_of_what_its_namespace_is_made_and_no_secrets() -> None:
+    vllm_config = config()
+    vllm_config.model_config.max_model_len = 8192
+    vllm_config.load_config.model_loader_extra_config = {"password": "hunter2"}
+    vllm_config.model_config.hf_config_path = "/home/somebody/config"
+    options = identity(vllm_config, environment={"VLLM_SECRET": "hunter2"}).options
+    assert options["model_config.max_model_len"] == "8192"
+    assert options["load_config.load_format"] == "auto"
+    assert "hunter2" not in str(options)
+    assert "somebody" not in str(options)
+    assert set(options) >= {"weights", "vLLM", "device", "VLLM_SECRET", "load_config.model_loader_extra_config"}
 
 
 def test_layers_of_other_stages_and_page_sizes_are_not_part_of_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kvsidecar.client import Blocks
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
 from kvsidecar.integrations.sglang.loads import split
-from kvsidecar.integrations.sglang.namespace import namespace_of
+from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.restorable import restorable
 from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
@@ -160,28 +161,49 @@ def namespace(path: str = "org/model", **different: Any) -> Any:
         "kv_cache_dtype": "auto",
     }
     options: dict[str, Any] = {
-        "hf_config": None, "page_size": 16, "tp_size": 1, "is_eagle": False, "facts": ["sglang 1"],
+        "hf_config": None, "page_size": 16, "tp_size": 1, "is_eagle": False, "facts": {"SGLang": "1"}, "private": "one",
+        "environment": {},
     }  # fmt: skip
     chunks = different.pop("chunks", 4)
     server = SimpleNamespace(**{**arguments, **{k: v for k, v in different.items() if k not in options}})
     given_options = {**options, **{k: v for k, v in different.items() if k in options}}
-    return namespace_of(server, groups_of([(KV, range(8), False)], 8, chunks), **given_options)
+    return identity_of(server, groups_of([(KV, range(8), False)], 8, chunks), **given_options).namespace
 
 
 def test_namespaces_are_equal_exactly_where_the_bytes_are() -> None:
     assert namespace() == namespace(random_seed=2), "weights from a checkpoint do not depend on the seed"
     assert namespace() == namespace(chunks=2), "how a page is loaded does not change it"
     assert namespace().problem() is None
+    assert namespace() == namespace(port=1, max_running_requests=5, mem_fraction_static=0.5, log_level="debug")
+    assert namespace() == namespace(environment={"SGLANG_PORT": "1", "SGLANG_LOG_MS": "1", "HOME": "/"})
     for different in (
         {"path": "org/other"},
+        {"context_length": 512},
+        {"modelopt_quant": "fp8"},
+        {"model_loader_extra_config": '{"a": 1}'},
+        {"mm_process_config": {"image": {"max_pixels": 1}}},
+        {"argument_of_a_later_version": 1},
+        {"environment": {"SGLANG_INT4_WEIGHT": "1"}},
         {"quantization": "fp8"},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"page_size": 32},
         {"tp_size": 2},
         {"is_eagle": True},
-        {"facts": ["sglang 2"]},
+        {"facts": {"SGLang": "2"}},
         {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "org/draft"},
         {"attention_backend": "other"},
     ):
         assert namespace(**different) != namespace(), different
     assert namespace(load_format="dummy") != namespace(load_format="dummy", random_seed=2)
+
+
+def test_the_scales_of_k_and_v_count_by_what_is_in_their_file(tmp_path: Path) -> None:
+    spaces = []
+    for name, scale in (("one", 1.0), ("copy", 1.0), ("other", 2.0)):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "scales.json"
+        file.write_text(f'{{"kv_cache": {{"scaling_factor": {{"0": {{"0": {scale}}}}}}}}}')
+        spaces.append(namespace(quantization_param_path=str(file)))
+    assert spaces[0] == spaces[1] != spaces[2]
+    file.write_text("{}")
+    assert namespace(quantization_param_path=str(file)) != spaces[2], "the same file with other scales"

@@ -93,5 +93,29 @@ def _wide() -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8))
 
 
-_MODELS = {"full": _full, "hybrid": _hybrid, "mla": _mla, "other": _full, "wide": _wide}
+def _longrope() -> Any:
+    """One group, and rotary factors that vLLM chooses by the longest request that the engine may get."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    sizes = {each: number for each, number in _COMMON.items() if each != "head_dim"}
+    half = 16  # of a head's dimensions
+    rope = {
+        "type": "longrope",
+        "short_factor": [1.0] * half,
+        "long_factor": [1.0 + each for each in range(half)],
+    }
+    return Phi3ForCausalLM(
+        Phi3Config(
+            **sizes,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            pad_token_id=2,
+            original_max_position_embeddings=512,
+            rope_scaling=rope,
+        )
+    )
+
+
+_MODELS = {"full": _full, "hybrid": _hybrid, "mla": _mla, "other": _full, "wide": _wide, "with_longrope": _longrope}
 """``other`` has the shape of ``full`` and other weights."""

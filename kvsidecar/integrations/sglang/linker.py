@@ -29,7 +29,7 @@ from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.metrics import Metrics
-from kvsidecar.integrations.sglang.namespace import namespace_of
+from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankSide, no_notes
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
@@ -120,14 +120,15 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         device = next(iter(found[0].layers.values()))[0].device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        namespace = namespace_of(
+        identity = identity_of(
             server_args,
             groups,
             hf_config=ModelConfig.from_server_args(server_args).hf_config,
             page_size=params.page_size,
             tp_size=mine.size,
             is_eagle=params.is_eagle,
-            facts=[f"sglang {sglang.__version__}", name, *pools.facts_of(found)],
+            facts={"SGLang": sglang.__version__, "device": name, "pools": pools.facts_of(found)},
+            private=token,
             name=options.model_name,
         )
         memory = pools.export(found, groups, mine.rank, mine.size)
@@ -152,9 +153,9 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
                     MIN_PAGE_TOKENS,
                 )
             elif wanted and full is not None:
-                events = Announcing(options, namespace, instance, full.index, params.page_size, self._weights)
+                events = Announcing(options, identity.namespace, instance, full.index, params.page_size, self._weights)
             side = RankSide(
-                options, namespace, instance, groups, memory, mine, self._weights, self.counters,
+                options, identity.namespace, instance, groups, memory, mine, self._weights, self.counters,
                 page_size=params.page_size, order=order, notes=no_notes if events is None else events.notes,
             )  # fmt: skip
             return side, found, events

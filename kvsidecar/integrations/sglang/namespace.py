@@ -6,26 +6,22 @@ its KV layout.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvsidecar.integrations.checkpoint import checkpoint_of, plain
+from kvsidecar.integrations.checkpoint import checkpoint_of
+from kvsidecar.integrations.facts import Facts, Identity, sources
+from kvsidecar.integrations.sglang import ignored
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 from kvsidecar.types import Namespace
 
-FIELDS = (
-    "revision", "quantization", "quantization_param_path", "dtype", "kv_cache_dtype", "json_model_override_args",
-    "model_impl", "load_format", "attention_backend", "prefill_attention_backend", "decode_attention_backend",
-    "speculative_algorithm", "speculative_draft_model_revision", "speculative_draft_model_quantization",
-    "enable_dp_attention", "mamba_ssm_dtype",
-)  # fmt: skip
-"""SGLang's arguments that determine the bytes of a block. Null in versions that lack them."""
 
-
-def namespace_of(
+def identity_of(
     server_args: Any,
     groups: Groups,
     *,
@@ -33,31 +29,42 @@ def namespace_of(
     page_size: int,
     tp_size: int,
     is_eagle: bool,
-    facts: Sequence[str],
+    facts: Mapping[str, Any],
+    private: str,
     name: str | None = None,
-) -> Namespace:
+    environment: Mapping[str, str] = os.environ,
+) -> Identity:
     """
     Args:
         is_eagle: whether pages are hashed by pairs of tokens.
         facts: what else determines the bytes of a block: version of SGLang, device, pools, shapes.
+        private: unique to this engine, the same for all of its ranks.
         name: of the model, for operators and policies; by default derived from the weights.
 
     Raises:
         ValueError: the weights cannot be read.
     """
     weights = checkpoint_of(server_args.model_path, hf_config)
-    draft = getattr(server_args, "speculative_draft_model_path", None)
+    draft = argument(server_args, "speculative_draft_model_path")
+    dummy = argument(server_args, "load_format") == "dummy"
     model = name or weights.name
-    everything = {
-        "checkpoint": weights.identity,
-        "draft_checkpoint": checkpoint_of(draft, None).identity if draft else None,
-        "random_weights": server_args.random_seed if server_args.load_format == "dummy" else None,
-        "eagle": is_eagle,
-        "groups": [(each.pool, each.layers, each.replicated) for each in groups.all],
-        "facts": list(facts),
-        "arguments": {name: plain(getattr(server_args, name, None)) for name in FIELDS},
-    }
-    return Namespace(
+    known = Facts(private)
+    for fact, value in facts.items():
+        known.add(fact, value)
+    known.add("weights", weights.identity)
+    known.add("draft weights", checkpoint_of(draft, None).identity if draft else None)
+    known.add("seed of random weights", argument(server_args, "random_seed") if dummy else None)
+    known.add("pairs of tokens", is_eagle)
+    known.add("KV cache groups", [(each.pool, each.layers, each.replicated) for each in groups.all])
+    for each in arguments(server_args):
+        if each not in ignored.ARGUMENTS:
+            known.add(each, argument(server_args, each))
+    if loaders := argument(server_args, "custom_weight_loader"):
+        known.add("custom_weight_loader (source)", sources(loaders))
+    for variable in sorted(environment):
+        if variable.startswith("SGLANG_") and not ignored.variable(variable):
+            known.add(variable, environment[variable])
+    namespace = Namespace(
         model=model if len(model) <= 200 else hashlib.sha256(model.encode()).hexdigest(),
         dtype=f"{server_args.dtype}/{getattr(server_args, 'kv_cache_dtype', None) or 'auto'}",
         kv_layout="sglang pages",
@@ -66,5 +73,23 @@ def namespace_of(
         pp_size=1,
         hash_algorithm="sglang sha256",
         hash_bytes=HASH_BYTES,
-        extra=hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest(),
+        extra=known.digest(),
     )
+    return Identity(namespace, known.shown())
+
+
+def arguments(server_args: Any) -> Sequence[str]:
+    """The names of all arguments."""
+    if (names := getattr(server_args, "__struct_fields__", None)) is not None:
+        return tuple(names)
+    if dataclasses.is_dataclass(server_args):
+        return [each.name for each in dataclasses.fields(server_args)]
+    return list(vars(server_args))
+
+
+def argument(server_args: Any, name: str) -> Any:
+    """The value that SGLang has chosen, where somebody has left the choice to it."""
+    # Later versions keep their choices beside what was asked for.
+    overrides = sys.modules.get("sglang.srt.arg_groups.overrides")
+    resolve = getattr(overrides, "resolution_result", None)
+    return getattr(server_args, name, None) if resolve is None else resolve(server_args, name)

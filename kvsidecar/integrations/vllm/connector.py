@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.envs import environment_variables
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.outputs import KVConnectorOutput
@@ -37,7 +38,7 @@ from kvsidecar.integrations.vllm.condition import ATTACHED, OWN_HASHES, WhyNot, 
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport, StepPlan
-from kvsidecar.integrations.vllm.namespace import hash_bytes_of, namespace_of
+from kvsidecar.integrations.vllm.namespace import hash_bytes_of, identity_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
@@ -211,17 +212,19 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise
         facts = memory.facts_of(found, self._backends())
         place, all_facts = ranks.place_of(self._vllm_config, self._groups, facts)
-        namespace = namespace_of(
+        identity = identity_of(
             self._vllm_config,
             self._groups,
             layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
-            facts=[f"vllm {vllm.__version__}", current_platform.get_device_name(), *all_facts],
+            facts={"vLLM": vllm.__version__, "device": current_platform.get_device_name(), "layers": all_facts},
             fixed_seed=self._fixed_seed,
+            private=f"{self._instance} {getattr(self._vllm_config, 'instance_id', '')}",
             name=self._options.model_name,
+            variables=environment_variables,
         )
         name = f"{self._instance} rank {place.rank}"
         self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place)
-        worker = WorkerSide(namespace, self._instance, place, lambda: self._client(name))
+        worker = WorkerSide(identity.namespace, self._instance, place, lambda: self._client(name))
         worker.register(self._export(), memory.device_order_of(found))
         self._worker = worker
 

@@ -7,56 +7,46 @@ Only the workers know what their attention backends chose, and loading a model c
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from kvsidecar.integrations.checkpoint import Checkpoint, checkpoint_of, plain
+from kvsidecar.integrations.checkpoint import Checkpoint, checkpoint_of
+from kvsidecar.integrations.facts import Facts, Identity, sources
+from kvsidecar.integrations.vllm import ignored
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.types import Namespace
 
 HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 """Width of vLLM's block hashes by ``prefix_caching_hash_algo``."""
 
-FIELDS = {
-    "model_config": (
-        "revision", "code_revision", "quantization", "hf_overrides", "hf_config_path", "model_impl",
-        "model_weights", "disable_sliding_window",
-    ),
-    "load_config": ("model_loader_extra_config",),
-    "cache_config": (
-        "kv_cache_dtype_skip_layers", "calculate_kv_scales", "mamba_cache_dtype", "mamba_ssm_cache_dtype",
-        "mamba_cache_mode", "use_replayssm",
-    ),
-    "parallel_config": (
-        "prefill_context_parallel_size", "decode_context_parallel_size", "dcp_kv_cache_interleave_size",
-        "cp_kv_cache_interleave_size",
-    ),
-    "speculative_config": ("method", "revision", "quantization", "num_speculative_tokens"),
-}  # fmt: skip
-"""Fields of vLLM's configuration that determine the bytes of a block. Null in versions that lack them."""
-
-VARIABLES = ("VLLM_PP_LAYER_PARTITION",)
+CLASSES = ("model_class_overrides", "worker_cls", "worker_extension_cls", "inductor_passes")
+"""Options that name classes and functions, possibly the user's own."""
 
 
-def namespace_of(
+def identity_of(
     vllm_config: Any,
     groups: Sequence[Group],
     *,
     layout: str,
-    facts: Sequence[str],
+    facts: Mapping[str, Any],
     fixed_seed: str | None,
+    private: str,
     name: str | None = None,
     environment: Mapping[str, str] = os.environ,
-) -> Namespace:
+    variables: Iterable[str] = (),
+) -> Identity:
     """
     Args:
         layout: vLLM's name of the layout.
         facts: what else determines the bytes of a block: version of vLLM, device, backends, shapes.
         fixed_seed: seed of the hashes without PYTHONHASHSEED; None: random for each process.
+        private: unique to this engine, the same for all of its ranks.
         name: of the model, for operators and policies; by default derived from the weights.
+        variables: environment variables of vLLM that are not called ``VLLM_...``.
 
     Raises:
         ValueError: the hash algorithm is unknown, or the weights cannot be read.
@@ -64,26 +54,28 @@ def namespace_of(
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     hash_bytes = hash_bytes_of(vllm_config)
     seed = environment.get("PYTHONHASHSEED", fixed_seed)
-    load_format = plain(getattr(getattr(vllm_config, "load_config", None), "load_format", None))
     weights = checkpoint_of(model.model, model.hf_config)
     model_name = name or weights.name
-    everything = {
-        "checkpoint": weights.identity,
-        "draft_checkpoint": _draft_of(vllm_config, weights),
-        "random_weights": model.seed if load_format == "dummy" else None,
-        "hash_seed": "random" if seed is None else seed,
-        "groups": [
+    known = Facts(private)
+    for fact, value in facts.items():
+        known.add(fact, value)
+    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
+    known.add("weights", weights.identity)
+    known.add("draft weights", _draft_of(vllm_config, weights))
+    known.add("seed of random weights", model.seed if load_format == "dummy" else None)
+    known.add("PYTHONHASHSEED", "random" if seed is None else seed)
+    known.add(
+        "KV cache groups",
+        [
             (each.index, each.kind.value, each.block_tokens, each.hash_tokens, each.window, each.eagle)
             for each in groups
         ],
-        "facts": list(facts),
-        "config": {
-            part: {name: plain(getattr(getattr(vllm_config, part, None), name, None)) for name in names}
-            for part, names in FIELDS.items()
-        },
-        "variables": {name: environment.get(name) for name in VARIABLES},
-    }
-    return Namespace(
+    )
+    _add(known, vllm_config, "vllm_config", "")
+    for variable in sorted({*variables, *(each for each in environment if each.startswith("VLLM_"))}):
+        if variable in environment and not ignored.variable(variable):
+            known.add(variable, environment[variable])
+    namespace = Namespace(
         model=model_name if len(model_name) <= 200 else hashlib.sha256(model_name.encode()).hexdigest(),
         dtype=f"{model.dtype}/{cache.cache_dtype}".replace("torch.", ""),
         kv_layout=layout,
@@ -92,8 +84,37 @@ def namespace_of(
         pp_size=parallel.pipeline_parallel_size,
         hash_algorithm=cache.prefix_caching_hash_algo,
         hash_bytes=hash_bytes,
-        extra=hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest(),
+        extra=known.digest(),
     )
+    return Identity(namespace, known.shown())
+
+
+def _add(known: Facts, config: Any, part: str, prefix: str) -> None:
+    """Every option of a part of the configuration, and of its parts, that is not known to change nothing."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    for option in [each.name for each in fields] or list(vars(config)):
+        if option in ignored.OPTIONS.get(part, ()):
+            continue
+        value, name = getattr(config, option, None), prefix + option
+        if option == "hf_config":
+            # It follows from the weights and from options that count. Only a function may do more than its code tells.
+            if callable(getattr(config, "hf_overrides", None)):
+                known.add(name, value)
+        elif option == "max_model_len":
+            # The value that the model was constructed with, from which LongRoPE chooses its factors: vLLM shortens it
+            # later to what fits into memory if it was asked to find it.
+            known.add(name, "auto" if getattr(config, "original_max_model_len", None) == -1 else value)
+        elif isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+            _add(known, value, part_of(option), f"{name}.")
+        else:
+            known.add(name, value)
+            if option in CLASSES and value:
+                known.add(f"{name} (source)", sources(value))
+
+
+def part_of(option: str) -> str:
+    """The part of `ignored.OPTIONS` that says which options of this configuration do not count."""
+    return option.removeprefix("draft_")
 
 
 def hash_bytes_of(vllm_config: Any) -> int:

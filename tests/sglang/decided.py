@@ -1,0 +1,53 @@
+"""The arguments of the tested SGLang that count: somebody has looked at each, and found that it may change KV or could
+not say that it never does. Those that never do are in `kvsidecar.integrations.sglang.ignored`.
+"""
+
+from __future__ import annotations
+
+_ARGUMENTS = """
+    attention_backend attn_cp_size attn_dp_size bf16_gemm_backend boundary_reduction c128_page_size context_length
+    cp_strategy custom_weight_loader dcp_comm_backend dcp_replicate_q_proj dcp_size debug_tensor_dump_input_file
+    decode_attention_backend decrypted_config_file decrypted_draft_config_file deepep_config
+    deepep_dispatcher_output_dtype deepep_mode deepep_v2_mode device disable_aiter_allreduce_fusion_in_decode
+    disable_aiter_allreduce_fusion_in_prefill disable_attn_tp_gather disable_chunked_prefix_cache
+    disable_fast_image_processor disable_flashinfer_cutlass_moe_fp4_allgather disable_hybrid_swa_memory
+    disable_shared_experts_fusion dllm_algorithm dllm_algorithm_config dllm_fdfo dsa_decode_backend
+    dsa_paged_mqa_logits_backend dsa_prefill_backend dsa_topk_backend dsa_triton_union dsv4_attn_backend
+    dsv4_prefill_backend dtype dwdp_size enable_aiter_allreduce_fusion enable_amd_monokernel
+    enable_attn_tp_input_scattered enable_cp_decode_attn_tp enable_cp_tp_group_sharing
+    enable_decoder_swa_bounded_replay enable_deepseek_v4_fp4_indexer enable_dense_mlp_attn_tp
+    enable_deterministic_inference enable_dp_attention enable_dsa_cache_layer_split enable_dsa_fused_indexer
+    enable_encoder_swa_bounded_replay enable_flashinfer_allreduce_fusion enable_fused_moe_sum_all_reduce
+    enable_fused_qk_norm_rope enable_hisparse enable_int8_mamba_checkpoint enable_kv_cache_sharding
+    enable_layernorm_sp enable_lean_attention enable_linear_replayssm enable_linear_replayssm_spec
+    enable_mamba_cache_stochastic_rounding enable_megamoe_for_layernorm_sp enable_mis enable_multi_layer_eagle
+    enable_multimodal enable_nvidia_megakernel enable_page_major_kv_layout enable_paged_experts
+    enable_precise_embedding_interpolation enable_prefill_cp enable_quant_communications enable_scattered_sconv
+    enable_shared_experts_attn_tp enable_tf32_matmul enable_torch_compile enable_unified_memory
+    enable_w4a4_mxfp4_megamoe enable_waterfill encoder_only enforce_disable_flashinfer_allreduce_fusion
+    enforce_shared_experts_fusion ep_dispatch_algorithm ep_num_redundant_experts ep_size experts_shared_outer_loras
+    flashinfer_a2a_dispatch_type flashinfer_allreduce_fusion_backend flashinfer_mla_disable_ragged
+    flashinfer_mxfp4_moe_precision forward_hooks fp4_gemm_runner_backend fp8_gemm_runner_backend fuseep_mode
+    hisparse_config image_processor_backend int8_mamba_ckpt_size is_embedding json_model_override_args
+    kt_max_deferred_experts_per_token kt_method kt_num_gpu_experts kt_weight_path kv_cache_dtype kv_canary
+    kv_canary_real_data language_model_only language_only linear_attn_backend linear_attn_decode_backend
+    linear_attn_prefill_backend linear_attn_verify_backend linear_replayssm_cache_len load_format
+    lora_use_virtual_experts mamba_backend mamba_cache_philox_rounds mamba_radix_cache_strategy mamba_ssm_dtype
+    mamba_track_interval mm_attention_backend mm_enable_dp_encoder mm_process_config model_config_parser model_impl
+    model_loader_extra_config modelexpress_config modelopt_checkpoint_restore_path modelopt_quant moe_a2a_backend
+    moe_dense_tp_size moe_dp_size moe_runner_backend paged_experts_num_resident pp_size prefill_attention_backend
+    prefill_kv_cache_dequant_dtype prefill_only_disable_kv_cache qsa_indexer_dtype quantization
+    quantization_param_path quantize_and_serve remote_instance_weight_loader_seed_instance_ip
+    remote_instance_weight_loader_seed_instance_service_port revision rl_on_policy_target rl_quant_profile
+    shared_experts_tp_size speculative_adaptive speculative_adaptive_config speculative_algorithm
+    speculative_attention_mode speculative_boundary_reduction speculative_dflash_block_size
+    speculative_domino_candidate_pool_size speculative_draft_attention_backend speculative_draft_kv_cache_dtype
+    speculative_draft_load_format speculative_draft_model_quantization speculative_draft_model_revision
+    speculative_draft_sink_size speculative_draft_window_size speculative_dsa_topk_backend
+    speculative_dspark_block_size speculative_eagle_topk speculative_enable_w4a4_mxfp4_megamoe
+    speculative_moe_a2a_backend speculative_moe_runner_backend speculative_num_draft_tokens speculative_num_steps
+    speculative_token_map startup_weight_load_mode swa_prefix_tails tp_size triton_attention_num_kv_splits
+    triton_attention_reduce_in_fp32 triton_attention_split_tile_size trust_mm_content_hashes trust_remote_code
+    uno_lora_path uses_mamba_radix_cache
+"""
+ARGUMENTS = set(_ARGUMENTS.split())
