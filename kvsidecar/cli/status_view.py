@@ -163,7 +163,16 @@ def _namespaces(reply: pb.StatusReply) -> RenderableType:
             format_size(each.bytes),
             f"{each.hits / requested:.0%}" if requested else "-",
         )
-    return _with_rest(table, reply.totals.namespaces - len(shown), "kvsidecar status --json")
+    listed = _with_rest(table, reply.totals.namespaces - len(shown), "kvsidecar status --json")
+    return Group(listed, *(_differs(each) for each in shown if each.differs))
+
+
+def _differs(status: pb.NamespaceStatus) -> Text:
+    """Why a namespace shares nothing with the largest of its model."""
+    space = status.namespace
+    text = Text.assemble(brief(space.model), ", ", brief(f"{space.dtype} {space.kv_layout}", CELL // 2))
+    text.append(f", blocks: {status.blocks}, shares nothing with the largest namespace of this model. It differs in ")
+    return text.append(Text(", ").join([brief(each) for each in status.differs])).append(".")
 
 
 def _ranks(reply: pb.StatusReply) -> RenderableType:

@@ -111,6 +111,7 @@ class Client(OperatorCalls):
         rank: int = 0,
         world_size: int = 1,
         events: EventRing | None = None,
+        options: Mapping[str, str] | None = None,
         retry: bool = False,
         timeout: float | None = None,
     ) -> None:
@@ -124,6 +125,8 @@ class Client(OperatorCalls):
             buffers: this rank's memory; must stay allocated until `close` has returned True.
             groups: this rank's KV cache groups; their regions index ``buffers.allocations``.
             events: for stores that wait for the engine on the device.
+            options: what the namespace is made of, for `kvsidecar status`, which tells operators in what the namespaces
+                of one model differ: short values that are no secrets, or ``#`` and a digest.
             retry: return at once, and attach in the background whenever a daemon answers.
             timeout: seconds to wait without ``retry``.
 
@@ -136,7 +139,9 @@ class Client(OperatorCalls):
             raise ClientError("this client was attached or closed before: make a new Client")
         timeout = self._timeout if timeout is None else timeout
         handles = tuple(events.handles) if events is not None else ()
-        registration = Registration(instance, namespace, buffers, tuple(groups), rank, world_size, handles)
+        registration = Registration(
+            instance, namespace, buffers, tuple(groups), rank, world_size, handles, dict(options or {})
+        )
         self._jobs.events = events
         supervisor = self._supervisor
         attempts = supervisor.attempts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
 
@@ -72,6 +72,7 @@ class Registration:
     rank: int
     world_size: int
     event_handles: tuple[bytes, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fds(self) -> list[int]:
@@ -90,6 +91,7 @@ class Registration:
             device=self.buffers.device,
             groups=[layout_to_wire(layout) for layout in self.groups],
             event_handles=self.event_handles,
+            options=[pb.Option(name=name, value=value) for name, value in self.options.items()],
         )
         fds = self.fds
         for allocation in self.buffers.allocations:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 
 from kvsidecar.cache.records import MAX_SHARDS
 from kvsidecar.core.layout import MAX_ROWS, checking_regions
@@ -47,6 +47,8 @@ class RankRegistration:
     allocations: tuple[CudaAllocation | FdAllocation, ...]
     groups: tuple[GroupLayout, ...]
     event_handles: tuple[bytes, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What the client says the namespace is made of."""
 
     def checking(self) -> Generator[None, None, None]:
         """Refuse what can be refused before a driver or the cache is asked, in small steps.

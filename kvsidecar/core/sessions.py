@@ -18,6 +18,7 @@ from kvsidecar.copier.copiers import Copier, Copiers
 from kvsidecar.copier.link import Imported, Opened
 from kvsidecar.core.access import Access, Caller, Identity
 from kvsidecar.core.job import Job
+from kvsidecar.core.namespace_options import NamespaceOptions
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.registration import CudaAllocation, FdAllocation, RankRegistration
 from kvsidecar.device.base import CudaIpcSource, MemfdSource, MemorySource
@@ -179,6 +180,8 @@ class Instances:
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
         self.watches_of = Quota(MAX_WATCHES, "watches")
+        self.options = NamespaceOptions()
+        """What attached ranks have said of their namespaces; for people."""
         self.turns = RoundRobin()
         """Shares the event loop among registrations that take long to check."""
 
@@ -375,7 +378,19 @@ class Instances:
         )
         self._sessions[session.id] = session
         self._tell_busy()
+        self._compare(registration, peer.uid)
         return session
+
+    def _compare(self, registration: RankRegistration, uid: int) -> None:
+        """Log once why a new namespace shares nothing with the others of its model."""
+        other = self.options.add(registration.namespace, registration.options, uid)
+        if other is not None:
+            _log.info(
+                "a namespace of its own",
+                instance=registration.instance,
+                model=registration.namespace.model,
+                differs_in=", ".join(self.options.differences(registration.namespace, other)),
+            )
 
     async def end(self, session: RankSession, *, gone: bool) -> None:
         """End a session in order: no new jobs, copies drained, memory unmapped. Returns when it has ended. May be

@@ -11,6 +11,7 @@ from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.job import JobBlocks, JobResult
 from kvsidecar.core.layout import MAX_REGIONS, STEP
 from kvsidecar.core.lookups import Choice
+from kvsidecar.core.namespace_options import taken
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.core.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, RankRegistration
 from kvsidecar.core.residency import Update
@@ -76,6 +77,7 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
         allocations=tuple(allocations),
         groups=tuple(groups),
         event_handles=tuple(message.event_handles),
+        options=taken((each.name, each.value) for each in message.options),
     )
 
 

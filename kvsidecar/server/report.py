@@ -161,9 +161,19 @@ class Report:
                 after = _fields(namespace_from_wire(page.after_namespace))
                 listed = listed[bisect_right(listed, after, key=_fields) :]
         complete = _fill(reply.ranks, map(self._rank, ranks), RANKS_BYTES)
-        complete &= _fill(reply.namespaces, (_named(each, namespaces[each]) for each in listed), NAMESPACES_BYTES)
+        largest: dict[str, Namespace] = {}
+        for each, usage in namespaces.items():
+            if usage.bytes > namespaces[largest.setdefault(each.model, each)].bytes:
+                largest[each.model] = each
+        named = (self._named(each, namespaces[each], largest[each.model]) for each in listed)
+        complete &= _fill(reply.namespaces, named, NAMESPACES_BYTES)
         reply.more = page is not None and not complete
         return reply
+
+    def _named(self, namespace: Namespace, usage: pb.NamespaceStatus, largest: Namespace) -> pb.NamespaceStatus:
+        usage.namespace.CopyFrom(namespace_to_wire(namespace))
+        usage.differs.extend(self._instances.options.differences(namespace, largest))
+        return usage
 
     def _visible(self, caller: Caller) -> Callable[[Namespace], bool]:
         """Which namespaces are shown. Without a policy the caller's own are those in which it has ranks."""
@@ -297,11 +307,6 @@ def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, pb.NamespaceStatus
         usage.hits += space.hits
         usage.misses += space.misses
     return found
-
-
-def _named(namespace: Namespace, usage: pb.NamespaceStatus) -> pb.NamespaceStatus:
-    usage.namespace.CopyFrom(namespace_to_wire(namespace))
-    return usage
 
 
 def _fill(field: Any, messages: Iterable[Message], nbytes: int) -> bool:

@@ -72,7 +72,7 @@ class Group(_message.Message):
     def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "token", "instance", "namespace", "rank", "world_size", "device", "allocations", "groups", "event_handles")
+    __slots__ = ("protocol", "token", "instance", "namespace", "rank", "world_size", "device", "allocations", "groups", "event_handles", "options")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class Register(_message.Message):
     ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     EVENT_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     token: bytes
     instance: str
@@ -93,7 +94,16 @@ class Register(_message.Message):
     allocations: _containers.RepeatedCompositeFieldContainer[Allocation]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     event_handles: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, protocol: _Optional[int] = ..., token: _Optional[bytes] = ..., instance: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[Allocation, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., event_handles: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    options: _containers.RepeatedCompositeFieldContainer[Option]
+    def __init__(self, protocol: _Optional[int] = ..., token: _Optional[bytes] = ..., instance: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[Allocation, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., event_handles: _Optional[_Iterable[bytes]] = ..., options: _Optional[_Iterable[_Union[Option, _Mapping]]] = ...) -> None: ...
+
+class Option(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("epoch", "session", "readiness", "version", "device_order", "device_order_refused")
@@ -631,18 +641,20 @@ class PoolStatus(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., page_kind: _Optional[str] = ..., numa_nodes: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., evicted_bytes: _Optional[int] = ..., carrier: _Optional[str] = ..., kept_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., cold_start_reason: _Optional[str] = ..., unzeroed_bytes: _Optional[int] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("namespace", "blocks", "bytes", "hits", "misses")
+    __slots__ = ("namespace", "blocks", "bytes", "hits", "misses", "differs")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     blocks: int
     bytes: int
     hits: int
     misses: int
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
+    differs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., differs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankStatus(_message.Message):
     __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace", "idle", "stored_bytes", "loaded_bytes")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.client import Namespace
+from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.options import Options
@@ -105,7 +106,7 @@ class Engine:
                     "lease_seconds": 2 * SECONDS,
                 }
             ),
-            Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256"),
+            Identity(Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256"), {}),
             "sglang",
             groups,
             pools.export(found, groups, 0, 1),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.sglang import loads
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, groups_of
@@ -84,7 +85,7 @@ class Engine:
         options = Options.parse({"socket": socket, "lookup_budget": SECONDS, "lease_seconds": 2 * SECONDS, **extra})
         self.side = RankSide(
             options,
-            NAMESPACE,
+            Identity(NAMESPACE, {}),
             name,
             groups,
             RankMemory(self.buffer.kv_buffers(), layouts),

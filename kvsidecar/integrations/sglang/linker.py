@@ -155,7 +155,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             elif wanted and full is not None:
                 events = Announcing(options, identity.namespace, instance, full.index, params.page_size, self._weights)
             side = RankSide(
-                options, identity.namespace, instance, groups, memory, mine, self._weights, self.counters,
+                options, identity, instance, groups, memory, mine, self._weights, self.counters,
                 page_size=params.page_size, order=order, notes=no_notes if events is None else events.notes,
             )  # fmt: skip
             return side, found, events

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvsidecar.client import DEVICE, Client, Completion, EventRing, GroupLayout, KVBuffers, Namespace
+from kvsidecar.client import DEVICE, Client, Completion, EventRing, GroupLayout, KVBuffers
+from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.jobs import Jobs
@@ -77,7 +78,7 @@ class RankSide:
     def __init__(
         self,
         options: Options,
-        namespace: Namespace,
+        identity: Identity,
         instance: str,
         groups: Groups,
         memory: RankMemory,
@@ -103,7 +104,7 @@ class RankSide:
         jobs = Jobs(self._client, counters)
         self._lookups = Lookups(
             self._client,
-            namespace,
+            identity.namespace,
             groups,
             lambda hashes: weights.keys(hashes),
             self._known,
@@ -128,12 +129,13 @@ class RankSide:
         self._failed = False
         self._client.attach(
             instance=instance,
-            namespace=namespace,
+            namespace=identity.namespace,
             buffers=memory.buffers,
             groups=memory.groups,
             rank=ranks.rank,
             world_size=ranks.size,
             events=order.ring if order is not None else None,
+            options=identity.options,
             retry=True,
         )
 

@@ -224,7 +224,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         name = f"{self._instance} rank {place.rank}"
         self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place)
-        worker = WorkerSide(identity.namespace, self._instance, place, lambda: self._client(name))
+        worker = WorkerSide(identity.namespace, self._instance, place, lambda: self._client(name), identity.options)
         worker.register(self._export(), memory.device_order_of(found))
         self._worker = worker
 

@@ -7,7 +7,7 @@ daemon.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -87,10 +87,18 @@ class WorkerSide:
         namespace: in which this rank stores.
         instance: name of the engine, the same for all of its ranks and unique on the node.
         new_client: makes a client for each registration.
+        options: what the namespace is made of, for operators.
     """
 
-    def __init__(self, namespace: Namespace, instance: str, place: Place, new_client: Callable[[], Client]) -> None:
-        self.namespace = namespace
+    def __init__(
+        self,
+        namespace: Namespace,
+        instance: str,
+        place: Place,
+        new_client: Callable[[], Client],
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.namespace, self._options = namespace, options
         self._instance = instance
         self._place = place
         self._new_client = new_client
@@ -147,6 +155,7 @@ class WorkerSide:
             rank=self._place.rank,
             world_size=self._place.world_size,
             events=order.ring if order is not None else None,
+            options=self._options,
             retry=True,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -20,7 +21,7 @@ from kvsidecar.client import Blocks, Namespace
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cli.test_main import run
-from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, environment, hashes, wait_until_ready
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, environment, hashes, wait_until_ready
 from tests.terminal import Terminal
 
 # -- engines -----------------------------------------------------------------------------------------------------
@@ -52,6 +53,28 @@ def test_status_counts_lookups_and_evictions(daemon: DaemonProcess) -> None:
     assert reply.pool.evicted_blocks == 120 - reply.pool.blocks
     assert reply.pool.evicted_bytes == reply.pool.evicted_blocks * 12288
     rank.close()
+
+
+def test_status_and_the_log_say_in_what_the_namespaces_of_a_model_differ(short_dir: Path) -> None:
+    other = dataclasses.replace(NAMESPACE, extra="other")
+    lengths = ({"max_model_len": "512", "hf_overrides": "#1"}, {"max_model_len": "1024", "hf_overrides": "#2"})
+    with DaemonProcess(short_dir) as daemon:
+        daemon.wait_ready()
+        one = Rank(daemon, options=lengths[0])
+        done(one.store("a", "b"))
+        two, again = (Rank(daemon, namespace=other, options=lengths[1]) for _ in range(2))
+        done(two.store("a"))
+        listed = daemon.get("/status")[1]["namespaces"]
+        differs = {each["blocks"]: each["differs"] for each in listed}
+        said = ["hf_overrides", "max_model_len (1024 instead of 512)"]
+        assert differs == {2: [], 1: said}
+        shown = run("status", "--socket", daemon.socket, COLUMNS="200").stdout
+        assert "blocks: 1, shares nothing with the largest" in shown
+        assert "It differs in hf_overrides, max_model_len (1024 instead of 512)." in shown
+        for each in (one, two, again):
+            each.close()
+    logged = [each for each in daemon.read_log() if each["event"] == "a namespace of its own"]
+    assert [each["differs_in"] for each in logged] == [", ".join(said)], "once"
 
 
 @pytest.mark.parametrize("command", [["engines"], ["clear", "--all", "--yes"], ["drain"], ["top", "--once"]])

@@ -1,0 +1,103 @@
+"""What engines say of the options behind their namespaces, for operators who wonder why two do not share.
+
+Clients fill it, so it is bounded, and nothing but texts for people depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from heapq import nsmallest
+from itertools import islice
+
+from kvsidecar.types import Namespace
+
+MAX_OPTIONS = 1024
+"""Options of one namespace. vLLM's has about 150, SGLang's about 200."""
+MAX_NAME = 128
+MAX_VALUE = 64
+"""Bytes. Longer ones are left out."""
+MAX_BYTES = 16 << 20
+MAX_BYTES_OF_USER = 4 << 20
+"""The oldest of a user, and then of all, are forgotten."""
+OPTION_BYTES = 128
+"""What an option takes beside its texts."""
+MAX_NAMED = 16
+"""Options that one text names."""
+
+_FIELDS = tuple(each.name for each in fields(Namespace) if each.name not in ("model", "extra"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    options: Mapping[str, str]
+    uid: int
+    nbytes: int
+
+
+def taken(options: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Those of a client's options that are kept."""
+    first = islice(options, MAX_OPTIONS)
+    return {name: value for name, value in first if len(name.encode()) <= MAX_NAME and len(value.encode()) <= MAX_VALUE}
+
+
+class NamespaceOptions:
+    """By namespace, what was said last."""
+
+    def __init__(self) -> None:
+        self._said: dict[Namespace, _Said] = {}
+        self._bytes_of: dict[int, int] = {}
+        """By user."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._bytes_of.values())
+
+    def add(self, namespace: Namespace, options: Mapping[str, str], uid: int) -> Namespace | None:
+        """A rank with these options has attached. Returns another namespace of the model, the one that was said of
+        last, if this one was not known."""
+        if not options:
+            return None
+        known = self._forget(namespace)
+        nbytes = sum(len(name.encode()) + len(value.encode()) + OPTION_BYTES for name, value in options.items())
+        other = next((each for each in reversed(self._said) if each.model == namespace.model), None)
+        self._said[namespace] = _Said(options, uid, nbytes)
+        self._bytes_of[uid] = self._bytes_of.get(uid, 0) + nbytes
+        while self._bytes_of[uid] > MAX_BYTES_OF_USER:
+            self._forget(next(each for each, said in self._said.items() if said.uid == uid))
+        while self.nbytes > MAX_BYTES:
+            self._forget(next(iter(self._said)))
+        return None if known else other
+
+    def _forget(self, namespace: Namespace) -> bool:
+        said = self._said.pop(namespace, None)
+        if said is None:
+            return False
+        self._bytes_of[said.uid] -= said.nbytes
+        if not self._bytes_of[said.uid]:
+            del self._bytes_of[said.uid]
+        return True
+
+    def differences(self, one: Namespace, other: Namespace) -> list[str]:
+        """In what two namespaces of one model differ: names of options, with both values where these are short."""
+        differing = [
+            _difference(name, str(getattr(one, name)), str(getattr(other, name)))
+            for name in _FIELDS
+            if getattr(one, name) != getattr(other, name)
+        ]
+        mine, others = self._said.get(one), self._said.get(other)
+        more = 0
+        if mine is not None and others is not None:
+            names = {name for name, _ in mine.options.items() ^ others.options.items()}
+            shown = nsmallest(MAX_NAMED, names)
+            more = len(names) - len(shown)
+            differing += [_difference(name, mine.options.get(name), others.options.get(name)) for name in shown]
+        elif one.extra != other.extra and not differing:
+            differing.append("options that are not known, because no engine has attached since the daemon's start")
+        return [*differing, f"{more} more"] if more else differing
+
+
+def _difference(name: str, mine: str | None, others: str | None) -> str:
+    if mine is None or others is None or "#" in (mine[:1], others[:1]) or max(len(mine), len(others)) > MAX_VALUE:
+        return name
+    return f"{name} ({mine} instead of {others})"

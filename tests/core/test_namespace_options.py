@@ -1,0 +1,75 @@
+"""What clients say of their namespaces is bounded, and compared for people."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvsidecar.core import namespace_options
+from kvsidecar.core.namespace_options import MAX_NAMED, MAX_OPTIONS, NamespaceOptions, taken
+from kvsidecar.types import Namespace
+
+ONE = Namespace("m", "bf16", "L", 16, 1, 1, "sha256", extra="1")
+TWO = replace(ONE, extra="2")
+OTHER_MODEL = replace(ONE, model="n")
+
+
+def test_options_that_differ_are_named_with_what_may_be_seen_of_them() -> None:
+    options = NamespaceOptions()
+    options.add(ONE, {"same": "1", "length": "512", "secret": "#a", "only here": "1"}, 0)
+    options.add(TWO, {"same": "1", "length": "1024", "secret": "#b", "only there": "1"}, 0)
+    assert options.differences(TWO, ONE) == ["length (1024 instead of 512)", "only here", "only there", "secret"]
+    assert options.differences(ONE, ONE) == []
+
+
+def test_what_is_in_the_namespace_itself_needs_nobody_to_say_it() -> None:
+    options = NamespaceOptions()
+    assert options.differences(replace(ONE, tp_size=2, dtype="x" * 1000), ONE) == ["dtype", "tp_size (2 instead of 1)"]
+    (unknown,) = options.differences(TWO, ONE)
+    assert "not known" in unknown
+
+
+def test_the_first_of_a_namespace_is_told_of_another_of_its_model() -> None:
+    options = NamespaceOptions()
+    assert options.add(ONE, {"a": "1"}, 0) is None
+    assert options.add(OTHER_MODEL, {"a": "1"}, 0) is None
+    assert options.add(TWO, {"a": "2"}, 0) == ONE
+    assert options.add(TWO, {"a": "2"}, 0) is None, "once"
+    assert options.add(replace(ONE, extra="3"), {}, 0) is None, "it says nothing"
+
+
+def test_long_texts_and_many_options_are_left_out() -> None:
+    assert taken([("a", "1"), ("b" * 129, "1"), ("c", "1" * 65)]) == {"a": "1"}
+    assert len(taken((str(i), "1") for i in range(2 * MAX_OPTIONS))) == MAX_OPTIONS
+
+
+def test_a_text_names_a_few_options() -> None:
+    options = NamespaceOptions()
+    for number, namespace in enumerate((ONE, TWO)):
+        options.add(namespace, {f"option {i:04}": str(number) for i in range(MAX_OPTIONS)}, 0)
+    differing = options.differences(ONE, TWO)
+    assert len(differing) == MAX_NAMED + 1
+    assert differing[-1] == f"{MAX_OPTIONS - MAX_NAMED} more"
+
+
+def test_the_oldest_of_a_user_and_then_of_all_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = namespace_options.OPTION_BYTES + 2
+    monkeypatch.setattr(namespace_options, "MAX_BYTES_OF_USER", 2 * each)
+    monkeypatch.setattr(namespace_options, "MAX_BYTES", 3 * each)
+    options = NamespaceOptions()
+    mine = [replace(ONE, extra=str(number)) for number in range(5)]
+    others = [replace(ONE, extra=f"other {number}") for number in range(2)]
+    options.add(others[0], {"a": "0"}, 2)
+    for namespace in mine:
+        options.add(namespace, {"a": namespace.extra}, 1)
+    assert options.nbytes == 3 * each
+    assert options.differences(mine[4], mine[3]) == ["a (4 instead of 3)"]
+    assert options.differences(others[0], mine[4]) == ["a (0 instead of 4)"], "another user's stay"
+    assert "not known" in options.differences(mine[2], mine[3])[0]
+    options.add(others[1], {"a": "1"}, 2)
+    assert options.nbytes == 3 * each
+    assert "not known" in options.differences(others[0], mine[4])[0]
+    for namespace in (*mine, *others):
+        options.add(namespace, {"a": "1"}, 3)
+    assert options.nbytes <= 3 * each
