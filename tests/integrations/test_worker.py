@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, Readiness, State, pack_ids
+from kvsidecar.integrations.vllm.adapters import AdapterLoad, AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.terms import Terms
@@ -27,7 +28,13 @@ class Worker:
     """
 
     def __init__(
-        self, socket: str, place: Place | None = None, *, held: tuple[int, ...] = (0,), name: str = "e"
+        self,
+        socket: str,
+        place: Place | None = None,
+        *,
+        held: tuple[int, ...] = (0,),
+        name: str = "e",
+        adapters: AdapterLoads | None = None,
     ) -> None:
         self.place = place or Place()
         self.buffer = HostBuffer(len(held) * LAYERS * NUM_BLOCKS * ROW_BYTES)
@@ -39,7 +46,9 @@ class Worker:
             (region,) = layout().regions
             region = replace(region, offset=at * self.kv[0].nbytes)
             self.layouts.append(GroupLayout(group, NUM_BLOCKS, shard, num_shards, (region,)))
-        self.side = WorkerSide(NAMESPACE, name, self.place, lambda: Client(socket, timeout=SECONDS))
+        self.side = WorkerSide(NAMESPACE, name, self.place, lambda: Client(socket, timeout=SECONDS), adapters=adapters)
+        self.known_changes = 0
+        """Changed adapters that the scheduler's side knows of."""
         self.report = RankReport()
         self.results = LoadResults()
 
@@ -54,7 +63,7 @@ class Worker:
 
     def step(self, *stores: StoreJob, loads: tuple[LoadJob, ...] = (), saves: bool = True) -> None:
         """One step of the engine, in the order of vLLM's hooks."""
-        orders = StepPlan(tuple(stores), loads)
+        orders = StepPlan(tuple(stores), loads, adapter_changes=self.known_changes)
         self.side.bind(orders)
         self.side.submit_loads()
         if saves:
@@ -103,6 +112,36 @@ def test_the_terms_of_a_store_reach_the_daemon(daemon: DaemonProcess) -> None:
 
 def load(number: int, *names: str, at: list[int], request: str = "r", group: int = 0) -> LoadJob:
     return LoadJob(number, request, blocks(*names, at=at, group=group))
+
+
+def test_a_rank_copies_nothing_on_the_word_of_a_scheduler_that_does_not_know_its_adapters(
+    daemon: DaemonProcess,
+) -> None:
+    """With asynchronous scheduling, a plan is made before the reports of the last steps are known."""
+    resident = {1}
+    adapters = AdapterLoads(resident.__contains__)
+    worker = Worker(daemon.socket, adapters=adapters).register()
+    adapters.add(1, "old")
+    worker.step(store(1, "a", at=[1]))
+    worker.until(lambda w: w.report.stored)
+    assert not worker.report.not_stored
+    assert worker.report.adapters == {0: (AdapterLoad(1, 1, "old"),)}
+    adapters.add(1, "new")
+    of_adapter = replace(load(3, "a", at=[2], request="q"), adapter=1)
+    worker.step(store(2, "b", at=[1]), loads=(of_adapter, load(4, "a", at=[3])))
+    worker.until(lambda w: w.report.loaded.keys() >= {3, 4})
+    assert worker.report.not_stored == {2}
+    assert worker.report.not_loaded == {3}
+    worker.known_changes = 1
+    worker.step(store(5, "b", at=[1]), loads=(replace(of_adapter, number=6),))
+    worker.until(lambda w: w.report.loaded.keys() >= {6} and w.report.stored.keys() >= {5})
+    assert worker.report.not_stored == {2}
+    assert worker.report.not_loaded == {3}
+    resident.clear()
+    worker.step(loads=(replace(of_adapter, number=7),))
+    worker.until(lambda w: w.report.loaded.keys() >= {7})
+    assert worker.report.not_loaded == {3, 7}, "the rank has evicted it, and cannot say what it would load"
+    worker.close()
 
 
 def test_what_one_worker_stores_another_one_loads(daemon: DaemonProcess) -> None:

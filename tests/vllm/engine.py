@@ -74,6 +74,16 @@ class Answer:
     finish: str | None
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """What a request with an adapter names."""
+
+    path: str
+    name: str = "tuned"
+    number: int = 1
+    """vLLM's id."""
+
+
 def prompt(name: object, length: int, salt: str | None = None) -> Prompt:
     """Random token ids, the same for the same name."""
     numbers = random.Random(repr(name))
@@ -169,9 +179,10 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, prompt: Prompt, tokens: int = 8) -> str:
+    def add(self, prompt: Prompt, tokens: int = 8, adapter: Adapter | None = None) -> str:
         """Add a request without running it."""
-        return str(self.engine.add_request(f"r{next(self._names)}", input_of(prompt), sampling(tokens)))
+        name, lora = f"r{next(self._names)}", lora_of(adapter)
+        return str(self.engine.add_request(name, input_of(prompt), sampling(tokens), lora_request=lora))
 
     def step(self) -> list[Any]:
         return list(self.engine.step())
@@ -194,10 +205,17 @@ class Engine:
 
     # -- the same in both
 
-    def generate(self, *prompts: Prompt, tokens: int = 8) -> list[Answer]:
+    def generate(self, *prompts: Prompt, tokens: int = 8, adapter: Adapter | None = None) -> list[Answer]:
         """Run these prompts together."""
-        outputs = self.llm.generate([input_of(each) for each in prompts], sampling(tokens), use_tqdm=False)
-        return [answer_of(output) for output in outputs]
+        inputs, lora = [input_of(each) for each in prompts], lora_of(adapter)
+        return [
+            answer_of(output)
+            for output in self.llm.generate(inputs, sampling(tokens), use_tqdm=False, lora_request=lora)
+        ]
+
+    def load(self, adapter: Adapter, *, inplace: bool = False) -> None:
+        """As vLLM's server does before it takes requests with the adapter."""
+        self.engine.add_lora(lora_of(adapter, inplace=inplace))
 
     def drain(self) -> None:
         """Step until the engine has nothing to do any more: all it stores is stored, all it holds given back."""
@@ -268,6 +286,15 @@ def rejoin(engine: Engine | EngineProcess, daemon: DaemonProcess) -> None:
 def blocks(daemon: DaemonProcess) -> int:
     """Blocks that can be looked up."""
     return int(daemon.get("/status")[1]["pool"]["blocks"])
+
+
+def lora_of(adapter: Adapter | None, **options: Any) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    if adapter is None:
+        return None
+    options = {f"load_{name}": value for name, value in options.items()}
+    return LoRARequest(adapter.name, adapter.number, adapter.path, **options)
 
 
 def input_of(prompt: Prompt) -> Any:

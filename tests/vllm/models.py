@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,26 @@ def save(name: str, directory: Path) -> str:
         torch.manual_seed(sorted(_MODELS).index(name))
         _MODELS[name]().save_pretrained(path)
     return str(path)
+
+
+def save_adapter(directory: Path, seed: int, *, alpha: int = 16) -> str:
+    """Write an adapter for `full` with random weights, in place of what is there, and return its path."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, random = 8, torch.Generator().manual_seed(seed)
+    outputs = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    tensors = {}
+    for layer in range(3):
+        for name, output in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, 128, generator=random) * 0.1
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(output, rank, generator=random)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(outputs), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return str(directory)
 
 
 def _full() -> Any:

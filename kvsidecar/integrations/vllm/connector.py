@@ -33,7 +33,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
-from kvsidecar.integrations.vllm import memory, ranks, register
+from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, register
+from kvsidecar.integrations.vllm.adapters import AdapterLoads, Adapters
 from kvsidecar.integrations.vllm.condition import ATTACHED, OWN_HASHES, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
@@ -95,6 +96,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._export: Callable[[], ranks.RankMemory] | None = None
+        self._adapter_loads: AdapterLoads | None = None
         self._failed_block_ids: set[int] = set()
         self._gauges: dict[str, int] = {}
         """Gauges that were not reported to vLLM yet."""
@@ -113,6 +115,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_side()
+        elif (lora_config := getattr(vllm_config, "lora_config", None)) is not None:
+            self._adapter_loads = adapter_hooks.record_loads(lora_config)
         atexit.register(self.shutdown)
 
     def _scheduler_side(self) -> SchedulerSide:
@@ -149,7 +153,20 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
             waits=hasattr(KVConnectorBase_V1, "has_pending_block_frees"),
+            adapters=self._adapters(),
         )
+
+    def _adapters(self) -> Adapters | None:
+        if getattr(self._vllm_config, "lora_config", None) is None:
+            return None
+        adapters = Adapters(self._vllm_config.parallel_config.world_size)
+        adapters.in_hashes = adapter_hooks.hash_by_content(adapters)
+        if not adapters.in_hashes:
+            _log.error(
+                "kvsidecar: requests with an adapter are not offloaded: this vLLM makes block hashes in an unknown "
+                "way, and so they cannot contain the adapter's content"
+            )
+        return adapters
 
     @property
     def _fixed_seed(self) -> str | None:
@@ -224,7 +241,14 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         name = f"{self._instance} rank {place.rank}"
         self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place)
-        worker = WorkerSide(identity.namespace, self._instance, place, lambda: self._client(name), identity.options)
+        worker = WorkerSide(
+            identity.namespace,
+            self._instance,
+            place,
+            lambda: self._client(name),
+            options=identity.options,
+            adapters=self._adapter_loads,
+        )
         worker.register(self._export(), memory.device_order_of(found))
         self._worker = worker
 

@@ -50,6 +50,13 @@ class Counters:
     unnamed_resets: int = _counter(
         "Resets without a new name for the weights; from then on the engine shares its blocks with no other engine."
     )
+    unknown_adapters: int = _counter(
+        "Requests that were not offloaded because the content of their adapter was not known, or has changed."
+    )
+    changed_adapters: int = _counter(
+        "Times that the content of an adapter changed while requests used it; nothing of the old content is offloaded "
+        "from then on, until the prefix cache is reset."
+    )
     hints: int = _counter("KV hints of requests that were heeded: retain, demote, pin and prefetch.")
     pin_hints: int = _counter("KV hints that ask for a pin. Only operators pin, so that they count as retain.")
     ttl_requests: int = _counter("Requests whose kv_transfer_params bound how long their blocks are kept.")

@@ -8,6 +8,7 @@ the daemon, or the cache is reset.
 
 from __future__ import annotations
 
+import inspect
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -48,7 +49,8 @@ class Events:
         self._stored, self._removed = kv_events.BlockStored, kv_events.BlockRemoved
         self._media = {0: kv_events.MEDIUM_CPU, DISK: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")}
         self._external = kv_cache_utils.maybe_convert_block_hash
-        self._extra_keys = kv_cache_utils.generate_block_hash_extra_keys
+        # Not as they are hashed (`adapter_hooks`): routers know an adapter by its name.
+        self._extra_keys = inspect.unwrap(kv_cache_utils.generate_block_hash_extra_keys)
         # Since 0.32 vLLM tags the keys that it hashes, and removes the tags for events.
         self._event_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
         self._known = KnownBlocks(groups, hash_bytes)

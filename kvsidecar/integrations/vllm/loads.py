@@ -87,7 +87,8 @@ class Loads:
         load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
         if self._events is not None:
             load.unannounced = self._unannounced(self._events, request, load.blocks, offer.local)
-        self.planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request)))
+        adapter = request.lora_request.lora_int_id if request.lora_request is not None else 0
+        self.planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request), adapter))
         self._counters.loads += 1
         self._counters.loaded_tokens += external
         return sum(map(len, packed))

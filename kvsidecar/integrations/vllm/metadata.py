@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.integrations.hashes import split_hashes
+from kvsidecar.integrations.vllm.adapters import AdapterLoad
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 ID_BYTES = 8
@@ -71,6 +72,8 @@ class LoadJob:
     request_id: str
     blocks: tuple[GroupBlocks, ...]
     traceparent: str | None = None
+    adapter: int = 0
+    """vLLM's id of the adapter with which the request is computed; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class StepPlan:
     """Nothing is scheduled in this step: stores may use the whole PCIe bandwidth."""
     give_up: bool = False
     """The daemon hangs, and the engine needs the blocks that its jobs hold: end them."""
+    adapter_changes: int = 0
+    """How many changed adapters the scheduler side knows of. A rank that has seen more stores nothing of this plan."""
 
 
 NOTHING = StepPlan()
@@ -109,6 +114,8 @@ class RankReport:
     """Most blocks that the daemon's pool can hold; reported with the attachment."""
     refused: int = 0
     """Jobs that the daemon refused because of what they ask for: see `kvsidecar.integrations.refusals`."""
+    adapters: Mapping[int, tuple[AdapterLoad, ...]] = field(default_factory=dict)
+    """By rank: adapters that it has loaded."""
 
     def merged(self, other: RankReport) -> RankReport:
         def summed(mine: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:
@@ -123,6 +130,7 @@ class RankReport:
             {**self.nodes, **other.nodes},
             max(self.pool_blocks, other.pool_blocks),
             self.refused + other.refused,
+            {**self.adapters, **other.adapters},
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvsidecar.client import Client
 from kvsidecar.integrations.stored_filter import StoredFilter
+from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, Adapters
 from kvsidecar.integrations.vllm.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
@@ -49,6 +50,7 @@ class SchedulerSide:
         step_tokens: most tokens that one step computes (``max_num_batched_tokens``).
         longest_blocks: most blocks that one request needs.
         waits: as in `Stores`.
+        adapters: what the ranks load; None: the engine has no adapters.
         clock: seconds, monotonic.
     """
 
@@ -66,6 +68,7 @@ class SchedulerSide:
         step_tokens: int = 8192,
         longest_blocks: int = 0,
         waits: bool = True,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
@@ -106,6 +109,8 @@ class SchedulerSide:
         self._nodes: dict[int, str] = {}
         """By rank."""
         self._different_kv = False
+        self._adapters = adapters
+        self._stores.walks = adapters is None or adapters.in_hashes
         self._reset_refused = False
         """vLLM has refused the last reset, so the GPU may hold KV of older weights."""
         self._null_block = 0
@@ -143,10 +148,14 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens after ``num_computed_tokens`` that can be loaded, and whether the load is asynchronous.
 
-        None: not known yet; vLLM calls again in the next step. The only side effects are a cache entry and a lease.
+        None: not known yet; vLLM calls again in the next step. The only side effects are a cache entry and a lease,
+        and other hashes of a request whose adapter has become known.
         """
+        if request.lora_request is not None and self._waits_for_adapter(request):
+            return None, False
         if (
             not self._enabled
+            or not self._may_share(request)
             or request.skip_reading_prefix_cache
             or num_computed_tokens % self._alignment
             or request.request_id in self._failed
@@ -156,12 +165,30 @@ class SchedulerSide:
         tokens = self._lookups.hit(request, num_computed_tokens, self._epoch)
         return tokens, bool(tokens)
 
+    def _may_share(self, request: Any) -> bool:
+        return request.lora_request is None or (self._adapters is not None and self._adapters.may_share(request))
+
+    def _waits_for_adapter(self, request: Any) -> bool:
+        """Whether vLLM should ask again, because the content of a request's adapter may be known by then, or has just
+        changed the request's hashes."""
+        if self._adapters is None or request.num_computed_tokens:
+            return False
+        if self._adapters.settle(request):
+            self._lookups.forget(request.request_id)
+            return True
+        return self._adapters.waits(request)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has allocated ``blocks`` for a request; ``num_external_tokens`` of its tokens are to be loaded."""
         request_id = request.request_id
         progress = self._requests.get(request_id)
         if progress is None:
-            progress = self._requests[request_id] = RequestProgress(request)
+            progress = RequestProgress(request)
+            if self._may_share(request):
+                self._requests[request_id] = progress
+            else:
+                self.counters.unknown_adapters += 1
+                self._counts = True
         progress.tables = getattr(blocks, "blocks", ())
         if num_external_tokens <= 0:
             self._lookups.forget(request_id)
@@ -180,6 +207,8 @@ class SchedulerSide:
         """What the ranks do in this step; mostly `NOTHING`, without a look at any request."""
         if self._lookups.used:
             self._lookups.new_step()
+        if self._adapters is not None:
+            self._adapters.new_step()
         if (self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids) and self._enabled:
             self._counts = True
             self._stores.step(self._requests, scheduler_output)
@@ -189,7 +218,8 @@ class SchedulerSide:
         if not (stores or loads or give_up):
             return IDLE if idle else NOTHING
         self._counts = True
-        return StepPlan(self._with_keys(stores), self._with_keys(loads), idle, give_up)
+        changes = self._adapters.changes if self._adapters is not None else 0
+        return StepPlan(self._with_keys(stores), self._with_keys(loads), idle, give_up, changes)
 
     def _with_keys(self, jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
         """The jobs with the keys of the current version of the weights instead of hashes."""
@@ -226,6 +256,8 @@ class SchedulerSide:
             self._take_nodes(report)
         if report.attached:
             self._take_attached(report)
+        if report.adapters and self._adapters is not None:
+            self._take_adapters(report, self._adapters)
         if report.stored:
             self._stores.take_report(report)
         if report.loaded:
@@ -241,6 +273,23 @@ class SchedulerSide:
                 len(self._nodes),
                 count,
             )
+
+    def _take_adapters(self, report: RankReport, adapters: Adapters) -> None:
+        def used(identity: str) -> bool:
+            return any(getattr(each.request, ATTRIBUTE, None) == identity for each in self._requests.values())
+
+        if adapters.take_report(report.adapters, used):
+            self.counters.changed_adapters += 1
+            _log.warning(
+                "kvsidecar: an adapter was replaced while requests used it: nothing of its old content is offloaded "
+                "from now on, until the prefix cache is reset with reset_connector"
+            )
+            # Blocks of the last steps may be of the new content. Only hashes tell which requests the others in the
+            # prefix cache are from.
+            self._stores.reset()
+            self._stores.walks = False
+        for request_id in [name for name, each in self._requests.items() if not self._may_share(each.request)]:
+            del self._requests[request_id]
 
     def _take_attached(self, report: RankReport) -> None:
         self._ranks.update(report.attached)
@@ -294,7 +343,9 @@ class SchedulerSide:
         terms = terms_of(request, self.counters, hints=options.kv_hints, request_priority=options.request_priority)
         if terms != DEFAULT_TERMS:
             self._stores.terms[request.request_id] = terms
-        if self._enabled and not request.skip_reading_prefix_cache:
+        if request.lora_request is not None and self._adapters is not None:
+            self._adapters.settle(request)
+        if self._enabled and not request.skip_reading_prefix_cache and self._may_share(request):
             self._lookups.begin_early(request)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -302,6 +353,8 @@ class SchedulerSide:
         request_id = request.request_id
         self._lookups.forget(request_id)
         self._failed.discard(request_id)
+        if self._adapters is not None:
+            self._adapters.ended(request)
         progress = self._requests.pop(request_id, None)
         if progress is not None:
             self._counts = True
@@ -345,6 +398,9 @@ class SchedulerSide:
             self._reset_refused = True
             return False
         self._reset_refused = False
+        if self._adapters is not None:
+            self._adapters.reset()
+            self._stores.walks = self._adapters.in_hashes
         name = read_name(self._options.weights_version_file)
         if self._weights_version.advance(name):
             _log.info("kvsidecar: reset: blocks are shared with engines whose weights are named %r", name)

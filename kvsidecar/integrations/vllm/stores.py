@@ -129,6 +129,8 @@ class Stores:
         self._extra_blocks = sum(group.eagle for group in groups)
         self._lag = max(group.lag_tokens for group in self._groups)
         self._lazy = options.store_mode == "lazy"
+        self.walks = True
+        """Lazy mode: whether all blocks in the prefix cache may be stored, whichever requests they are from."""
         self._prompt_only = options.store_prompt_only and not self._lazy
         self._interval = options.store_interval
         self._next = 0.0
@@ -340,7 +342,7 @@ class Stores:
                 self._consider(progress, each.num_computed_tokens - self._lag)
         self._plan()
         # A quarter of the watermark is enough: blocks enter the walk long before they are evicted.
-        if self._allocated >= max(1, self._watermark // 4) and (room := self._room()) > 0:
+        if self.walks and self._allocated >= max(1, self._watermark // 4) and (room := self._room()) > 0:
             self._walk(room)
 
     def _walk(self, room: int) -> None:

@@ -24,6 +24,7 @@ from kvsidecar.client import (
 )
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.refusals import UnfitJobs
+from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.condition import node_id
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
@@ -88,6 +89,7 @@ class WorkerSide:
         instance: name of the engine, the same for all of its ranks and unique on the node.
         new_client: makes a client for each registration.
         options: what the namespace is made of, for operators.
+        adapters: what this rank loads; None: the engine has no adapters.
     """
 
     def __init__(
@@ -96,12 +98,17 @@ class WorkerSide:
         instance: str,
         place: Place,
         new_client: Callable[[], Client],
+        *,
         options: Mapping[str, str] | None = None,
+        adapters: AdapterLoads | None = None,
     ) -> None:
         self.namespace, self._options = namespace, options
         self._instance = instance
         self._place = place
         self._new_client = new_client
+        self._adapters = adapters
+        self._known_changes = 0
+        """Changed adapters that the plan of this step knows of."""
         self._client: Client | None = None
         self._layouts: tuple[GroupLayout, ...] = ()
         self._held: frozenset[int] = frozenset()
@@ -199,7 +206,7 @@ class WorkerSide:
         """Take the plan of this step, before its forward pass is enqueued."""
         if self.new_loads or self.new_stores:
             self.submit_rest()
-        self.new_stores, self.new_loads = plan.stores, plan.loads
+        self.new_stores, self.new_loads, self._known_changes = plan.stores, plan.loads, plan.adapter_changes
         if self._client is None:
             return
         if plan.give_up:
@@ -222,7 +229,7 @@ class WorkerSide:
         client = self._client
         for load in loads:
             blocks = [_blocks(each) for each in load.blocks if each.group in self._held]
-            if client is None:
+            if client is None or not self._computes_like(load):
                 self._load_ended(load, done=False)
             elif not blocks:
                 self._load_ended(load, done=True)  # only other ranks hold layers of these groups
@@ -230,13 +237,33 @@ class WorkerSide:
                 job = client.load(blocks, after=after, traceparent=load.traceparent)
                 self._loads[job] = load
 
+    @property
+    def _unknown_changes(self) -> bool:
+        """Whether this rank has loaded other content of an adapter than the scheduler side knew of in this step."""
+        return self._adapters is not None and self._adapters.changes > self._known_changes
+
+    def _computes_like(self, load: LoadJob) -> bool:
+        """Whether the request goes on with the content of its adapter that these blocks were computed with."""
+        if not load.adapter or self._adapters is None:
+            return True
+        if not self._unknown_changes and self._adapters.keeps(load.adapter):
+            return True
+        _log.warning(
+            "kvsidecar: adapter %d has changed since its content was looked up: request %s is computed without a hit",
+            load.adapter,
+            load.request_id,
+        )
+        return False
+
     def submit_stores(self) -> None:
         """Call after this step's kernels are enqueued: the copies read what they and earlier ones write."""
         stores, self.new_stores = self.new_stores, ()
         client = self._client
+        # Blocks of the last steps may have been computed with an adapter that was replaced under their request.
+        unsound = self._unknown_changes
         for store in stores:
             mine = [each for each in store.blocks if each.group in self._held and self._place.stores(each.group)]
-            if client is None:
+            if client is None or unsound:
                 self._store_ended(store, done=False)
             elif not mine:
                 self._store_ended(store, done=True)
@@ -288,7 +315,8 @@ class WorkerSide:
         """What has changed since the last report; None if nothing has."""
         client = self._client
         epoch = 0 if client is None else client.attached_epoch
-        if epoch == self._reported_epoch and not (self._stored or self._loaded):
+        adapters = self._adapters is not None and self._adapters.unreported
+        if epoch == self._reported_epoch and not (self._stored or self._loaded or adapters):
             return None
         attached, pool_blocks = {}, 0
         if epoch != self._reported_epoch:
@@ -303,6 +331,7 @@ class WorkerSide:
             frozenset(self._not_loaded),
             pool_blocks=pool_blocks,
             refused=self._refused,
+            adapters={self._place.rank: self._adapters.take()} if adapters and self._adapters is not None else {},
         )
         self._reported_epoch = epoch
         self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()

@@ -1,0 +1,201 @@
+"""Wraps three functions of vLLM, which gives a connector no other way: the one that loads an adapter, on each rank, to
+know its content; in the engine core, the one that says what a block's hash contains, and the one that has an adapter
+replaced, because an idle engine reports nothing. Imports vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import secrets
+import weakref
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine import core as vllm_core
+
+from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, UNKNOWN, AdapterLoads, Adapters, Files, files_of
+from kvsidecar.integrations.weights import PIECE, PIECES
+
+_log = logging.getLogger("kvsidecar.vllm")
+
+_EXTRA_KEYS = "generate_block_hash_extra_keys"
+_LOAD = "_load_adapter"
+_ADD = "add_lora"
+
+_hashed: weakref.ref[Adapters] | None = None
+"""Of the engine core in this process."""
+_recorders: weakref.WeakKeyDictionary[AdapterLoads, Any] = weakref.WeakKeyDictionary()
+"""Of the ranks in this process, with the configuration of their engine."""
+
+
+# -- hashes ------------------------------------------------------------------------------------------------------------
+
+
+def hash_by_content(adapters: Adapters) -> bool:
+    """From now on, the hashes of requests with an adapter contain its identity instead of its name and path. Returns
+    whether this version of vLLM lets them."""
+    global _hashed
+    hasher = getattr(kv_cache_utils, "get_request_block_hasher", None)
+    codes = [each for each in getattr(hasher, "__code__", _NO_CODE).co_consts if isinstance(each, CodeType)]
+    if not hasattr(kv_cache_utils, _EXTRA_KEYS) or not any(_EXTRA_KEYS in each.co_names for each in codes):
+        return False
+    _hashed = weakref.ref(adapters)
+    if inspect.unwrap(getattr(kv_cache_utils, _EXTRA_KEYS)) is getattr(kv_cache_utils, _EXTRA_KEYS):
+        # vLLM's KV events have imported the function itself: they go on saying the name.
+        setattr(kv_cache_utils, _EXTRA_KEYS, _by_content(getattr(kv_cache_utils, _EXTRA_KEYS)))
+    core = getattr(vllm_core, "EngineCore", None)
+    if hasattr(core, _ADD) and inspect.unwrap(getattr(core, _ADD)) is getattr(core, _ADD):
+        setattr(core, _ADD, _announced(getattr(core, _ADD)))
+    return True
+
+
+def _announced(original: Any) -> Any:
+    @functools.wraps(original)
+    def add_lora(core: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        adapters = _hashed() if _hashed is not None else None
+        if adapters is None or not getattr(lora_request, "load_inplace", False):
+            return original(core, lora_request, *args, **kwargs)
+        adapters.replace(lora_request.lora_int_id)
+        try:
+            return original(core, lora_request, *args, **kwargs)
+        except BaseException:
+            adapters.keep(lora_request.lora_int_id)
+            raise
+
+    return add_lora
+
+
+_NO_CODE = compile("", "", "exec")
+
+
+def _by_content(original: Any) -> Any:
+    @functools.wraps(original)
+    def extra_keys(request: Any, *args: Any, **kwargs: Any) -> Any:
+        keys, index = original(request, *args, **kwargs)
+        adapters = _hashed() if _hashed is not None else None
+        if request.lora_request is None or adapters is None:
+            return keys, index
+        identity = getattr(request, ATTRIBUTE, None)
+        if identity is None:
+            identity = adapters.identity(request.lora_request.lora_int_id) or UNKNOWN
+            setattr(request, ATTRIBUTE, identity)
+        keys = tuple(keys or ())
+        if identity == UNKNOWN:
+            return (*keys, ("kvsidecar", adapters.own)), index
+        of_adapter = tuple(kv_cache_utils._gen_lora_extra_hash_keys(request))
+        if keys[: len(of_adapter)] == of_adapter:
+            keys = keys[len(of_adapter) :]
+        return (("kvsidecar", identity), *keys), index
+
+    return extra_keys
+
+
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def record_loads(lora_config: Any) -> AdapterLoads:
+    """Record what the rank in this process loads from now on, for as long as somebody holds what is returned.
+
+    Args:
+        lora_config: the engine's own object, by which its rank is known.
+    """
+    loads = AdapterLoads()
+    try:
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        load = getattr(WorkerLoRAManager, _LOAD)
+    except (ImportError, AttributeError):
+        _log.error(
+            "kvsidecar: requests with an adapter are not offloaded: this vLLM loads adapters in an unknown way, and so "
+            "their content is not known"
+        )
+        return loads
+    _recorders[loads] = lora_config
+    if inspect.unwrap(load) is load:
+        setattr(WorkerLoRAManager, _LOAD, _recorded(load))
+    return loads
+
+
+def _recorded(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_adapter(manager: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        files = files_of(lora_request.lora_path)
+        model = original(manager, lora_request, *args, **kwargs)
+        for loads, lora_config in list(_recorders.items()):
+            if lora_config is manager.lora_config:
+                _record(loads, manager, lora_request, model, files)
+        return model
+
+    return load_adapter
+
+
+def _record(loads: AdapterLoads, manager: Any, lora_request: Any, model: Any, files: Files | None) -> None:
+    lora_id = lora_request.lora_int_id
+    try:
+        digest = digest_of(model)
+    except (TypeError, RuntimeError) as error:  # must not fail the load
+        digest = "own " + secrets.token_hex(16)
+        _log.error(
+            "kvsidecar: KV of adapter %r is shared with nobody: its content is not known: %s",
+            lora_request.lora_name,
+            error,
+        )
+    of_manager = weakref.ref(manager)
+
+    def is_resident(lora_id: int) -> bool:
+        manager = of_manager()
+        return manager is not None and lora_id in manager.list_adapters()
+
+    loads.resident = is_resident
+    if files != files_of(lora_request.lora_path):
+        files = None  # written to meanwhile
+    reread = bool(getattr(lora_request, "load_inplace", False))
+    loads.add(lora_id, digest, lora_request.lora_path, files, reread=reread)
+
+
+def digest_of(model: Any) -> str:
+    """The hexadecimal digest of a loaded adapter: its tensors, of each as many samples as of the model's weights, and
+    whatever else vLLM has read from its configuration, but not its id.
+
+    Raises:
+        TypeError: there is something of an unknown type.
+    """
+    found = hashlib.blake2b(digest_size=32)
+    for each in _pieces({name: value for name, value in vars(model).items() if name != "id"}):
+        found.update(len(each).to_bytes(8, "big"))
+        found.update(each)
+    return found.hexdigest()
+
+
+def _pieces(value: Any) -> Iterator[Any]:
+    """What tells values apart, as bytes."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        yield repr(value).encode()
+    elif isinstance(value, torch.Tensor):
+        yield repr((value.dtype, tuple(value.shape))).encode()
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        if data.numel() <= PIECE * PIECES:
+            yield data.cpu().numpy()
+            return
+        for i in range(PIECES):
+            start = (data.numel() - PIECE) * i // (PIECES - 1)
+            yield data[start : start + PIECE].cpu().numpy()
+    elif isinstance(value, dict):
+        yield f"{len(value)} entries".encode()
+        for key in sorted(value, key=repr):
+            yield repr(key).encode()
+            yield from _pieces(value[key])
+    elif isinstance(value, list | tuple):
+        yield f"{len(value)} values".encode()
+        for each in value:
+            yield from _pieces(each)
+    elif type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
+        yield from _pieces(vars(value))
+    else:
+        raise TypeError(f"an adapter with a {type(value).__qualname__}")
