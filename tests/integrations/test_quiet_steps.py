@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport
+from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport, StepPlan
 from kvsidecar.integrations.vllm.stores import RETRY_SECONDS
 from kvsidecar.integrations.vllm.worker import WorkerSide
 from tests.integrations.engine import Clock, Request, Step, TinyPool, side
@@ -117,7 +116,7 @@ def test_the_client_is_not_asked_for_ends_while_no_job_runs() -> None:
     for _ in range(3):
         quiet(side)
     assert client.asked == []
-    side.bind(SimpleNamespace(stores=(store(1, "a", at=[0]),), loads=(load(2, "b", at=[1]),), idle=False))
+    side.bind(StepPlan((store(1, "a", at=[0]),), (load(2, "b", at=[1]),)))
     side.submit_rest()
     for _ in range(2):
         side.poll()
