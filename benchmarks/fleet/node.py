@@ -141,7 +141,7 @@ class SimulatedTier:
         count: called with what it did, and a number of blocks.
     """
 
-    off = ""
+    off, stats = "", None
 
     def __init__(
         self, name: str, kept: Kept, loop: Loop, rates: tuple[float, float], count: Callable[[str, int], None]

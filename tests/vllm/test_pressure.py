@@ -74,7 +74,7 @@ def test_a_daemon_that_hangs_leaves_an_engine_under_pressure_going(
             (again,) = engine.generate(each + tokens[:190], tokens=10)
             assert again.tokens == tokens[190:]
             hit += again.cached
-    assert hit or mode == "lazy"
+    assert hit or given_up or mode == "lazy"
 
 
 def test_a_daemon_that_hangs_with_all_blocks_of_an_engine_is_given_up(
