@@ -272,3 +272,12 @@ def test_of_sliding_windows_only_those_are_asked_for_that_count() -> None:
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
     assert ask_all(question, 0, gone, nothing) == 9000
     assert longest_hit(groups, question.found(0), 0, 12_000) == 4000
+
+
+def test_a_hit_ends_where_the_windows_have_hashes() -> None:
+    """The eagle group's hit needs one more block, and the last one has no hash yet."""
+    groups = [full(0), group(1, Kind.SLIDING_WINDOW, 4, window=1, eagle=True)]
+    found = {0: [True] * 3000, 1: [True] * 3000}
+    question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
+    assert ask_all(question, 0, found, {index: [False] * 3000 for index in found}) == 3000 + 1
+    assert longest_hit(groups, question.found(0), 0, 12_000) == 11_996

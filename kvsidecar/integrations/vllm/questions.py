@@ -75,7 +75,11 @@ class Question:
         if self.reason or (self._round and not self.ready):
             return {}
         self._now_local = local
-        self._round = {index: places for index, places in next(self._rounds, {}).items() if places}
+        self._round = {}
+        for places in self._rounds:  # a round may turn out to need nothing
+            self._round = {index: each for index, each in places.items() if each}
+            if self._round:
+                break
         packed = {index: self._join(index, places) for index, places in self._round.items()}
         self.hashes_asked += sum(map(len, self._round.values()))
         return packed
@@ -96,7 +100,7 @@ class Question:
             yield everything
             return
         yield {group.index: everything[group.index] for group in others}
-        ends = self._ends(others)
+        ends = self._ends(assumed=windowed)
         if not any(ends):
             return
         asked: dict[int, set[int]] = {group.index: set() for group in windowed}
@@ -106,16 +110,24 @@ class Question:
                 blocks = hits.needed_blocks(group, end, self._now_local) if end else ()
                 asked[group.index].update(each - first for each in blocks if each - first < count)
         yield {index: sorted(places) for index, places in asked.items()}
-        if self._ends(self._groups) == ends:
+        if self._ends() == ends:
             return
         # A window has gone: the hit may end anywhere before.
         yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
 
-    def _ends(self, groups: Sequence[Group]) -> tuple[int, int]:
-        """Tokens of the longest hit that these groups support, now, and after a fetch from a slower tier."""
+    def _ends(self, assumed: Sequence[Group] = ()) -> tuple[int, int]:
+        """Tokens of the longest hit now, and after a fetch from a slower tier.
+
+        Args:
+            assumed: groups of which every block is taken to be there.
+        """
         local, most = self._now_local, self.end - self._now_local
-        found = hits.longest_hit(groups, self.found(local), local, most)
-        return found, hits.longest_hit(groups, self.there(local), local, most) if self._held else found
+        found = self.found(local)
+        whole = {group.index: [True] * len(found[group.index]) for group in assumed}
+        now = hits.longest_hit(self._groups, {**found, **whole}, local, most)
+        if not self._held:
+            return now, now
+        return now, hits.longest_hit(self._groups, {**self.there(local), **whole}, local, most)
 
     def _join(self, index: int, places: Sequence[int]) -> bytes:
         hashes = self._hashes[index]
