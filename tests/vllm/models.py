@@ -57,6 +57,27 @@ def save_adapter(directory: Path, seed: int, *, alpha: int = 16) -> str:
     return str(directory)
 
 
+def save_eagle(directory: Path) -> str:
+    """Write an EAGLE head for the model `full`: a layer whose input is a hidden state of the target beside a token."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = directory / "eagle"
+    torch.manual_seed(len(_MODELS))
+    config = LlamaConfig(**_COMMON, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    head = LlamaForCausalLM(config)
+    head.save_pretrained(path)
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in head.state_dict().items()
+        if "layers." in name and "input_layernorm" not in name
+    }
+    tensors["fc.weight"] = torch.randn(128, 256) * 0.1
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return str(path)
+
+
 def _full() -> Any:
     """Three layers of full attention: one KV cache group."""
     from transformers import LlamaConfig, LlamaForCausalLM
