@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from kvsidecar.client.types import EVENT_FAILED, JobDone, Readiness
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
+
+_log = logging.getLogger("kvsidecar.client")
 
 _IDLE = {idle: (pb.AttachRequest(idle=pb.Idle(idle=idle)),) for idle in (False, True)}
 """Shared, and never modified."""
@@ -201,6 +204,7 @@ class Session:
         if self._inbox is not None and reply.HasField("residency"):
             self._inbox.put(reply.residency)
             return
+        before = self.readiness.state
         with self._monitor.lock:
             match reply.WhichOneof("message"):
                 case "done":
@@ -220,3 +224,5 @@ class Session:
                 case "readiness":
                     self.readiness = readiness_from(reply.readiness)
             self._monitor.changed.notify_all()
+        if self._inbox is None and self.readiness.state is State.FAILED is not before:
+            _log.warning("the daemon has failed, and stores nothing: %s", self.readiness.reason)

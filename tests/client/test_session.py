@@ -58,6 +58,17 @@ def test_what_the_daemon_answers_is_known_when_it_has_registered(opened: Opened)
     opened.until(lambda: opened.session.readiness.state is State.READY)
 
 
+def test_a_daemon_that_has_failed_is_told_of_in_the_log_once(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    for bytes_pinned in (1, 2):
+        failed = pb.Readiness(state=pb.Readiness.STATE_FAILED, reason="no memory to lock", pinned_bytes=bytes_pinned)
+        opened.stream.reply(readiness=failed)
+    opened.stream.reply(readiness=pb.Readiness(state=pb.Readiness.STATE_DRAINING))
+    opened.until(lambda: opened.session.readiness.state is State.DRAINING)
+    assert [each for each in caplog.messages if "no memory to lock" in each] == [
+        "the daemon has failed, and stores nothing: no memory to lock"
+    ]
+
+
 def test_jobs_are_sent_in_order_and_what_was_to_be_said_goes_with_the_next(opened: Opened) -> None:
     with opened.monitor.lock:
         opened.session.set_idle(True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Client
-from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate
+from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, join, kvsidecar, prompt, rejoin, running
 
@@ -62,6 +62,26 @@ def kill_when_held(daemon: DaemonProcess, point: str) -> None:
 
     if "in_flight" in point:
         threading.Thread(target=kill, daemon=True).start()
+
+
+def test_a_daemon_whose_pool_cannot_be_pinned(
+    model: str, short_dir: Path, truth: Truth, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine serves without it, says why, and uses the daemon that is started in its place."""
+    with (
+        DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS="pool.pin_chunk=raise(no memory to lock)") as first,
+        running(model, kvsidecar(first.socket)) as engine,
+    ):
+        eventually(lambda: "no memory to lock" in caplog.text, "the engine's log says why")
+        for _ in range(2):
+            (answer,) = engine.generate(LONG)
+            assert (answer.cached, [answer.tokens]) == (0, truth(LONG))
+            engine.drain()
+            assert engine.reset()
+        first.process.kill()
+        first.process.wait(SECONDS)
+        with DaemonProcess(short_dir, *POOL) as second:
+            works(engine, second.wait_ready(), truth)
 
 
 @pytest.mark.parametrize("point", ["load.before_copy", "load.in_flight"])
